@@ -174,7 +174,7 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(batch, "record_line", record_line)
         assert jobs.run("--max-num-seqs", "2") == 130
-    again = f"2 of 4 prompts answered, in {jobs.output}; give the same command again to go on behind them"
+    again = f"2 of 4 prompts answered, in {jobs.output}; give the same command again to continue"
     assert jobs.err == f"tinygpt: interrupted: {again}\n"
     assert list(jobs.records()) == written
     assert jobs.run("--max-num-seqs", "2") == 0
@@ -193,7 +193,7 @@ def test_a_record_half_written_is_made_again(jobs):
         num_whole = (cut >= second - 1) + (cut >= third - 1)  # the end of its line is no part of a record
         assert f"{4 - num_whole} prompts: " in jobs.err
         num_lost = cut - (0, second, third)[num_whole]
-        lost = f"ends in half a record of {counted(num_lost, 'byte')}, as a run leaves it that is killed"
+        lost = f"ends in half a record of {counted(num_lost, 'byte')}, as a killed run leaves it"
         assert (lost in jobs.err, "half a record" in jobs.err) == (num_lost > 0, num_lost > 0)
         assert jobs.records() == whole
 
@@ -485,7 +485,7 @@ def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
     jobs.write([{"prompt": ids}, {"prompt": [5]}, {"prompt": ids, "overflow": "slide"}])
     flags = ["--max-model-len", "32", "--overflow", "truncate"]
     assert jobs.run(*flags) == 0
-    assert "tinygpt: 2 prompts not read from the beginning" in jobs.err
+    assert "tinygpt: 2 prompts truncated" in jobs.err
     records = jobs.records()
     assert [records[i]["num_truncated_tokens"] for i in (1, 2, 3)] == [14, 0, 16]
     monkeypatch.setattr(batch, "load_llm", None)  # all are answered: the whole prompts are in the records

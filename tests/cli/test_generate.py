@@ -192,7 +192,7 @@ def test_a_truncated_prompt_is_reported(run, how):
     arguments = ["Once upon a time " * 30, "--max-model-len", "32", "--max-tokens", "8", "--overflow", "truncate", *how]
     result = run(arguments)
     assert result.code == 0
-    assert re.match(r"tinygpt: the first \d+ tokens of the prompt had no room .*: left out\n", result.err)
+    assert re.match(r"tinygpt: the first \d+ tokens of the prompt exceed .* truncated\n", result.err)
 
 
 def test_time_that_is_over_before_the_first_token(run):

@@ -125,14 +125,14 @@ def test_what_is_refused_leaves_the_text_as_it_was(talk, llm):
     """A surrogate that UTF-8 cannot spell cannot come from a pipe; a line that is too long can."""
     code, out, err = talk("Once", "word " * 600, "And then")
     assert (code, out) == (0, "".join(f"{text}\n" for text in written(llm, "Once", "And then")))
-    assert re.search(r"the prompt has \d+ tokens .* What has been written stays: use :rewind or :reset", err)
+    assert re.search(r"the prompt has \d+ tokens .* The text is unchanged: use :rewind or :reset", err)
 
 
 def test_a_text_that_slides_says_what_is_no_longer_seen(talk):
     with LLM("demo", max_model_len=24) as small:
         code, out, err = talk(*["a b c d e"] * 6, flags=["--overflow", "slide", "--stride", "10"], model=small)
     assert (code, len(out.splitlines()) >= 6) == (0, True)
-    left = [int(count) for count in re.findall(r"the first (\d+) tokens of the text have left", err)]
+    left = [int(count) for count in re.findall(r"the first (\d+) tokens of the text exceed", err)]
     assert left == sorted(set(left)) != []
 
 

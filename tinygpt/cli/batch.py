@@ -1,4 +1,4 @@
-"""`generate --input`: check all prompts of a file, skip those already answered, write each record as it finishes.
+"""`generate --input`: check all prompts of a file, skip answered prompts, write each record as it finishes.
 
 Records go to stdout or are appended to the file of --output. The same command continues an interrupted run.
 """
@@ -102,7 +102,7 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
             log(f"{skipped}: {target} has their records; to make them with other flags, name another file")
         if earlier.num_lost_bytes:
             half = f"half a record of {counted(earlier.num_lost_bytes, 'byte')}"
-            log(f"{target} ends in {half}, as a run leaves it that is killed: its prompt is answered anew")
+            log(f"{target} ends in {half}, as a killed run leaves it: its prompt is answered again")
         num_failed = earlier.num_failed
         with RecordFile(target, earlier) as file:
             if pending:
@@ -184,10 +184,10 @@ def _write_all(
         if args.output is None:
             how = f"{answered}, on stdout; a run with --output FILE can be continued"
         else:
-            how = f"{answered}, in {args.output}; give the same command again to go on behind them"
+            how = f"{answered}, in {args.output}; give the same command again to continue"
         raise type(stop)(how) from None
     if num_truncated:
-        log(f"{counted(num_truncated, 'prompt')} not read from the beginning: num_truncated_tokens in their records")
+        log(f"{counted(num_truncated, 'prompt')} truncated: see num_truncated_tokens in their records")
     if num_unfinished:
         log(
             f'{counted(num_unfinished, "guided text")} cut short by a limit: "finish_reason": "length" in their records'
@@ -233,7 +233,7 @@ def check_output(path: Path, input_path: Path) -> None:
 
 
 def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
-    """Find which prompts the file already answers; `model` and `dtype` are those of the command line.
+    """Find which prompts the file already answers; `model` and `dtype` are the command line's.
 
     RequestError if the file holds anything else than records of these prompts, made by this model in this dtype.
     A last line that is the beginning of a record, as a killed run leaves it, does not count.
@@ -365,7 +365,7 @@ class RecordFile:
         except OSError as error:
             raise TinyGPTError(
                 f"--output {self._path} cannot be written ({error.strerror}): fix that, and give the same command "
-                "again, which goes on behind the records that are in the file."
+                "again to continue."
             ) from None
 
 

@@ -55,20 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         metavar="TEXT",
         type=Path,
-        help="a file of text like what the model will read: channels are evened out by their sizes on it, where the "
-        "default goes by the weights alone (int8, int4)",
+        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
+        "weights alone)",
     )
     parser.add_argument(
         "--act-scales",
         metavar="FILE",
         type=Path,
-        help="the sizes, in place of a text, as SmoothQuant's generate_act_scales.py writes them",
+        help="in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them",
     )
     parser.add_argument(
         "--smooth",
         metavar="ALPHA",
         type=float,
-        help=f"with either: how much of a channel's size goes into the activations, 0 to 1 (default: {ALPHA})",
+        help=f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})",
     )
     add_flag(parser, "threads")
 

@@ -16,7 +16,7 @@ from tinygpt.cli.output import log, print_fields, print_json, size_text
 from tinygpt.hardware import cpu_name, logical_cores, thread_count
 
 USAGE = "tinygpt doctor [flags] [CHECKPOINT]"
-SUMMARY = "show what this machine offers and which kernels it uses: what a bug report should quote"
+SUMMARY = "report on the machine, the kernels and the packages, for a bug report"
 PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
 OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
 # LLVM's names of the features that kernels use, or could use.

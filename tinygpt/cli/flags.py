@@ -1,4 +1,4 @@
-"""Flags that several commands share: those of LLM, and those of SamplingParams.
+"""Flags that several commands share: the arguments of LLM and the fields of SamplingParams.
 
 To add a flag of the model, add it to MODEL_FLAGS under the name of LLM's argument. The sampling flags derive from the
 fields of SamplingParams. A flag of another program with the same meaning is an alias in ALIASES, which --help does not
@@ -104,37 +104,37 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)", int, "N"
     ),
     "prefix_cache_seqs": _model_flag(
-        "finished samples kept in the KV cache for prompts that begin like them", int, "N", 4
+        "finished samples kept in the KV cache, for prompts with the same prefix", int, "N", 4
     ),
     "max_model_len": _model_flag(
         "positions reserved for each sample, prompt included (default: all that the model has)", int, "N"
     ),
     "lora": _model_flag("a LoRA adapter in PEFT's layout to merge", metavar="PATH"),
     "soft_prompt": _model_flag(
-        "a soft prompt in PEFT's layout, put in front of every prompt; with --input, several may be given: a line's "
-        "field soft_prompt names one, and the first is used where there is no such field",
+        "a soft prompt in PEFT's layout in front of every prompt; with --input, several may be given: a line's field "
+        "soft_prompt names one, and the default is the first",
         *(named_path, "NAME=PATH"),
         action="append",
     ),
     "draft_model": _model_flag(
-        "a smaller model with the same tokens that drafts ahead: fewer steps, the same text", metavar="MODEL"
+        "a smaller model with the same tokens that drafts: fewer steps, the same text", metavar="MODEL"
     ),
-    "num_speculative_tokens": _model_flag("tokens that it drafts at a time", int, "N", 4),
+    "num_speculative_tokens": _model_flag("tokens of a draft", int, "N", 4),
     "tensor_parallel_size": _model_flag(
-        "processes that share each layer, up to 4, started by mpiexec: by this one, or by the one that has started it",
+        "processes that share each layer, up to 4; this command starts mpiexec, unless mpiexec has started it",
         *(int, "N", 1),
         flag="--tensor-parallel",
     ),
     "pipeline_parallel_size": _model_flag(
-        "stages that the layers are dealt out to, each of --tensor-parallel processes",
+        "stages that share the layers, each of --tensor-parallel processes",
         *(int, "N", 1),
         flag="--pipeline-parallel",
     ),
     "split_special_tokens": {
         "flag": "--no-special-tokens",
         "action": "store_true",
-        "help": "read a special token that is written in a text, such as <|endoftext|>, as plain text: for texts of "
-        "unknown origin (default: it is that token)",
+        "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers (default: "
+        "it is that token)",
     },
 }
 

@@ -25,7 +25,7 @@ EVERY_DAY = (
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
     *("model", "dtype", "threads", "device"),
 )
-RARE = "; --guided-* among them say what form the text has to have"
+RARE = "; --guided-* among them constrain the text"
 # Where a prompt may come from: the name of the argument -> how errors call it.
 SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "input": "--input"}
 
@@ -53,15 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--input",
         metavar="FILE",
-        help="JSONL, one object a line: prompt (a text or token ids), any sampling field or split_special_tokens to "
-        "override, and id (the line's number where there is none); - is stdin (default: none)",
+        help="JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
+        "split_special_tokens and any sampling field; - is stdin (default: none)",
     )
     group.add_argument(
         "--output",
         metavar="FILE",
-        help="JSONL, one record for each line of --input as soon as it is finished; ids already in it are skipped, so "
-        "that the same command continues an interrupted run; records of another --model or --dtype are refused, and "
-        "other settings are not compared (default: stdout, as -)",
+        help="JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
+        "interrupted run and skips ids with a record; --model and --dtype must be the same, other flags are not "
+        "compared (default: stdout, as -)",
     )
     group.add_argument(
         "--ray",
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keep-order",
         action="store_true",
-        help="write records in the order of --input, each when all before it are written (default: as they finish)",
+        help="write records in the order of --input (default: as they finish)",
     )
     group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
     group.add_argument(
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--interactive",
         action="store_true",
-        help="read lines and continue after each, all in one text; :help there says more (default: off)",
+        help="read lines and continue the text after each; :help lists the commands (default: off)",
     )
     group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
     add_group(parser)
@@ -150,7 +150,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: "SamplingParams") -
         _ = llm.tokenizer  # raises if there is none: the output is text
     prompt = llm.read_prompt(text)
     if num_truncated := llm.num_truncated_tokens(prompt, params):
-        log(f"the first {counted(num_truncated, 'token')} of the prompt had no room in the model's positions: left out")
+        log(f"the first {counted(num_truncated, 'token')} of the prompt exceed the model's positions and are truncated")
     front = text if args.echo else ""
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1

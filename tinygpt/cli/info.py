@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tinygpt.weights.families.family import Source
 
 USAGE = "tinygpt info [flags] [CHECKPOINT]"
-SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and what would be refused"
+SUMMARY = "show a checkpoint's config, tensors, tokenizer and hashes, and every reason not to load it"
 NUM_SHOWN = 5  # tokens without a row of the embedding
 
 
@@ -45,8 +45,8 @@ def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> 
     """Raise CheckpointError, after the report, for a checkpoint that cannot be used."""
     if refused:
         is_tokenizer = refused == [tokenizer_error]
-        what = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
-        error = CheckpointError(f'{what}: the report says why, under "refused".')
+        part = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
+        error = CheckpointError(f'{part}: the report says why, under "refused".')
         error.work_started = True
         raise error
 
@@ -200,7 +200,7 @@ def _print_text(report: dict[str, Any]) -> None:
     if outside := tokenizer["outside_vocabulary"]:
         first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
         more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
-        about = "which the model has no row for: a text that holds one is refused"
+        about = "tokens without a row of the embedding: a text with such a token is refused"
         shown["outside_vocabulary"] = f"{first}{more}, {about}"
     print_fields("tokenizer", shown)
     if files := report["files"]:

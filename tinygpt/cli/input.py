@@ -9,7 +9,6 @@ from typing import Any
 from tinygpt.cli.flags import ALIASES, with_seed
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, suggest
-from tinygpt.evaluation.texts import check_encoding
 from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 STDIN = "-"
@@ -42,12 +41,14 @@ def read_stdin() -> bytes:
 def text_of_stdin() -> str:
     text = decode("stdin", read_stdin())
     if not text:
-        log("stdin is empty: what follows is a text from its beginning")
+        log("stdin is empty: the text starts from the BOS token")
     return text
 
 
 def decode(name: str, data: bytes) -> str:
     """Return UTF-8 as text. RequestError, which begins with `name`, for other data."""
+    from tinygpt.evaluation.texts import check_encoding
+
     check_encoding(name, data)
     try:
         return data.decode("utf-8")
@@ -71,6 +72,8 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
     RequestError lists every line that is not valid. Blank lines hold no prompt.
     """
+    from tinygpt.evaluation.texts import check_encoding
+
     data = read_bytes("--input", path)
     check_encoding(f"--input {path}", data)
     records, problems = {}, {}

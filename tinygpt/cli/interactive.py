@@ -14,12 +14,12 @@ from tinygpt.sampling_params import MAX_SEED, SamplingParams
 HELP = """commands
 a line is added to the text, which then goes on from there; an empty line adds nothing
 each line after the first begins a new line of the text; to begin one with a colon, type a space before it
-Ctrl-C ends the sample, and what was written stays
+Ctrl-C ends the sample and keeps its text
 :rewind     take back the last line and what followed it
 :reset      begin a new text
 :quit       end, as Ctrl-D does"""
 COMMANDS = (":rewind", ":reset", ":help", ":quit")
-FULL = "What has been written stays: use :rewind or :reset, or start with --overflow slide."
+FULL = "The text is unchanged: use :rewind or :reset, or start with --overflow slide."
 
 
 def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:
@@ -49,7 +49,7 @@ class Turns:
     def __init__(self, llm, params: SamplingParams):
         self._llm, self._params, self._session = llm, params, llm.session()
         self._starts: list[int] = []
-        self._num_turns = 0  # those that were taken back included
+        self._num_turns = 0  # turns that were taken back included
         self._num_truncated = 0
 
     def write(self, line: str) -> None:
@@ -92,7 +92,7 @@ class Turns:
     def _log_truncated(self, params: SamplingParams) -> None:
         count = self._llm.num_truncated_tokens(self._session.token_ids, params)
         if count > self._num_truncated:
-            log(f"the first {count} tokens of the text have left the model's positions, and are not seen any more")
+            log(f"the first {count} tokens of the text exceed the model's positions and are truncated")
         self._num_truncated = count
 
 

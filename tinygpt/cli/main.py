@@ -23,17 +23,17 @@ LISTED = ", ".join(COMMANDS)
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM, as a shell reports others
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
-# Control characters other than tabs and ends of lines, and those that change the direction of text.
+# Control characters other than tabs and ends of lines, and characters that change the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _FLAG = re.compile(r"--[A-Za-z]\w*(?:[_-]\w+)*")
 
 DESCRIPTION = "GPT-2 inference on NumPy and Numba."
 EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
 tinygpt generate -m gpt2 "Hello" -n 50  50 tokens, by GPT-2 of the Hugging Face Hub
-tinygpt help generate                   what goes with a command"""
+tinygpt help generate                   the flags of a command"""
 EPILOG = """text goes to stdout and everything else to stderr
-exit codes: 0 done, 1 failed on the way, 2 nothing has been done, because what was asked for is
-impossible, or a file or model that it names is not there or cannot be used"""
+exit codes: 0 done, 1 failed on the way, 2 nothing has been done: the request is impossible, or a
+file or model is missing or cannot be used"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +72,7 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. SystemExit for --help, --version, and for what is malformed."""
+    """Parse a command line. SystemExit for --help, --version, and for a malformed one."""
     command = words[0] if words else None
     if command in COMMANDS:
         parser = command_parser(command, "--help-all" in words)
