@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from support.paths import ROOT
+from tinygpt import hardware
 from tinygpt.cli import doctor
 from tinygpt.cli import main as cli
 from tinygpt.cli.doctor import instructions
-from tinygpt.hardware import bandwidth
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
 
 
 @pytest.fixture
 def report(capsys, monkeypatch) -> dict:
-    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9 * threads)
     assert cli.main(["doctor", "--json", "--threads", "2"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -97,9 +97,9 @@ def test_no_driver(monkeypatch):
 
 def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
     read, seconds = [], iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
-    monkeypatch.setattr(bandwidth.np, "bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
-    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: next(seconds))
-    assert bandwidth.read_bandwidth(3, size=8000) == 8000 / 0.5
+    monkeypatch.setattr("numpy.bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
+    assert hardware.read_bandwidth(3, size=8000) == 8000 / 0.5
     assert len(read) == 9
     assert sum(share.nbytes for share in read) == 3 * 8000
 

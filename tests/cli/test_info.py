@@ -13,8 +13,8 @@ from support import foreign, tiny_checkpoint
 from support.demo import EOS, VOCAB_SIZE
 from support.gguf_writer import gguf_bytes
 from support.paths import DEMO
+from tinygpt import hardware
 from tinygpt.cli import main as cli
-from tinygpt.hardware import bandwidth
 
 
 def info(capsys, folder: Path) -> dict:
@@ -247,7 +247,7 @@ DAMAGES = {
 @pytest.fixture(params=DAMAGES, ids=lambda damage: damage.__name__)
 def damaged(request, folder, monkeypatch) -> tuple[Path, str]:
     """A folder with a damaged tokenizer, and what is wrong with it."""
-    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9 * threads)
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
     request.param(folder)
@@ -286,7 +286,7 @@ def test_doctor_and_info_refuse_a_damaged_tokenizer(damaged, capsys):
 
 @pytest.mark.parametrize("command", ["info", "doctor"])
 def test_a_checkpoint_without_a_tokenizer_is_not_refused(folder, capsys, monkeypatch, command):
-    monkeypatch.setattr(bandwidth, "read_bandwidth", lambda threads: 1e9 * threads)
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9 * threads)
     assert cli.main([command, str(folder)]) == 0
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any("error" in line and "has no tokenizer that can be used" in line for line in lines)

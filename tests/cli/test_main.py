@@ -111,7 +111,7 @@ REFUSALS = [
     ("--dtype float8", "dtype is 'float8'"),
     ("--dtype int3", "dtype is 'int3'"),
     ("--device tpu", "device is 'tpu'"),
-    ("--kv-cache-dtype int4", "kv_cache_dtype is 'int4'"),
+    ("--kv-cache-dtype int4", "--kv-cache-dtype is 'int4'"),
     ("--max-tokens 600", "512 positions"),
     ("--output out.jsonl", "--output needs --input"),
     ("--input in.jsonl", "both a PROMPT and --input"),

@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibrate",
         metavar="TEXT",
         type=Path,
-        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
-        "weights alone)",
+        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by "
+        "the weights alone)",
     )
     parser.add_argument(
         "--act-scales",

@@ -133,8 +133,8 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "split_special_tokens": {
         "flag": "--no-special-tokens",
         "action": "store_true",
-        "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers (default: "
-        "it is that token)",
+        "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers "
+        "(default: it is that token)",
     },
 }
 

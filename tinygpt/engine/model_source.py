@@ -94,7 +94,7 @@ class ModelSource:
         """
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
-        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, threads)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
 
     def load_part(self, threads: int, part: Any, load: Callable) -> Any:
         """Return the Params of one rank. `part` and `load` are of the CPU's kernels, which alone can do this."""
