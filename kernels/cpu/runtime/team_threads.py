@@ -18,11 +18,7 @@ class TeamThreads:
 
     def __init__(self, threads: int, scratch: np.ndarray):
         """scratch (threads, ...) float32: each member's own."""
-        self._scratch = scratch
-        self._start()
-
-    def _start(self) -> None:
-        self.leader, *others = new_teams(self._scratch)
+        self.leader, *others = new_teams(scratch)
         self._shared = _Shared([_Follower(team) for team in others])
         for follower in self._shared.followers:
             threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
@@ -33,9 +29,6 @@ class TeamThreads:
 
         It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
         """
-        if self._shared.process != os.getpid():  # a fork takes the calling thread along, and none of the followers
-            self._finalizer.detach()
-            self._start()
         self._shared.set_task((take_steps, *arguments))
         self._shared.is_in_step = True  # before looking for sleepers: a follower says so, then looks here
         try:
@@ -100,7 +93,7 @@ class _Shared:
             self.task = task
 
     def close(self) -> None:
-        if self.process != os.getpid():  # there are no followers, and the lock may stay locked
+        if self.process != os.getpid():  # a forked child has no followers, and the lock may stay locked
             return
         with self.changed:
             self.is_closed, self.task = True, None

@@ -238,7 +238,7 @@ def test_linear_takes_the_layer_it_is_told():
         random_layer(3, 7, 5),
         random_layer(3, 7, 5)._replace(weight=random_values(5, 7, seed=9), bias=random_values(5, seed=8)),
     ]
-    weight = type(packed(layers[0].weight))(np.concatenate([packed(layer.weight).panels for layer in layers]))
+    weight = type(packed(layers[0].weight))(aligned(np.concatenate([packed(layer.weight).panels for layer in layers])))
     linears = Linear(weight, np.stack([layer.bias for layer in layers]), NO_FACTORS)
     for i, layer in enumerate(layers):
         out = unwritten(3, 5)

@@ -2,32 +2,19 @@
 
 import contextlib
 import gc
-import os
-import re
 import threading
 import time
 import weakref
 
 import numpy as np
 import pytest
-from numba import njit
 
-from support.apart import printed
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.runtime import team as team_module
 from tinygpt.kernels.cpu.runtime.team import (
-    DONE,
     GROUP,
-    LET_RUN,
-    LOOKS,
     OPEN,
     PHASE,
-    PUBLISHED,
-    SHARES,
-    SHIFT,
-    TAKEN_FROM,
     Team,
-    _let_others_run,
     atomic_add,
     begin_step,
     claim,
@@ -36,7 +23,6 @@ from tinygpt.kernels.cpu.runtime.team import (
     join_step,
     new_teams,
     pause,
-    ticks,
 )
 from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
 from tinygpt.kernels.cpu.simd.vector_ir import address
@@ -163,14 +149,6 @@ def test_every_item_once_and_no_phase_overlaps(team):
             task.check()
 
 
-@teams_of(4)
-def test_phases_of_one_item_and_of_many(team):
-    task = Task([1, 1, 1, 1000, 1, 2, 1, 500, 1, 1], 4)
-    for _ in range(20):
-        task.run(team)
-        task.check()
-
-
 @teams_of(2, 4)
 def test_followers_take_their_share(team):
     """Not at once on a busy machine, but some time each member gets an item."""
@@ -247,25 +225,6 @@ def test_one_that_fell_asleep_in_a_phase_falls_through_to_the_others():
     assert join_step(late)
 
 
-def test_board():
-    """Items are counted in the open phase; the last one opens the next, where all is as in the first."""
-    (team,) = members_apart(1)
-    board = team.board
-    assert (board[PUBLISHED], board[OPEN], board[DONE]) == (0, 1, 0)
-    begin_step(team)
-    assert board[PUBLISHED] == 1
-    for phase in (1, 2):
-        assert [claim(team, 2), claim(team, 2)] == [0, 1]
-        assert (board[OPEN], board[SHARES] >> SHIFT, board[SHARES] & 3) == (phase, phase, 2)
-        complete(team, 2)
-        complete(team, 2)
-        assert board[OPEN] == phase  # counted when nothing is left to claim
-        assert claim(team, 2) == -1
-        assert (board[OPEN], board[DONE]) == (phase + 1, 0)
-        assert claim(team, 2) == -1  # this thread is still in the old phase
-        finish_phase(team)
-
-
 def claims(team: Team, items: int, count: int) -> list[int]:
     found = []
     for _ in range(count):
@@ -291,70 +250,6 @@ def test_each_has_a_share_of_neighbours_and_takes_what_is_left_in_others():
     assert claims(absent, 10, 1) == [4]
 
 
-def test_patience_is_had_once_a_phase():
-    """However many are absent, and anew in the next phase."""
-    lead, *_ = members_apart(5)
-    begin_step(lead)
-    for _ in range(2):
-        assert claims(lead, 5, 1) == [0]
-        assert lead.own[LOOKS] == 0
-        assert claims(lead, 5, 1) == [1]
-        assert lead.own[LOOKS] == team_module.PATIENCE
-        lead.own[LOOKS] += 7  # to be seen again
-        assert claims(lead, 5, 3) == [2, 3, 4]
-        assert lead.own[LOOKS] == team_module.PATIENCE + 7
-        finish_phase(lead)
-
-
-@jit
-def let_others_run(team):
-    _let_others_run(team)
-
-
-@jit
-def now():
-    return ticks()
-
-
-def test_others_get_the_core_between_phases_once_a_turn():
-    """And not amid a phase, where a team would wait for an item that was begun."""
-    if not now():
-        pytest.skip("no clock is known for this CPU")
-    (team,) = members_apart(1)
-    begin_step(team)
-    assert claims(team, 2, 2) == [0, 1]
-    assert claim(team, 2) == -1
-    assert team.own[LET_RUN] == 0
-    before = now()
-    finish_phase(team)
-    assert before <= team.own[LET_RUN] <= now()
-    for _ in range(100):  # this thread may lose its core for a turn
-        begun = team.own[LET_RUN] = now()
-        assert claims(team, 1, 1) == [0]
-        finish_phase(team)
-        if now() - begun <= team_module.TURN:
-            break
-    assert team.own[LET_RUN] == begun
-    for other in (begun - team_module.TURN, begun + 10**15):  # a clock may jump back
-        team.own[LET_RUN] = other
-        assert claims(team, 1, 1) == [0]
-        finish_phase(team)
-        assert begun < team.own[LET_RUN] <= now()
-    compiled = njit(let_others_run.py_func)  # here and now: what a cache has kept shows no code
-    compiled(team)
-    [code] = compiled.inspect_llvm().values()
-    assert re.search("call .*@(sched_yield|SwitchToThread)", code)
-
-
-def test_a_single_item_is_the_leaders():
-    """Nobody is sure to be there but the leader, who would wait for the others' patience to end."""
-    lead, second = members_apart(2)
-    begin_step(lead)
-    assert join_step(second)
-    assert claim(lead, 1) == 0
-    assert lead.own[TAKEN_FROM] == -1
-
-
 @pytest.mark.parametrize("items", [1, 5, 16, 17, 100])
 def test_any_number_of_items_and_members(items):
     """Whoever is alone does all of them, of every member of every group."""
@@ -374,22 +269,6 @@ def test_one_that_comes_too_late_takes_nothing_whatever_it_believes_of_the_phase
     assert claims(lead, 2, 2) == [0, 1]
     assert claim(lead, 2) == -1
     assert claim(late, 1000) == -1  # of which its share would have most
-
-
-def test_no_two_words_that_threads_write_are_within_128_bytes():
-    """Two of 64, which Intel's cores fetch together and Apple's are one line of."""
-    teams = members_apart(2 * GROUP)
-    begin_step(teams[0])
-    assert all(join_step(team) for team in teams[1:])
-    board, before = teams[0].board, teams[0].board.copy()
-    for share, team in enumerate(teams):
-        assert claims(team, 2 * GROUP, 1) == [share]
-    for team in teams[::GROUP]:  # a count of each group begins
-        assert claim(team, 2 * GROUP) == -1
-    written = [PUBLISHED, OPEN, DONE, *np.flatnonzero(board != before)]
-    assert len(set(written)) == 3 + 2 * GROUP + 2
-    words = [board.ctypes.data + 8 * int(i) for i in set(written)] + [team.own.ctypes.data for team in teams]
-    assert len({word // 128 for word in words}) == len(words)
 
 
 @teams_of(2, 4)
@@ -525,39 +404,3 @@ def test_a_team_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
     gc.collect()
     assert values() is None
     del kept
-
-
-def test_a_step_after_close_is_the_leaders_alone():
-    team, task = new_team(3), random_task(3)
-    task.run(team)
-    team.close()
-    busy = task.busy[1:].copy()
-    for _ in range(5):
-        task.run(team)
-        task.check()
-    np.testing.assert_array_equal(task.busy[1:], busy)
-
-
-FORK = """
-import os, signal
-from tinygpt import LLM, SamplingParams
-llm, params = LLM("demo", threads=3), SamplingParams(max_tokens=8)
-def tokens():
-    return llm.generate("Once", params)[0].outputs[0].token_ids
-before = tokens()
-for _ in range(3):  # right after a step, while followers are awake
-    assert tokens() == before
-    child = os.fork()
-    if child == 0:
-        signal.alarm(60)  # a hang ends here
-        same = tokens() == before and len(llm.logits([1, 2, 3])) == 3 and tokens() == before
-        os._exit(0 if same else 1)
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-assert tokens() == before
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_computes_too():
-    """Threads do not come along: the child makes its own."""
-    assert printed(FORK, patience=4 * PATIENCE) == "child 0\n" * 3
