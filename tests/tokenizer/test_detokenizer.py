@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.library_tokenizers import bpe, save, unigram, with_digits, word_piece
-from tinygpt.tokenizer.detokenizer import ByteDetokenizer
-from tinygpt.tokenizer.text_stream import StopStrings, TextStream
+from tinygpt.tokenizer.stream import ByteDetokenizer, StopStrings, TextStream
 
 LETTERS = "ab"
 

@@ -9,8 +9,7 @@ import pytest
 from support.library_tokenizers import ALPHABET, bpe, save, write, write_pair
 from support.paths import DATA, DEMO
 from tinygpt.errors import CheckpointError, NoTokenizerError
-from tinygpt.tokenizer.files import read_tokenizer
-from tinygpt.tokenizer.merges_file import FEW
+from tinygpt.tokenizer.files import FEW, read_tokenizer
 from tinygpt.tokenizer.prepared import PREPARED_FILE, write_prepared
 from tinygpt.tokenizer.tokenizer import Tokenizer
 

@@ -171,7 +171,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
     from tinygpt.engine.model_source import read_spec
-    from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
+    from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
     from tinygpt.weights.families.tokenizers import is_blooms_kind
 
     try:

@@ -16,7 +16,7 @@ from tinygpt.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 from tinygpt.engine.scheduler import CopyPositions
 from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix, is_looping
 from tinygpt.sampling_params import SamplingParams, num_best
-from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.stream import TextStream
 
 
 @dataclass(frozen=True)

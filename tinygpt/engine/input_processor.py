@@ -22,7 +22,7 @@ from tinygpt.engine.sequence import Request, Sequence, copied
 from tinygpt.errors import CheckpointError, RequestError, invalid
 from tinygpt.outputs import StreamChunk
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
-from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.stream import TextStream
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
 from tinygpt.weights.checkpoint import Checkpoint

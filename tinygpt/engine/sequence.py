@@ -9,7 +9,7 @@ from tinygpt.engine.prompts import Prompt, VirtualTokens, Window
 from tinygpt.errors import FailedRequestError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.tokenizer.text_stream import TextStream
+from tinygpt.tokenizer.stream import TextStream
 
 FinishReason = Literal["stop", "length"]
 

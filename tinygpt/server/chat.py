@@ -15,8 +15,8 @@ from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol import ChatRequest
 from tinygpt.server.replies import TokenNames, chat_logprobs, usage
-from tinygpt.tokenizer.added_token_files import content_of
-from tinygpt.tokenizer.text_files import read_json
+from tinygpt.tokenizer.added_tokens import content_of
+from tinygpt.tokenizer.files import read_json
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.files import read_regular_text
 

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError
-from tinygpt.tokenizer.added_token_files import added_token
-from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
+from tinygpt.tokenizer.added_tokens import added_token
 from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
-from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES
+from tinygpt.tokenizer.gpt2_bpe import NUM_BYTES, ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
 from tinygpt.weights.files import PREPARED_FILE, TOKENIZER_FILES, open_regular
 
 FORMAT = b"tinygpt tokenizer 1\n"  # another number whenever the same files are to give something else

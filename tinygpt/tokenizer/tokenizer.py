@@ -1,17 +1,134 @@
 """The tokenizer of a checkpoint: text to token ids and back, equal to Hugging Face's `tokenizers`."""
 
-from collections.abc import Callable, Iterable
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.tokenizer.byte_level_bpe import ByteLevelBPE, UnlikeGPT2
-from tinygpt.tokenizer.characters import CharacterTokenizer, is_characters
-from tinygpt.tokenizer.detokenizer import Detokenizer
 from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
+from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_to_bytes
 from tinygpt.tokenizer.prepared import read_prepared
-from tinygpt.tokenizer.tokenizers_library import LibraryTokenizer
+from tinygpt.tokenizer.stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 from tinygpt.weights.files import how_to_replace
+
+
+class CharacterTokenizer:
+    """Runs a tokenizer whose words are single characters, and which `is_characters` recognises."""
+
+    special_ids: frozenset[int] = frozenset()
+    eos_token_id = None  # texts end by their length
+
+    def __init__(self, spec: dict[str, Any]):
+        self._ids: dict[str, int] = spec["model"]["vocab"]
+        self._bytes = {
+            token_id: character.encode("utf-8", "surrogatepass") for character, token_id in self._ids.items()
+        }
+        self.vocab_size = 1 + max(self._bytes)
+        self.num_tokens = len(self._bytes)
+
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        lacking = sorted(set(text) - self._ids.keys())
+        if lacking:
+            raise RequestError(
+                f"the tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; leave such "
+                "characters out of the text."
+            )
+        return [self._ids[character] for character in text]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(self.token_bytes)
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._bytes if token_id >= first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.get(token_id, b"")
+
+
+def is_characters(spec: dict[str, Any]) -> bool:
+    """Whether the words of a tokenizer are single characters, and nothing is done to a text but to look them up."""
+    model, splitter = spec["model"], spec["pre_tokenizer"] or {}
+    nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
+    return (
+        model["type"] == "WordLevel"
+        and nothing_else
+        and (splitter.get("type"), splitter.get("behavior")) == ("Split", "Isolated")
+        and splitter.get("pattern") == {"Regex": r"[\s\S]"}
+        and (spec["decoder"] or {}).get("type") == "Fuse"
+        and all(len(character) == 1 for character in model["vocab"])
+    )
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class LibraryTokenizer:
+    """Runs a tokenizer that `read_tokenizer` read, as Hugging Face's library does.
+
+    Raise CheckpointError if the library refuses the tokenizer.
+    """
+
+    def __init__(self, spec: dict[str, Any]):
+        import tokenizers  # here: GPT-2 itself does without
+
+        own = {name: part for name, part in spec.items() if name != "eos_token"}  # unknown to the library
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(own))
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(
+                f"the tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._lock = threading.Lock()
+        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.num_tokens = self._tokenizer.get_vocab_size()
+        self.eos_token_id = self._tokenizer.token_to_id(spec["eos_token"] or "")
+        self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
+
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        try:
+            with self._lock:  # the library has the switch in the tokenizer, which several threads may be using
+                self._tokenizer.encode_special_tokens = split_special_tokens
+                return self._tokenizer.encode(text).ids
+        except Exception as error:  # the library raises nothing narrower: a vocabulary without its unknown token, say
+            raise RequestError(
+                f"the tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "
+                "tokenizer with transformers and save it again."
+            ) from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not self._is_byte_level:
+            raise RequestError(
+                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them: use a checkpoint "
+                "with byte-level BPE, or leave out the guided field."
+            )
+        return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
+
+    def detokenizer(self) -> ByteDetokenizer | PrefixDetokenizer:
+        if self._is_byte_level:
+            return ByteDetokenizer(lambda i: b"" if i in self.special_ids else self.token_bytes(i))
+        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
+
+    def _is_plain(self, token_id: int) -> bool:
+        """Whether a token gives text, and not one byte of it."""
+        if token_id >= self.vocab_size or token_id in self.special_ids:
+            return False
+        return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
 
 
 class TokenizerModel(Protocol):
@@ -150,8 +267,8 @@ def _load(spec: dict[str, Any]) -> TokenizerModel:
         return CharacterTokenizer(spec)
     try:
         return ByteLevelBPE(spec)
-    except UnlikeGPT2 as reason:
-        return LibraryTokenizer(spec, str(reason))
+    except UnlikeGPT2:
+        return LibraryTokenizer(spec)
 
 
 def check_switch(split_special_tokens: Any) -> None:

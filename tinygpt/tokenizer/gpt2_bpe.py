@@ -1,12 +1,16 @@
 """Byte-level BPE as GPT-2 has it, run by tiktoken.
 
-Three orders meet here: tiktoken's rank of a token (when it is merged), the model's id of it (the row of
-wte), and the place of its merge in the file. Merging uses the first, which comes from the third; the second
-is looked up afterwards, because a fine-tuned vocabulary may number its tokens in any way.
+A token has a rank in tiktoken (when it is merged), an id in the model (the row of wte), and a place in the merges file.
+The rank comes from the place; the id is looked up afterwards, because a vocabulary may number its tokens in any way.
+
+Hugging Face's `tokenizers` merges the adjacent *pair* with the lowest rank; tiktoken merges the adjacent tokens whose
+*joined bytes* have the lowest rank, and takes a whole word that is a token without merging. They agree on every text if
+merging the characters of each ranked token ends in that token: a trainer's list has this property, and any other list
+runs on `tokenizers`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +18,73 @@ import tiktoken
 
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
-from tinygpt.tokenizer.detokenizer import ByteDetokenizer
-from tinygpt.tokenizer.tiktoken_ranks import NUM_BYTES, UnorderedMerges, token_ranks
+from tinygpt.tokenizer.stream import ByteDetokenizer
+
+NUM_BYTES = 256
+NEVER = 2**62  # the rank of what no merge makes
+NUM_SLOTS = 2**19  # a power of two, some ten times as many as there are merges
+Pair = tuple[str, str]
+
+
+def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str, int]:
+    """Return the rank of each token: NUM_BYTES + the position in `pairs` of the merge that makes it.
+
+    alphabet: the single characters that merging starts from, and their bytes, which are their ranks.
+    Raise UnlikeGPT2 unless each merge joins earlier tokens, and no other merge crosses the border between them.
+    """
+    ranks = {**alphabet, **dict(zip(map("".join, pairs), count(NUM_BYTES)))}
+    parts = [np.fromiter(map(ranks.get, side, repeat(NEVER)), np.int64) for side in zip(*pairs, strict=True)]
+    if not parts:
+        return ranks
+    left, right = parts  # (M,) each
+    if (np.maximum(left, right) >= np.arange(NUM_BYTES, NUM_BYTES + len(pairs))).any() or _is_any_crossed(left, right):
+        raise UnlikeGPT2("its merges are not in a trainer's order")
+    return ranks
+
+
+def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
+    """Return whether some merge joins across the border of a pair while its two tokens are still being built.
+
+    Walk back in time, for all merges at once: x and y are the tokens that touch at the border, each used up at some
+    rank. Of equal merges the leftmost goes first, hence < for x and <= for y.
+    left, right (M,): the ranks of the two tokens of each merge.
+    """
+    merges = _MergeRanks(left, right)
+    x, y = left, right  # (N,), of the walks that go on
+    left, right = (np.concatenate([np.zeros(NUM_BYTES, np.int64), part]) for part in (left, right))  # by rank
+    x_used = y_used = np.arange(NUM_BYTES, len(left))
+    while (goes_on := np.maximum(x, y) >= NUM_BYTES).any():
+        x, y, x_used, y_used = (ranks[goes_on] for ranks in (x, y, x_used, y_used))
+        is_x = x > y
+        x_used, y_used = np.where(is_x, x, x_used), np.where(is_x, y_used, y)
+        x, y = np.where(is_x, right[x], x), np.where(is_x, y, left[y])
+        ranks = merges.find(x, y)
+        if ((ranks < x_used) & (ranks <= y_used)).any():
+            return True
+    return False
+
+
+class _MergeRanks:
+    """The ranks of merges by those of the two tokens that they join, for many pairs at once."""
+
+    def __init__(self, left: np.ndarray, right: np.ndarray):
+        self._num_ranks = NUM_BYTES + len(left)
+        keys = left * self._num_ranks + right
+        order = np.argsort(keys)
+        self._keys, self._ranks = keys[order], order + NUM_BYTES
+        self._may_be = np.zeros(NUM_SLOTS, bool)
+        self._may_be[keys & (NUM_SLOTS - 1)] = True
+
+    def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        """The rank of the merge of each pair (N,), NEVER where there is none."""
+        keys = left * self._num_ranks + right
+        ranks = np.full(len(keys), NEVER)
+        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth: to search for all takes long
+        places = np.searchsorted(self._keys[:-1], keys[hits])
+        is_there = self._keys[places] == keys[hits]
+        ranks[hits[is_there]] = self._ranks[places[is_there]]
+        return ranks
+
 
 # GPT-2's pattern, written so that a run of white space of any length needs little of the regex engine's
 # stack: all of it at the end of a text, else all but its last character, by the thousand and then one by one.
@@ -71,10 +140,7 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
     """The vocabulary of the `model` of a tokenizer.json. Raises UnlikeGPT2."""
     vocab = model["vocab"]
     alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
-    try:
-        ranks = token_ranks(model["merges"], alphabet)
-    except UnorderedMerges as error:
-        raise UnlikeGPT2(str(error)) from None
+    ranks = token_ranks(model["merges"], alphabet)
     bytes_of = dict(zip(vocab.values(), tokens_to_bytes(vocab), strict=True))
     return Vocabulary(bytes_of, dict(zip(ranks.values(), map(vocab.__getitem__, ranks), strict=True)))
 
