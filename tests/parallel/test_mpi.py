@@ -17,7 +17,7 @@ from support.golden_models import write_model
 from support.http_client import ask
 from support.paths import ROOT
 from support.processes import below, read_to, until
-from tinygpt.kernels.compiling import ANNOUNCEMENT
+from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
 from tinygpt.parallel.launched import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
