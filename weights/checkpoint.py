@@ -23,11 +23,9 @@ READ_SIZE = 2**20  # bytes
 class Checkpoint:
     """A model to load. Its tensors stay in their files until they are asked for.
 
-    path: the folder or file that it was opened from; container, family: its format and names, for messages.
-    stored: its parameters in the form of `parameters.py`; tied: the head is the token embedding.
-    ignored: names in the files that are known and unused; quirks: what was evened out; files: all with tensors.
-    read_tokenizer: returns the tokenizer in the weights' files, in the form of a tokenizer.json, or None if its files
-        lie in `folder`. It may raise CheckpointError.
+    path: of the folder or file; container, family: for messages; stored: in the form of `parameters.py`; tied: the head
+    is the token embedding; ignored: known, unused names; quirks: what was evened out; files: all with tensors.
+    read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     """
 
     path: Path
@@ -56,14 +54,11 @@ class Checkpoint:
         return "bfloat16" if self.is_float8 else "float32"
 
     def tensor(self, name: str) -> np.ndarray:
-        """Return the float32 parameter `name`, such as "h.3.attn.c_attn.weight"; every matrix is (out, in).
-
-        A view into the file if that holds float32, otherwise a copy.
-        """
+        """Return a float32 parameter, a view if the file holds float32; every matrix is (out, in)."""
         return self._parameter(name).float32()
 
     def release(self, name: str) -> None:
-        """Let the file's pages of a parameter leave memory; they are read again when they are touched."""
+        """Let the file's pages of a parameter leave memory."""
         self._parameter(name).release()
 
     def _parameter(self, name: str) -> Tensor:
@@ -71,10 +66,9 @@ class Checkpoint:
         return LazyTensor(np.transpose, (tensor,)) if is_transposed(name) else tensor
 
     def begin_checksum(self) -> Future[str]:
-        """Return the CRC-32s of all files, computed in a thread; random weights have none, and an empty text.
+        """Return the CRC-32s of all files, computed in a thread. The future may raise CheckpointError.
 
-        Files are read, not mapped: unused pages would count as this process's memory. The future raises
-        CheckpointError if a file cannot be read. A gigabyte takes a quarter of a second, once it is in memory.
+        Files are read, not mapped: unused pages would count as this process's memory.
         """
         return in_a_thread(lambda: " ".join(sorted(map(_checksum, self.files))))
 

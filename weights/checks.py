@@ -14,7 +14,6 @@ Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
 def wrong_fields(values: Mapping[str, Any], checks: Checks) -> list[str]:
-    """Return a sentence part for each of `values` that fails its check."""
     return [
         f"{name} is {shown(values[name])} and must be {wanted}"
         for name, (is_possible, wanted) in checks.items()
@@ -35,22 +34,19 @@ def is_number(value: Any) -> bool:
 
 
 def of_any_layer(name: str) -> str:
-    """Return a tensor's name with * in place of its layer's number, to group what layers share."""
     return _LAYER.sub(r"\1*", name)
 
 
 def listed(names: Sequence[str], most: int = MAX_NAMED) -> str:
-    """Return the first names of many, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def describe(folder: Path) -> str:
-    """Return the names in a folder, for a message."""
     names = sorted(path.name + "/" * path.is_dir() for path in folder.glob("*"))
     return f"it holds {listed(names, NAMED)}" if names else "it is empty"
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of repr(value), which holds no control characters."""
+    """Return the beginning of repr(value), without control characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -12,10 +12,7 @@ class CheckpointError(TinyGPTError):
 
 
 class NoTokenizerError(CheckpointError):
-    """A checkpoint without a usable tokenizer: absent, not implemented or its package is not installed.
-
-    The checkpoint still takes token ids.
-    """
+    """A checkpoint without a usable tokenizer, which still takes token ids."""
 
 
 class LostFileError(CheckpointError):

@@ -26,7 +26,6 @@ MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
 
 
 def how_to_replace(path: Path, what: str = "it") -> str:
-    """Return the advice on damaged files of a checkpoint, for the end of a sentence."""
     folder = path if path.is_dir() else path.parent
     if any((folder / name).exists() for name in (PACKED_FILE, PREPARED_FILE)):
         return "convert the original checkpoint again"
@@ -62,10 +61,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml_object(place: str, text: str) -> dict[str, Any]:
-    """Return the mapping in a YAML text. Raise CheckpointError for other content, aliases or deep nesting.
-
-    place: the name of the text in messages. A few lines of aliases can stand for more than memory holds.
-    """
+    """Return the mapping in a YAML text. Raise CheckpointError for other content, aliases or deep nesting."""
     import yaml
 
     depth = 0
@@ -87,7 +83,6 @@ def read_yaml_object(place: str, text: str) -> dict[str, Any]:
 
 
 def crc32_of(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the CRC-32 of all parts end to end, as 8 hex digits."""
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
@@ -95,7 +90,7 @@ def crc32_of(parts: Iterable[bytes | memoryview]) -> str:
 
 
 def in_a_thread(work: Callable[[], Any]) -> Future:
-    """Run `work` in a thread that nothing waits for at exit of this function. zlib releases the interpreter's lock."""
+    """Run `work` in a thread: zlib releases the interpreter's lock."""
     reader = ThreadPoolExecutor(1)
     future = reader.submit(work)
     reader.shutdown(wait=False)
@@ -103,7 +98,6 @@ def in_a_thread(work: Callable[[], Any]) -> Future:
 
 
 def free_path(path: Path) -> Path:
-    """Return the path, or one with a number, at which nothing exists."""
     numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
     return next(free for free in chain([path], numbered) if not os.path.lexists(free))
 
@@ -118,7 +112,6 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows opens no folder
@@ -130,7 +123,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file that survives a power cut once this returns; an old one stays until then. Raise OSError."""
+    """Write a file that survives a power cut; an old one stays until then. Raise OSError."""
     partial = path.with_name(f"tinygpt-{os.urandom(4).hex()}.partial")  # never longer than a name may be
     try:
         with partial.open("xb") as file:

@@ -50,15 +50,13 @@ def resolve(model: str | os.PathLike[str]) -> Path:
         return DEMO
     if is_random(model):
         raise CheckpointError(f"{model} is drawn in memory and has no files: give a checkpoint that has.")
-    repo_id = None
     try:
         path = _local_path(model)
         if path is None:
             from tinygpt.weights.hub import download
 
-            repo_id = str(model)
-            path = download(repo_id)
-        refuse_adapter(path, repo_id)
+            path = download(str(model))
+        refuse_adapter(path, str(model))
         _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error

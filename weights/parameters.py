@@ -1,7 +1,6 @@
-"""The parameters that the engine asks for: their names, which are Hugging Face's for GPT-2, and their shapes.
+"""Names, which are Hugging Face's for GPT-2, and shapes of the parameters to which every family is brought.
 
-Every family of checkpoints is brought to this form. As in Hugging Face's files, the matrices of layers are (in, out) in
-it; all others are (out, in), as the engine takes all matrices.
+Matrices of layers are (in, out), as in Hugging Face's files; all others are (out, in).
 """
 
 import re
@@ -15,12 +14,10 @@ _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 
 
 def is_transposed(name: str) -> bool:
-    """Whether the parameter is a matrix that is (in, out)."""
     return name.startswith("h.") and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter, by name."""
     C, E, V = config.n_embd, config.embedding_size, config.vocab_size
     learned = {POSITIONS: (config.n_positions, C)} if config.positions == "learned" else {}
     project_in = {PROJECT_IN: (C, E)} if config.embed_dim else {}
@@ -65,7 +62,7 @@ def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def split_name(parameter: str) -> tuple[int | None, str, str]:
-    """The layer of a parameter (None: of none), its module and whether it is a weight or a bias."""
+    """Return the layer of a parameter or None, its module, and "weight" or "bias"."""
     found = _PARAMETER.fullmatch(parameter)
     if found is None:
         module, kind = parameter.rsplit(".", 1)
@@ -74,7 +71,7 @@ def split_name(parameter: str) -> tuple[int | None, str, str]:
 
 
 def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
-    """A parameter's name where layers are `layers`.3, from the names of modules and of what is in no layer."""
+    """Return a parameter's name in `top`, or that of a module in a layer, such as `layers`.3."""
     if parameter in top:
         return top[parameter]
     layer, module, kind = split_name(parameter)

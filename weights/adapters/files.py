@@ -1,8 +1,6 @@
 """Folders of PEFT's save_pretrained: adapter_config.json and the trained tensors."""
 
 import os
-import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +52,9 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
     config = _read_config(path)
     if config.get("peft_type") not in peft_types:
-        place = _place_of(config, path)
         raise CheckpointError(
             f"{path} is an adapter of the type {shown(config.get('peft_type'))} and must be one of "
-            f"{', '.join(peft_types)}{f': give it {place}' if place else ''}."
+            f"{', '.join(peft_types)}."
         )
     for name, read in READERS.items():
         if (path / name).exists():
@@ -68,24 +65,19 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
 
 
-def refuse_adapter(path: Path, repo_id: str | None = None) -> None:
-    """Raise CheckpointError if the folder or file that was given as a checkpoint is an adapter.
-
-    repo_id: the Hub id that was given; `path` then has no more than a checkpoint needs.
-    """
+def refuse_adapter(path: Path, given: str) -> None:
+    """Raise CheckpointError if the folder or file that was given as a checkpoint is an adapter."""
     folder = path if path.is_dir() else path.parent
     is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = _read_config(folder)
-    given, whole, where = path, folder, "this folder"
-    if repo_id is not None:
-        given, whole, where = repo_id, Path(repo_id).name, f"the folder that `{_download_of(repo_id)}` makes"
-    base, place = config.get("base_model_name_or_path"), _place_of(config, whole)
-    use = f" as the model, and {where} {place}" if place else ", as such adapters are not implemented"
+    kind, base = config.get("peft_type"), config.get("base_model_name_or_path")
+    place = {"LORA": "--lora", **dict.fromkeys(SOFT_PROMPTS, "--soft-prompt")}.get(str(kind))
+    use = f"its local folder as {place}" if place else "no adapter, as such ones are not implemented"
     raise CheckpointError(
-        f"{given} is an adapter of the type {shown(config.get('peft_type'))}, and no checkpoint: give the checkpoint "
-        f"that it was trained for{f', {shown(base)},' if base and place else ''}{use}."
+        f"{given} is an adapter of the type {shown(kind)}, and no checkpoint: give the checkpoint that it was trained "
+        f"for{f', {shown(base)}' if base else ''}, as the model, and {use}."
     )
 
 
@@ -94,14 +86,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if (folder / CONFIG).stat().st_size > MAX_CONFIG:
         raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter needs: refused.")
     return read_json_object(folder / CONFIG)
-
-
-def _place_of(config: Mapping[str, Any], folder: str | Path) -> str | None:
-    """Return the argument or flag that takes an adapter of this config; None if its kind is not implemented."""
-    kind, name = config.get("peft_type"), shlex.quote(str(folder))
-    if kind == "LORA":
-        return f"as lora, or --lora {name}"
-    return f"among soft_prompts, or as --soft-prompt NAME={name}" if kind in SOFT_PROMPTS else None
 
 
 def existing_path(given: str | os.PathLike[str]) -> Path:
@@ -114,15 +98,10 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
-    is_id = re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(given), re.ASCII) is not None
     raise CheckpointError(
         f"there is no folder or file {given}: check the path, or download an adapter from the Hub with "
-        f"`{_download_of(str(given) if is_id else None)}` and give that folder."
+        "`hf download ID --local-dir FOLDER` and give that folder."
     )
-
-
-def _download_of(repo_id: str | None) -> str:
-    return f"hf download {repo_id} --local-dir {Path(repo_id).name}" if repo_id else "hf download ID --local-dir FOLDER"
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

@@ -16,19 +16,19 @@ from tinygpt.weights.errors import CheckpointError
 FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
 NAME, IN_FILES, SCALE = "float8", "F8_E4M3", "_scale"
 LARGEST = 448.0
-# What each byte stands for: 8 values below the least exponent's, then 8 for each exponent.
+# By byte: 8 subnormal values, then 8 for each exponent.
 _BYTES = np.arange(128)
 _EXPONENTS, _MANTISSAS = np.maximum(_BYTES >> 3, 1), (_BYTES & 7) + 8 * (_BYTES >> 3 > 0)
 _POSITIVE = np.ldexp(_MANTISSAS / 8, _EXPONENTS - 7)
 _POSITIVE[127] = np.nan
 VALUES = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
-_BETWEEN = (_POSITIVE[:126] + _POSITIVE[1:127]) / 2  # neighbours' means: each is a float32
+_BETWEEN = (_POSITIVE[:126] + _POSITIVE[1:127]) / 2  # neighbors' means: each is a float32
 
 
 def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of x and float32 scales, one for all along `axis`, of which the largest becomes LARGEST.
+    """Return bytes of x and float32 scales, one along `axis`: its largest value becomes LARGEST.
 
-    To the nearest value, ties to the even byte. A channel that is not finite has a scale of NaN.
+    Rounds to the nearest value, ties to the even byte. A channel that is not finite has a scale of NaN.
     """
     largest = np.abs(x).max(axis=axis, keepdims=True)
     scales = np.where(largest > 0, largest / np.float32(LARGEST), 1).astype(np.float32)
@@ -76,7 +76,7 @@ class Float8Tensor:
 
 
 def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, MappedTensor | Float8Tensor]:
-    """Each float8 tensor with its scales. CheckpointError where they are not there, or of another shape."""
+    """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
     joined = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}}
     for name in scaled:
@@ -88,5 +88,4 @@ def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, Ma
 
 
 def _fits(scales: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether they multiply an array of this shape, channel by channel."""
     return len(scales) == len(shape) and all(one in (1, size) for one, size in zip(scales, shape, strict=True))

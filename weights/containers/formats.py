@@ -13,11 +13,8 @@ from tinygpt.weights.containers.ranks import (
     find_distributed,
     find_megatron,
     find_nemo,
-    is_gzip,
     is_tar,
     read_deepspeed,
-    read_distributed,
-    read_gzip,
     read_megatron,
     read_nemo,
     read_unpacked_nemo,
@@ -32,6 +29,11 @@ MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundr
 NAME_MAX = 255  # bytes of a file's name
 INDEX = ".index.json"  # after the name of the whole file
 Reader = Callable[[Path], Container]
+SAVE_OTHERWISE = "save it with Megatron's --ckpt-format torch, or export it to Hugging Face's layout."
+
+
+def is_gzip(peek: Peek) -> bool:
+    return peek.head.startswith(b"\x1f\x8b")
 
 
 def is_npz(peek: Peek) -> bool:
@@ -40,11 +42,13 @@ def is_npz(peek: Peek) -> bool:
     return peek.head.startswith(ZIP) and peek.head[30 : 30 + length].endswith(b".npy")
 
 
-def read_npz(path: Path) -> Container:
-    raise CheckpointError(
-        f"{path} is NumPy's archive of arrays, which `convert --to npz` writes for other programs and nothing here "
-        "reads: give the checkpoint that it was made from."
-    )
+def _refuse(sentence: str) -> Reader:
+    """Return a reader of a format that is known and not read."""
+
+    def read(path: Path) -> Container:
+        raise CheckpointError(f"{path} {sentence}")
+
+    return read
 
 
 # Hugging Face's file of each format, a test of its content, and its reader. In shards, the weights lie in files of any
@@ -57,8 +61,8 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
     (is_tf_index, read_tf_bundle),
     (is_tar, read_nemo),
-    (is_gzip, read_gzip),
-    (is_npz, read_npz),
+    (is_gzip, _refuse("is compressed: unpack it with `tar -xzf`, and give the folder.")),
+    (is_npz, _refuse("is NumPy's archive of arrays, which `convert --to npz` writes: give its source.")),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
@@ -68,7 +72,7 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (find_deepspeed, read_deepspeed),
     (find_megatron, read_megatron),
-    (find_distributed, read_distributed),
+    (find_distributed, _refuse(f"is in a distributed format, which is not implemented: {SAVE_OTHERWISE}")),
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )

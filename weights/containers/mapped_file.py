@@ -40,7 +40,7 @@ class StoredTensor(Tensor, Protocol):
 
     @property
     def dtype(self) -> str:
-        """NumPy's name or "bfloat16" for dtypes that can be read, else the format's own."""
+        """NumPy's name or "bfloat16" if it can be read, else the format's."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -51,15 +51,14 @@ class StoredTensor(Tensor, Protocol):
 
     @property
     def is_floating(self) -> bool:
-        """Whether `float32` can read it. The others are masks or a mistake."""
+        """Whether `float32` can read it."""
 
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a file, or of several files that belong together.
+    """The content of a file, or of files that belong together. format: its name in messages.
 
-    format: the format's name in messages. metadata: what the file says of itself. archive_members: the other files of
-    NeMo's archive. rank_metadata: the metadata of each rank's file. graph: ONNX's.
+    archive_members: NeMo's other files. rank_metadata: of each rank's file. graph: ONNX's.
     """
 
     format: str
@@ -72,7 +71,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Peek:
-    """The first and last bytes of a file, and its size: they tell the format, whatever the name says."""
+    """The first and last bytes of a file, and its size, which tell the format."""
 
     head: bytes
     tail: bytes
@@ -80,7 +79,6 @@ class Peek:
 
     @classmethod
     def into(cls, path: Path) -> "Peek":
-        """Read both ends. Raise CheckpointError if the file cannot be opened or is not regular."""
         try:
             with open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -94,8 +92,8 @@ class Peek:
 class MappedFile:
     """The bytes of a checkpoint file, which the operating system reads when they are touched.
 
-    part: the bytes to map, if a file lies in an archive; they begin at `begin` of the mapping, which begins with a
-    page. Raises CheckpointError if the file cannot be opened, is not regular, is empty, or is a Git LFS pointer.
+    part: a file in an archive, which begins at `begin` of the mapping. Raises CheckpointError for a file that cannot be
+    opened, is not regular, is empty, or is a Git LFS pointer.
     """
 
     def __init__(self, path: Path, part: range | None = None):
@@ -121,12 +119,12 @@ class MappedFile:
         return len(self.data)
 
     def release(self) -> None:
-        """Let all pages leave memory: for a few touched bytes, systems may read whole megabytes."""
+        """Let all pages leave memory: systems read megabytes for a few touched bytes."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def check_whole(self) -> None:
-        """Raise LostFileError if the file is shorter than it was: touching lost pages would end the process."""
+        """Raise LostFileError if the file was cut: touching lost pages would end the process."""
         if self.data.size() < len(self.data):
             raise LostFileError(
                 f"{self.path} was cut short while it was in use: restore it and load the model again. Replace a file "
@@ -158,13 +156,11 @@ class MappedTensor:
         return self.dtype in STORED_AS
 
     def array(self, dtype: np.dtype | str) -> np.ndarray:
-        """A view of the file, whose elements lie as `dtype`."""
         dtype = np.dtype(dtype)
         strides = tuple(stride * dtype.itemsize for stride in self.strides)
         return np.ndarray(self.shape, dtype, self.file.data, self.offset, strides)
 
     def float32(self) -> np.ndarray:
-        """A view of the file where it holds aligned float32, otherwise a copy."""
         array = self.array(STORED_AS[self.dtype])
         if self.dtype != "bfloat16":
             return np.require(array, np.float32, "A")
@@ -173,7 +169,7 @@ class MappedTensor:
         return bits.view(np.float32)
 
     def release(self) -> None:
-        """Tell the operating system that the pages that hold nothing but this tensor may leave memory."""
+        """Let the pages that hold only this tensor leave memory."""
         if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
             return
         extent = element_extent(self.shape, self.strides) * np.dtype(STORED_AS[self.dtype]).itemsize
@@ -195,7 +191,7 @@ class VerifiedTensor(MappedTensor):
 
 
 class Part(Protocol):
-    """Some bytes of a file that have a checksum: an archive's entry or a variable."""
+    """Bytes of a file with a checksum: an archive's entry or a variable."""
 
     name: str
     data: range
@@ -205,7 +201,7 @@ class Part(Protocol):
 
 
 class ReadAhead:
-    """Verifies parts in file order, in threads a few parts ahead: checksums release the interpreter's lock."""
+    """Verifies parts in threads, a few ahead of the reader: checksums release the interpreter's lock."""
 
     def __init__(self, parts: Iterable[Part]):
         self._parts = sorted(parts, key=lambda part: part.data.start)
@@ -224,13 +220,11 @@ class ReadAhead:
 
 
 def is_possible_shape(shape: Iterable[Any]) -> bool:
-    """Return whether a file's sizes are whole numbers within the bounds."""
     sizes = tuple(shape)
     return len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes)
 
 
 def do_overlap(places: Iterable[range]) -> bool:
-    """Return whether any place lies over another: together they would be more than their file accounts for."""
     end = 0
     for data in sorted(filter(None, places), key=lambda data: data.start):
         if data.start < end:
@@ -240,12 +234,11 @@ def do_overlap(places: Iterable[range]) -> bool:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a C-ordered tensor."""
     return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1] if shape else ()
 
 
 def element_extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many elements of storage a strided tensor spans, from its first element to its last."""
+    """Return the elements of storage from a tensor's first to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -106,13 +106,6 @@ def find_distributed(folder: Path) -> Path | None:
     return next((place for place in places for pattern in DISTRIBUTED if any(place.glob(pattern))), None)
 
 
-def read_distributed(folder: Path) -> Container:
-    raise CheckpointError(
-        f"{folder} is in a distributed format, as Megatron core and NeMo 2 write it, which is not implemented: save it "
-        "with Megatron's --ckpt-format torch, or export it to Hugging Face's layout."
-    )
-
-
 # DeepSpeed, of models with experts
 
 
@@ -172,14 +165,6 @@ class _Bounded:
 
 def is_tar(peek: Peek) -> bool:
     return peek.head[257:262] == b"ustar"
-
-
-def is_gzip(peek: Peek) -> bool:
-    return peek.head.startswith(b"\x1f\x8b")
-
-
-def read_gzip(path: Path) -> Container:
-    raise CheckpointError(f"{path} is compressed: unpack it with `tar -xzf`, and give the folder.")
 
 
 def read_nemo(path: Path) -> Container:

@@ -17,7 +17,6 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Return ModelConfig from the fields of config.json and generation_config.json."""
     if gpt2.is_gpt2(fields):
         return gpt2.model_config(fields, generation)
     from tinygpt.weights.families.table import model_type_of  # all families: a twentieth of a start

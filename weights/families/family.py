@@ -1,8 +1,4 @@
-"""A family of checkpoints: names in files, the parameters that they stand for, and the configuration.
-
-A parameter may lie in several parts: matrices for queries, keys and values, or a part for each GPU of the training.
-Each part is brought into the parameter's order first; then the parts are joined.
-"""
+"""A family of checkpoints: its names in files, the parameters that they stand for, and its configuration."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A container, and the JSON files next to it. `path` is the name that the user gave."""
+    """A container, and the JSON files next to it; `path` is the user's."""
 
     path: Path
     container: Container
@@ -34,12 +30,11 @@ class Source:
         return self.path.parent if self.path.is_file() else self.path
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON file of the folder, or None if there is none. Raise CheckpointError if it is damaged."""
+        """Return a JSON file of the folder, or None. Raise CheckpointError if it is damaged."""
         return read_json_object(self.folder / name) if (self.folder / name).exists() else None
 
     @cached_property
     def config_json(self) -> dict[str, Any] | None:
-        """Hugging Face's file. Next to other containers it may say what their files do not."""
         return self.json("config.json")
 
     @property
@@ -49,10 +44,7 @@ class Source:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor by its name in the family's tables, without wrappers; `file_name` is the file's own.
-
-    part: which one it is of a tensor that lies in several files.
-    """
+    """A tensor by its name in the family's tables, without wrappers. part: of a tensor in several files."""
 
     name: str
     file_name: str
@@ -72,10 +64,9 @@ def as_named(source: Source) -> Iterable[NamedTensor]:
 
 @dataclass(frozen=True)
 class Transform:
-    """`of_part` of every part, joined along `axis`, then `of_whole`. An axis of None is for one part alone.
+    """How parts become a parameter: `of_part` of each, joined along `axis`, then `of_whole`. Axis None: one part.
 
-    stored_shape: the shape of each of n parts in the files, from the parameter's shape and n.
-    to_parts: the way back, from the parameter to its n parts, for families whose files are written too.
+    stored_shape: of each of n parts, from the parameter's shape and n. to_parts: the way back, from parameter and n.
     """
 
     stored_shape: Callable[[Shape, int], Shape]
@@ -85,7 +76,6 @@ class Transform:
     to_parts: Callable[[np.ndarray, int], list[np.ndarray]] | None = None
 
     def of(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """Return the parameter; if nothing is to be done, the tensor in the file itself."""
         if len(parts) == 1 and self.of_part is None and self.of_whole is None:
             return parts[0]
         return LazyTensor(self._apply, parts)
@@ -97,7 +87,6 @@ class Transform:
 
 
 def _shared(shape: Shape, axis: int | None, n: int) -> Shape:
-    """Return the shape of one of n equal parts along an axis."""
     return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
 
 
@@ -113,7 +102,7 @@ AS_IS = as_is()
 
 
 def transposed(axis: int | None = None) -> Transform:
-    """Transpose matrices that are (out, in), as torch's Linear has them; `axis` is the parameter's."""
+    """Transpose torch's Linear matrices, (out, in); `axis` is the parameter's."""
     return Transform(
         lambda shape, n: _shared(shape, axis, n)[::-1],
         np.transpose,
@@ -136,10 +125,7 @@ WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape), lambda array: array
 
 
 def queries_keys_values(order: str, head_size: int) -> Transform:
-    """Join parts that are (out, in) matrices or biases, each with its heads of queries, keys and values.
-
-    order: that of a part's rows, of h heads, head size d and 3 matrices, such as "h3d".
-    """
+    """Join (out, in) parts, each with some heads. order: of a part's rows: h heads, head size d, 3 matrices."""
     sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
     axes = tuple(order.index(letter) for letter in "3hd")
 
@@ -161,7 +147,7 @@ def queries_keys_values(order: str, head_size: int) -> Transform:
 
 
 def flat(shape: Shape, n: int, axis: int | None) -> Transform:
-    """Join n parts without shapes, which lie as the parameter does."""
+    """Join n parts without shapes."""
     return _flat(_shared(shape, axis, n), axis)
 
 
@@ -176,10 +162,7 @@ def _flat(part: Shape, axis: int | None, of_whole: Callable[[np.ndarray], np.nda
 
 @dataclass(frozen=True)
 class Rule:
-    """How a parameter is made of tensors, by their names in a family's tables.
-
-    default: what makes a parameter that files may leave out, such as zeros for a bias; None: they may not.
-    """
+    """The tensors of a parameter, by their names in the tables. default: makes one that files may leave out."""
 
     sources: tuple[str, ...]
     transform: Transform = AS_IS
@@ -198,12 +181,10 @@ def rule_by_tables(parameter: str, top: Mapping[str, str], layers: str, modules:
 
 @dataclass(frozen=True)
 class Layout:
-    """transformers' layout of the models of a family, which `convert` writes.
+    """transformers' layout of a family, which `convert` writes.
 
-    rules: Family's, without a source; every rule's transform has a way back. file_name: from a tensor's name in the
-    rules to that in the files; short_name: the way back, from any wrapper. is_in_out: matrices of layers are (in, out)
-    in files. has_defaults: models may be trained without a parameter, which files then leave out. config_json: the
-    fields of one, for a model that came without.
+    file_name: from a name in the rules to that in files; short_name: back, without wrappers. is_in_out: matrices of
+    layers are (in, out) in files. has_defaults: files may leave out parameters. config_json: for models without one.
     """
 
     rules: Callable[[ModelConfig], Mapping[str, Rule]]
@@ -218,17 +199,11 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name: of the model in messages; described_by: the place of its configuration.
-    detect: whether a source is of this family, by names and by what the container says of itself.
-    config: the model's configuration. One CheckpointError names every field that is impossible or not implemented.
-    rules: for every parameter, by name, the tensors that it is made of.
-    named: every tensor by its name in the rules, whatever wrappers the model was saved in.
-    is_ignored: whether a tensor, by that name, is known and unused.
-    parts: into how many parts tensors are divided whose transform has an axis.
-    quirks: what loading evens out, for the reader of a report.
-    advice: a likely reason, besides damage, if something does not fit.
-    tokenizer: the tokenizer in the weights' files, in the form of a tokenizer.json, or None if it lies next to them.
-    layout: of a family that transformers has, besides GPT-2.
+    name, described_by: of the model and the place of its configuration, for messages.
+    detect: by names and the container's metadata. config: raises one CheckpointError for all wrong fields.
+    rules: of every parameter. named: every tensor by its name in the rules. is_ignored: of known, unused tensors.
+    parts: the number of parts of divided tensors. quirks: what loading evens out. advice: for an error of matching.
+    tokenizer: the one in the weights' files, as tokenizer.json has it. layout: of transformers, but GPT-2's.
     """
 
     name: str

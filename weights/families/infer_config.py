@@ -14,12 +14,11 @@ GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and
 
 
 def from_config_json(source: Source) -> dict[str, Any]:
-    """Return the fields of a config.json next to the file that no tensor shows."""
     return {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
 
 
 def ends_of(vocab_size: Any) -> dict[str, Any]:
-    """Return the default ids that begin and end a text: GPT-2's, if the vocabulary has them."""
+    """Return GPT-2's ids that begin and end a text, if the vocabulary has them."""
     end = GPT2_END if isinstance(vocab_size, int) and vocab_size > GPT2_END else None
     return {"bos_token_id": end, "eos_token_id": end}
 
@@ -43,13 +42,11 @@ class Shapes:
         return self._shapes[name][axis]
 
     def layers(self, pattern: str) -> int:
-        """Return the number of layers: `pattern` finds a layer's number in a name."""
         numbers = [int(found[1]) for name in self._shapes if (found := re.match(pattern, name))]
         return 1 + max(numbers, default=-1)
 
 
 def need_heads(source: Source, values: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if nothing says the number of heads."""
     if values.get("n_head") is None:
         raise CheckpointError(
             f"{source.path} does not say how many heads its model has, which no tensor shows: write them into a file "
