@@ -163,12 +163,9 @@ def test_an_adapter_is_told_where_it_belongs(tmp_path):
         assert hub.downloaded() == ["adapter_config.json"]
     assert lora == (
         "owner/lora is an adapter of the type 'LORA', and no checkpoint: give the checkpoint that it was trained for, "
-        "'gpt2', as the model, and the folder that `hf download owner/lora --local-dir lora` makes as lora, or --lora "
-        "lora."
+        "'gpt2', as the model, and its local folder as --lora."
     )
-    assert other.endswith(
-        "and no checkpoint: give the checkpoint that it was trained for, as such adapters are not implemented."
-    )
+    assert other.endswith("as the model, and no adapter, as such ones are not implemented.")
 
 
 def test_a_shard_that_is_a_pattern_is_refused_before_the_hub_sees_it(tmp_path):
