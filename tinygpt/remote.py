@@ -1,6 +1,6 @@
 """RemoteLLM: an LLM whose model runs behind `tinygpt serve`.
 
-Nothing that computes is imported, neither NumPy nor Numba. `server/replies.py` writes what is read here.
+Nothing that computes is imported, neither NumPy nor Numba.
 """
 
 import asyncio
@@ -10,26 +10,26 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, as_completed
-from dataclasses import asdict, fields
+from contextlib import suppress
+from functools import partial
+from operator import itemgetter
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
-from tinygpt.field_rules import MAX_COUNT
 from tinygpt.outputs import (
-    CompletionOutput,
     ContinuationScore,
-    RequestMetrics,
     RequestOutput,
     StreamChunk,
     UseTqdm,
     with_bar,
 )
-from tinygpt.sampling_params import ALL, SamplingParams
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.wire import chunk_from_json, output_from_json, params_to_json, score_from_json
 
 if TYPE_CHECKING:
     import httpx
@@ -40,17 +40,16 @@ BUSY = (429, 503)  # statuses of a server that has not begun the request
 FIRST_WAIT, MAX_WAIT = 0.5, 30.0  # seconds between tries; the first doubles each time
 KEEPALIVE_SECONDS = 20.0  # less than the server's, so that a connection is not closed during a request
 MAX_CONTINUATIONS = 256  # of one HTTP request
-ALWAYS_SENT = ("max_tokens", "temperature")  # their defaults are others in the server
-UNSENDABLE = ("logits_processors", "prompt_embeds")
 CLOSED = "this RemoteLLM has been closed: make another."
+
+Result = TypeVar("Result")
 
 
 class RemoteLLM:
     """An LLM behind a server: generate, stream, submit, score and embed return the same bits as in an LLM.
 
-    url: the server's address, with or without /v1 at its end.
-    api_key: None is the variable TINYGPT_API_KEY.
-    timeout: seconds of the server's silence after which a request fails.
+    url: the server's address, with or without /v1 at its end. api_key: None is the variable TINYGPT_API_KEY.
+    timeout: seconds of silence after which a request fails.
     max_connections: requests of `generate` and `submit` that run at once; more wait here.
     max_retries: how often a request is sent again that the server has not begun: the connection was refused, or the
         status is 429 or 503. Nothing else is sent again.
@@ -73,17 +72,14 @@ class RemoteLLM:
             raise RequestError("max_connections must be 1 or more, max_retries 0 or more, and timeout above 0.")
         self._split_special_tokens = split_special_tokens
         self._server = _Server(url, api_key or os.environ.get(KEY_VARIABLE), timeout, max_connections, max_retries)
-        finalize(self, self._server.end)
+        self._end = finalize(self, self._server.end)
         try:
-            card = _parsed(self._server.wait(self._server.get("/v1/models")), _card)
+            card = self._server.wait(self._server.get("/v1/models", _card))
         except BaseException:
-            self._server.end()
+            self.close()
             raise
         self.model, self.max_model_len = card["id"], card["max_model_len"]
         self.tokenizer = RemoteTokenizer(self._server, split_special_tokens)
-
-    def __repr__(self) -> str:
-        return f"RemoteLLM({self._server.url!r}, model={self.model!r}, max_model_len={self.max_model_len})"
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
         """Return a text or token ids as LLM.read_prompt does; the server encodes the text."""
@@ -110,11 +106,11 @@ class RemoteLLM:
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token, as LLM.stream does. Closing the iterator ends the request."""
-        text, body = self._request(prompt, params_or_fields(params, fields))
+        request = self._request(prompt, params_or_fields(params, fields))
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
-        future = self._server.start(self._server.generate(text, body, chunks.put, lambda: chunks.put(None)))
+        future = self._server.start(self._server.stream(*request, chunks.put))
         future.add_done_callback(lambda _: chunks.put(None))
-        chunks.get()  # the server has accepted the request, or the future is done
+        chunks.get()  # None: the server has accepted the request, or the future is done
         if future.done():
             future.result()
         return _until_done(chunks, future)
@@ -132,7 +128,8 @@ class RemoteLLM:
         """
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
-        return self._submit(*self._request(prompt, params_or_fields(params, fields)), on_chunk)
+        request = self._request(prompt, params_or_fields(params, fields))
+        return self._server.start(self._server.generate(*request, on_chunk))
 
     def score(
         self,
@@ -143,13 +140,11 @@ class RemoteLLM:
     ) -> list[ContinuationScore]:
         """Return log probabilities of continuations, as LLM.score does."""
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
-        body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split}
-        body |= {} if soft_prompt is None else {"soft_prompt": soft_prompt}
+        body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split, "soft_prompt": soft_prompt}
         listed, found = [*map(_sendable, prompt_list(continuations))], []
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            reply = self._server.wait(self._server.post("/score_continuations", part))
-            found += _parsed(reply, lambda reply: [*map(_score, reply["scores"])])
+            found += self._server.wait(self._server.post("/score_continuations", part, _scores))
         return found
 
     def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
@@ -160,14 +155,13 @@ class RemoteLLM:
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
-            reply = self._server.wait(self._server.post("/v1/embeddings", body))
-            data = _parsed(reply, lambda reply: base64.b64decode(reply["data"][0]["embedding"]))
+            data = self._server.wait(self._server.post("/v1/embeddings", body, _vector))
             vectors.append(np.frombuffer(data, "<f4"))  # (C,)
         return np.stack(vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
 
     def close(self) -> None:
         """Fail pending futures and all later calls with RequestError."""
-        self._server.end()
+        self._end()
 
     def __enter__(self) -> "RemoteLLM":
         return self
@@ -176,7 +170,7 @@ class RemoteLLM:
         self.close()
 
     def _run(self, requests: list, return_exceptions: bool) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
-        indices = {self._submit(*request): i for i, request in enumerate(requests)}
+        indices = {self._server.start(self._server.generate(*request)): i for i, request in enumerate(requests)}
         try:
             for future in as_completed(indices):
                 error = future.exception()
@@ -185,9 +179,6 @@ class RemoteLLM:
         finally:
             for future in indices:
                 future.cancel()
-
-    def _submit(self, text: str | None, body: dict[str, Any], on_chunk: Any = None) -> "Future[RequestOutput]":
-        return self._server.start(self._server.generate_in_turn(text, body, on_chunk))
 
     def _request(self, prompt: Any, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
         """Return the prompt's text, if it is one, and the body."""
@@ -209,7 +200,7 @@ class RemoteTokenizer:
             raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         is_split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": text, "split_special_tokens": is_split}
-        return _parsed(self._server.wait(self._server.post("/tokenize", body)), lambda reply: reply["tokens"])
+        return self._server.wait(self._server.post("/tokenize", body, itemgetter("tokens")))
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
         """Return Hugging Face's {"input_ids": token ids, "attention_mask": ones}, with lists for a list of texts."""
@@ -222,7 +213,7 @@ class RemoteTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         body = {"tokens": checked_ids(ids), "skip_special_tokens": skip_special_tokens}
-        return _parsed(self._server.wait(self._server.post("/detokenize", body)), lambda reply: reply["prompt"])
+        return self._server.wait(self._server.post("/detokenize", body, itemgetter("prompt")))
 
 
 class _Server:
@@ -233,34 +224,30 @@ class _Server:
             import httpx
         except ImportError:
             raise RequestError(f"RemoteLLM needs httpx, which comes with: {how_to_install('remote')}.") from None
-        self._httpx, self._timeout, self._max_retries = httpx, timeout, max_retries
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-        try:
+        self._httpx, self._timeout, self._max_retries, self._has_key = httpx, timeout, max_retries, api_key is not None
+        with suppress(httpx.InvalidURL):
             parts = httpx.URL(self.url)
-            is_server = parts.scheme in ("http", "https") and parts.host and not (parts.query or parts.fragment)
-        except httpx.InvalidURL:
-            is_server = False
-        if not is_server:
+            if parts.scheme in ("http", "https") and parts.host and not (parts.query or parts.fragment):
+                url = ""
+        if url:
             raise RequestError(f"url is {url!r} and must be a server's, such as http://127.0.0.1:8000.")
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        if self._has_key and not (api_key.isascii() and api_key.isprintable()):
             raise RequestError("api_key must be printable ASCII.")
-        headers = {"content-type": "application/json"}
-        headers |= {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        key = {"authorization": f"Bearer {api_key}"} if self._has_key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers=headers,
-            timeout=httpx.Timeout(timeout),
+            headers={"content-type": "application/json", **key},
+            timeout=timeout,
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
-            verify=ssl.create_default_context() if self.url.startswith("https") else False,
+            verify=ssl.create_default_context(),
             trust_env=False,  # a proxy for the web is none for this server
         )
-        self._has_key, self._is_closed = api_key is not None, False
-        self._turn = asyncio.Semaphore(max_connections)
-        self._lock, self._loop = threading.Lock(), asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tinygpt-remote", daemon=True)
-        self._thread.start()
+        self._is_closed, self._lock, self._turn = False, threading.Lock(), asyncio.Semaphore(max_connections)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="tinygpt-remote", daemon=True).start()
 
-    def start(self, work: Awaitable[Any]) -> Future:
+    def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
         """Run a coroutine in the loop. Cancelling the future closes the connection, and the server frees the slots."""
         with self._lock:
             if self._is_closed:
@@ -268,7 +255,7 @@ class _Server:
                 raise RequestError(CLOSED)
             return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
 
-    def wait(self, work: Awaitable[Any]) -> Any:
+    def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         future = self.start(work)
         try:
             return future.result()
@@ -277,63 +264,49 @@ class _Server:
 
     def end(self) -> None:
         with self._lock:
-            if self._is_closed:
-                return
             self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-            self._loop.close()
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).add_done_callback(lambda _: self._loop.stop())
 
-    async def get(self, path: str) -> Any:
-        return await self._json(await self._open("GET", path, None, 0))
+    async def get(self, path: str, parse: Callable[[Any], Result]) -> Result:
+        return await self._parsed(await self._open("GET", path, None, 0), parse)
 
-    async def post(self, path: str, body: Any) -> Any:
-        return await self._json(await self._open("POST", path, body, self._max_retries))
+    async def post(self, path: str, body: Any, parse: Callable[[Any], Result]) -> Result:
+        return await self._parsed(await self._open("POST", path, body, self._max_retries), parse)
 
-    async def generate_in_turn(self, text: str | None, body: dict, on_chunk: Any) -> RequestOutput:
+    async def generate(self, text: str | None, body: dict, on_chunk: Any = None) -> RequestOutput:
         arrival = time.perf_counter()
         async with self._turn:
-            if on_chunk is not None:
-                return await self.generate(text, body, on_chunk)
-            return _parsed(await self.post("/generate", body), lambda reply: output_from_json(reply, text, arrival))
+            if on_chunk is None:
+                return await self.post("/generate", body, partial(output_from_json, prompt=text, arrival=arrival))
+            return await self.stream(text, body, lambda chunk: None if chunk is None else on_chunk(chunk))
 
-    async def generate(
-        self, text: str | None, body: dict, on_chunk: Any, on_begin: Callable[[], None] = lambda: None
-    ) -> RequestOutput:
-        """Return the output of a streamed request, whose chunks are given to on_chunk in a thread."""
+    async def stream(self, text: str | None, body: dict, on_chunk: Callable[[Any], Any]) -> RequestOutput:
+        """Return the output. on_chunk: called in a thread, with None when the request is accepted, then each chunk."""
         arrival, output = time.perf_counter(), None
-        async for event in self._events(body | {"stream": True}, on_begin):
-            if "chunk" in event:
-                await asyncio.to_thread(on_chunk, _parsed(event["chunk"], chunk_from_json))
-            else:
-                output = _parsed(event, lambda event: output_from_json(event["output"], text, arrival))
-        return output
-
-    async def _events(self, body: Any, on_begin: Callable[[], None]) -> AsyncIterator[Any]:
-        response, is_whole = await self._open("POST", "/generate", body, self._max_retries), False
-        on_begin()
+        response = await self._open("POST", "/generate", body | {"stream": True}, self._max_retries)
+        on_chunk(None)
         try:
             async for line in response.aiter_lines():
-                is_whole = is_whole or line.startswith("data: [DONE]")
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        raise ServerError(f"{self.url} has ended the request: {event['error']['message']}")
-                    yield event
+                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                if "error" in event:
+                    raise ServerError(f"{self.url} has ended the request: {event['error']['message']}")
+                if "chunk" in event:
+                    await asyncio.to_thread(on_chunk, _read(chunk_from_json, event["chunk"]))
+                elif "output" in event:
+                    output = _read(partial(output_from_json, prompt=text, arrival=arrival), event["output"])
         except self._httpx.HTTPError as error:
             raise self._lost(error) from error
         finally:
             await response.aclose()
-        if not is_whole:
+        if output is None:
             raise ServerError(f"{self.url} has ended its reply too early: is it still running?")
+        return output
 
     async def _open(self, method: str, path: str, body: Any, max_retries: int) -> "httpx.Response":
         """Return an open response with status 200."""
         content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        for num_tries in range(max_retries + 1):
-            wait = FIRST_WAIT * 2**num_tries
+        for num_left in range(max_retries, -1, -1):
+            wait = FIRST_WAIT * 2 ** (max_retries - num_left)
             try:
                 request = self._client.build_request(method, path, content=content)
                 response = await self._client.send(request, stream=True)
@@ -341,27 +314,27 @@ class _Server:
                     return response
                 await response.aread()
             except self._httpx.HTTPError as error:
-                if not isinstance(error, self._httpx.ConnectError) or num_tries == max_retries:
+                if not num_left or not isinstance(error, self._httpx.ConnectError):
                     raise self._lost(error) from error
             else:
-                if response.status_code not in BUSY or num_tries == max_retries:
+                if not num_left or response.status_code not in BUSY:
                     raise self._refusal(response)
                 told = response.headers.get("retry-after", "")
                 wait = min(float(told), MAX_WAIT) if told.isdecimal() else wait
             await asyncio.sleep(wait)
-        raise AssertionError
 
-    async def _json(self, response: "httpx.Response") -> Any:
+    async def _parsed(self, response: "httpx.Response", parse: Callable[[Any], Result]) -> Result:
         try:
-            return json.loads(await response.aread())
+            found = json.loads(await response.aread())
         except ValueError:
             raise ServerError(f"{self.url} is no tinygpt server: it does not speak JSON.") from None
         except self._httpx.HTTPError as error:
             raise self._lost(error) from error
         finally:
             await response.aclose()
+        return _read(parse, found)
 
-    async def _guarded(self, work: Awaitable[Any]) -> Any:
+    async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
         try:
             return await work
         except asyncio.CancelledError:
@@ -385,20 +358,18 @@ class _Server:
     def _refusal(self, response: "httpx.Response") -> TinyGPTError:
         status = response.status_code
         try:
-            told = response.json()["error"]
-            message, code = told["message"], told["code"]
+            message, code = itemgetter("message", "code")(response.json()["error"])
         except (ValueError, TypeError, LookupError):
             return ServerError(f"{self.url} is no tinygpt server: it answers with status {status}.")
         if status == 401:
             wanted = "another API key than the one given" if self._has_key else "an API key"
             return ServerError(f"{self.url} wants {wanted}: set api_key, or the variable {KEY_VARIABLE}.")
-        if status == 429:
-            return QueueFullError(message)
         if status == 404 and code != "model_not_found":
             return ServerError(f"{self.url} is no tinygpt server, or an older one: {message}")
-        return (
-            RequestError(message) if status in (400, 404, 413, 422) else ServerError(f"{self.url} refuses: {message}")
-        )
+        if status == 429:
+            return QueueFullError(message)
+        is_request = status in (400, 404, 413)
+        return RequestError(message) if is_request else ServerError(f"{self.url} refuses: {message}")
 
 
 def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: Future) -> Iterator[StreamChunk]:
@@ -410,69 +381,12 @@ def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: Future) -> It
         future.cancel()
 
 
-# Requests and outputs as JSON. Minus infinity is a string; times are seconds since the arrival.
+def _scores(reply: Any) -> list[ContinuationScore]:
+    return [*map(score_from_json, reply["scores"])]
 
 
-def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that are not their defaults, and those whose defaults differ in a server."""
-    given, default = {field.name: getattr(params, field.name) for field in fields(params)}, SamplingParams()
-    for name in UNSENDABLE:
-        value = given.pop(name)
-        if value is not None and len(value):
-            raise RequestError("cannot be sent to a server: use an LLM.", name)
-    found = {name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(default, name)}
-    if "logit_bias" in found:
-        found["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
-    for name in ("logprobs", "prompt_logprobs"):
-        if found.get(name) == ALL:
-            found[name] = MAX_COUNT  # the server names its limit
-    if "repetition_detection" in found:
-        found["repetition_detection"] = asdict(params.repetition_detection)
-    return found
-
-
-def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
-    """prompt: the text as given. arrival: by this process's clock."""
-    times = dict(found["metrics"])
-    for name in ("scheduled", "first_token", "finished"):
-        times[name] = None if times[name] is None else arrival + times[name]
-    return RequestOutput(
-        **{
-            **found,
-            "prompt": prompt,
-            "outputs": [_sample(sample) for sample in found["outputs"]],
-            "metrics": RequestMetrics(arrival, **times),
-            "prompt_logprobs": _lists(found["prompt_logprobs"]),
-            "prompt_cumulative_logprob": _number(found["prompt_cumulative_logprob"]),
-        }
-    )
-
-
-def chunk_from_json(found: Mapping[str, Any]) -> StreamChunk:
-    logprobs = {"logprobs": _logprobs(found["logprobs"])} if "logprobs" in found else {}
-    logprobs |= {"prompt_logprobs": _lists(found["prompt_logprobs"])} if "prompt_logprobs" in found else {}
-    return StreamChunk(**{**found, **logprobs})
-
-
-def _sample(found: Mapping[str, Any]) -> CompletionOutput:
-    sums = {name: _number(found[name]) for name in ("cumulative_logprob", "score")}
-    return CompletionOutput(**{**found, **sums, "logprobs": _lists(found["logprobs"])})
-
-
-def _score(found: Mapping[str, Any]) -> ContinuationScore:
-    return ContinuationScore(**{**found, "logprobs": [*map(_number, found["logprobs"])]})
-
-
-def _lists(found: list | None) -> list[dict[int, float] | None] | None:
-    return None if found is None else [None if each is None else _logprobs(each) for each in found]
-
-
-def _logprobs(found: Mapping[str, Any]) -> dict[int, float]:
-    return {int(key): _number(value) for key, value in found.items()}
-
-
-def _number(value: float | str | None) -> float | None:
-    return float(value) if isinstance(value, str) else value
+def _vector(reply: Any) -> bytes:
+    return base64.b64decode(reply["data"][0]["embedding"])
 
 
 def _card(reply: Any) -> dict[str, Any]:
@@ -482,10 +396,11 @@ def _card(reply: Any) -> dict[str, Any]:
     return card
 
 
-def _parsed(found: Any, parse: Callable[[Any], Any]) -> Any:
-    """Return parse(found). ServerError if the reply lacks what it reads."""
+def _read(parse: Callable[[Any], Result], found: Any) -> Result:
     try:
         return parse(found)
+    except ServerError:
+        raise
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         message = "the server's reply is none that this version reads: are both ends the same version?"
         raise ServerError(message) from error

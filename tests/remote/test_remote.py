@@ -14,13 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.paths import ROOT
-from tinygpt import RemoteLLM, SamplingParams, remote
+from tinygpt import RemoteLLM, SamplingParams, remote, wire
 from tinygpt.errors import QueueFullError, RequestError, ServerError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 
 httpx = pytest.importorskip("httpx", reason="httpx, of the extra `remote`, is not installed")
-replies = pytest.importorskip("tinygpt.server.replies", reason="the extra `serve` is not installed")
-chunk_to_json, output_to_json = replies.chunk_to_json, replies.output_to_json
 
 CARD = {"data": [{"id": "demo", "owned_by": "tinygpt", "max_model_len": 512}]}
 OUTPUT = {
@@ -309,38 +307,38 @@ def sent(value):
 
 @given(OUTPUTS)
 def test_an_output_comes_back_to_the_bit(output):
-    found = remote.output_from_json(sent(output_to_json(output)), output.prompt, 0.0)
+    found = wire.output_from_json(sent(wire.output_to_json(output)), output.prompt, 0.0)
     assert found == output
     assert repr(found) == repr(output)  # -0.0 and the order of dicts too
 
 
 @given(CHUNKS)
 def test_a_chunk_comes_back_to_the_bit(chunk):
-    assert repr(remote.chunk_from_json(sent(chunk_to_json(chunk)))) == repr(chunk)
+    assert repr(wire.chunk_from_json(sent(wire.chunk_to_json(chunk)))) == repr(chunk)
 
 
 def test_times_are_told_by_the_callers_clock():
     output = RequestOutput(None, [1], [], RequestMetrics(100.0, 101.0, None, 104.5, 0), None, None, 0, 0)
-    found = remote.output_from_json(sent(output_to_json(output)), None, 7.0)
+    found = wire.output_from_json(sent(wire.output_to_json(output)), None, 7.0)
     assert found.metrics == RequestMetrics(7.0, 8.0, None, 11.5, 0)
 
 
 def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():
-    assert remote.params_to_json(SamplingParams()) == {
+    assert wire.params_to_json(SamplingParams()) == {
         "max_tokens": SamplingParams().max_tokens,
         "temperature": SamplingParams().temperature,
     }
-    found = sent(remote.params_to_json(SamplingParams(**EVERYTHING)))
+    found = sent(wire.params_to_json(SamplingParams(**EVERYTHING)))
     assert found.keys() == EVERYTHING.keys()
     keys = {"logit_bias": {int(key): bias for key, bias in found["logit_bias"].items()}}
     assert SamplingParams(**{**found, **keys}) == SamplingParams(**EVERYTHING)
-    everything = remote.params_to_json(SamplingParams(logprobs=-1, prompt_logprobs=-1))
+    everything = wire.params_to_json(SamplingParams(logprobs=-1, prompt_logprobs=-1))
     assert everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1  # more than any server's limit
 
 
 def test_infinity_has_a_name():
     chunk = StreamChunk("", 1, logprobs={1: -math.inf})
-    assert chunk_to_json(chunk)["logprobs"] == {"1": "-inf"}
+    assert wire.chunk_to_json(chunk)["logprobs"] == {"1": "-inf"}
 
 
 @pytest.mark.parametrize(
@@ -350,4 +348,4 @@ def test_infinity_has_a_name():
 )
 def test_what_cannot_be_sent_is_refused(field):
     with pytest.raises(RequestError, match=f"{next(iter(field))} cannot be sent to a server"):
-        remote.params_to_json(SamplingParams(**field))
+        wire.params_to_json(SamplingParams(**field))

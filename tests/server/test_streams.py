@@ -1,4 +1,4 @@
-"""Streams: wakes of the loop, usage, padding, pings, HTTP/1.0 and other ASGI servers."""
+"""Streams: wakes of the loop, usage, padding, pings, and other ASGI servers."""
 
 import asyncio
 import json
@@ -45,18 +45,6 @@ def test_a_chat_has_what_stream_options_ask_for(llm):
         assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 3]
         padded = server.ask("/v1/chat/completions", body | {"stream_options": {"include_obfuscation": True}})
     assert {len(line + "\n\n") % 64 for line in padded.body.decode().split("\n\n")[:-2]} == {0}
-
-
-def test_a_client_of_http_1_0_gets_the_same_events(server):
-    """HTTP/1.0 has no chunks."""
-    data = json.dumps(ASKED).encode()
-    lines = ["POST /v1/completions HTTP/1.0", "host: localhost", "content-type: application/json"]
-    with socket.create_connection(("127.0.0.1", server.port), 60) as client:
-        client.sendall("\r\n".join([*lines, f"content-length: {len(data)}", "", ""]).encode() + data)
-        head, _, body = client.makefile("rb").read().partition(b"\r\n\r\n")
-    assert b"chunked" not in head.lower()
-    assert body.endswith(b"data: [DONE]\n\n")
-    assert events_of(body) == events_of(server.complete(**ASKED).body)
 
 
 def test_two_requests_of_one_connection_are_answered_in_their_order(server):

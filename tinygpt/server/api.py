@@ -27,8 +27,9 @@ from tinygpt.server.completions import Completion, events, ranked, scored, scori
 from tinygpt.server.connection import EventStream, while_connected
 from tinygpt.server.errors import ApiError, from_engine
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import TokenNames, chunk_to_json, event, output_to_json, score_to_json, to_json
+from tinygpt.server.replies import TokenNames, event, to_json
 from tinygpt.server.work import LARGE, PING, Outbox, Work
+from tinygpt.wire import chunk_to_json, output_to_json, score_to_json
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server

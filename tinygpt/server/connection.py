@@ -10,7 +10,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
 from tinygpt.server.errors import BUG, ApiError, error_body
@@ -68,8 +68,6 @@ class EventStream(Response):
         self._written, self._end = written, end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["http_version"] == "1.0":
-            send = _at_once(send)
         try:
             with suppress(ClientDisconnect):
                 await while_connected(receive, self._send(send))
@@ -91,24 +89,6 @@ class EventStream(Response):
             log.exception("a bug ended a stream")
             last = event(error_body(BUG)) + DONE
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-def _at_once(send: Send) -> Send:
-    """Return a `send` for HTTP/1.0, which has no chunks: the whole body goes with its length."""
-    start: Message = {}
-    body = bytearray()
-
-    async def gather(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            start.update(message)
-            return
-        body.extend(message["body"])
-        if not message["more_body"]:
-            length = (b"content-length", str(len(body)).encode())
-            await send({**start, "headers": [*start["headers"], length]})
-            await send({"type": "http.response.body", "body": bytes(body)})
-
-    return gather
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

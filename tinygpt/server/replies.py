@@ -2,13 +2,11 @@
 
 import codecs
 import json
-import math
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
 from tinygpt.errors import RequestError
-from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestOutput, StreamChunk
 from tinygpt.server.protocol import StreamOptions
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
@@ -130,53 +128,3 @@ class EventWriter:
             return written
         padding = "x" * (-len(written + ',"obfuscation":""') % OBFUSCATED_SIZE)
         return f'{written[:-3]},"obfuscation":"{padding}"}}\n\n'
-
-
-# What RemoteLLM reads: an LLM's outputs, complete. Minus infinity is a string; times are seconds since the arrival.
-
-
-def output_to_json(output: RequestOutput) -> dict[str, Any]:
-    times = dict(vars(output.metrics))
-    arrival = times.pop("arrival")
-    for name in ("scheduled", "first_token", "finished"):
-        times[name] = None if times[name] is None else times[name] - arrival
-    return {name: value for name, value in vars(output).items() if name != "prompt"} | {
-        "outputs": [_sample_to_json(sample) for sample in output.outputs],
-        "metrics": times,
-        "prompt_logprobs": _list_to_json(output.prompt_logprobs),
-        "prompt_cumulative_logprob": _finite(output.prompt_cumulative_logprob),
-    }
-
-
-def _sample_to_json(sample: CompletionOutput) -> dict[str, Any]:
-    sums = {name: _finite(getattr(sample, name)) for name in ("cumulative_logprob", "score")}
-    return {**vars(sample), **sums, "logprobs": _list_to_json(sample.logprobs)}
-
-
-def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
-    """Return the text, the token id, and all other fields that are not their defaults."""
-    found = {
-        name: value for name, value in chunk._asdict().items() if value is not None and (name, value) != ("index", 0)
-    }
-    found["token_id"] = chunk.token_id
-    if chunk.logprobs is not None:
-        found["logprobs"] = _to_json(chunk.logprobs)
-    if chunk.prompt_logprobs is not None:
-        found["prompt_logprobs"] = _list_to_json(chunk.prompt_logprobs)
-    return found
-
-
-def score_to_json(score: ContinuationScore) -> dict[str, Any]:
-    return {**vars(score), "logprobs": [*map(_finite, score.logprobs)]}
-
-
-def _list_to_json(found: list[Logprobs | None] | None) -> list | None:
-    return None if found is None else [None if logprobs is None else _to_json(logprobs) for logprobs in found]
-
-
-def _to_json(logprobs: Logprobs) -> dict[str, Any]:
-    return {str(token_id): _finite(value) for token_id, value in logprobs.items()}
-
-
-def _finite(value: float | None) -> float | str | None:
-    return "-inf" if value == -math.inf else value

@@ -1,7 +1,6 @@
 """Serving an app from this process: the socket, the log, and uvicorn until a signal ends it."""
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -82,24 +81,13 @@ def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; clients that connect before the model is loaded wait. RequestError if it is taken."""
+    """Return a listening socket: clients that connect before the model is loaded wait. RequestError if it is taken."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
-        raise RequestError(f"--host {host} with --port {port} is no address: {error}.") from None
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-        listener.listen()
-    except OSError as error:
-        listener.close()
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise RequestError(f"--host {host} is no address of this machine: give 127.0.0.1 or 0.0.0.0.") from None
-        raise RequestError(f"{host}:{port} cannot be listened on ({error.strerror}): choose another --port.") from None
-    return listener
+        why = getattr(error, "strerror", None) or error
+        message = f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
+        raise RequestError(message) from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -1,0 +1,94 @@
+"""Requests and outputs as JSON: `server/` and `remote.py` write and read them, and nothing is lost.
+
+Minus infinity is a string, as JSON has no infinity. Times are seconds since the arrival: the clocks differ.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from tinygpt.errors import RequestError
+from tinygpt.field_rules import MAX_COUNT
+from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
+from tinygpt.sampling_params import ALL, SamplingParams
+
+ALWAYS_SENT = ("max_tokens", "temperature")  # the server has other defaults
+UNSENDABLE = ("logits_processors", "prompt_embeds")
+MOMENTS = ("scheduled", "first_token", "finished")
+# Fields of log probabilities: their dicts have token ids as keys, which are strings in JSON.
+LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")
+NO_INDEX = ("index", 0)
+
+
+def params_to_json(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields that are not their defaults, and those whose defaults differ in a server."""
+    given, default = {field.name: getattr(params, field.name) for field in fields(params)}, SamplingParams()
+    for name in UNSENDABLE:
+        value = given.pop(name)
+        if value is not None and len(value):
+            raise RequestError("cannot be sent to a server: use an LLM.", name)
+    found = {name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(default, name)}
+    if "logit_bias" in found:
+        found["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
+    for name in ("logprobs", "prompt_logprobs"):
+        if found.get(name) == ALL:
+            found[name] = MAX_COUNT  # the server names its limit
+    if "repetition_detection" in found:
+        found["repetition_detection"] = asdict(params.repetition_detection)
+    return found
+
+
+def output_to_json(output: RequestOutput) -> dict[str, Any]:
+    times, found = dict(vars(output.metrics)), _coded(vars(output), _encode)
+    arrival = times.pop("arrival")
+    del found["prompt"]  # the client has it
+    found["metrics"] = times | {name: None if times[name] is None else times[name] - arrival for name in MOMENTS}
+    return found | {"outputs": [_coded(vars(sample), _encode) for sample in output.outputs]}
+
+
+def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
+    """prompt: the text as given. arrival: by this process's clock."""
+    times = found["metrics"]
+    moments = {name: None if times[name] is None else times[name] + arrival for name in MOMENTS}
+    metrics = RequestMetrics(**{**times, **moments, "arrival": arrival})
+    outputs = [CompletionOutput(**_coded(sample, _decode)) for sample in found["outputs"]]
+    return RequestOutput(**{**_coded(found, _decode), "prompt": prompt, "outputs": outputs, "metrics": metrics})
+
+
+def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
+    """Return the text, the token id, and all other fields that are not their defaults."""
+    given = {name: value for name, value in chunk._asdict().items() if value is not None and (name, value) != NO_INDEX}
+    return _coded(given, _encode) | {"token_id": chunk.token_id}
+
+
+def chunk_from_json(found: Mapping[str, Any]) -> StreamChunk:
+    return StreamChunk(**_coded(found, _decode))
+
+
+def score_to_json(score: ContinuationScore) -> dict[str, Any]:
+    return _coded(vars(score), _encode)
+
+
+def score_from_json(found: Mapping[str, Any]) -> ContinuationScore:
+    return ContinuationScore(**_coded(found, _decode))
+
+
+def _coded(found: Mapping[str, Any], code: Callable[[Any], Any]) -> dict[str, Any]:
+    return {name: code(value) if name in LOGPROBS else value for name, value in found.items()}
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(token_id): _encode(each) for token_id, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_encode, value)]
+    return "-inf" if value == -math.inf else value
+
+
+def _decode(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {int(key): _decode(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [*map(_decode, value)]
+    return float(value) if isinstance(value, str) else value
