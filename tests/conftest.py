@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support import demo_tokenizer, examples
+from support import examples
 from support.cuda_compile import need_toolchain
 from support.golden_models import write_small_demo
 from tinygpt.engine.step_loop import StepTimer
@@ -70,12 +70,6 @@ def pytest_collection_finish():
 def _toolchain(request):
     if request.node.get_closest_marker("toolchain"):
         need_toolchain()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _demo_tokenizer():
-    with demo_tokenizer.made_once():
-        yield
 
 
 @pytest.fixture(scope="session")
