@@ -42,7 +42,7 @@ from support.foreign import WRITERS
 from support.tiny_checkpoint import CONFIG, random_tensors
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.evaluation.golden import Golden, load_goldens, save_goldens
+from tinygpt.evaluation.parity import Golden, load_goldens, save_goldens
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.open import open_checkpoint
 

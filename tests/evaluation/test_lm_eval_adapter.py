@@ -17,7 +17,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from tinygpt.errors import RequestError
-from tinygpt.lm_eval_adapter import TinyGPTLM
+from tinygpt.evaluation.lm_eval_adapter import TinyGPTLM
 
 ENDINGS = ["sea", "castle", "forest", "king's house"]
 ROWS = [

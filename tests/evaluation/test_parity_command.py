@@ -15,8 +15,7 @@ from support.golden_models import golden_ids, write_model
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.evaluation.golden import Golden, load_goldens, save_goldens
-from tinygpt.evaluation.parity import Difference, compare
+from tinygpt.evaluation.parity import Difference, Golden, compare, load_goldens, save_goldens
 
 SIZES = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 64}
 

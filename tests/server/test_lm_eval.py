@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from support.serving import served
 from tinygpt import LLM
-from tinygpt.lm_eval_adapter import TinyGPTLM
+from tinygpt.evaluation.lm_eval_adapter import TinyGPTLM
 
 ROWS = [
     {

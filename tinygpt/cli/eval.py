@@ -10,76 +10,59 @@ from tinygpt.bench.report import aligned, records_table
 from tinygpt.cli import loading
 from tinygpt.cli.flags import CPU_FLAGS, RANK_FLAGS, add_group, dtypes
 from tinygpt.cli.output import emit, log, progress, table_format
-from tinygpt.errors import RequestError, work_started_by
-from tinygpt.evaluation.texts import read_rows, read_text
+from tinygpt.errors import RequestError, invalid, work_started_by
+from tinygpt.evaluation.texts import read_articles, read_rows, read_text
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
 
 USAGE = "tinygpt eval [flags] {ppl,lambada,rouge} FILE"
 SUMMARY = "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE"
-# A column of the table -> how a record fills it.
-PPL_COLUMNS = {
-    "dtype": "{dtype}",
-    "stride": "{stride}",
-    "tokens": "{num_tokens}",
-    "token perplexity": "{token_perplexity:4}",
-    "change": "{change:+.3%}",
-    "word perplexity": "{word_perplexity:4}",
-    "byte perplexity": "{byte_perplexity:4}",
-    "bits per byte": "{bits_per_byte:4}",
+# Title of a column -> its format for a record.
+COLUMNS = {
+    "ppl": {
+        "dtype": "{dtype}",
+        "stride": "{stride}",
+        "tokens": "{num_tokens}",
+        "token perplexity": "{token_perplexity:4}",
+        "change": "{change:+.3%}",
+        "word perplexity": "{word_perplexity:4}",
+        "byte perplexity": "{byte_perplexity:4}",
+        "bits per byte": "{bits_per_byte:4}",
+    },
+    "lambada": {
+        "dtype": "{dtype}",
+        "protocol": "{protocol}",
+        "rows": "{num_rows}",
+        "accuracy": "{accuracy:.2%}",
+        "perplexity": "{perplexity:4}",
+        "change": "{change:+.3%}",
+    },
+    "rouge": {
+        "dtype": "{dtype}",
+        "rows": "{num_rows}",
+        **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
+    },
 }
-LAMBADA_COLUMNS = {
-    "dtype": "{dtype}",
-    "protocol": "{protocol}",
-    "rows": "{num_rows}",
-    "accuracy": "{accuracy:.2%}",
-    "perplexity": "{perplexity:4}",
-    "change": "{change:+.3%}",
-}
-ROUGE_COLUMNS = {
-    "dtype": "{dtype}",
-    "rows": "{num_rows}",
-    **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
-}
-COLUMNS = {"ppl": PPL_COLUMNS, "lambada": LAMBADA_COLUMNS, "rouge": ROUGE_COLUMNS}
-WORDS = ("dtype", "protocol")  # columns of words; the others are numbers
 FORMATS = ("text", "md", "jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "task",
-        type=str.lower,
-        choices=COLUMNS,
-        metavar="TASK",
-        help="what to measure: ppl, lambada or rouge, see below",
-    )
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        type=Path,
-        help='text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}',
-    )
-    parser.add_argument(
-        "--format",
-        type=str.lower,
-        choices=FORMATS,
-        help="text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)",
-    )
+    about = "what to measure: ppl, lambada or rouge, see below"
+    parser.add_argument("task", type=str.lower, choices=COLUMNS, metavar="TASK", help=about)
+    about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
+    parser.add_argument("file", metavar="FILE", type=Path, help=about)
+    about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
+    parser.add_argument("--format", type=str.lower, choices=FORMATS, help=about)
     parser.add_argument("--json", action="store_true", help="as --format jsonl (default: off)")
     ppl = parser.add_argument_group("ppl", "strided perplexity of a text")
-    ppl.add_argument(
-        "--stride",
-        type=int,
-        metavar="N",
-        help="tokens from one window to the next; fewer give each token more context, and take longer "
-        "(default: a full window, without overlap)",
+    about = (
+        "tokens from one window to the next; fewer give each token more context, and take longer "
+        "(default: a full window, without overlap)"
     )
-    lambada = parser.add_argument_group(
-        "lambada, rouge",
-        "accuracy and perplexity of what ends each text, by word and by token; ROUGE of summaries (extra eval)",
-    )
+    ppl.add_argument("--stride", type=int, metavar="N", help=about)
+    about = "accuracy and perplexity of what ends each text, by word and by token; ROUGE of summaries (extra eval)"
+    lambada = parser.add_argument_group("lambada, rouge", about)
     lambada.add_argument("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
     names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
@@ -88,60 +71,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Evaluate with each dtype and print the table. RequestError, before any work, for impossible arguments."""
-    _check_flags(args)
+    """Evaluate with each dtype and print the table. Raise RequestError, before any work, for impossible arguments."""
+    flag, tasks = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
+    if getattr(args, flag) is not None:
+        raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
+    if args.json and args.format not in (None, "jsonl"):
+        raise RequestError(f"--json is --format jsonl and --format is {args.format}: give one of them.")
+    if args.limit is not None and args.limit < 1:
+        raise invalid("--limit", args.limit, "at least 1")
     given = _read(args)
     loading.set_thread_pools(args.threads)
-    if len(args.dtype) > 1:  # a single one is refused by LLM, as soon
-        _check_dtypes(args)
+    if len(args.dtype) > 1:  # LLM refuses a single one
+        from tinygpt.parallel.sources import open_sources
+
+        ranks = args.tensor_parallel_size, args.pipeline_parallel_size
+        open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)
     found: list[list[dict[str, Any]]] = []
     try:
         with work_started_by(found):
             for dtype in args.dtype:
                 found.append(_evaluate(args, dtype, given))
-    finally:  # what was measured before an interruption is not lost
+    finally:  # an interruption leaves the dtypes that were measured
         if found:
             _show(args, found)
 
 
-def _check_dtypes(args: argparse.Namespace) -> None:
-    """Raise what the model refuses of any of them before the first is measured."""
-    from tinygpt.parallel.sources import open_sources
-
-    ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)
-
-
-def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
-    records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
-    if args.json or args.format == "jsonl":
-        for record in records:
-            emit(json.dumps(record, ensure_ascii=False))
-    else:
-        table = _table(args.task, records)
-        emit(table if (args.format or table_format()) == "md" else aligned(table))
-
-
 def _read(args: argparse.Namespace) -> "str | list[Any]":
-    """What the task is about. RequestError, before a model is loaded, for what cannot be used."""
+    """Read the file before a model is loaded. Raise RequestError if it cannot be used."""
     if args.task == "ppl":
         return read_text("FILE", args.file)
     if args.task == "lambada":
         return read_rows("FILE", args.file)[: args.limit]
-    from tinygpt.evaluation.summaries import new_scorer, read_articles
+    from tinygpt.evaluation.summaries import new_scorer
 
     articles = read_articles("FILE", args.file)[: args.limit]
     new_scorer()
     return articles
-
-
-def _table(task: str, records: list[dict[str, Any]]) -> str:
-    columns = dict(COLUMNS[task])
-    first = records[0]["dtype"]
-    if all(record["dtype"] == first for record in records):  # there is nothing that it could be changed from
-        columns.pop("change", None)
-    records = [record | {"change": None} if record["dtype"] == first else record for record in records]
-    return records_table(records, columns, [title for title in columns if title not in WORDS])
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
@@ -163,48 +128,51 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
             check_stride(llm, args.stride)
         log(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
         about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
-        if args.task == "ppl":
-            return [about | _perplexity(llm, given, args.stride)]
-        if args.task == "rouge":
-            return [about | _rouge(llm, given)]
-        return [about | found for found in _lambada(llm, given)]
+        return [about | found for found in MEASURES[args.task](llm, given, args.stride)]
 
 
-def _perplexity(llm: "LLM", text: str, stride: int | None) -> dict[str, Any]:
+def _perplexity(llm: "LLM", text: str, stride: int | None) -> list[dict[str, Any]]:
     from tinygpt.evaluation.perplexity import perplexity
 
     found = perplexity(llm, text, stride, use_tqdm=progress("window"))
     names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
     sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
-    return sizes | asdict(found) | {name: getattr(found, name) for name in names}
+    return [sizes | asdict(found) | {name: getattr(found, name) for name in names}]
 
 
-def _lambada(llm: "LLM", texts: list[str]) -> list[dict[str, Any]]:
+def _lambada(llm: "LLM", texts: list[str], _: None) -> list[dict[str, Any]]:
     from tinygpt.evaluation.perplexity import lambada
 
-    found = lambada(llm, texts, use_tqdm=progress("row"))
-    return [asdict(of_one) | {"accuracy": of_one.accuracy} for of_one in found]
+    return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, use_tqdm=progress("row"))]
 
 
-def _rouge(llm: "LLM", articles: list[Any]) -> dict[str, Any]:
+def _rouge(llm: "LLM", articles: list[Any], _: None) -> list[dict[str, Any]]:
     from tinygpt.evaluation.summaries import rouge, summarize
 
-    return {"num_rows": len(articles)} | rouge(summarize(llm, articles, use_tqdm=progress("article")), articles)
+    summaries = summarize(llm, articles, use_tqdm=progress("article"))
+    return [{"num_rows": len(articles)} | rouge(summaries, articles)]
+
+
+MEASURES = {"ppl": _perplexity, "lambada": _lambada, "rouge": _rouge}
+
+
+def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
+    records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
+    if args.json or args.format == "jsonl":
+        for record in records:
+            emit(json.dumps(record, ensure_ascii=False))
+        return
+    columns, first = dict(COLUMNS[args.task]), records[0]["dtype"]
+    if all(record["dtype"] == first for record in records):
+        columns.pop("change", None)
+    records = [record | {"change": None} if record["dtype"] == first else record for record in records]
+    table = records_table(records, columns, [title for title in columns if title not in ("dtype", "protocol")])
+    emit(table if (args.format or table_format()) == "md" else aligned(table))
 
 
 def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
-    """How far a perplexity is above that of the first dtype, as a share of that."""
+    """Return the relative change of a perplexity from the first dtype's."""
     if record["task"] == "rouge":
         return {}
     name = "token_perplexity" if "token_perplexity" in record else "perplexity"
     return {"change": record[name] / first[name] - 1}
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    flag, tasks = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
-    if getattr(args, flag) is not None:
-        raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
-    if args.json and args.format not in (None, "jsonl"):
-        raise RequestError(f"--json is --format jsonl and --format is {args.format}: give one of them.")
-    if args.limit is not None and args.limit < 1:
-        raise RequestError(f"--limit is {args.limit} and must be 1 or more.")

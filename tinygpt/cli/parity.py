@@ -1,4 +1,4 @@
-"""`tinygpt parity`: this engine beside transformers, or beside a file of what transformers computed."""
+"""`tinygpt parity`: compare this engine with transformers, or with a file of transformers' results."""
 
 import argparse
 from collections.abc import Iterable
@@ -10,105 +10,95 @@ from tinygpt.cli import loading
 from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.input import read_prompts, refuse_lines
 from tinygpt.cli.output import check_writable, log, print_fields, print_json, print_table
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.weights.config import DTYPES
 
 if TYPE_CHECKING:
-    from tinygpt.evaluation.golden import Golden
-    from tinygpt.evaluation.parity import Difference, Parity
+    from tinygpt.evaluation.parity import Difference, Golden, Parity
     from tinygpt.llm import LLM
 
 USAGE = "tinygpt parity [flags] [CHECKPOINT]"
 SUMMARY = "compare logits and greedy tokens with transformers, or with a stored golden file"
-# What a logit may differ by: two to four times what it does on the demo model, where the last three reach 0.07, 0.5
-# and 2.1. The standard deviation of a trained model's logits is a few units.
+# Two to four times the differences on the demo, which reach 0.07, 0.5 and 2.1 in the last three dtypes. The standard
+# deviation of a trained model's logits is a few units.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25, "int8": 1.0, "int4": 4.0}
 PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    about_dtype = f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
-    add_flag(parser, "dtype", default="float32", help=about_dtype)
+    about = f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
+    add_flag(parser, "dtype", default="float32", help=about)
     add_flag(parser, "device")
     add_flag(parser, "threads")
-    tolerances = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
-    parser.add_argument(
-        "--tolerance", type=float, metavar="X", help=f"what a logit may differ by (default: {tolerances})"
+    defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
+    about = f"what a logit may differ by (default: {defaults})"
+    parser.add_argument("--tolerance", type=float, metavar="X", help=about)
+    lengths = ", ".join(map(str, PROMPT_LENGTHS))
+    about = (
+        "prompts, as JSONL of objects with a field prompt: a text or token ids (default: "
+        f"{len(PROMPT_LENGTHS)} built-in ones of {lengths} token ids)"
     )
-    parser.add_argument(
-        "--input",
-        metavar="FILE",
-        help="prompts, as JSONL of objects with a field prompt: a text or token ids (default: "
-        f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids)",
-    )
-    parser.add_argument(
-        "-n",
-        "--max-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="greedy tokens after each (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--layers",
-        action="store_true",
-        help="also show how far each layer's hidden states differ, for information: --tolerance is for logits "
-        "(default: off)",
-    )
-    parser.add_argument(
-        "--golden", metavar="FILE", help="compare with this file, prompts included (default: with transformers)"
-    )
-    parser.add_argument(
-        "--save-golden", metavar="FILE", help="write what transformers computes to this .npz file (default: none)"
-    )
+    parser.add_argument("--input", metavar="FILE", help=about)
+    about = "greedy tokens after each (default: %(default)s)"
+    parser.add_argument("-n", "--max-tokens", type=int, default=32, metavar="N", help=about)
+    about = "also show how far each layer's hidden states differ; --tolerance is for logits (default: off)"
+    parser.add_argument("--layers", action="store_true", help=about)
+    about = "compare with this file, prompts included (default: with transformers)"
+    parser.add_argument("--golden", metavar="FILE", help=about)
+    about = "write what transformers computes to this .npz file (default: none)"
+    parser.add_argument("--save-golden", metavar="FILE", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the comparison. TinyGPTError, and so exit code 1, where it is beyond the tolerance."""
+    """Print the comparison. Raise TinyGPTError, and so exit code 1, if it is beyond the tolerance."""
     args.model = checkpoint_of(args)
     _check_flags(args)
     loading.set_thread_pools(args.threads)
     folder = _folder_for_transformers(args.model) if args.golden is None else None
+    from tinygpt.evaluation.parity import compare
     from tinygpt.llm import LLM
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         if args.layers and llm.config.embed_dim is not None:
             raise RequestError(
-                f"--layers compares hidden states of one width, and those of {args.model} end in transformers at the "
-                f"width of its embeddings, {llm.config.embed_dim}: leave it out."
+                f"--layers compares hidden states of one width, and {args.model} has embeddings of another: omit it."
             )
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
         log("computing with tinygpt")
-        parity = _compare(llm, goldens, args.layers)
+        logits = [llm.logits(golden.token_ids) for golden in goldens]
+        states = [llm.hidden_states(golden.token_ids) for golden in goldens] if args.layers else None
+        parity = compare(goldens, logits, _greedy(llm, goldens), states)
     failures = parity.failures(tolerance)
     about = {"model": args.model, "dtype": llm.dtype, "device": args.device, "tolerance": tolerance}
     about |= {"compared_with": args.golden or "transformers", "passed": not failures}
-    _print_json(about, failures, parity) if args.json else _print_text(about, parity)
+    if args.json:
+        print_json({**about, "failures": failures, **asdict(parity)})
+    else:
+        _print_text(about, parity)
     if failures:
         raise TinyGPTError("\n".join(["no parity:", *(f"  {failure}" for failure in failures)]))
 
 
 def _check_flags(args: argparse.Namespace) -> None:
-    """RequestError for what needs no model to be seen."""
     if args.golden is not None and (args.input is not None or args.save_golden is not None):
         raise RequestError("--golden has its own prompts and results: give it without --input and --save-golden.")
     if args.max_tokens < 0:
-        raise RequestError(f"--max-tokens is {args.max_tokens} and must be 0 or more.")
+        raise invalid("--max-tokens", args.max_tokens, "at least 0")
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
-        raise RequestError(f"--tolerance is {args.tolerance} and must be a number from 0 up.")
+        raise invalid("--tolerance", args.tolerance, "a number from 0 up")
     if args.golden is not None and not Path(args.golden).is_file():
-        raise RequestError(f"there is no file --golden {args.golden}: give one that --save-golden has written.")
+        raise RequestError(f"there is no file --golden {args.golden}.")
     if args.save_golden is not None:
         check_writable("--save-golden", Path(args.save_golden))
 
 
 def _folder_for_transformers(model: str) -> Path:
-    """The folder in which transformers finds the checkpoint. RequestError for what it cannot read."""
+    """Return the folder of a checkpoint. Raise RequestError if transformers cannot read it."""
     from tinygpt.weights.containers.formats import INDEX
     from tinygpt.weights.containers.mapped_file import FILES
     from tinygpt.weights.open import open_checkpoint, resolve
@@ -117,8 +107,8 @@ def _folder_for_transformers(model: str) -> Path:
     path, checkpoint = resolve(model), open_checkpoint(model)
     if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
         raise RequestError(
-            f"transformers cannot read {model}, which tinygpt has converted: compare the checkpoint that it was made "
-            "from, or give --golden FILE --dtype auto, where FILE is what --save-golden has written of that one."
+            f"transformers cannot read {model}, which tinygpt has converted: compare its original, or give --golden "
+            "FILE --dtype auto with a file that --save-golden has written of the original."
         )
     folder = path.parent if path.name in FILES else path
     has_weights = any((folder / (name + ending)).is_file() for name in FILES for ending in ("", INDEX))
@@ -131,17 +121,24 @@ def _folder_for_transformers(model: str) -> Path:
 
 
 def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    """What --golden holds."""
-    from tinygpt.evaluation.golden import load_goldens
+    """Read --golden. Raise RequestError if it is of another model."""
+    from tinygpt.evaluation.parity import load_goldens
 
     goldens = load_goldens(Path(args.golden))
-    _check_goldens(args, llm, goldens)
+    V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
+    if not goldens:
+        raise RequestError(f"{args.golden} holds no prompt.")
+    for golden in goldens:
+        T = len(golden.token_ids)
+        if golden.logits.shape != (T, V) or T + len(golden.greedy_ids) > llm.max_model_len:
+            raise RequestError(f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V}).")
+        if args.layers and (golden.hidden_states is None or golden.hidden_states.shape != (L + 1, T, C)):
+            raise RequestError(f"{args.golden} has no hidden states of this model: make it with --layers too.")
     return goldens
 
 
 def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
-    """What transformers computes of the checkpoint in `folder`."""
-    from tinygpt.evaluation.golden import check_transformers, compute_goldens, save_goldens
+    from tinygpt.evaluation.parity import check_transformers, compute_goldens, save_goldens
 
     prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
     room = llm.max_model_len
@@ -155,27 +152,14 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
     return goldens
 
 
-def _check_goldens(args: argparse.Namespace, llm: "LLM", goldens: "list[Golden]") -> None:
-    V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
-    if not goldens:
-        raise RequestError(f"{args.golden} holds no prompt.")
-    for golden in goldens:
-        T = len(golden.token_ids)
-        is_of_model = golden.logits.shape == (T, V) and T + len(golden.greedy_ids) <= llm.max_model_len
-        if not is_of_model:
-            raise RequestError(f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V}).")
-        if args.layers and (golden.hidden_states is None or golden.hidden_states.shape != (L + 1, T, C)):
-            raise RequestError(f"{args.golden} has no hidden states of this model: make it with --layers too.")
-
-
 def _built_in_prompts(llm: "LLM") -> list[list[int]]:
-    """Ids all over the vocabulary, the same ones in every run."""
+    """Return ids all over the vocabulary, the same in every run."""
     lengths = sorted({min(length, llm.max_model_len) for length in PROMPT_LENGTHS})
     return [[(7919 * (i + 1) * (i + length)) % llm.config.vocab_size for i in range(length)] for length in lengths]
 
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
-    """Their token ids. RequestError lists every line that cannot be used."""
+    """Return their token ids. Raise RequestError that lists every invalid line."""
     from tinygpt.engine.prompts import read_ids
 
     prompts, problems = [], {}
@@ -191,14 +175,6 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     return prompts
 
 
-def _compare(llm: "LLM", goldens: "list[Golden]", has_layers: bool) -> "Parity":
-    from tinygpt.evaluation.parity import compare
-
-    logits = [llm.logits(golden.token_ids) for golden in goldens]
-    states = [llm.hidden_states(golden.token_ids) for golden in goldens] if has_layers else None
-    return compare(goldens, logits, _greedy(llm, goldens), states)
-
-
 def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
     made = [[] for _ in goldens]
     asked = [i for i, golden in enumerate(goldens) if golden.greedy_ids]
@@ -207,10 +183,6 @@ def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
     for i, output in zip(asked, outputs, strict=True):
         made[i] = output.outputs[0].token_ids
     return made
-
-
-def _print_json(about: dict[str, Any], failures: list[str], parity: "Parity") -> None:
-    print_json({**about, "failures": failures, **asdict(parity)})
 
 
 def _print_text(about: dict[str, Any], parity: "Parity") -> None:

@@ -1,5 +1,4 @@
-"""How good a checkpoint is: perplexity, LAMBADA, parity with transformers.
+"""Quality of a checkpoint: perplexity, LAMBADA, ROUGE, parity with transformers, calibration, lm-evaluation-harness.
 
-Belongs here: measurements of quality (those of speed are in `bench`), the `texts` they are made on, and `golden`, what
-another engine computes. May import the library's front (`llm`) and whatever lies below it.
+Belongs here: measurements of quality and the `texts` they are made on. Speed is measured in `bench`.
 """

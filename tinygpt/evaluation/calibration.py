@@ -1,8 +1,7 @@
-"""Calibration: how large each channel that goes into a linear layer is, measured on a text or read from a file.
+"""Calibration: the size of each input channel of linear layers, measured on a text or read from a file.
 
-The statistics are those of SmoothQuant (Xiao et al., 2022), the largest size, and of AWQ (Lin et al., 2023), the mean
-size: the first for int8, whose activations need their range, the second for int4, whose weights need their error small
-where activations usually are large.
+int8 uses the largest size, as SmoothQuant (Xiao et al., 2022): activations need their range. int4 uses the mean size,
+as AWQ (Lin et al., 2023): the error of weights must be small if activations usually are large.
 """
 
 import hashlib
@@ -22,35 +21,34 @@ from tinygpt.weights.containers.torch import read_torch
 from tinygpt.weights.families.gpt2 import canonical_name
 from tinygpt.weights.parameters import parameter_shapes
 
-NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most: runs of so many tokens, each from another place of the text
+NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Channels of what goes into linear layers, by the layer's name, such as "h.0.attn.c_attn".
+    """Sizes and means of input channels (K,), by the layer's name, such as "h.0.attn.c_attn".
 
-    `share` of a channel's size goes into the activations: SmoothQuant's alpha. A layer that is not in `sizes` is left
-    to the weights, one that is not in `means` gets no correction. `about` says where it comes from.
+    share: SmoothQuant's alpha, the share of a channel's size that goes into the activations. A layer that is not in
+    `sizes` is left to the weights; a layer that is not in `means` gets no correction. about: the origin, for metadata.
     """
 
     share: float
-    sizes: Mapping[str, np.ndarray]  # (K,)
-    means: Mapping[str, np.ndarray] = field(default_factory=dict)  # (K,)
+    sizes: Mapping[str, np.ndarray]
+    means: Mapping[str, np.ndarray] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
 class Statistics:
-    """Of one linear layer's inputs, over all tokens so far."""
+    """Sums over the inputs of one linear layer: largest |x|, sum of |x|, and sum of x, all (K,)."""
 
-    largest: Any = 0.0  # (K,)
-    size: Any = 0.0  # (K,)  sum of |x|
-    total: Any = 0.0  # (K,)
+    largest: Any = 0.0
+    size: Any = 0.0
+    total: Any = 0.0
     count: int = 0
 
-    def add(self, x: np.ndarray) -> None:
-        """x (N, K)."""
+    def add(self, x: np.ndarray) -> None:  # (N, K)
         sizes = np.abs(x)
         self.largest = np.maximum(self.largest, sizes.max(axis=0))
         self.size, self.total = self.size + sizes.sum(axis=0), self.total + x.sum(axis=0)
@@ -60,10 +58,7 @@ class Statistics:
 def calibrate(
     checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float, use_tqdm: UseTqdm = None
 ) -> Calibration:
-    """Run samples of a text, encoded as token_ids, in float64. RequestError if there are none.
-
-    use_tqdm: as for LLM.generate, of samples.
-    """
+    """Run samples of a text, encoded as token_ids, in float64. Raise RequestError if it has no token."""
     samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
     found: dict[str, Statistics] = {}
     reference = load_backend("reference", "float32")
@@ -80,34 +75,30 @@ def calibrate(
 
 
 def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
-    """Up to NUM_SAMPLES runs of `size` tokens, spread over the text; a text that is shorter is one. RequestError if it
-    has no token."""
+    """Return up to NUM_SAMPLES runs of `size` tokens, spread over the text; a shorter text is one run."""
     if not token_ids:
-        raise RequestError("the text to calibrate on has no token: give a file of text like what the model will read.")
+        raise RequestError("the text to calibrate on has no token.")
     starts = range(0, max(len(token_ids) - size, 0) + 1, size)
     kept = np.unique(np.linspace(0, len(starts) - 1, min(NUM_SAMPLES, len(starts))).round().astype(int))
     return [token_ids[starts[i] : starts[i] + size] for i in kept]
 
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
-    """The file that SmoothQuant's generate_act_scales.py writes: for each linear layer the largest size of each channel
-    that goes into it. CheckpointError if it is not of this checkpoint."""
+    """Read the largest sizes that SmoothQuant's generate_act_scales.py writes.
+
+    Raises CheckpointError if they are not of this checkpoint.
+    """
     tensors = read_torch(path).tensors
     names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
     sizes = {name: tensors[names[name]].float32() for name in wanted if name in names}
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
     if missing:
-        raise CheckpointError(
-            f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all): make them of this "
-            "checkpoint, under its layers' names."
-        )
+        raise CheckpointError(f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all).")
     shapes = parameter_shapes(checkpoint.config)
     for name, size in sizes.items():
         width, _ = shapes[f"{name}.weight"]  # (in, out)
         if size.shape != (width,) or not np.isfinite(size).all() or (size < 0).any():
-            raise CheckpointError(
-                f"{path} must hold {width} sizes, finite and none below 0, for {name}: make it again."
-            )
-    digest = hashlib.sha256(next(iter(tensors.values())).file.data).hexdigest()  # of the file that was read
+            raise CheckpointError(f"{path} must hold {width} sizes, finite and none below 0, for {name}.")
+    digest = hashlib.sha256(next(iter(tensors.values())).file.data).hexdigest()
     return Calibration(share, sizes, about={"smooth": str(share), "smooth_act_scales_sha256": digest})

@@ -1,18 +1,35 @@
-"""How far one engine's logits and greedy tokens are from another's."""
+"""Distance of logits and greedy tokens from another engine's, computed by transformers or stored in a golden file."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tinygpt.evaluation.golden import Golden
+from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from tinygpt.weights.files import read_json_object
 
+FORMAT = "tinygpt golden 1"
 TOP = 20
 
 
 @dataclass(frozen=True)
+class Golden:
+    """Another engine's results for one prompt of T tokens, and G greedy tokens after it, end of text or not."""
+
+    token_ids: list[int]
+    logits: np.ndarray  # (T, V) float32
+    greedy_ids: list[int]
+    greedy_leads: list[float]  # lead of the best logit over the second, for each of greedy_ids
+    hidden_states: np.ndarray | None  # (L + 1, T, C) float32, as of LLM.hidden_states
+
+
+@dataclass(frozen=True)
 class Difference:
-    """Of absolute values."""
+    """Absolute differences."""
 
     largest: float
     mean: float
@@ -20,9 +37,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy runs part: the token `index` after the prompt, counted from 0.
+    """The first token, `index` after the prompt, in which two greedy runs differ.
 
-    lead: by how much the expected token's logit led the next best one; a small lead may rightly be lost.
+    lead: lead of the expected token's logit over the second; a small lead may rightly be lost.
     """
 
     prompt: int
@@ -36,8 +53,8 @@ class Divergence:
 class Parity:
     """The comparison of all prompts. Agreements are shares of all positions, from 0 to 1.
 
-    top_1: the same most probable token; top_20: the share of the golden's TOP that is among ours, on average.
-    by_position: from each prompt position on, up to the next one listed; by_layer: hidden states, embeddings first.
+    top_1: the same most probable token. top_20: mean share of the golden's TOP that is among ours.
+    by_position: by the first prompt position of each range. by_layer: hidden states, embeddings first.
     """
 
     num_prompts: int
@@ -51,17 +68,122 @@ class Parity:
     by_layer: list[Difference] | None
 
     def failures(self, tolerance: float) -> list[str]:
-        """Why this is no parity, in sentences. A greedy token may be lost where two logits may have changed places."""
+        """Return the reasons against parity. Two logits within the tolerance may change places."""
         failures = []
-        if not self.logits.largest <= tolerance:  # NaN too
+        if not self.logits.largest <= tolerance:  # also for NaN
             failures.append(f"a logit differs by {self.logits.largest:.3g} and the tolerance is {tolerance:g}.")
-        for parting in self.divergences:
-            if not parting.lead <= 2 * tolerance:
+        for at in self.divergences:
+            if not at.lead <= 2 * tolerance:
                 failures.append(
-                    f"greedy token {parting.index} after prompt {parting.prompt} is {parting.token_id} instead of "
-                    f"{parting.expected}, which led by {parting.lead:.3g}."
+                    f"greedy token {at.index} after prompt {at.prompt} is {at.token_id} instead of {at.expected}, "
+                    f"which led by {at.lead:.3g}."
                 )
         return failures
+
+
+def check_transformers() -> None:
+    """Raise RequestError if transformers or torch is not installed."""
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        raise _unusable(f"no {' and no '.join(missing)} here")
+
+
+def _unusable(why: object) -> RequestError:
+    return RequestError(
+        f"torch and transformers are needed ({why}): {how_to_install('parity')}, or give --golden with a file that "
+        "--save-golden has written."
+    )
+
+
+def compute_goldens(
+    path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
+) -> list[Golden]:
+    """Compute with transformers in float32, with so many greedy tokens after each prompt.
+
+    Raises RequestError if transformers is not installed, CheckpointError if it does not know the tensors' names.
+    """
+    try:
+        import torch
+        from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+        from transformers.utils import logging
+    except ImportError as error:
+        raise _unusable(error) from error
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    has_type = "model_type" in read_json_object(path / "config.json")  # GPT-2's first files have none
+    model_class = AutoModelForCausalLM if has_type else GPT2LMHeadModel
+    # Only eager attention takes reorder_and_upcast_attn.
+    model, loading = model_class.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
+    if loading["missing_keys"]:
+        missing = ", ".join(sorted(loading["missing_keys"])[:4])
+        raise CheckpointError(f"transformers finds no {missing} in {path} and would initialize them at random.")
+    model = model.float().eval()
+    with torch.inference_mode():
+        return [_compute(model, *given, has_states) for given in zip(prompts, num_greedy, strict=True)]
+
+
+def _compute(model: Any, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
+    import torch
+
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters  # transformers' GPT-1 has none
+    cached = {"use_cache": True} if has_cache else {}
+    output = model(torch.tensor([token_ids]), **cached, output_hidden_states=has_states)
+    logits = output.logits[0].numpy()  # (T, V)
+    states = torch.stack(output.hidden_states)[:, 0].numpy() if has_states else None  # (L + 1, T, C)
+    greedy_ids, leads = [], []
+    for _ in range(num_greedy):
+        if greedy_ids and has_cache:
+            last = torch.tensor([greedy_ids[-1:]])
+            output = model(last, past_key_values=output.past_key_values, **cached)
+        elif greedy_ids:
+            output = model(torch.tensor([token_ids + greedy_ids]))
+        best, ids = output.logits[0, -1].topk(2)
+        greedy_ids.append(ids[0].item())
+        leads.append((best[0] - best[1]).item())
+    return Golden(token_ids, logits, greedy_ids, leads, states)
+
+
+def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
+    """Write an .npz file. Raise OSError if that fails."""
+    arrays = {"format": np.array(FORMAT)}
+    for i, golden in enumerate(goldens):
+        arrays[f"token_ids.{i}"] = np.array(golden.token_ids, np.int64)
+        arrays[f"logits.{i}"] = golden.logits
+        arrays[f"greedy_ids.{i}"] = np.array(golden.greedy_ids, np.int64)
+        arrays[f"greedy_leads.{i}"] = np.array(golden.greedy_leads, np.float64)
+        if golden.hidden_states is not None:
+            arrays[f"hidden_states.{i}"] = golden.hidden_states
+    with path.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def load_goldens(path: Path) -> list[Golden]:
+    """Read a file of `save_goldens`. Raise RequestError for another or a damaged file, OSError if there is none."""
+    with path.open("rb") as file:
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                if str(arrays["format"]) != FORMAT:
+                    raise KeyError("format")
+                return [_golden(arrays, i) for i in range(sum(name.startswith("token_ids.") for name in arrays.files))]
+        except Exception as error:  # of zipfile, zlib or NumPy; some are OSErrors
+            raise RequestError(
+                f"{path} is no file of parity --save-golden, or a damaged one: make it again."
+            ) from error
+
+
+def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
+    def array(name: str, dtype: type, ndim: int) -> np.ndarray:
+        found = arrays[f"{name}.{i}"]  # bytes if the archive's entry is no array
+        if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != ndim:
+            raise ValueError(name)
+        return found
+
+    return Golden(
+        array("token_ids", np.int64, 1).tolist(),
+        array("logits", np.float32, 2),
+        array("greedy_ids", np.int64, 1).tolist(),
+        array("greedy_leads", np.float64, 1).tolist(),
+        array("hidden_states", np.float32, 3) if f"hidden_states.{i}" in arrays else None,
+    )
 
 
 def compare(
@@ -70,12 +192,13 @@ def compare(
     greedy_ids: Sequence[list[int]],
     hidden_states: Sequence[np.ndarray] | None = None,
 ) -> Parity:
-    """Compare, for each golden, logits (T, V), greedy tokens and hidden states (L + 1, T, C), if these are wanted."""
-    gaps = [np.abs(ours - golden.logits) for golden, ours in zip(goldens, logits, strict=True)]
+    """Compare logits (T, V), greedy tokens and hidden states (L + 1, T, C) with each golden's."""
     pairs = [(golden.logits, ours) for golden, ours in zip(goldens, logits, strict=True)]
+    gaps = [np.abs(ours - expected) for expected, ours in pairs]
     by_layer = None
     if hidden_states is not None:
-        by_layer = _by_layer([golden.hidden_states for golden in goldens], hidden_states)
+        layers = [np.abs(golden.hidden_states - ours) for golden, ours in zip(goldens, hidden_states, strict=True)]
+        by_layer = [_difference([gap[layer] for gap in layers]) for layer in range(len(layers[0]))]
     return Parity(
         num_prompts=len(goldens),
         num_positions=sum(map(len, gaps)),
@@ -99,7 +222,7 @@ def _share(agreements: Sequence[np.ndarray]) -> float:
 
 
 def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """The share of the TOP most probable tokens that are also among our TOP, (T,)."""
+    """Return the share of the TOP most probable tokens that are also among our TOP, (T,)."""
     size = min(TOP, expected.shape[1])
     tops = [np.argsort(-logits, -1, kind="stable")[:, :size] for logits in (expected, ours)]  # (T, TOP) each
     return np.array([len(np.intersect1d(a, b)) / size for a, b in zip(*tops, strict=True)])
@@ -116,15 +239,10 @@ def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> 
 
 
 def _by_position(gaps: Sequence[np.ndarray]) -> dict[int, Difference]:
-    """Positions 0, 1, 2 to 3, 4 to 7 and so on: an error that grows with the context shows, and the table is short."""
+    """Group positions 0, 1, 2 to 3, 4 to 7 and so on: an error that grows with the context shows."""
     longest, start, found = max(map(len, gaps)), 0, {}
     while start < longest:
         stop = max(1, 2 * start)
         found[start] = _difference([gap[start:stop] for gap in gaps if len(gap) > start])
         start = stop
     return found
-
-
-def _by_layer(expected: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> list[Difference]:
-    gaps = [np.abs(a - b) for a, b in zip(expected, ours, strict=True)]  # (L + 1, T, C) each
-    return [_difference([gap[layer] for gap in gaps]) for layer in range(len(gaps[0]))]

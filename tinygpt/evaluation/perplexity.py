@@ -1,4 +1,4 @@
-"""Quality in numbers: strided perplexity and LAMBADA, by the protocols whose results others publish."""
+"""Strided perplexity and LAMBADA, by published protocols."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,22 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, invalid
 from tinygpt.llm import LLM
 from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
 
-# Each thread waits for the score of one item, all by the same steps: more at once than this fill these no better.
-NUM_TOGETHER = 8
+NUM_TOGETHER = 8  # threads, each waiting for a score; they share the engine's steps
 LAST_WORD, LAST_TOKEN = "last word", "last token"
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """How well a model predicts a text. `loss` is in nats, the mean over the tokens that were predicted."""
+    """Losses of a text's tokens. `loss` is the mean in nats over the predicted tokens."""
 
     loss: float
     num_tokens: int
-    num_words: int  # what white space separates
+    num_words: int  # separated by white space
     num_bytes: int  # in UTF-8
 
     @property
@@ -43,10 +42,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [begin, stop) of a text, which the model reads at once; those from `first` on have not been seen before.
-
-    The very first token of a window has nothing before it to be predicted from.
-    """
+    """Tokens [begin, stop) of a text; the tokens from `first` on are in no window before it."""
 
     begin: int
     first: int
@@ -54,17 +50,18 @@ class Window:
 
     @property
     def first_predicted(self) -> int:
+        """The first token of a window has no context that predicts it."""
         return max(self.first, self.begin + 1)
 
     @property
     def weight(self) -> int:
-        """Of the mean of the window's losses: Hugging Face's, one less than the tokens that have not been seen."""
+        """Weight of the window's mean loss: Hugging Face's, one less than the number of new tokens."""
         return self.stop - self.first - 1
 
 
 @dataclass(frozen=True)
 class Lambada:
-    """Results by one protocol. `perplexity` is exp of the mean loss over rows, of a word or of a token."""
+    """Results of one protocol. `perplexity` is exp of the mean loss over rows, of a word or of a token."""
 
     protocol: str
     num_rows: int
@@ -77,19 +74,18 @@ class Lambada:
 
 
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
-    """Perplexity of a text by the strided method of Hugging Face's documentation (perplexity.md).
+    """Compute a text's perplexity by the strided method of Hugging Face's documentation (perplexity.md).
 
-    Windows of llm.max_model_len tokens begin every `stride` tokens, and each predicts the tokens that no window before
-    has seen; None is a full window, without overlap. As there, windows of n new tokens count n - 1 times, and
-    <|endoftext|> between documents is that token, unless the LLM splits special tokens.
-    use_tqdm: as for LLM.generate, of windows.
-    Raises RequestError if the stride is no number from 1 to max_model_len, or the text has less than two tokens.
+    Windows of llm.max_model_len tokens begin every `stride` tokens (None: a full window), and each predicts the tokens
+    that no window before has. As there, windows of n new tokens count n - 1 times, and <|endoftext|> between documents
+    is that token, unless the LLM splits special tokens. Raises RequestError for a stride that is not from 1 to
+    max_model_len, or a text of less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
     token_ids = llm.read_prompt(text).token_ids
     if len(token_ids) < 2:
-        raise RequestError("the text has less than two tokens: give more, as each is predicted from those before it.")
+        raise RequestError("the text has less than two tokens: each is predicted from the tokens before it.")
     windows = [w for w in windows_of(len(token_ids), llm.max_model_len, stride) if w.weight]
 
     def loss_of(window: Window) -> float:
@@ -104,16 +100,12 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm
 
 
 def check_stride(llm: LLM, stride: int) -> None:
-    """RequestError if windows that begin every `stride` tokens would leave some out."""
     if not 1 <= stride <= llm.max_model_len:
-        raise RequestError(
-            f"stride is {stride} and a window has {llm.max_model_len} tokens: give a number from 1 to that many, so "
-            "that no token is left out."
-        )
+        raise invalid("stride", stride, f"from 1 to {llm.max_model_len}, the tokens of a window")
 
 
 def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
-    """Windows of `size` tokens, one every `stride`, until one reaches the end."""
+    """Yield windows of `size` tokens, one every `stride`, until one reaches the end."""
     first = 0
     for begin in range(0, num_tokens, stride):
         stop = min(begin + size, num_tokens)
@@ -124,18 +116,16 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
 
 
 def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[Lambada]:
-    """How often, and how surely, the model foresees what ends each text; by each protocol.
+    """Compute how often and how surely the model predicts the end of each text, by two protocols.
 
-    last word: what follows the last space, as lm-evaluation-harness's lambada_openai has it. Correct where greedy
-    decoding would write all its tokens.
-    last token: of the text's tokens, as OpenAI's GPT-2 had it. Its perplexity is that of a token, not of a word.
-    use_tqdm: as for LLM.generate, of texts.
-    Raises RequestError if there are no texts, or one has no beginning to read or no end to foresee.
+    last word: the word after the last space, as in lm-evaluation-harness's lambada_openai; correct if greedy decoding
+    writes all its tokens. last token: as for OpenAI's GPT-2; its perplexity is of a token. Raises RequestError if there
+    are no texts, or one has no beginning to read.
     """
     if not texts:
         raise RequestError("there are no rows to evaluate: give one text at least.")
     for text in texts:
-        llm.read_prompt(text)  # before any work: what the model cannot read is refused
+        llm.read_prompt(text)  # refuses texts before any work
 
     def scores_of(text: str) -> tuple[ContinuationScore, ContinuationScore]:
         context, _, word = text.rpartition(" ")
@@ -149,16 +139,13 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
 
 
 def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
-    """function(item) of each, in order. Several run at once, so that what they ask of an LLM shares its steps.
-
-    use_tqdm: as for LLM.generate, of items, which are called `noun`.
-    """
+    """Yield function(item) in order, NUM_TOGETHER at once. `noun` names the items in the bar."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 
 
-def _summary(protocol: str, scores: Iterable[ContinuationScore]) -> Lambada:
-    scores = list(scores)
+def _summary(protocol: str, found: Iterable[ContinuationScore]) -> Lambada:
+    scores = list(found)
     loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
     return Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss))
 

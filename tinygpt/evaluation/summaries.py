@@ -1,47 +1,21 @@
 """ROUGE of summaries that a model writes, by the protocol of FasterTransformer's summarization example.
 
-An article and "TL;DR:" are the prompt, its last 923 tokens where it is longer; up to 100 tokens are drawn from the two
-most probable ones each, and of these the first four sentences count. The scores are those of the package `rouge-score`
-(Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", 2004): F-measures in percent, their means over all rows.
+A prompt is an article and "TL;DR:", at most its last 923 tokens. Up to 100 tokens are sampled with top-k 2, and the
+first four sentences count. Scores are those of the package `rouge-score` (Lin, "ROUGE: A Package for Automatic
+Evaluation of Summaries", 2004): F-measures in percent, averaged over all rows.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.evaluation.texts import read_text
+from tinygpt.evaluation.texts import Article
 from tinygpt.llm import LLM
 from tinygpt.outputs import UseTqdm
 from tinygpt.sampling_params import SamplingParams
 
 PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
 KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
-SUMMARIES = ("highlights", "summary")  # what CNN/DailyMail calls a summary, and others
-
-
-@dataclass(frozen=True)
-class Article:
-    text: str
-    summary: str
-
-
-def read_articles(name: str, path: str | Path) -> list[Article]:
-    """The rows of a JSONL file. RequestError names the first line that is none."""
-    lines = enumerate(read_text(name, path).split("\n"), 1)
-    return [_article(line, f"line {number} of {name} {path}") for number, line in lines if line.strip()]
-
-
-def _article(line: str, place: str) -> Article:
-    try:
-        row = json.loads(line)
-        found = [row[field] for field in SUMMARIES if field in row]
-        if isinstance(row["article"], str) and found and isinstance(found[0], str) and found[0].strip():
-            return Article(row["article"], found[0])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise RequestError(f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.')
 
 
 def prompt_of(article: str) -> str:
@@ -53,7 +27,7 @@ def first_sentences(text: str) -> str:
 
 
 def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -> list[str]:
-    """A summary of each. RequestError for a model without room for NEW_TOKENS. use_tqdm: as for LLM.generate."""
+    """Return a summary of each article. Raise RequestError for a model without room for NEW_TOKENS."""
     room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
     if room < 1:
         raise RequestError(f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions.")
@@ -64,16 +38,16 @@ def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -
 
 
 def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, float]:
-    """The mean of each of KINDS, in percent. RequestError where the package is not installed."""
-    scorer = new_scorer()
-    totals = dict.fromkeys(KINDS, 0.0)
+    """Return the mean of each of KINDS, in percent."""
+    scorer, totals = new_scorer(), dict.fromkeys(KINDS, 0.0)
     for summary, article in zip(summaries, articles, strict=True):
         for kind, score in scorer.score(article.summary, summary).items():
             totals[kind] += 100 * score.fmeasure / len(articles)
     return totals
 
 
-def new_scorer():
+def new_scorer() -> Any:
+    """Return the package's scorer. Raise RequestError if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -1,37 +1,23 @@
-"""The texts that a model is measured on: a plain file, or LAMBADA's rows. Read before the model is loaded."""
+"""The texts that a model is measured on: plain files, LAMBADA's rows, and articles with summaries."""
 
-import codecs
 import json
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tinygpt.errors import RequestError
 
-# How iconv calls what a file begins with; UTF-32's mark begins with one of UTF-16's.
-MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-# Which bytes are zero without a mark, over and over.
-ZEROS = {
-    "UTF-16LE": (False, True) * 4,
-    "UTF-16BE": (True, False) * 4,
-    "UTF-32LE": (False, True, True, True) * 2,
-    "UTF-32BE": (True, True, True, False) * 2,
-}
-POWERSHELL = {
-    "UTF-16": "unicode",
-    "UTF-16LE": "unicode",
-    "UTF-16BE": "bigendianunicode",
-    "UTF-32": "utf32",
-    "UTF-32LE": "utf32",
-    "UTF-32BE": "bigendianutf32",
-}
+SUMMARIES = ("highlights", "summary")  # CNN/DailyMail's name of a summary, and a common one
+
+
+@dataclass(frozen=True)
+class Article:
+    text: str
+    summary: str
 
 
 def read_text(name: str, path: str | Path) -> str:
-    """The file's text. RequestError, in which `name` says what the file is, where there is none."""
+    """Read a UTF-8 file. Raise RequestError, with `name` for the file, if there is no text."""
     try:
         data = Path(path).read_bytes()
         check_encoding(f"{name} {path}", data)
@@ -46,35 +32,41 @@ def read_text(name: str, path: str | Path) -> str:
 
 
 def check_encoding(name: str, data: bytes) -> None:
-    """RequestError for UTF-16, which Windows writes, UTF-32 and what is no text: they begin with zeros or a mark."""
-    if encoding := _encoding_of(data):
-        raise RequestError(
-            f"{name} is {encoding[:6]} text and must be UTF-8: convert it, as by `iconv -f {encoding} -t UTF-8`, or in "
-            f"PowerShell by `Get-Content -Encoding {POWERSHELL[encoding]} FILE | Set-Content -Encoding utf8 NEW`."
-        )
-    if b"\0" in data[:8]:
-        raise RequestError(f"{name} is a binary file, with a zero as its byte {data.index(0)}: give one of plain text.")
-
-
-def _encoding_of(data: bytes) -> str | None:
-    """By its mark, or else by the places of zeros: plain text begins with characters below U+0100."""
-    zeros = tuple(byte == 0 for byte in data[:8])
-    marked = (name for mark, name in MARKS.items() if data.startswith(mark))
-    placed = (name for name, places in ZEROS.items() if any(zeros) and places[: len(zeros)] == zeros)
-    return next(marked, None) or next(placed, None)
+    """Raise RequestError for UTF-16 and UTF-32, which begin with a mark or zeros, and for binary files."""
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
+        raise RequestError(f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`.")
 
 
 def read_rows(name: str, path: str | Path) -> list[str]:
-    """The texts of a JSONL file. RequestError names the first line without a text of at least two words."""
-    lines = enumerate(read_text(name, path).split("\n"), 1)
-    return [_row_text(line, f"line {number} of {name} {path}") for number, line in lines if line.strip()]
+    """Read the texts of a JSONL file. Raise RequestError for a line without a text of at least two words."""
+    rows = []
+    for row, place in _rows(name, path):
+        text = row.get("text")
+        if not isinstance(text, str) or len(text.split()) < 2:
+            raise RequestError(f'{place} is not a row of LAMBADA: give {{"text": ...}} with at least two words.')
+        rows.append(text)
+    return rows
 
 
-def _row_text(line: str, place: str) -> str:
-    try:
-        text = json.loads(line)["text"]
-        if isinstance(text, str) and len(text.split()) > 1:
-            return text
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    raise RequestError(f'{place} is not a row of LAMBADA: give {{"text": ...}} with a text of at least two words.')
+def read_articles(name: str, path: str | Path) -> list[Article]:
+    """Read the rows of a JSONL file. Raise RequestError for a line without an article and its summary."""
+    articles = []
+    for row, place in _rows(name, path):
+        text, summary = row.get("article"), next((row[field] for field in SUMMARIES if field in row), None)
+        if not isinstance(text, str) or not isinstance(summary, str) or not summary.strip():
+            raise RequestError(f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.')
+        articles.append(Article(text, summary))
+    return articles
+
+
+def _rows(name: str, path: str | Path) -> list[tuple[dict[str, Any], str]]:
+    """Return each line's object, empty if it is none, and its place."""
+    rows = []
+    for number, line in enumerate(read_text(name, path).split("\n"), 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            rows.append((row if isinstance(row, dict) else {}, f"line {number} of {name} {path}"))
+    return rows

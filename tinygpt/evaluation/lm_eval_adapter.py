@@ -1,8 +1,8 @@
 """tinygpt as a model type of EleutherAI's lm-evaluation-harness (the optional extra `eval`).
 
-    python -m tinygpt.lm_eval_adapter run --model tinygpt --model_args pretrained=demo,dtype=int8 --tasks ...
+    python -m tinygpt.evaluation.lm_eval_adapter run --model tinygpt --model_args pretrained=demo,dtype=int8 --tasks ...
 
-is the harness's own command line, with this model type in it. From Python, importing this module is enough for
+is the harness's command line with this model type. In Python, import this module before
 lm_eval.simple_evaluate(model="tinygpt", model_args=...).
 """
 
@@ -21,25 +21,22 @@ except ModuleNotFoundError as error:
 
     raise SystemExit(f"tinygpt: error: {error}; install the harness: {how_to_install('eval')}") from None
 
-from tinygpt.errors import RequestError
+from tinygpt.errors import invalid
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, map_together
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-HARNESS_DEVICE = "cuda:0"  # what its command line gives every model where the user has given none
+HARNESS_DEVICE = "cuda:0"  # the default of the harness's command line
 
 
 @register_model("tinygpt")
 class TinyGPTLM(TemplateLM):
-    """What the harness asks of a model, answered by an LLM.
+    """A model of the harness, answered by an LLM.
 
-    pretrained: as LLM's `model`. max_length: tokens of context, LLM's max_model_len. max_gen_toks: where a task does
-        not say how many. llm_arguments: any other argument of LLM, by its own name.
-    batch_size and max_batch_size, which the harness always gives, change nothing: max_num_seqs says how many requests
-        run at once, and results do not depend on it.
-
-    As with the harness's own `hf` model, special tokens that are written in a text are those tokens, and contexts that
-    are too long lose their beginning.
+    pretrained: LLM's `model`. max_length: LLM's max_model_len. max_gen_toks: the default of tasks. llm_arguments: other
+    arguments of LLM. batch_size and max_batch_size, which the harness always gives, change nothing: results do not
+    depend on how many requests run at once. As with the harness's `hf` model, special tokens in a text are those
+    tokens, and contexts that are too long lose their beginning.
     """
 
     def __init__(
@@ -72,17 +69,16 @@ class TinyGPTLM(TemplateLM):
         return self.eot_token_id if bos is None else bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text. GPT-2 has no special tokens to add."""
         return self.llm.tokenizer.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """(sum of log probabilities, whether greedy decoding would write it) of each continuation."""
+        """Return for each continuation the sum of its log probabilities, and whether greedy decoding writes it."""
         return list(map_together(self._score, requests, False if disable_tqdm else None, "requests"))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log probability of whole texts, in windows without overlap, the first after the prefix token."""
+        """Return the log probability of whole texts, in windows without overlap, the first after the prefix token."""
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
         totals = [0.0] * len(requests)
         for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
@@ -90,7 +86,7 @@ class TinyGPTLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What comes after each context, up to one of the texts that its arguments name in `until`."""
+        """Return the text after each context, up to one of the texts in `until`."""
         return list(map_together(self._generate, requests, False if disable_tqdm else None, "requests"))
 
     def _score(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:
@@ -107,14 +103,11 @@ class TinyGPTLM(TemplateLM):
     def _generate(self, request: Any) -> str:
         context, given = request.args
         fields = normalize_gen_kwargs(given, self.max_gen_toks)
-        fields.pop("do_sample")  # where it says no, the temperature is 0 or not given
+        fields.pop("do_sample")  # if it is false, the temperature is 0 or not given
         stop, max_tokens = [text for text in fields.pop("until") if text], fields.pop("max_gen_toks")
         room = self.max_length - max_tokens
         if room < 1:
-            raise RequestError(
-                f"{max_tokens} tokens are to be generated and the model has {self.max_length} positions, which leaves "
-                "none for a context: set max_gen_toks to less."
-            )
+            raise invalid("max_gen_toks", max_tokens, f"below {self.max_length}, the positions of the model")
         params = SamplingParams(max_tokens=max_tokens, stop=stop, **{"temperature": 0.0, **fields})
         (output,) = self.llm.generate([self.tok_encode(context)[-room:]], params)
         return output.outputs[0].text
