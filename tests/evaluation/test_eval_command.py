@@ -15,12 +15,9 @@ from support.paths import DATA, DEMO
 from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.cli.output import messages
-from tinygpt.engine import model_source
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
-LAMBADA = DATA / "lambada_test.jsonl"
 STORIES = DATA / "stories" / "val.txt"
 WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905
 SIZE = 512  # the demo's positions
@@ -126,19 +123,6 @@ def test_perplexity_of_stories(llm):
     assert perplexity(llm, text).token_perplexity == pytest.approx(strided(token_ids, SIZE)[0], rel=2e-5)
 
 
-@pytest.mark.slow
-@needs_transformers
-@pytest.mark.skipif(not STORIES.is_file(), reason=f"held-out stories are not in {STORIES}")
-def test_perplexity_of_many_stories(llm):
-    """Asked alone: an answer of that size is not recorded."""
-    text = STORIES.read_text(encoding="utf-8")[:100_000]
-    token_ids = their_ids_of.__wrapped__(text)
-    assert (token_ids == EOS).sum() == text.count("<|endoftext|>") > 20
-    found = perplexity(llm, text)
-    assert found.num_tokens == len(token_ids)
-    assert found.token_perplexity == pytest.approx(strided.__wrapped__(token_ids, SIZE)[0], rel=2e-5)
-
-
 def test_lambada_reads_special_tokens_as_tokens(llm):
     check_lambada(llm, [f"{passage(9, i)}<|endoftext|>{passage(9 + i, i)}" for i in range(3)])
 
@@ -169,7 +153,7 @@ def test_windows_see_every_token_once(num_tokens, size, stride):
 
 @pytest.mark.parametrize("stride", [0, -1, SIZE + 1])
 def test_an_impossible_stride_is_refused(llm, stride):
-    with pytest.raises(RequestError, match=f"stride is {stride} and a window has 512 tokens"):
+    with pytest.raises(RequestError, match=f"stride is {stride} and must be from 1 to 512"):
         perplexity(llm, "Once upon a time", stride)
 
 
@@ -214,13 +198,6 @@ def test_lambada_is_that_of_transformers(llm):
     texts = [*foreseen_texts, *rare, *(passage(9 + i, i) for i in range(8))]
     check_lambada(llm, texts)
     assert len(foreseen_texts) <= lambada(llm, texts)[0].num_correct < len(texts)
-
-
-@needs_transformers
-@pytest.mark.skipif(not LAMBADA.is_file(), reason=f"LAMBADA is not in {LAMBADA}")
-def test_lambada_on_its_own_rows(llm):
-    rows = [json.loads(line)["text"] for line in LAMBADA.read_text(encoding="utf-8").splitlines()[:200]]
-    check_lambada(llm, rows)
 
 
 def test_no_rows_are_refused(llm):
@@ -270,23 +247,6 @@ def test_ppl_prints_a_row_for_each_dtype(run, text_file):
     assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=0.1)  # of four digits
 
 
-def test_one_dtype_has_not_changed(run, text_file, rows_file):
-    for task, file in (("ppl", text_file), ("lambada", rows_file)):
-        code, out, _ = run(task, file)
-        assert code == 0
-        assert "change" not in out
-        assert "change" in json.loads(run(task, file, "--json")[1].splitlines()[0])  # a field that programs may read
-
-
-def test_a_checkpoint_is_opened_once_for_each_dtype_and_once_to_check_several(run, text_file, monkeypatch):
-    opened, open_checkpoint = [], model_source.open_checkpoint
-    monkeypatch.setattr(model_source, "open_checkpoint", lambda model: opened.append(model) or open_checkpoint(model))
-    for dtypes, count in (("float32", 1), ("float32,int8", 3)):
-        opened.clear()
-        assert run("ppl", text_file, "--max-model-len", 32, "--dtype", dtypes)[0] == 0
-        assert len(opened) == count
-
-
 def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(run, text_file, tmp_path):
     """A converted model has one dtype."""
     cli.main(["convert", "demo", str(tmp_path / "model"), "--dtype", "int8"])
@@ -310,14 +270,6 @@ def test_a_dtype_that_cannot_be_loaded_fails_behind_others(run, text_file, monke
     assert found == code
     assert len(out.splitlines()) == num_rows
     assert err.endswith("tinygpt: error: damaged.\n")
-
-
-def test_a_log_has_a_line_now_and_then(run, rows_file, monkeypatch):
-    said = []
-    for interval in (math.inf, 0.0):
-        monkeypatch.setattr(messages, "INTERVAL", interval)
-        said.append([line for line in run("lambada", rows_file)[2].splitlines() if "done" in line])
-    assert said == [[], [f"tinygpt: {number} of 3 rows done" for number in (1, 2)]]
 
 
 def test_a_terminal_has_aligned_columns(run, text_file, monkeypatch):
@@ -361,13 +313,6 @@ def test_lambada_names_each_protocol(run, rows_file):
     assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
 
 
-def test_an_unknown_dtype_is_malformed(text_file, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", "ppl", str(text_file), "--dtype", "float32,float8"])
-    assert ended.value.code == 2
-    assert "--dtype is 'float32,float8' and must be one of auto, float32" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -378,8 +323,8 @@ def test_an_unknown_dtype_is_malformed(text_file, capsys):
         (["ppl", "MISSING"], "cannot be read"),
         (["ppl", "EMPTY"], "is empty"),
         (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
-        (["ppl", "UTF16"], "is UTF-16 text and must be UTF-8"),
-        (["ppl", "BINARY"], "is a binary file, with a zero as its byte 1"),
+        (["ppl", "UTF16"], "and must be UTF-8 text"),
+        (["ppl", "BINARY"], "and must be UTF-8 text"),
         (["ppl", "TEXT", "--json", "--format", "md"], "--json is --format jsonl and --format is md"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0"),
         (["ppl", "TEXT", "--stride", "9999"], "stride is 9999"),

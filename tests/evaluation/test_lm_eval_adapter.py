@@ -151,7 +151,7 @@ def test_what_greedy_decoding_writes_is_greedy(ours, theirs):
 
 
 def test_no_room_for_a_context_is_refused(ours):
-    with pytest.raises(RequestError, match="512 tokens are to be generated"):
+    with pytest.raises(RequestError, match="max_gen_toks is 512 and must be below 512"):
         ours.generate_until(requests(("a", {"until": [], "max_gen_toks": 512})), disable_tqdm=True)
 
 

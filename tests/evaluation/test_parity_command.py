@@ -104,14 +104,6 @@ def test_with_a_golden_file_and_without_transformers(capsys, monkeypatch, folder
     )
 
 
-def test_a_terminal_shows_no_bar_of_the_greedy_runs(monkeypatch, folder, golden):
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert cli.main(["parity", str(folder), "--golden", str(golden)]) == 0
-    assert " prompts" not in terminal.getvalue()
-
-
 def change(golden: Path, target: Path, **fields) -> Path:
     """The golden file with other fields in its third prompt, of 7 tokens."""
     goldens = load_goldens(golden)
@@ -161,18 +153,6 @@ def test_prompts_of_a_file(capsys, folder, tmp_path):
     assert (code, report["num_positions"], report["num_greedy_tokens"]) == (0, 4, 0)
 
 
-@needs_transformers
-def test_special_tokens_in_prompts_of_a_file(capsys, tmp_path):
-    file, text = tmp_path / "prompts.jsonl", "Once<|endoftext|>"
-    lines = [{"prompt": text}, {"prompt": text, "split_special_tokens": True}]
-    file.write_text("\n".join(map(json.dumps, lines)))
-    code, report = parity(capsys, "demo", "--input", file, "--max-tokens", 0)
-    with LLM("demo") as llm:
-        expected = [len(llm.read_prompt(text, split).token_ids) for split in (False, True)]
-    assert (code, report["num_positions"]) == (0, sum(expected))
-    assert expected[0] < expected[1]
-
-
 def test_prompts_that_cannot_be_used(capsys, folder, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [
@@ -188,12 +168,6 @@ def test_prompts_that_cannot_be_used(capsys, folder, tmp_path):
     assert "5 lines" in message
     for number in (2, 3, 4, 5, 6):
         assert f"line {number}: " in message
-
-
-def test_quantised_weights_have_a_tolerance_of_their_own(capsys, folder, golden):
-    _, report = parity(capsys, folder, "--dtype", "int8", "--golden", golden)
-    assert report["tolerance"] == 1.0
-    assert report["logits"]["largest"] > 1e-3
 
 
 def test_text(capsys, folder, golden):
@@ -230,21 +204,20 @@ def refill(golden: Path, target: Path, contents: dict[str, bytes]) -> Path:
 def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     damaged = tmp_path / "damaged.npz"
     damaged.write_bytes(golden.read_bytes()[:-100])
-    assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", damaged)
+    assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", damaged)
     (tmp_path / "text.npz").write_text("no archive")
-    assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
-    assert "unsafe" not in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
+    assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", tmp_path / "text.npz")
     for name, content in {
         "logits.0.npy": b"no array",
         "token_ids.0.npy": npy([1.5]),
         "greedy_leads.0.npy": npy(1),
     }.items():
         refilled = refill(golden, tmp_path / "refilled.npz", {name: content})
-        assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", refilled)
+        assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", refilled)
     # The directory of the archive begins in front of the file.
     elsewhere = tmp_path / "elsewhere.npz"
     elsewhere.write_bytes(golden.read_bytes()[50:])
-    assert "is no file that parity --save-golden" in say_no(capsys, folder, "--golden", elsewhere)
+    assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", elsewhere)
     shorter = change(golden, tmp_path / "shorter.npz", logits=np.zeros((7, 96), np.float32))
     assert "is of another model" in say_no(capsys, folder, "--golden", shorter)
     stateless = change(golden, tmp_path / "stateless.npz", hidden_states=None)
@@ -270,16 +243,11 @@ def test_a_checkpoint_in_another_format_needs_one_too(capsys, folder, tmp_path):
 
 
 @needs_transformers
-def test_the_file_of_weights_may_be_named(capsys, folder):
-    assert parity(capsys, folder / "model.safetensors", "--max-tokens", "1")[0] == 0
-
-
-@needs_transformers
 def test_names_that_transformers_does_not_know(capsys, tmp_path):
     file = write_model(tmp_path, **SIZES) / "model.safetensors"
     save_file({f"module.{name}": array for name, array in load_file(file).items()}, file)
     assert cli.main(["parity", str(tmp_path)]) == 2
-    assert "there is nothing to compare with" in capsys.readouterr().err
+    assert "would initialize them at random" in capsys.readouterr().err
 
 
 def test_goldens_come_back_as_they_were(golden, tmp_path):
@@ -293,12 +261,6 @@ def test_goldens_come_back_as_they_were(golden, tmp_path):
     )
     assert again.logits.tobytes() == made.logits.tobytes()
     assert again.hidden_states.tobytes() == made.hidden_states.tobytes()
-
-
-def test_what_is_compared_is_what_the_model_says(folder, golden):
-    with LLM(str(folder)) as llm:
-        for made in load_goldens(golden):
-            np.testing.assert_allclose(llm.logits(made.token_ids), made.logits, atol=1e-4)
 
 
 def test_agreements():

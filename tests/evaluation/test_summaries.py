@@ -9,7 +9,8 @@ from support.commands import Result
 from tinygpt import LLM
 from tinygpt.errors import RequestError
 from tinygpt.evaluation import summaries
-from tinygpt.evaluation.summaries import Article, first_sentences, prompt_of, read_articles, rouge, summarize
+from tinygpt.evaluation.summaries import first_sentences, prompt_of, rouge, summarize
+from tinygpt.evaluation.texts import Article, read_articles
 
 ROWS = [
     {
@@ -79,14 +80,7 @@ def test_without_the_package_nothing_is_loaded(file, capsys, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     result = Result(capsys, "eval", ["rouge", str(file), "--model", "/nowhere"])
     assert result.code == 2
-    assert "needs the package rouge-score (No module named 'rouge_score'): pip install \".[eval]\"" in result.err
-
-
-@pytest.mark.parametrize("flags", [["ppl", "--limit", "3"], ["rouge", "--stride", "3"]])
-def test_flags_of_another_task_are_refused(flags, file, capsys):
-    result = Result(capsys, "eval", [flags[0], str(file), *flags[1:]])
-    assert result.code == 2
-    assert f"{flags[1]} is for eval" in result.err
+    assert "needs the package rouge-score (No module named 'rouge_score'): " in result.err
 
 
 def test_scores():
