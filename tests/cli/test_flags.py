@@ -51,76 +51,71 @@ def test_help_shows_the_flags_of_every_day(run):
     assert int(count) == len(all_of_them) - len(shown)
 
 
-FLAGS = {
-    "--max-tokens 9 --seed 3 --n 2 --ignore-eos": {"max_tokens": 9, "seed": 3, "n": 2, "ignore_eos": True},
-    "--top-k 3 --top-p 0.5 --temperature 2": {"top_k": 3, "top_p": 0.5, "temperature": 2.0},
-    "--best-of 3 --temperature 1": {"best_of": 3, "temperature": 1.0},
-    "--include-stop-str-in-output --stop e": {"include_stop_str_in_output": True, "stop": ("e",)},
-    "--stop-token-ids 11,13": {"stop_token_ids": (11, 13)},
-    "--eos-token-id 11": {"eos_token_id": (11,)},
-    "--min-tokens 3 --max-time 60": {"min_tokens": 3, "max_time": 60.0},
-    "--repetition-detection 2,3": {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}},
-    "--repetition-detection 4,3,2": {
-        "repetition_detection": {"max_pattern_size": 4, "min_count": 3, "min_pattern_size": 2}
-    },
-    "--logit-bias 11=-4 --logit-bias 13=2.5": {"logit_bias": {11: -4.0, 13: 2.5}},
-    "--repetition-penalty 1.3 --frequency-penalty -0.5 --presence-penalty 1": {
-        "repetition_penalty": 1.3,
-        "frequency_penalty": -0.5,
-        "presence_penalty": 1.0,
-    },
-    "--no-repeat-ngram-size 2": {"no_repeat_ngram_size": 2},
-    "--bad-words the --bad-words and --bad-words-ids 11,12 --bad-words-ids 13": {
-        "bad_words": ("the", "and"),
-        "bad_words_ids": ((11, 12), (13,)),
-    },
-    "--allowed-token-ids 11,13,15 --suppress-tokens 13": {"allowed_token_ids": (11, 13, 15), "suppress_tokens": (13,)},
-    "--top-p-rule openai --top-p-decay 0.9 --top-p-min 0.1 --top-p-reset-ids 11": {
-        "top_p_rule": "openai",
-        "top_p_decay": 0.9,
-        "top_p_min": 0.1,
-        "top_p_reset_ids": (11,),
-    },
-    "--min-p 0.1 --typical-p 0.9": {"min_p": 0.1, "typical_p": 0.9},
-    "--epsilon-cutoff 0.001 --eta-cutoff 0.002": {"epsilon_cutoff": 0.001, "eta_cutoff": 0.002},
-    "--temperature 0 --num-beams 4 --length-penalty 2 --early-stopping never": {
-        "temperature": 0.0,
-        "num_beams": 4,
-        "length_penalty": 2.0,
-        "early_stopping": "never",
-    },
-    "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true": {
-        "temperature": 0.0,
-        "num_beams": 4,
-        "num_beam_groups": 2,
-        "diversity_penalty": 0.5,
-        "early_stopping": True,
-    },
-    "--prompt-lookup-num-tokens 3 --max-matching-ngram-size 1": {
-        "prompt_lookup_num_tokens": 3,
-        "max_matching_ngram_size": 1,
-    },
-    "--guided-choice yes --guided-choice no": {"guided_choice": ["yes", "no"]},
-    "--guided-regex [a-z]+": {"guided_regex": "[a-z]+"},
-    '--guided-json {"type":"integer"}': {"guided_json": {"type": "integer"}},
-    "--guided-grammar start:/a+/": {"guided_grammar": "start:/a+/"},
-    "--overflow slide --stride 9": {"overflow": "slide", "stride": 9},
-    "--logprobs 2 --prompt-logprobs 1 --logprobs-mode processed": {
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-        "logprobs_mode": "processed",
-    },
-}
+FLAGS = [
+    ("--max-tokens 9 --seed 3 --n 2 --ignore-eos", {"max_tokens": 9, "seed": 3, "n": 2, "ignore_eos": True}),
+    ("--top-k 3 --top-p 0.5 --temperature 2", {"top_k": 3, "top_p": 0.5, "temperature": 2.0}),
+    ("--best-of 3 --temperature 1", {"best_of": 3, "temperature": 1.0}),
+    ("--include-stop-str-in-output --stop e", {"include_stop_str_in_output": True, "stop": ("e",)}),
+    ("--stop-token-ids 11,13", {"stop_token_ids": (11, 13)}),
+    ("--eos-token-id 11", {"eos_token_id": (11,)}),
+    ("--min-tokens 3 --max-time 60", {"min_tokens": 3, "max_time": 60.0}),
+    ("--repetition-detection 2,3", {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}),
+    (
+        "--repetition-detection 4,3,2",
+        {"repetition_detection": {"max_pattern_size": 4, "min_count": 3, "min_pattern_size": 2}},
+    ),
+    ("--logit-bias 11=-4 --logit-bias 13=2.5", {"logit_bias": {11: -4.0, 13: 2.5}}),
+    (
+        "--repetition-penalty 1.3 --frequency-penalty -0.5 --presence-penalty 1",
+        {"repetition_penalty": 1.3, "frequency_penalty": -0.5, "presence_penalty": 1.0},
+    ),
+    ("--no-repeat-ngram-size 2", {"no_repeat_ngram_size": 2}),
+    (
+        "--bad-words the --bad-words and --bad-words-ids 11,12 --bad-words-ids 13",
+        {"bad_words": ("the", "and"), "bad_words_ids": ((11, 12), (13,))},
+    ),
+    (
+        "--allowed-token-ids 11,13,15 --suppress-tokens 13",
+        {"allowed_token_ids": (11, 13, 15), "suppress_tokens": (13,)},
+    ),
+    (
+        "--top-p-rule openai --top-p-decay 0.9 --top-p-min 0.1 --top-p-reset-ids 11",
+        {"top_p_rule": "openai", "top_p_decay": 0.9, "top_p_min": 0.1, "top_p_reset_ids": (11,)},
+    ),
+    ("--min-p 0.1 --typical-p 0.9", {"min_p": 0.1, "typical_p": 0.9}),
+    ("--epsilon-cutoff 0.001 --eta-cutoff 0.002", {"epsilon_cutoff": 0.001, "eta_cutoff": 0.002}),
+    (
+        "--temperature 0 --num-beams 4 --length-penalty 2 --early-stopping never",
+        {"temperature": 0.0, "num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"},
+    ),
+    (
+        "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true",
+        {"temperature": 0.0, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "early_stopping": True},
+    ),
+    (
+        "--prompt-lookup-num-tokens 3 --max-matching-ngram-size 1",
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
+    ),
+    ("--guided-choice yes --guided-choice no", {"guided_choice": ["yes", "no"]}),
+    ("--guided-regex [a-z]+", {"guided_regex": "[a-z]+"}),
+    ('--guided-json {"type":"integer"}', {"guided_json": {"type": "integer"}}),
+    ("--guided-grammar start:/a+/", {"guided_grammar": "start:/a+/"}),
+    ("--overflow slide --stride 9", {"overflow": "slide", "stride": 9}),
+    (
+        "--logprobs 2 --prompt-logprobs 1 --logprobs-mode processed",
+        {"logprobs": 2, "prompt_logprobs": 1, "logprobs_mode": "processed"},
+    ),
+]
 
 
 def test_every_field_has_a_flag_that_is_tried():
-    tried = set().union(*FLAGS.values())
+    tried = set().union(*(given for _, given in FLAGS))
     assert tried == {field.name for field in fields(SamplingParams)} - set(NOT_FLAGS)
 
 
-@pytest.mark.parametrize("arguments", FLAGS)
-def test_a_flag_is_its_field(arguments):
-    assert params_of(parse(*arguments.split())) == SamplingParams(**{**BASE, **FLAGS[arguments]})
+@pytest.mark.parametrize(("arguments", "given"), FLAGS)
+def test_a_flag_is_its_field(arguments, given):
+    assert params_of(parse(*arguments.split())) == SamplingParams(**{**BASE, **given})
 
 
 @pytest.mark.parametrize(
