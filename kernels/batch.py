@@ -52,7 +52,7 @@ class Batch:
         return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
 
     def next_step(self, token_ids: np.ndarray) -> "Batch":
-        """Return the decode step after this one, with its tokens (S,). A token -1 becomes 0: its result is discarded."""
+        """Return the decode step after this one, with its tokens (S,); -1 becomes 0."""
         context_lens = self.context_lens + np.int32(1)
         return replace(self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens)
 

@@ -1,7 +1,7 @@
 """Compiled kernels on disk: a private folder for each build, a file with a SHA-256 for each kernel.
 
-Loading a kernel runs it. So the folder and its files must belong to this user, and be closed to other writers. A
-damaged file is compiled and written again. To share kernels with machines of one kind, copy the folder.
+Loading a kernel runs it, so folder and files must belong to this user and be closed to other writers. A damaged file is
+compiled again.
 """
 
 import hashlib
@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 class KernelCache:
     """The compiled kernels of one build.
 
-    folder: None if no folder is usable; each process then compiles for itself
-    note: the reason why the folder is not the user's cache folder, or ""
+    folder: None if no folder is usable
+    note: the reason if it is not below the user's cache folder
     is_keeping: whether all kernels that this process compiled are on disk
-    num_compiled: kernels that this process has compiled
     """
 
     def __init__(self, folder: Path | None, note: str = ""):

@@ -1,8 +1,7 @@
 """The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
 
-Numba makes machine code of every function, and optimizes it again inside each caller. Here the functions that a kernel
-calls, its parts, are compiled to LLVM's language alone, and the kernel as a whole: half the time. Numba's own cache
-keeps a callee that has changed in another file; here everything that decides the machine code names the folder.
+Functions that a kernel calls, its parts, are compiled to LLVM's language alone, and become machine code once, with the
+kernel. Numba would do so for each, inside each caller: twice the time.
 """
 
 import functools
@@ -76,10 +75,10 @@ PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartComp
 
 
 def jit(function):
-    """Compile a module-level function on first call, as a kernel if Python calls it and as a part if a kernel does.
+    """Compile a module-level function, as a kernel if Python calls it and as a part if a kernel does.
 
-    A part may not call itself. Outside of this package it belongs into the file of its kernel, all that the cache
-    knows. Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations.
+    A part may not call itself. Outside of this package it belongs into the file of its kernel. Floating point is strict
+    IEEE: LLVM neither reorders a sum nor fuses operations.
     """
     return _kernel_or_part(function)
 

@@ -16,11 +16,7 @@ OFFSET = np.uint8(128)  # a byte of an int8 cache holds a whole number + 128
 
 
 class KVCache(NamedTuple):
-    """Keys and values of every position, preallocated; T is rounded up to KEY_BLOCK.
-
-    Both are views of one array (S, T / KEY_BLOCK, L, H, ...): a head's keys of a block, then its values. A layer reads
-    a short sequence as one run of memory.
-    """
+    """Keys and values of every position, views of one array (S, T / KEY_BLOCK, L, H, ...)."""
 
     k: np.ndarray  # (L, S, H, T / KEY_BLOCK, D / P rounded up, KEY_BLOCK, P), or SCALE_STEPS more of int8
     v: np.ndarray  # (L, S, H, T / KEY_BLOCK, KEY_BLOCK / P, D rounded up to LANES, P)

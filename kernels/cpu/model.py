@@ -1,8 +1,7 @@
-"""GPT-2 on the CPU: the same page as kernels/reference/model.py, over packed weights and preallocated buffers.
+"""GPT-2 on the CPU: the page of kernels/reference/model.py, over packed weights and preallocated buffers.
 
-Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V
-vocabulary, L layers, R rows of logits, P panels of OUT_TILE columns. All threads run the whole step; each kernel is a
-phase (see runtime/team.py). The types of Params decide the variant of the model when a step is compiled.
+Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V vocabulary, L
+layers, R rows of logits, P panels of OUT_TILE columns. All threads run the whole step (see runtime/team.py).
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """GPT-2 in NumPy, float64 inside: the specification that the other backends are tested against.
 
-Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V
-vocabulary, L layers, R rows of logits. Weights are (out, in).
-Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and its code.
+Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V vocabulary, L
+layers, R rows of logits. Weights are (out, in). Source: Radford et al., "Language Models are Unsupervised Multitask
+Learners".
 """
 
 import numpy as np

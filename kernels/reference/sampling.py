@@ -1,7 +1,6 @@
-"""From logits to a token: processors, warpers, a draw, and log-probabilities.
+"""From logits to a token: Hugging Face's processors and warpers, a draw, and log-probabilities.
 
-Processors and warpers are Hugging Face's, in float32, one operation at a time. Filters compare probabilities in float32
-and add them up in float64. Shapes: R rows, one for each token to choose, V vocabulary.
+Filters compare probabilities in float32 and sum in float64. R rows, one for each token to choose, V vocabulary.
 """
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 def process_logits(logits, processors):
     """Process rows of `logits` (R, V) float32 in place, in the order of Hugging Face's `generate`.
 
-    The penalties of OpenAI follow the repetition penalty, as in vLLM. A row may end as -inf alone.
+    OpenAI's penalties follow the repetition penalty, as in vLLM.
     """
     for i, r in enumerate(processors.rows):
         process_row(logits[r], processors, i)
@@ -77,17 +76,14 @@ def filter_logits(logits, warpers):
 
     logits: (R, V) float32, no NaN and no +inf
     warpers: arrays (R,) float64:
-        temperature: 0 is greedy: the row stays as it is
-        top_k: 0 is off. All tokens tied with the k-th stay
-        top_p: in (0, 1]; 1 is off. One token always stays
-        top_p_rule:
-            0, Hugging Face's: the token that crosses p stays. Of tokens tied there, the highest ids, a stable ascending
-                sort; torch's sort is stable up to 16 tokens
-            1, openai/gpt-2's: tokens within p, and all tied with the last of them 2, FasterTransformer's: the token
-            that crosses p keeps its part within p. Of tokens tied there, the lowest ids min_p: 0 is off. Tokens below
-            min_p times the greatest probability go typical_p: 1 is off. The tokens nearest to the expected
-            -log(probability) stay, up to the one that crosses typical_p, and all as near (Meister et al., 2022)
-            epsilon_cutoff: 0 is off. Less probable tokens go, except the most probable ones eta_cutoff: the same with
+        temperature: 0 keeps the row
+        top_k: 0 is off; all tokens tied with the k-th stay
+        top_p: in (0, 1]; 1 is off; one token always stays
+        top_p_rule: 0 (Hugging Face): the token that crosses p stays; ties: the highest ids, a stable ascending sort.
+            1 (openai/gpt-2): tokens within p, and all tied with the last. 2 (FasterTransformer): the token that crosses
+            p keeps its part within p; ties: the lowest ids min_p: times the greatest probability, is the least; 0 is
+            off typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
+            epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off eta_cutoff: the same with
             min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
     """
     return np.stack([filter_row(row, *settings) for row, *settings in zip(logits, *warpers, strict=True)])
@@ -205,14 +201,10 @@ def exponentials(scores):
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    """Return a token (R,) int32 for each row, which depends on that row alone.
+    """Return a token (R,) int32 for each row, which depends on that row alone; -1 for one that is not finite.
 
     Greedy rows take the largest logit, ties to the lowest id. Others take the first token (by id) whose cumulated
-    probability exceeds the row's uniform number. -1: the row has NaN, +inf or only -inf, before or after temperature.
-
-    seeds: (R,) uint64, the request's
-    sample_indices: (R,), the row's among the request's n samples
-    positions: (R,), of the drawn token in its sequence
+    probability exceeds `uniform` of the request's seed, the sample's index and the token's position, (R,) each.
     """
     rows = zip(logits, zip(*warpers, strict=True), seeds, sample_indices, positions, strict=True)
     return np.array([_sample_row(*row) for row in rows], dtype=np.int32)
@@ -231,10 +223,9 @@ def top_logprobs(logits, token_id, n):
 
 
 def uniform(seed, sample_index, position):
-    """Return the number in [0, 1) that decides one token, without state.
+    """Return the number in [0, 1) that decides one token: the first of Philox4x64-10.
 
-    Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key (seed, sample index),
-    counter `position`; NumPy steps the counter once before the first number.
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. NumPy steps the counter once before.
     """
     key, counter = np.array([seed, sample_index], np.uint64), np.array([position, 0, 0, 0], np.uint64)
     philox = np.random.Philox(key=key, counter=counter)

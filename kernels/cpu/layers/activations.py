@@ -1,7 +1,6 @@
-"""Activations on a run of float32 values, in place: plain loops that LLVM vectorizes.
+"""Activations on a run of float32 values, in place: loops that LLVM vectorizes, without libm.
 
-A call to libm would keep a loop scalar. Every step is one IEEE operation or an explicit fma, so bits depend neither on
-the place in a vector nor on the CPU.
+Every step is one IEEE operation or an fma: bits depend neither on the place in a vector nor on the CPU.
 """
 
 import numpy as np

@@ -1,12 +1,10 @@
 """Causal attention over the KV cache, the same code for prefill and decode.
 
-Keys lie in blocks of KEY_BLOCK absolute positions. A query meets the blocks in order, with a running maximum, sum and
-weighted value (online softmax: Milakov and Gimelshein, 2018; FlashAttention: Dao et al., 2022). So its result depends
-on its position alone, not on the other queries of its tile, nor on how the prompt was cut into steps.
+A query meets blocks of KEY_BLOCK absolute positions in order, with a running maximum and sum (online softmax: Milakov
+and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on its position alone.
 
-A step of a column is 4 bytes, P values: 1 float32, 2 bfloat16 (as uint16), or 4 int8 (see int8_cache.py). Keys are
-transposed in a block, (..., T / KEY_BLOCK, D / P, KEY_BLOCK, P); values are (..., T / KEY_BLOCK, KEY_BLOCK / P, D
-rounded up to LANES, P). Queries and softmax weights are rounded as the cache is.
+A step of a column is 4 bytes, P values: 1 float32, 2 bfloat16 (uint16), or 4 int8. Keys are transposed in a block,
+(..., D / P, KEY_BLOCK, P); values are (..., KEY_BLOCK / P, D rounded up to LANES, P).
 """
 
 import numpy as np
@@ -59,11 +57,9 @@ def scratch_size(head_size: int) -> int:
 
 @kernel
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
-    """Write keys and values of sequences that have several tiles. A phase; an item is a head.
+    """Write keys and values of sequences that have several tiles; `attend` writes others. A phase; an item is a head.
 
-    If a tile has all new tokens of its sequence, `attend` writes them.
-    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / KEY_BLOCK, KEY_BLOCK / P, padded D, P),
-    qkv (N, 3C), positions and token_slots (N,), tiles as in `attend`.
+    k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / KEY_BLOCK, KEY_BLOCK / P, padded D, P).
     """
     heads = k_cache.shape[1]
     head = claim(team, heads)
@@ -117,10 +113,9 @@ def _block(cache, slot, head, block):
 
 @kernel
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
-    """Compute out (N, C) = softmax(scale q·k) v, each token over its sequence up to its position.
+    """Compute out (N, C) = softmax(scale q·k) v of qkv (N, 3C). A phase; an item is a tile of queries and a few heads.
 
-    A phase; an item is a tile of queries and a few heads. tiles (tiles + 1,): the first token of each tile, all of one
-    sequence, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
+    tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
     """
     heads, count, scratch = k_cache.shape[1], tiles.size - 1, team.scratch
     share = max(min(ROW_TILE * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)

@@ -1,7 +1,4 @@
-"""The epilogue of a product's tile in the L1 cache: segments, scales, bias, activation, residual, output.
-
-Vector IR does all steps of a row in registers: a loop over an array for each takes longer to prepare than to run.
-"""
+"""The epilogue of a product's tile in the L1 cache: segments, scales, bias, activation, residual, output."""
 
 import numpy as np
 from numba import types

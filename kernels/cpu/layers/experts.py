@@ -1,8 +1,4 @@
-"""Experts: a gate chooses MLPs for each token, and each expert computes its own tokens.
-
-Pairs of a token and an expert are sorted by expert: an expert's rows are one product. Other tokens' choices change
-neither an element's place in a sum nor any bit.
-"""
+"""Experts: a gate chooses MLPs for each token, and each expert computes its own tokens, sorted by expert."""
 
 import numpy as np
 

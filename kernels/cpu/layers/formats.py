@@ -1,7 +1,4 @@
-"""Records of weights and activations, a NamedTuple each: Numba compiles a kernel for its type.
-
-Weights lie in panels of OUT_TILE output columns, step by step along K: a tile reads a panel from first byte to last.
-"""
+"""Records of weights and activations. Weights lie in panels of OUT_TILE columns, step by step along K."""
 
 from typing import Any, NamedTuple
 

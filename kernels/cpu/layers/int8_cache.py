@@ -1,11 +1,8 @@
 """Attention over an int8 KV cache: quantizing keys, values, queries and softmax weights.
 
-Each key and value has a scale, its largest size / 127; so has a head's query. In a block, each softmax weight is
-multiplied by its value's scale; the products share a scale, the largest / WEIGHT_LEVELS. So a block is quantized alike
-in every step and tile, and both products of attention are sums of whole numbers.
-
-A byte of the cache holds a whole number + 128. After the D / 4 steps of a key come two more: the float32 scales of key
-and value.
+Keys, values and queries have a scale each, largest size / 127. A block's softmax weights, times their values' scales,
+share a scale, largest / WEIGHT_LEVELS. So a block is quantized alike in every step, and products are whole sums. A byte
+of the cache is a number + 128; after the D / 4 steps of a key come the float32 scales of key and value.
 """
 
 import numpy as np

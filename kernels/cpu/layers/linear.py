@@ -1,7 +1,6 @@
 """The matrix product: out = epilogue(x @ weight.T), over weights packed into panels.
 
-K may be cut into four segments, added as (s0 + s1) + (s2 + s3), the order in which four tensor-parallel ranks add them:
-one rank or four give the same bits.
+K may be cut into four segments, added as (s0 + s1) + (s2 + s3), as tensor-parallel ranks add them.
 """
 
 from typing import NamedTuple
@@ -70,10 +69,10 @@ class Unit(NamedTuple):
 
 @inline
 def linear(team, out, x, linears, layer, segments, activation, add):
-    """Compute out = activation(x @ weight.T + bias), or out += it if `add`.
+    """Compute out = activation(x @ weight.T + bias), or out += it if `add`. An item is a panel and a row block.
 
-    A phase; an item is a panel and a row block. out (M, N) float32, x an operand of M rows, linears a Linear, segments:
-    the bounds of K's segments, (2,), (3,) or (5,). Needs epilogue.SCRATCH values of scratch.
+    out (M, N) float32, x an operand, linears a Linear, segments: bounds of K's segments. Needs epilogue.SCRATCH of
+    scratch.
     """
     for_each_tile(team, out, x, linears, layer, segments, activation, add, out.shape[0], out.shape[1])
 
@@ -112,10 +111,7 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
 
 @kernel
 def add_projection(team, x, y, linears, layer, segments, ranks):
-    """x (N, C) += y @ weight.T + bias: the end of each block, where tensor-parallel ranks sum.
-
-    ranks: a Ranks or None. A rank has some of the segments of K, so the sum over the ranks precedes the bias.
-    """
+    """x (N, C) += y @ weight.T + bias. ranks: a Ranks, whose sum precedes the bias, or None."""
     rows, columns = x.shape
     if ranks is None:
         for_each_tile(team, x, y, linears, layer, segments, NONE, ADD, rows, columns)
@@ -128,10 +124,7 @@ def add_projection(team, x, y, linears, layer, segments, ranks):
 
 @kernel
 def rows_together(weight, blocks):
-    """Return the rows of a block that go through a panel together.
-
-    One block reads it from memory, with all rows at once. Several find it in the L2 cache, and take it tile by tile.
-    """
+    """Return the rows that go through a panel together: a tile's, if others find the panel in the L2 cache."""
     alone = unit_of(weight).alone
     return alone if blocks > 1 and alone > 1 else ROW_BLOCK
 
@@ -140,7 +133,7 @@ def rows_together(weight, blocks):
 def products(weight, x, tile, layer, segments, scratch):
     """Compute scratch[segment, r, column] for a tile's rows; int8 columns are unscaled.
 
-    More rows than a tile has take K in chunks, which stay in a cache for all tiles while the next one is fetched.
+    Many rows take K in chunks, which stay in a cache for all tiles while the next one is fetched.
     """
     panel, unit = panel_address(weight.panels, layer, tile.panel), unit_of(weight)
     for s in range(segments.size - 1):

@@ -126,10 +126,9 @@ put_panel = overload_by_dtype({Int8Operand: _put_rows_int8}, otherwise=_put_rows
 
 @intrinsic
 def quantize_group(typingctx, like, x, target, scales):
-    """SCALE_GROUP float32 values to int8 with one scale: the largest size becomes 127, and zeros have scale 0.
+    """Quantize SCALE_GROUP float32 values at x: the largest size becomes 127, zeros have scale 0.
 
-    They are stored as the values of the array `like` are, of which the type alone counts. The others are addresses;
-    `scales` is that of the group's four entries, see Int8Operand.
+    `like`: the operand's values, for their type. If a value is not finite, the scale is NaN.
     """
 
     def codegen(context, builder, signature, args):

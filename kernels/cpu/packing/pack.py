@@ -1,8 +1,4 @@
-"""Packing float32 matrices into panels, and quantizing them.
-
-Kernels pack panels first to last of weight (N, K), or (K, N) if transposed. Column k is multiplied by factors[k].
-Columns past N and rows past K become zeros.
-"""
+"""Packing weight (N, K), or (K, N) if transposed, times factors (K,), into panels; N and K are padded with zeros."""
 
 import numpy as np
 

@@ -1,7 +1,4 @@
-"""A rank's part of a model, cut out of packed weights.
-
-A weight is packed whole before it is cut: scales and smoothing factors are those of the whole matrix on every rank.
-"""
+"""A rank's part of a model, cut out of weights that are packed whole: scales and factors are the same on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

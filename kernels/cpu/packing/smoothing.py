@@ -1,10 +1,8 @@
 """Smoothing factors for quantized weights, and a correction of biases.
 
-Trained GPT-2s have channels far larger than the rest, which use up the levels of all that share their scale. A linear
-layer's input is divided by the factors of its columns (SmoothQuant: Xiao et al., 2022): in the layer norm before it, or
-while it is quantized. Sizes of channels follow from the weights, as a layer norm's output has variance 1; `convert
---calibrate` measures them and means, whose error the bias takes back (Nagel et al., "Data-Free Quantization Through
-Weight Equalization and Bias Correction", 2019).
+Trained GPT-2s have channels far larger than the rest. A linear layer's input is divided by the factors of its columns
+(SmoothQuant: Xiao et al., 2022). Sizes of channels follow from the weights, or from `convert --calibrate`, which also
+corrects biases (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019).
 """
 
 from dataclasses import dataclass
@@ -93,10 +91,7 @@ def layer_name(ours: str, layer: int) -> str:
 
 
 def smoothing_factors(weight: np.ndarray, sizes: np.ndarray, share: float) -> np.ndarray:
-    """Return factors (K,) float32 for the columns of weight (N, K), whose input channels have these sizes (K,).
-
-    Each row of a weight has its own scales, so its weights are measured relative to its largest one.
-    """
+    """Return factors (K,) float32 for the columns of weight (N, K), whose channels have these sizes (K,)."""
     sizes_of_weights = np.abs(weight)  # (N, K)
     rows = sizes_of_weights.max(axis=1, keepdims=True)  # (N, 1)
     sizes_of_weights /= np.where(rows > 0, rows, 1)

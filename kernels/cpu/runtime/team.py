@@ -1,17 +1,15 @@
 """A team of threads that goes through a step together, phase by phase, without locks.
 
-All threads run the same function over the same arguments. Each kernel in it is a phase with a number of items. A thread
-takes its share of the items, the same neighbors in memory in every step, then items of others that have not begun. The
-next phase opens when all items are done. The team waits only for items that are begun: a thread that the system put to
-sleep, or that never started, is not missed, and joins when it comes back.
+All threads run the same function. Each kernel in it is a phase with a number of items. A thread takes the items of its
+share, the same neighbors in every step, then items of others. A phase ends when its items are done: a thread that the
+system put to sleep is not missed, and joins later. Phases are numbered on through all steps.
 
-The `board` is shared; its words lie on cache lines of their own:
+Shared words of the `board`, on cache lines of their own:
     PUBLISHED   the first phase of the step
     OPEN        the open phase
-    DONE        its finished items, counted in groups that are complete
-    a share's   phase << SHIFT | items of the share that are taken
+    DONE        its finished items, of complete groups
+    a share's   phase << SHIFT | taken items
     a group's   finished items of GROUP shares
-Phases are numbered on through all steps. The thread that finishes a phase's last item opens the next phase.
 """
 
 import sys

@@ -1,7 +1,6 @@
-"""Passes over one row of scores, shaped so that LLVM vectorizes them.
+"""Passes over one row of scores that LLVM vectorizes.
 
-They make no array: they work in parts of buffers that are allocated once for all rows. Without arrays they need no
-reference counts, and compile in a fraction of the time.
+They make no array, and so need no reference counts: that compiles in a fraction of the time.
 """
 
 from typing import NamedTuple
@@ -195,10 +194,7 @@ def exponentials(scores, weights):
 
 @inline
 def exponential(x):
-    """Return e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN. A call to libm is not vectorized.
-
-    2**n * e**r with |r| <= ln(2)/2, e**r by its Taylor series: the next term, r**13/13!, is below 2e-16.
-    """
+    """Return e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN: 2**n * e**r by its Taylor series."""
     held = max(x, EXP_MIN)
     n = np.floor(held * LOG2_E + 0.5)
     r = held - n * LN2_HIGH - n * LN2_LOW

@@ -1,8 +1,7 @@
-"""From logits to a token. The reference's warpers.py, processors.py and sampling.py say what is computed.
+"""From logits to a token: the reference says what is computed.
 
-Compiled are the settings that most requests use: greedy, temperature, top-k, top-p, min-p, penalties and logit bias. A
-row with any other setting goes through the reference.
-Shapes: R rows, one for each token to choose, V vocabulary, K candidates of a row.
+Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias. Rows with other settings go through the
+reference. R rows, one for each token to choose, V vocabulary.
 """
 
 import math
@@ -155,10 +154,7 @@ def keep_greatest(ids, scores, k, work):
 
 @kernel
 def _keep_top_p(limit, count, work):
-    """Remove the least probable of `count` candidates that add up to `limit` = 1 - p at most.
-
-    Of the candidates tied at the border, the first ones go.
-    """
+    """Remove the least probable of `count` candidates, up to `limit` = 1 - p; of ties the first ones."""
     scores, probabilities = work.scores[:count], work.probabilities
     _normalize(work.weights[:count], probabilities)
     border, removed = find_border(scores, probabilities, limit, work)
@@ -203,9 +199,9 @@ def _normalize(weights, probabilities):
 
 @kernel
 def _keep_most_probable(logits, n, buffers):
-    """Make the n most probable tokens, and those tied with the last, candidates.
+    """Make the n most probable tokens, with ties, candidates.
 
-    Return their number, and two terms that turn a logit into its log-probability: greatest logit, log of the total.
+    Return their number, and the terms of a log-probability: greatest logit, log of the total.
     """
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)

@@ -1,8 +1,7 @@
 """Tiles over an int8 KV cache: integer sums, the same bits with any instruction.
 
-A step is 4 bytes of a column of B, whole numbers + 128. A row of A begins with its scale (float32) and the start of its
-sums (int32), -128 times the sum of its numbers. These follow as int16, or as int8 for `vpdpbusd`. Softmax weights have
-14 bits: their bytes lie in two planes, number / 128 and the rest.
+A row of A begins with its scale (float32) and the start of its sums (int32), -128 times the sum of its numbers, as a
+byte of B is a number + 128. Numbers are int16, or int8 for `vpdpbusd`, with 14-bit weights in two planes.
 """
 
 from llvmlite import ir

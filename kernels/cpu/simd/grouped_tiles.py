@@ -1,7 +1,4 @@
-"""Tiles of quantized weights: integers add up over a group of K, exactly, and are folded to float32 once a group.
-
-Integer sums stay in registers; so do float32 sums if there is room. Otherwise C is loaded and stored once a group.
-"""
+"""Tiles of quantized weights: integers add up over a group of K, exactly, folded to float32 once a group."""
 
 from llvmlite import ir
 from numba import types
@@ -52,11 +49,10 @@ ROWS_IN_TURN = 2
 def make_grouped_tile(dtype: str):
     """Return the intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
 
-    Addresses; strides in bytes; C is (rows, OUT_TILE) without gaps. 1 <= rows <= ROW_TILE, groups >= 1.
-    a: int8 or int16, see OPERAND_BYTES. scales: see Int8Operand.
-    b, int8: weights + 128 as uint8; sums start at -128 sum(a). The caller applies columns' scales.
-    b, int4: weights 0..15, two steps in a byte; b_scales: bfloat16 scales, then offsets, OUT_TILE each, a WEIGHT_GROUP.
-    One row takes b as it lies, several take it expanded by make_expand. Prefetching is as in make_tile.
+    Addresses, byte strides; C is (rows, OUT_TILE). a: OPERAND_BYTES each; scales: see Int8Operand.
+    b, int8: weights + 128; sums start at -128 sum(a), and the caller applies columns' scales.
+    b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
+    Several rows take b expanded by make_expand. Prefetching is as in make_tile.
     """
     code = make_lane_grouped_code(dtype) if takes_lanes(dtype) else _make_code(dtype)
 

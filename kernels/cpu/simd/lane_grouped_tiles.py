@@ -1,7 +1,6 @@
 """Tiles of quantized weights for ARM: the sums of grouped_tiles.py, in registers of four columns.
 
-If the CPU multiplies matrices (usmmla), rows go by twos: a register has 8 values of K of both, and one of B those of
-two columns. Otherwise products are by a lane of A (sdot, usdot).
+usmmla multiplies two rows by two columns, 8 values of K; sdot and usdot multiply by a lane of A.
 """
 
 from llvmlite import ir

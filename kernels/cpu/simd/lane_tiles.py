@@ -1,14 +1,12 @@
 """Tiles of float32 and bfloat16 for ARM: the chains of tiles.py, in registers of 16 bytes.
 
-A tile has 24 accumulators for 6 rows and 16 columns, a register for each row of A, and two for B: all 32. A register of
-A is multiplied lane by lane. A `quad` is a register of 4 columns of B:
+A register of A is multiplied lane by lane. A `quad` is a register of 4 columns of B:
 
     B            B is taken as         a register of A is        a step adds, in each of 4 columns
     float32      it lies               4 float32: 4 steps        a product, fused
     bfloat16     it lies               2 bfloat16: a step        two products, fused in turn                  LONGS
                  float32               4 float32: 2 steps        the same                                     WIDENED
     int8, int4   int8                  16 int8: 4 steps          four products, in int32                      DOTS
-                 uint8                 the same                  the same                                     a lone row
                  uint8, 2 columns      2 rows of 8 int8          eight products, in each of 2 rows            MATRICES
 """
 

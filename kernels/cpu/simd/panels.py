@@ -20,11 +20,7 @@ WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2  # of a panel's WEIGHT_GROUP
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
-    """Prefetch `count` places, `spacing` apart, into the L2 cache; `first` places after `ahead` come before.
-
-    In L1 they would displace the chunk that several rows work on. A spacing of 0 repeats one line: cheaper than a
-    branch.
-    """
+    """Prefetch `count` places, `spacing` apart, into the L2 cache, `first` places after `ahead`; L1 is full."""
     for i in range(count):
         number = builder.add(first, ir.Constant(first.type, i))
         prefetch(builder, builder.add(ahead, builder.mul(number, spacing)), level=2)
@@ -49,11 +45,7 @@ def zeros(shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
 
 
 def untouched(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Return zeros in pages of 4 KB, or raise MemoryError.
-
-    NumPy asks Linux for huge pages: a KV cache with one sequence of GPT-2 124M then takes 80 MB, and clearing them
-    delays the first token.
-    """
+    """Return zeros in pages of 4 KB: in NumPy's huge pages a KV cache would take 80 MB at the first token."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
@@ -76,8 +68,8 @@ def load_row(builder, start):
 def make_rows(adds: bool):
     """Return the intrinsic rows(target, stride, y, count, scales, biases): target = y * scales + biases, or +=.
 
-    All are addresses; `stride` is in bytes, and y has no gaps and may be the target. count >= 1. Product and sum are
-    rounded one after the other: scales of 1, or biases of -0, change nothing.
+    All are addresses; count >= 1; y has no gaps, and may be the target. Two roundings: scales of 1 or biases of -0
+    change nothing.
     """
 
     @intrinsic
@@ -103,9 +95,9 @@ def make_rows(adds: bool):
 
 
 def make_segments_sum(segments: int):
-    """Return the intrinsic total(y, spacing, count, scales): y = y * scales of all segments, (s0 + s1) + (s2 + s3).
+    """Return the intrinsic total(y, spacing, count, scales): y * scales of all segments, (s0 + s1) + (s2 + s3).
 
-    A segment's rows lie `spacing` bytes after those of the one before. count >= 1.
+    Segments lie `spacing` bytes apart. count >= 1.
     """
 
     @intrinsic

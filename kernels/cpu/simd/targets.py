@@ -1,8 +1,6 @@
-"""The instructions of the tiles, by the features of the CPU that Numba compiles for.
+"""The instructions of the tiles, by the features of the CPU that Numba compiles for. All give the same bits.
 
-All targets give the same bits. They differ in the instruction that multiplies, and so in the layout of the left side of
-a product: see steps.py, and lane_tiles.py for ARM. LLVM has no full list of an ARM CPU's features. But it inlines no
-function that needs more features than its caller has.
+LLVM has no full list of an ARM CPU's features. But it inlines no function that needs more than its caller has.
 """
 
 import functools

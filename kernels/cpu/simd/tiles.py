@@ -1,9 +1,8 @@
 """Micro-kernels as LLVM vector IR in Numba intrinsics, on raw addresses.
 
-A tile multiplies R rows of A by N*16 columns of B, over K in steps, and stores the R x N*16 block of C as float32.
-Each output is one chain of operations in the order of k, whatever R and N are, stored and loaded on the way or not:
-a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4 bytes of each row of A to 16
-lanes; the R*N accumulators stay in registers. With too few registers, a tile goes over its columns in strips.
+A tile multiplies R rows of A by N*16 columns of B, over K in steps, into C (float32). Each output is one chain in the
+order of k, whatever R and N are: a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4
+bytes of each row of A; R*N accumulators stay in registers. With too few, a tile goes over its columns in strips.
 """
 
 from llvmlite import ir
@@ -41,9 +40,8 @@ CHUNK_BYTES = 24576  # of a panel: stays in the L1 cache for several tiles
 def make_tile(vectors: int, adds: bool = True):
     """Return the intrinsic tile(like, rows, a, lda, b, ldb, steps, c, ldc, ahead, spacing): addresses, byte strides.
 
-    C = A @ B, or C += A @ B if it `adds`; 1 <= rows <= ROW_TILE, steps >= 1. The dtype of the array `like` is B's:
-    float32, uint16 (bfloat16 in pairs), or uint8 (see cache_tiles.py). A is as steps.PARTS reads it. Each step
-    prefetches a cache line at each of the next `vectors` places from `ahead`, `spacing` apart.
+    C = A @ B, or += if it `adds`; 1 <= rows <= ROW_TILE, steps >= 1. The dtype of `like` is B's: float32, uint16
+    (bfloat16 pairs) or uint8 (cache_tiles.py). Each step prefetches `vectors` lines from `ahead`, `spacing` apart.
     """
 
     @intrinsic
