@@ -72,7 +72,7 @@ def _flags(command: str) -> Iterator[str]:
 
 def _members(cls: type, instance: Any = None) -> Iterator[str]:
     yield _signature(cls)
-    for name in sorted({*dir(cls), *vars(instance or cls)}):
+    for name in sorted({*dir(cls), *vars(instance or cls), *getattr(cls, "__annotations__", ())}):
         if name in PROTOCOLS or not name.startswith("_"):
             member = getattr(cls, name, None)
             is_method = callable(member) and not isinstance(member, property) and name not in PROTOCOLS

@@ -59,6 +59,10 @@ class RemoteLLM:
     times of a request are the server's.
     """
 
+    model: str
+    max_model_len: int
+    tokenizer: "RemoteTokenizer"
+
     def __init__(
         self,
         url: str = "http://127.0.0.1:8000",
