@@ -3,7 +3,6 @@
     python scripts/bench_serving.py                                   # the demo: 1, 8 and 32 clients
     python scripts/bench_serving.py --model gpt2 --dtype int8 --rates 2 8
     python scripts/bench_serving.py --other llama.cpp http://127.0.0.1:8080 '{"ignore_eos": true}'
-    python scripts/bench_serving.py --static                          # continuous batching next to static batches
 
 `tinygpt serve` is started for the measurement; other servers with OpenAI's /v1/completions run already and are named
 by --other, with the fields that keep a text from ending early. Every load goes to each of them in turn, with the same
@@ -18,7 +17,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +34,6 @@ from tinygpt.hardware import cpu_name, thread_count
 
 WORDS = ("time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case")
 OURS, LIBRARY = "tinygpt serve", "LLM.generate"
-STATIC_BATCH, STATIC_REQUESTS = 8, 64
 
 
 @dataclass
@@ -65,7 +63,7 @@ class Reply:
 async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, bytes]]]:
     """Send a completion request. Return the time of sending and all received pieces with their times, not parsed.
 
-    HTTP/1.0 makes the server send the body without chunks until it closes the connection.
+    With HTTP/1.0 the end of the body is the end of the connection.
     """
     address, data = urlsplit(url), json.dumps(body).encode()
     head = f"POST {address.path}/v1/completions HTTP/1.0\r\nhost: {address.netloc}\r\ncontent-type: application/json"
@@ -92,8 +90,9 @@ def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
             continue
         *events, waiting = waiting.split(b"\n\n")
         for event in events:
-            if event.startswith(b"data: {"):
-                read_event(json.loads(event[6:]), arrived, reply)
+            _, is_event, data = event.partition(b"data: {")  # a chunk's size may be in front
+            if is_event:
+                read_event(json.loads(b"{" + data), arrived, reply)
     if reply.status != 200:
         reply.error = waiting.decode(errors="replace")[:200] or "no reply"
     return reply
@@ -203,39 +202,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
     return table(titles, cells, titles[2:])
 
 
-def static_rates(llm: LLM, repeats: int) -> dict[str, float]:
-    """Return new tokens/s of mixed requests: submitted at once, and in static batches in the order of arrival.
-
-    A rectangular batch computes its longest prompt and output for every row; a ragged one waits for its longest.
-    """
-    generator, vocab_size = random.Random(0), llm.config.vocab_size
-    lengths = [
-        (generator.randint(16, llm.max_model_len - 128), generator.randint(8, 128)) for _ in range(STATIC_REQUESTS)
-    ]
-    prompts = [[generator.randrange(vocab_size) for _ in range(min(prompt, 512))] for prompt, _ in lengths]
-    params = [SamplingParams(max_tokens=new, ignore_eos=True) for _, new in lengths]
-    batches = [slice(i, i + STATIC_BATCH) for i in range(0, STATIC_REQUESTS, STATIC_BATCH)]
-
-    def rectangular() -> None:
-        for batch in batches:
-            longest, new = max(map(len, prompts[batch])), max(p.max_tokens for p in params[batch])
-            padded = [[i] * (longest - len(prompt)) + prompt for i, prompt in enumerate(prompts[batch])]
-            llm.generate(padded, SamplingParams(max_tokens=new, ignore_eos=True), use_tqdm=False)
-
-    ways: dict[str, Callable[[], Any]] = {
-        "continuous": lambda: llm.generate(prompts, params, use_tqdm=False),
-        "static, rectangular": rectangular,
-        "static, ragged": lambda: [llm.generate(prompts[b], params[b], use_tqdm=False) for b in batches],
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(1 + repeats):
-        for name, run in ways.items():
-            start = time.perf_counter()
-            run()
-            seconds[name] += [time.perf_counter() - start] * (turn > 0)
-    return {name: sum(p.max_tokens for p in params) / statistics.median(took) for name, took in seconds.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
@@ -251,7 +217,6 @@ def main() -> None:
     parser.add_argument("--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token")
     parser.add_argument("--tpot", type=float, default=0.05, help="limit of goodput, seconds a token after it")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--static", action="store_true", help="compare continuous batching with static batches instead")
     parser.add_argument("--json", type=Path, help="also write the figures into this file")
     args = parser.parse_args()
     slots = max([*args.clients, 8]) + 4
@@ -259,16 +224,10 @@ def main() -> None:
     with ExitStack() as stack:
         sizes = {"max_num_seqs": slots, "prefix_cache_seqs": 0}
         llm = stack.enter_context(LLM(args.model, args.dtype, threads=args.threads, **sizes))
-        if args.static:
-            rates = static_rates(llm, args.repeats)
-            rows = [
-                {"batches": name, "new tokens/s": rate, "x": rate / rates["continuous"]} for name, rate in rates.items()
-            ]
-        else:
-            server = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
-            servers = {OURS: (server.url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
-            servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
-            rows = compare(args, llm, servers)
+        server = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
+        servers = {OURS: (server.url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
+        servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
+        rows = compare(args, llm, servers)
     print(markdown(rows))
     if args.json:
         args.json.write_text(json.dumps({"cpu": cpu_name(), "rows": rows}, indent=1))

@@ -44,6 +44,7 @@ END_OF_TEXT = "<|endoftext|>"
 TRAIN, VALIDATION, STATE, RECORD = "train.txt.xz", "val.txt", "state.pt", "training.json"
 TOKENIZER_FILES = ("vocab.json", "merges.txt")
 SECONDS_TO_FINISH = 15
+CLIP = 1.0  # largest norm of all gradients together
 VALIDATION_WINDOWS = 16  # of a forward pass
 STEPS_BETWEEN_WAITS = 10  # the host may run ahead of a GPU by so many steps
 # Settings that a resumed run shares with its beginning.
@@ -205,7 +206,6 @@ class Trainer:
     learning_rate: float = 1.5e-3
     warmup_steps: int = 200
     weight_decay: float = 0.1
-    clip: float = 1.0
     bfloat16: bool = False  # products; weights and sums stay float32
     step: int = 0
     best: float = math.inf
@@ -247,7 +247,7 @@ class Trainer:
             group["lr"] = self.rate(progress)
         loss = self.loss_of(forward, self.batches.of_step(self.step))
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -312,7 +312,7 @@ def run(args: argparse.Namespace) -> None:
     if batches.steps_per_pass < 1:
         raise SystemExit("the corpus has less tokens than a step takes: lower --batch-tokens or --positions.")
     about = {name: getattr(args, name) for name in FIXED}
-    how = {name: getattr(args, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "clip", "bfloat16")}
+    how = {name: getattr(args, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "bfloat16")}
     trainer = Trainer(model, batches, args.tokens, **how)
     seen_before = tokens_seen_by(args.init)
     if args.resume:
@@ -342,7 +342,7 @@ def run(args: argparse.Namespace) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: setattr(trainer, "is_ending", True))
     if trainer.tokens_seen < args.tokens:
-        trainer.run(compiled(trainer, say) if args.compile else model, evaluate, args.evaluations)
+        trainer.run(torch.compile(model) if args.compile else model, evaluate, args.evaluations)
     num_bytes = (args.corpus / VALIDATION).stat().st_size
     device = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
     training = Training(
@@ -362,18 +362,6 @@ def run(args: argparse.Namespace) -> None:
     (args.out / RECORD).write_text(json.dumps(asdict(training), indent=2) + "\n", encoding="utf-8")
     say(f"the best validation was {trainer.best:.4f}; {args.out} holds its weights")
     print(f"To embed it as the demo: python scripts/embed_demo.py {args.out}")
-
-
-def compiled(trainer: Trainer, say: Callable[[str], None]) -> Callable[..., Tensor]:
-    """Return the compiled model after a first backward pass, or the model itself if torch cannot compile it."""
-    try:
-        forward = torch.compile(trainer.model)
-        trainer.loss_of(forward, trainer.batches.of_step(0)).backward()
-    except Exception as error:  # a missing compiler costs speed only
-        say(f"torch.compile failed ({type(error).__name__}: {str(error)[:200]}): training without it.")
-        forward = trainer.model
-    trainer.model.zero_grad(set_to_none=True)
-    return forward
 
 
 def tokens_seen_by(folder: Path | None) -> int:
@@ -405,7 +393,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=1.5e-3)
     add("--warmup-steps", type=int, default=200)
     add("--weight-decay", type=float, default=0.1)
-    add("--clip", type=float, default=1.0, help="largest norm of all gradients together")
     add("--evaluations", type=int, default=20)
     add("--seed", type=int, default=0)
     has_gpu = torch.cuda.is_available()

@@ -11,7 +11,7 @@ from tinygpt import LLM
 from tinygpt.bench import measure
 from tinygpt.bench.measure import CHOICE, GENERATION, PROMPT, TOGETHER, Case, HostMeter, run_case
 from tinygpt.errors import RequestError
-from tinygpt.hardware import memory
+from tinygpt import hardware as memory
 
 
 @pytest.fixture(scope="module")

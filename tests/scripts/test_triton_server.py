@@ -117,9 +117,3 @@ def test_streams_are_the_librarys_texts(address):
             assert b"".join(each["text_output"] for each in mine).decode() == sample.text
             assert [each["finish_reason"].decode() for each in mine] == [""] * (len(mine) - 1) + [sample.finish_reason]
             assert len(mine) > 1  # token by token
-
-
-def test_what_is_not_possible_is_an_error(address):
-    [error] = ask(address, ["Once"], '{"max_tokens": 0}')["Once"]
-    assert "max_tokens=0 is not possible" in error
-    assert len(ask(address, ["Once"], '{"max_tokens": 3, "ignore_eos": true}')["Once"]) == 3  # and it serves on
