@@ -332,12 +332,12 @@ def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
     """Return the ranks that a model is to run on, seen from rank 0; None for this process alone."""
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
-    from tinygpt.parallel.layout import Layout
+    from tinygpt.parallel.launch import Layout
     from tinygpt.parallel.mpi import world_of
 
     layout = Layout.of(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
-    from tinygpt.parallel.start import join  # with it come the CPU's kernels
+    from tinygpt.parallel.runner import join  # with it come the CPU's kernels
 
     return join(layout, world)
 

@@ -20,13 +20,13 @@ from support.golden_models import golden_array, write_model
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.parallel import micro_batches, runner
+from tinygpt.parallel import cut, runner
 from tinygpt.parallel.cut import part_of_rank
+from tinygpt.parallel.driver import RankZeroDriver
 from tinygpt.parallel.follower import follow
-from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.lead import Lead
+from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.rank_model import RankModel
-from tinygpt.parallel.start import Ranks
+from tinygpt.parallel.runner import Ranks
 
 # Heads that no number of ranks divides, a vocabulary that is no multiple of anything.
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
@@ -113,11 +113,11 @@ OPTIONS = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
 @contextmanager
 def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     """An LLM over ranks that are threads, and what they share. Pipelines cut small steps and batches, too."""
-    monkeypatch.setattr(micro_batches, "TOKENS_OF_A_READING", 4)
+    monkeypatch.setattr(cut, "TOKENS_OF_A_READING", 4)
     monkeypatch.setattr(runner, "LEAST_GROUP", 1)
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
-    lead = Lead(running(threads, follow))
+    lead = RankZeroDriver(running(threads, follow))
     monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
     sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
     try:

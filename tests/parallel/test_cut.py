@@ -14,7 +14,7 @@ from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack
 from tinygpt.kernels.cpu.rank import load_part
 from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
-from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 
 XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tinygpt.kernels.batch import Batch
-from tinygpt.parallel.groups import run_groups
+from tinygpt.parallel.cut import run_groups
 
 
 class Pipeline:

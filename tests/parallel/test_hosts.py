@@ -11,7 +11,7 @@ import pytest
 
 from support.golden_models import write_model
 from support.paths import ROOT
-from tinygpt.parallel.launched import find_mpiexec
+from tinygpt.parallel.launch import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
 MPIEXEC = find_mpiexec()

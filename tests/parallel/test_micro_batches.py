@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinygpt.kernels.batch import Batch
-from tinygpt.parallel.micro_batches import micro_batches
+from tinygpt.parallel.cut import micro_batches
 
 SEQUENCES = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 50), st.integers(0, 70)), min_size=1, max_size=12)
 

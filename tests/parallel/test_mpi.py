@@ -18,7 +18,7 @@ from support.http_client import ask
 from support.paths import ROOT
 from support.processes import below, read_to, until
 from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
-from tinygpt.parallel.launched import find_mpiexec
+from tinygpt.parallel.launch import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
 MPIEXEC = find_mpiexec()

@@ -3,9 +3,7 @@
 Ranks are threads here; that real ones see the same is in test_mpi.py.
 """
 
-import logging
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,15 +16,13 @@ from tinygpt.config import EngineConfig
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError
 from tinygpt.parallel import follower, runner
-from tinygpt.parallel.follower import Opening, follow
-from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.lead import Lead
-from tinygpt.parallel.placement import Place
+from tinygpt.parallel.driver import RankZeroDriver
+from tinygpt.parallel.follower import LoadCommand, follow
+from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.runner import ParallelRunner
 
 FIELDS = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 37, "n_positions": 20}
 SIZES = EngineConfig(max_num_seqs=2)
-HERE = Place("here", 8, frozenset(range(8)), 1)
 
 
 @pytest.fixture
@@ -43,9 +39,9 @@ def opened(monkeypatch):
             return opens(*others) if given == tuple(arguments) else opens(*given)
 
         monkeypatch.setattr(follower.ModelSource, "open", open_there)
-        leads.append(Lead(running(Threads(layout.size), follow)))
+        leads.append(RankZeroDriver(running(Threads(layout.size), follow)))
         sizes = SIZES.for_model(own.config, 16)
-        return ParallelRunner(leads[-1], own, Opening(tuple(arguments), layout, sizes, 1))
+        return ParallelRunner(leads[-1], own, LoadCommand(tuple(arguments), layout, sizes, 1))
 
     yield open_model
     for lead in leads:
@@ -104,23 +100,8 @@ def test_the_same_weights_elsewhere_are_the_same(opened, five, tmp_path):
     assert not opened(("random:tiny",), tensor_size=1).is_closed
 
 
-def test_advice_is_logged_once_by_rank_0(monkeypatch, caplog, opened, five):
-    """For two models of one program."""
-    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: replace(HERE, cores=frozenset([0])))
-    with caplog.at_level(logging.WARNING, "tinygpt.parallel"):
-        runner = opened((str(five),))
-        runner.close()
-        source = ModelSource.open(str(five))
-        opening = Opening((str(five),), Layout(2), SIZES.for_model(source.config, 16), 1)
-        ParallelRunner(runner._lead, source, opening)
-    assert [record.getMessage() for record in caplog.records] == [
-        "ranks 0, 1 on here: 2 threads for 1 core, which is slow: give fewer ranks, or mpiexec -bind-to none"
-    ]
-
-
-def test_each_rank_is_sent_its_share_of_keys_and_values(monkeypatch, opened):
+def test_each_rank_is_sent_its_share_of_keys_and_values(opened):
     """Two stages of a layer each: half of both goes to the other."""
-    monkeypatch.setattr(Place, "of_this_process", lambda host, threads: HERE)
     runner = opened(("random:tiny",), tensor_size=1)
     keys, values = (np.arange(2 * 2 * 5 * 32, dtype=np.float32).reshape(2, 2, 5, 32) + i for i in (0, 0.5))
     runner.write_positions(1, 3, keys, values)
@@ -143,8 +124,8 @@ def test_an_interrupt_while_a_model_is_opened_leaves_none(monkeypatch, five):
     monkeypatch.setattr(runner, "load_together", load_and_interrupt)
     arguments = (five, "float32")
     layout, own = Layout(2, 1), ModelSource.open(*arguments)
-    lead = Lead(running(Threads(2), follow))
-    opening = Opening(arguments, layout, SIZES.for_model(own.config, 16), 1)
+    lead = RankZeroDriver(running(Threads(2), follow))
+    opening = LoadCommand(arguments, layout, SIZES.for_model(own.config, 16), 1)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     try:
         with pytest.raises(KeyboardInterrupt):

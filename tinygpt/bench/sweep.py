@@ -43,7 +43,7 @@ from tinygpt.engine.scheduler import WORTH_WAITING
 from tinygpt.errors import RequestError
 from tinygpt.hardware import cpu_name, thread_count
 from tinygpt.llm import LLM
-from tinygpt.parallel.sources import open_sources
+from tinygpt.parallel.runner import open_sources
 from tinygpt.weights.config import ModelConfig
 
 # GGML's names.

@@ -17,8 +17,7 @@ from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, how_to_install
 from tinygpt.hardware import logical_cores, thread_count
-from tinygpt.parallel.launched import find_mpiexec, launched_rank
-from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.launch import Layout, find_mpiexec, launched_rank
 
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
@@ -113,19 +112,18 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
-    from tinygpt.parallel.ending import EndAtOnce
-    from tinygpt.parallel.lead import lead_of
-    from tinygpt.parallel.mpi import process_world, world_of
+    from tinygpt.parallel.driver import driver_of
+    from tinygpt.parallel.mpi import EndAtOnce, process_world, world_of
 
     world = process_world()
     if world.rank == 0:
         world_of(layout)
-        lead_of(world)  # now: a command line may be refused before any model is opened
+        driver_of(world)  # now: a command line may be refused before any model is opened
         signal.signal(signal.SIGTERM, EndAtOnce(world))
         return
     if world.size != layout.size:  # rank 0 reports it
         sys.exit(USAGE)
-    from tinygpt.parallel.start import join
+    from tinygpt.parallel.runner import join
 
     join(layout, world)
 

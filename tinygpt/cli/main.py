@@ -15,7 +15,7 @@ from tinygpt.cli.flags import flag_of
 from tinygpt.cli.loading import Terminated, has_ranks, start_ranks, warn_if_oversubscribed
 from tinygpt.cli.output import STATUS, log, logging_to_stderr, print_error
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
-from tinygpt.parallel.launched import is_first_of_host, launched_rank
+from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Each is a module of tinygpt/cli, imported when it is asked for, or when all of them are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")

@@ -1,11 +1,24 @@
-"""How a model is cut: the layers of each stage, and what each rank holds of them."""
+"""How a model and its steps are cut: the layers of a stage, a rank's part, micro-batches, and groups in flight.
 
+Groups in flight are several decode steps of a pipeline, with each stage at work on other sequences:
+
+    stage 0   A1 B1 A2 B2 A3 B3        A1: group A's first step
+    stage 1      A1 B1 A2 B2 A3 B3
+
+A group's next step needs only its own tokens: with as many groups as stages, no stage waits except at the ends.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise
 
+import numpy as np
+
 from tinygpt.errors import RequestError
+from tinygpt.kernels.batch import NO_EMBEDS, Batch
 from tinygpt.kernels.cpu.rank import Part, can_share, part_of
-from tinygpt.parallel.layout import Layout
+from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 
 # Fields of ModelConfig that ranks know, whatever their value: sizes, switches, and what each rank does alike. What
@@ -78,3 +91,66 @@ def stage_layers(config: ModelConfig, stages: int) -> list[range]:
     share, longer = divmod(layers - in_last, others)
     bounds = [i * share + min(i, longer) for i in range(stages)] + [layers]
     return [range(*pair) for pair in pairwise(bounds)]
+
+
+def run_groups(
+    batch: Batch,
+    stages: int,
+    steps: int,
+    begin: Callable[[Batch, int], Callable[[], np.ndarray]],
+    choose: Callable[[np.ndarray, slice, int], np.ndarray],
+) -> np.ndarray:
+    """Tokens (steps, S), each of which is the next step's input. The batch has one new token for each sequence.
+
+    begin(batch, first_row): take a step; what it returns waits for the logits. choose(logits, rows, step): the tokens.
+    """
+    count = batch.token_ids.size
+    groups = [slice(count * i // stages, count * (i + 1) // stages) for i in range(stages)]
+    tokens, waits = np.empty((steps, count), np.int32), {}
+    for step in range(steps + 1):
+        for i, rows in enumerate(groups):
+            if step:
+                tokens[step - 1, rows] = choose(waits[i](), rows, step - 1)
+            if step < steps:
+                # Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
+                given = np.maximum(tokens[step - 1, rows], 0) if step else batch.token_ids[rows]
+                waits[i] = begin(_decode(given, batch.positions[rows] + np.int32(step), batch.slots[rows]), rows.start)
+    return tokens
+
+
+def _decode(token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> Batch:
+    bounds = np.arange(token_ids.size + 1, dtype=np.int32)
+    return Batch(token_ids, positions, bounds, slots, positions + np.int32(1), bounds[:-1], NO_EMBEDS)
+
+
+# As many tokens are computed in the time that a stage takes to read its weights, which it does for each run.
+TOKENS_OF_A_READING = 16
+
+
+def micro_batches(batch: Batch, stages: int) -> list[Batch]:
+    """The runs that are through soonest, in the order of the tokens. All ranks cut alike.
+
+    G runs of N tokens are through P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, which is least for
+    G**2 = (P - 1) N / TOKENS_OF_A_READING.
+    """
+    tokens = batch.token_ids.size
+    count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)
+    bounds = [tokens * i // count for i in range(count + 1)]
+    return [batch] if count == 1 else [_run(batch, *pair) for pair in pairwise(bounds)]
+
+
+def _run(batch: Batch, start: int, stop: int) -> Batch:
+    """Tokens start to stop."""
+    first = np.searchsorted(batch.seq_starts, start, "right") - 1  # of the sequences
+    last = np.searchsorted(batch.seq_starts, stop, "left")
+    bounds = np.clip(batch.seq_starts[first : last + 1], start, stop)
+    rows = batch.logit_rows[(start <= batch.logit_rows) & (batch.logit_rows < stop)]
+    return Batch(
+        token_ids=batch.token_ids[start:stop],
+        positions=batch.positions[start:stop],
+        seq_starts=bounds - np.int32(start),
+        slots=batch.slots[first:last],
+        context_lens=batch.positions[bounds[1:] - 1] + np.int32(1),
+        logit_rows=rows - np.int32(start),
+        embeds=batch.embeds,
+    )

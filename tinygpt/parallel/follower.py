@@ -11,16 +11,14 @@ from tinygpt.config import EngineConfig
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.hardware import physical_cores
-from tinygpt.parallel.ending import end_all
-from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.placement import Place
-from tinygpt.parallel.plan import NO_PLAN, Order, batch_of, plan_size
+from tinygpt.parallel.driver import NO_PLAN, Command, batch_of, plan_size
+from tinygpt.parallel.launch import Layout
+from tinygpt.parallel.mpi import World, end_all
 from tinygpt.parallel.rank_model import RankModel
-from tinygpt.parallel.world import World
 
 
 @dataclass(frozen=True)
-class Opening:
+class LoadCommand:
     """A model that all ranks are to load: what ModelSource.open takes, and the sizes of the engine."""
 
     source: tuple
@@ -49,12 +47,7 @@ def rank_threads(threads: int | None, world: World) -> int:
     return max(physical_cores() // world.local_size, 1) if threads is None else threads
 
 
-def find_places(world: World, opening: Opening) -> list[Place] | None:
-    """Where each rank runs, on rank 0."""
-    return world.gather_objects(Place.of_this_process(world.host, rank_threads(opening.threads, world)))
-
-
-def load_together(world: World, opening: Opening, source: ModelSource | None = None) -> Loaded | TinyGPTError:
+def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> Loaded | TinyGPTError:
     """Load this rank's part beside the others, or say what is wrong on any rank. All ranks get on or none does.
 
     That the weights are the same ones is seen by the checksum of their files, which all ranks read whole for that: a
@@ -99,9 +92,8 @@ def follow(world: World) -> None:
     try:
         plan = np.zeros(NO_PLAN, np.int32)
         world.broadcast(plan)
-        while plan[0] != Order.END:
-            opening: Opening = world.broadcast_object()
-            find_places(world, opening)
+        while plan[0] != Command.END:
+            opening: LoadCommand = world.broadcast_object()
             loaded = load_together(world, opening)
             if isinstance(loaded, Loaded):
                 _take_part(world, loaded.model, opening.sizes)
@@ -125,18 +117,18 @@ def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
     while True:
         world.broadcast(plan)
         order, numbers = plan[0], plan[1:5].tolist()
-        if order == Order.CLOSE:
+        if order == Command.CLOSE:
             return
         model.check_file()
-        if order == Order.FORWARD:
+        if order == Command.FORWARD:
             model.forward(batch_of(plan))
-        elif order == Order.TRACE:
+        elif order == Command.TRACE:
             model.trace(batch_of(plan))
-        elif order == Order.COPY:
+        elif order == Command.COPY:
             model.copy_positions(*numbers)
-        elif order == Order.READ:
+        elif order == Command.READ:
             model.read_positions(*numbers[:3])
-        elif order == Order.WRITE:
+        elif order == Command.WRITE:
             model.write_positions(*numbers[:2])
         else:
             raise ValueError(f"an order that has no place while a model is open: {order}")

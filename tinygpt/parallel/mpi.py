@@ -1,19 +1,93 @@
-"""MpiWorld: ranks that mpiexec has started."""
+"""World, the interface between ranks, and MpiWorld: ranks that mpiexec has started."""
 
+import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from tinygpt.errors import RequestError, how_to_install
-from tinygpt.parallel.launched import launched_size, mpiexec_beside
-from tinygpt.parallel.layout import Layout
+from tinygpt.errors import RequestError, TinyGPTError, how_to_install
+from tinygpt.parallel.launch import Layout, launched_size, mpiexec_beside
+
+
+class Group(Protocol):
+    """Some ranks of a world: those that share a stage's layers."""
+
+    # (3,) int64: the address of MPI_Allgather, or of a C function that is called as it is; its datatype for float32,
+    # and its communicator
+    allgather: np.ndarray
+
+
+class World(Protocol):
+    """All ranks. Each call that is not `send`, `receive` or `abort` is made by all of them, in one order."""
+
+    rank: int
+    size: int
+    local_size: int  # ranks on this host
+    host: str
+
+    def broadcast(self, values: np.ndarray) -> None:
+        """Fill int32 values with rank 0's. The others may wait for long, and sleep meanwhile."""
+
+    def broadcast_object(self, value: Any = None) -> Any:
+        """What rank 0 has given."""
+
+    def gather_objects(self, value: Any) -> list[Any] | None:
+        """What each rank has given, to rank 0; None to others."""
+
+    def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        """One of those that rank 0 has given, each to another rank."""
+
+    def send(self, values: np.ndarray, rank: int) -> None:
+        """Give float32 values to a rank, which receives them."""
+
+    def receive(self, values: np.ndarray, rank: int) -> None:
+        """Fill float32 values with those that a rank sends."""
+
+    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+        """As `receive`, while this rank does something else; what is returned waits for them."""
+
+    def group(self, ranks: list[int]) -> Group:
+        """Those ranks, of which this is one. Every rank asks for its own group."""
+
+    def abort(self, status: int) -> NoReturn:
+        """End all ranks at once, wherever they are."""
+
+
+FAILED, TERMINATED = 1, 143  # 128 + SIGTERM, as a shell reports it
+
+logger = logging.getLogger(__name__)
+
+
+def end_all(world: World, error: BaseException) -> NoReturn:
+    """Say on stderr what has failed on this rank, and end all: nobody knows where the others are now."""
+    logger.debug("a step over several ranks has failed", exc_info=error)
+    what = str(error) if isinstance(error, TinyGPTError) else repr(error)
+    with suppress(OSError, ValueError):  # closed, or a disk that is full
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        where = f"rank {world.rank} of {world.size}, on {world.host}"
+        print(f"tinygpt: error: {where}: {what}", file=sys.stderr, flush=True)
+    world.abort(FAILED)
+
+
+@dataclass(frozen=True)
+class EndAtOnce:
+    """A handler of SIGTERM that ends all ranks, whatever they are doing."""
+
+    world: World
+
+    def __call__(self, *_: Any) -> NoReturn:
+        self.world.abort(TERMINATED)
+
 
 SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3

@@ -11,10 +11,9 @@ from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu import rank as kernels
-from tinygpt.parallel.cut import part_of_rank
-from tinygpt.parallel.layout import Layout
-from tinygpt.parallel.micro_batches import micro_batches
-from tinygpt.parallel.world import Group, World
+from tinygpt.parallel.cut import micro_batches, part_of_rank
+from tinygpt.parallel.launch import Layout
+from tinygpt.parallel.mpi import Group, World
 
 NO_ROWS = np.empty(0, np.int32)
 

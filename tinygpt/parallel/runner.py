@@ -1,23 +1,27 @@
-"""ParallelRunner: a model that runs on several ranks, seen from rank 0: a ModelRunner for the engine."""
+"""ParallelRunner: a model on several ranks, seen from rank 0 as a ModelRunner; and how ranks are joined."""
 
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tinygpt.config import EngineConfig
 from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
+from tinygpt.hardware import thread_count
 from tinygpt.kernels.batch import Batch
-from tinygpt.parallel.follower import Loaded, Opening, find_places, load_together, rank_threads
-from tinygpt.parallel.groups import run_groups
-from tinygpt.parallel.lead import Lead
-from tinygpt.parallel.placement import advice
-from tinygpt.parallel.plan import Order
+from tinygpt.parallel.cut import check_cut, run_groups
+from tinygpt.parallel.driver import Command, RankZeroDriver, driver_of
+from tinygpt.parallel.follower import LoadCommand, Loaded, follow_as_process, load_together, rank_threads
+from tinygpt.parallel.launch import Layout
+from tinygpt.parallel.mpi import World
 from tinygpt.parallel.rank_model import RankModel
 
 # Decode steps of a pipeline at once. A newcomer waits for all of them; with fewer, more is lost at both ends.
@@ -28,7 +32,7 @@ LEAST_GROUP = 8  # sequences: smaller ones take nearly as long as all together, 
 class ParallelRunner(ModelRunner):
     """Runs steps of one model on all ranks of a world. For one thread at a time; sampling is rank 0's alone."""
 
-    def __init__(self, lead: Lead, source: ModelSource, opening: Opening):
+    def __init__(self, lead: RankZeroDriver, source: ModelSource, opening: LoadCommand):
         """Have all ranks load their parts. Raises CheckpointError or RequestError, naming the rank where it is another
         one that cannot, and all wait for the next model then."""
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
@@ -36,9 +40,8 @@ class ParallelRunner(ModelRunner):
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
         with lead.opening(), lead.order():
-            lead.tell(Order.OPEN)
+            lead.tell(Command.OPEN)
             lead.world.broadcast_object(opening)
-            lead.advise(advice(find_places(lead.world, opening), opening.layout.tensor_size))
             loaded = load_together(lead.world, opening, source)
             if isinstance(loaded, Loaded):
                 lead.note_model(opening.sizes)
@@ -50,7 +53,7 @@ class ParallelRunner(ModelRunner):
         self._params = loaded.model
 
     def forward(self, batch: Batch) -> Any:
-        return self._ordered(lambda model: model.forward(batch), Order.FORWARD, batch=batch)
+        return self._ordered(lambda model: model.forward(batch), Command.FORWARD, batch=batch)
 
     def stop_early(self, is_wanted: bool) -> None:
         """What the stages have begun is brought to its end."""
@@ -62,7 +65,7 @@ class ParallelRunner(ModelRunner):
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
         def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
-            self._lead.tell(Order.FORWARD, batch=group)
+            self._lead.tell(Command.FORWARD, batch=group)
             return model.begin(group, first_row)
 
         def choose(logits: np.ndarray, rows: slice, step: int) -> np.ndarray:
@@ -73,26 +76,28 @@ class ParallelRunner(ModelRunner):
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return self._ordered(lambda model: model.trace(batch), Order.TRACE, batch=batch)
+        return self._ordered(lambda model: model.trace(batch), Command.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         numbers = source_slot, target_slot, start, stop
-        self._ordered(lambda model: model.copy_positions(*numbers), Order.COPY, *numbers)
+        self._ordered(lambda model: model.copy_positions(*numbers), Command.COPY, *numbers)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         numbers = slot, start, stop
-        return self._ordered(lambda model: model.read_positions(*numbers), Order.READ, *numbers)
+        return self._ordered(lambda model: model.read_positions(*numbers), Command.READ, *numbers)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Order.WRITE, slot, start)
+        self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Command.WRITE, slot, start)
 
     def close(self) -> None:
         self._params = None
         self._close()
 
-    def _ordered(self, do: Callable[[RankModel], Any], order: Order, *numbers: int, batch: Batch | None = None) -> Any:
+    def _ordered(
+        self, do: Callable[[RankModel], Any], command: Command, *numbers: int, batch: Batch | None = None
+    ) -> Any:
         with self._one_order() as model:
-            self._lead.tell(order, *numbers, batch=batch)
+            self._lead.tell(command, *numbers, batch=batch)
             return do(model)
 
     @contextmanager
@@ -102,3 +107,52 @@ class ParallelRunner(ModelRunner):
         self._params.check_file()
         with self._lead.order():
             yield self._params
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of this program, seen from rank 0."""
+
+    lead: RankZeroDriver
+    layout: Layout
+
+    def threads(self, threads: Any) -> int:
+        """How many threads rank 0 computes with: `threads` checked, or its share of the cores."""
+        return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
+
+    def new_runner(
+        self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
+    ) -> ParallelRunner:
+        """A runner of all ranks. arguments: what ModelSource.open was given, for the others; threads: as asked for."""
+        check_cut(self.layout, source.config, source.dtype, arguments[2])
+        return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
+
+
+def join(layout: Layout, world: World) -> Ranks:
+    """The ranks of a world of the layout's size, on rank 0. The others do not return: they follow until rank 0's
+    program ends, and exit."""
+    if world.rank:
+        follow_as_process(world)
+        sys.exit(0)
+    return Ranks(driver_of(world), layout)
+
+
+def open_sources(
+    model: str,
+    dtypes: Sequence[str],
+    ranks: tuple[int, int] = (1, 1),
+    device: str = "cpu",
+    kv_cache_dtype: str = "auto",
+) -> list[ModelSource]:
+    """The checkpoint, opened once, in each dtype. LLM's docstring says what the arguments are.
+
+    ranks: tensor_parallel_size and pipeline_parallel_size.
+    Raises CheckpointError if it cannot be opened, RequestError for what is impossible in any of the dtypes.
+    """
+    sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
+    if ranks != (1, 1):
+        from tinygpt.parallel.cut import check_cut  # with it come the CPU's kernels
+
+        for source in sources:
+            check_cut(Layout.of(*ranks), source.config, source.dtype, device)
+    return sources

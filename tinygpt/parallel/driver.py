@@ -1,28 +1,68 @@
-"""Lead: what rank 0 tells the others to do, one order after another, whichever of its threads gives it."""
+"""RankZeroDriver: the commands of rank 0 to the other ranks, each an array of integers of one size for a model."""
 
 import atexit
 import gc
-import logging
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from enum import IntEnum
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 
 from tinygpt.config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.kernels.batch import Batch
-from tinygpt.parallel.ending import EndAtOnce, end_all
-from tinygpt.parallel.plan import NO_PLAN, Order, plan_size, put_batch, put_numbers
-from tinygpt.parallel.world import World
-
-logger = logging.getLogger(__name__)
+from tinygpt.parallel.mpi import EndAtOnce, World, end_all
 
 
-class Lead:
+class Command(IntEnum):
+    """The first number of a plan."""
+
+    FORWARD = 1  # a batch follows
+    TRACE = 2  # a batch follows
+    COPY = 3  # source slot, target slot, start, stop
+    READ = 4  # slot, start, stop
+    WRITE = 5  # slot, start; an object follows: keys and values
+    CLOSE = 6  # forget the model
+    OPEN = 7  # an object follows: an LoadCommand
+    END = 8  # there will be no other model
+
+
+HEAD = 8  # integers before a batch
+NO_PLAN = 8  # integers of a plan while there is no model
+
+
+def plan_size(sizes: EngineConfig) -> int:
+    """Integers of the largest plan."""
+    tokens, sequences = sizes.max_num_batched_tokens, sizes.max_num_seqs + 1
+    return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
+
+
+def put_numbers(plan: np.ndarray, order: Command, *numbers: int) -> None:
+    plan[: 1 + len(numbers)] = order, *numbers
+
+
+def put_batch(plan: np.ndarray, order: Command, batch: Batch) -> None:
+    """All of a batch but its embeds, which rank 0 alone needs."""
+    put_numbers(plan, order, batch.token_ids.size, batch.slots.size, batch.logit_rows.size)
+    arrays = batch.token_ids, batch.positions, batch.seq_starts, batch.slots, batch.context_lens, batch.logit_rows
+    whole = np.concatenate(arrays)
+    plan[HEAD : HEAD + whole.size] = whole
+
+
+def batch_of(plan: np.ndarray) -> Batch:
+    """The batch that was put into a plan; copies."""
+    tokens, sequences, rows = plan[1:4].tolist()
+    bounds = np.cumsum([HEAD, tokens, tokens, sequences + 1, sequences, sequences, rows])
+    parts = [plan[start:stop].copy() for start, stop in pairwise(bounds.tolist())]
+    return Batch(*parts, np.empty((0, 0), np.float32))
+
+
+class RankZeroDriver:
     """Rank 0's word to the others, who have one model at a time and wait for the next order between two.
 
     They end with this process, or with an order that fails.
@@ -32,7 +72,6 @@ class Lead:
         self.world = world
         self._plan = np.zeros(NO_PLAN, np.int32)
         self._process = os.getpid()
-        self._advice: set[str] = set()
         self._turn = threading.Lock()  # of the thread that gives an order
         self._opener = threading.Lock()  # of the thread that opens a model
         self._model_is_open = self._model_is_forgotten = self._has_ended = False
@@ -71,16 +110,9 @@ class Lead:
         if self._model_is_open:
             raise RequestError("another LLM of several ranks is open in this program: close it first.")
 
-    def advise(self, sentences: Iterable[str]) -> None:
-        """Log what could be faster, once in a program."""
-        for sentence in sentences:
-            if sentence not in self._advice:
-                self._advice.add(sentence)
-                logger.warning(sentence)
-
     # In an order.
 
-    def tell(self, order: Order, *numbers: int, batch: Batch | None = None) -> None:
+    def tell(self, order: Command, *numbers: int, batch: Batch | None = None) -> None:
         """Let the others know what comes next, and with what."""
         if batch is None:
             put_numbers(self._plan, order, *numbers)
@@ -111,7 +143,7 @@ class Lead:
             if not self._has_ended:
                 self._has_ended = True
                 self._close_model()
-                self.tell(Order.END)
+                self.tell(Command.END)
 
     def _try_to_close_forgotten(self) -> None:
         while self._model_is_forgotten and self._turn.acquire(blocking=False):
@@ -129,14 +161,14 @@ class Lead:
     def _close_model(self) -> None:
         """Have the others forget theirs, if they have one, and wait for the next."""
         if self._model_is_open:
-            self.tell(Order.CLOSE)
+            self.tell(Command.CLOSE)
             self._plan, self._model_is_open = np.zeros(NO_PLAN, np.int32), False
 
 
 @cache
-def lead_of(world: World) -> Lead:
-    """The one Lead of this program, which ends the others however the program ends."""
-    return Lead(world)
+def driver_of(world: World) -> RankZeroDriver:
+    """The one RankZeroDriver of this program, which ends the others however the program ends."""
+    return RankZeroDriver(world)
 
 
 @contextmanager

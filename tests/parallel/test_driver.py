@@ -17,9 +17,8 @@ import pytest
 from support.thread_world import Aborted, Threads, running
 from tinygpt.config import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
-from tinygpt.parallel.ending import EndAtOnce
-from tinygpt.parallel.lead import Lead
-from tinygpt.parallel.plan import NO_PLAN, Order, plan_size
+from tinygpt.parallel.driver import NO_PLAN, Command, RankZeroDriver, plan_size
+from tinygpt.parallel.mpi import EndAtOnce
 from tinygpt.weights.config import ModelConfig
 
 SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
@@ -30,34 +29,34 @@ class Heard:
     """A rank that follows no order, and notes all of them."""
 
     def __init__(self):
-        self.orders: list[Order] = []
+        self.orders: list[Command] = []
 
     def follow(self, world) -> None:
         size = NO_PLAN
-        while Order.END not in self.orders:
+        while Command.END not in self.orders:
             plan = np.zeros(size, np.int32)
             world.broadcast(plan)
-            self.orders.append(Order(plan[0]))
-            if plan[0] in (Order.OPEN, Order.CLOSE):
-                size = plan_size(SIZES) if plan[0] == Order.OPEN else NO_PLAN
+            self.orders.append(Command(plan[0]))
+            if plan[0] in (Command.OPEN, Command.CLOSE):
+                size = plan_size(SIZES) if plan[0] == Command.OPEN else NO_PLAN
 
 
 @pytest.fixture
 def stage():
     """A lead, and what one other rank hears of it."""
     threads, heard = Threads(2), Heard()
-    lead = Lead(running(threads, heard.follow))
+    lead = RankZeroDriver(running(threads, heard.follow))
     yield lead, heard, threads
     lead.end()
 
 
-def open_model(lead: Lead) -> None:
+def open_model(lead: RankZeroDriver) -> None:
     with lead.opening(), lead.order():
-        lead.tell(Order.OPEN)
+        lead.tell(Command.OPEN)
         lead.note_model(SIZES)
 
 
-def orders(threads: Threads, heard: Heard) -> list[Order]:
+def orders(threads: Threads, heard: Heard) -> list[Command]:
     """What was heard until the end, which has come."""
     for follower in threads.followers:
         follower.join(PATIENCE)
@@ -75,22 +74,29 @@ def test_an_order_waits_for_another_threads(stage):
         is_begun.wait(PATIENCE)
         with lead.order():
             second.set_result(list(done))
-            lead.tell(Order.READ)
+            lead.tell(Command.READ)
 
     done = []
     thread = threading.Thread(target=other)
     thread.start()
     with lead.order():
-        lead.tell(Order.COPY)
+        lead.tell(Command.COPY)
         is_begun.set()
         thread.join(0.05)  # the other would get in here
         assert not second.done()
-        lead.tell(Order.COPY)
+        lead.tell(Command.COPY)
         done.append("first")
     assert second.result(PATIENCE) == ["first"]
     thread.join(PATIENCE)
     lead.end()
-    assert orders(threads, heard) == [Order.OPEN, Order.COPY, Order.COPY, Order.READ, Order.CLOSE, Order.END]
+    assert orders(threads, heard) == [
+        Command.OPEN,
+        Command.COPY,
+        Command.COPY,
+        Command.READ,
+        Command.CLOSE,
+        Command.END,
+    ]
 
 
 def test_the_end_waits_for_the_order_of_another_thread(stage):
@@ -103,7 +109,7 @@ def test_the_end_waits_for_the_order_of_another_thread(stage):
         with lead.order():
             is_begun.set()
             may_go_on.wait(PATIENCE)
-            lead.tell(Order.FORWARD)
+            lead.tell(Command.FORWARD)
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -112,7 +118,7 @@ def test_the_end_waits_for_the_order_of_another_thread(stage):
     end.start()
     may_go_on.set()
     end.join(PATIENCE)
-    expected = [Order.OPEN, Order.FORWARD, Order.CLOSE, Order.END]
+    expected = [Command.OPEN, Command.FORWARD, Command.CLOSE, Command.END]
     assert (orders(threads, heard), threads.aborted) == (expected, None)
     with pytest.raises(TinyGPTError, match="have ended"), lead.order():
         pass
@@ -125,13 +131,13 @@ def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, erro
 
     def order() -> None:
         with lead.order():
-            lead.tell(Order.FORWARD)
+            lead.tell(Command.FORWARD)
             raise error
 
     with pytest.raises(Aborted):
         order()
     assert threads.aborted == 1
-    assert orders(threads, heard) == [Order.OPEN, Order.FORWARD]
+    assert orders(threads, heard) == [Command.OPEN, Command.FORWARD]
     assert capfd.readouterr().err == f"tinygpt: error: rank 0 of 2, on here: {error!r}\n"
 
 
@@ -153,7 +159,7 @@ def test_a_signal_that_raises_is_felt_behind_the_order(stage, number):
     def order() -> None:
         with lead.order():
             signal.raise_signal(number)
-            lead.tell(Order.READ)
+            lead.tell(Command.READ)
 
     def stop(*_) -> None:
         raise Stopped
@@ -161,7 +167,7 @@ def test_a_signal_that_raises_is_felt_behind_the_order(stage, number):
     with handled(number, stop), pytest.raises(Stopped):
         order()
     lead.end()
-    assert orders(threads, heard) == [Order.OPEN, Order.READ, Order.CLOSE, Order.END]
+    assert orders(threads, heard) == [Command.OPEN, Command.READ, Command.CLOSE, Command.END]
 
 
 def test_what_ends_all_ranks_ends_them_within_an_order_too(stage):
@@ -183,7 +189,7 @@ def test_a_model_that_is_forgotten_is_closed(stage):
     lead.forget_model()
     open_model(lead)
     lead.end()
-    assert orders(threads, heard) == [Order.OPEN, Order.CLOSE, Order.OPEN, Order.CLOSE, Order.END]
+    assert orders(threads, heard) == [Command.OPEN, Command.CLOSE, Command.OPEN, Command.CLOSE, Command.END]
 
 
 def test_a_model_is_closed_behind_the_order_in_which_it_is_found_to_be_garbage(stage):
@@ -192,9 +198,9 @@ def test_a_model_is_closed_behind_the_order_in_which_it_is_found_to_be_garbage(s
     open_model(lead)
     with lead.order():
         lead.forget_model()
-        lead.tell(Order.COPY)
+        lead.tell(Command.COPY)
     lead.end()
-    assert orders(threads, heard) == [Order.OPEN, Order.COPY, Order.CLOSE, Order.END]
+    assert orders(threads, heard) == [Command.OPEN, Command.COPY, Command.CLOSE, Command.END]
 
 
 def test_of_two_threads_that_open_a_model_one_does(stage):
@@ -215,12 +221,12 @@ def test_of_two_threads_that_open_a_model_one_does(stage):
         is_opening.set()
         thread.join(0.05)  # the other would get in here
         with lead.order():
-            lead.tell(Order.OPEN)
+            lead.tell(Command.OPEN)
             lead.note_model(SIZES)
     assert "another LLM of several ranks is open" in second.result(PATIENCE)
     thread.join()
     lead.end()
-    assert orders(threads, heard) == [Order.OPEN, Order.CLOSE, Order.END]
+    assert orders(threads, heard) == [Command.OPEN, Command.CLOSE, Command.END]
 
 
 def test_a_second_model_looks_for_garbage_first(stage):
@@ -242,4 +248,4 @@ def test_a_second_model_looks_for_garbage_first(stage):
     finally:
         gc.enable()
     lead.end()
-    assert orders(threads, heard).count(Order.OPEN) == 2
+    assert orders(threads, heard).count(Command.OPEN) == 2
