@@ -8,10 +8,10 @@ import pytest
 
 from support.bench_records import planned
 from tinygpt import LLM
+from tinygpt import hardware as memory
 from tinygpt.bench import measure
 from tinygpt.bench.measure import CHOICE, GENERATION, PROMPT, TOGETHER, Case, HostMeter, run_case
 from tinygpt.errors import RequestError
-from tinygpt import hardware as memory
 
 
 @pytest.fixture(scope="module")
