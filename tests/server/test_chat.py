@@ -73,14 +73,6 @@ def test_without_a_limit_all_that_fits(chat, llm):
     assert reply["usage"]["total_tokens"] == llm.max_model_len
 
 
-def test_parts_of_a_content_are_one_text(chat):
-    parts = [{"type": "text", "text": "Who is"}, {"type": "text", "text": " there?"}]
-    assert (
-        chat(**ASKED | {"messages": [{"role": "user", "content": parts}]}).json["choices"]
-        == (chat(**ASKED | {"messages": [{"role": "user", "content": "Who is there?"}]}).json["choices"])
-    )
-
-
 def test_a_message_cannot_speak_in_anothers_name(chat, llm):
     """Neither with a whole mark, nor with one in pieces that the template puts together."""
     bos = llm.config.bos_token_id
@@ -147,11 +139,6 @@ def test_what_does_not_fit_is_told_in_the_fields_that_were_sent(chat, name):
         error = chat(messages=[{"role": "user", "content": content}], **{name: 512}).error
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         assert "and 512 to generate." in error["message"]
-
-
-def test_a_chat_that_is_too_long_by_itself_is_about_its_messages(chat):
-    error = chat(messages=[{"role": "user", "content": "again and " * 300}]).error
-    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
 @pytest.mark.parametrize("fields", [{"num_beams": 2}, {"use_beam_search": True, "n": 2}])

@@ -137,10 +137,6 @@ def test_several_prompts_of_every_kind(server, llm):
         assert texts_of == [choice["text"] for choice in choices]
 
 
-def test_one_list_of_ids_is_one_prompt(server):
-    assert len(server.complete(prompt=[46, 1364], max_tokens=1).json["choices"]) == 1
-
-
 def test_no_prompt_begins_at_bos(server, llm):
     [output] = llm.generate("", SamplingParams(max_tokens=4))
     for prompt in (None, ""):
@@ -240,15 +236,6 @@ def test_prompt_logprobs_in_vllms_words(server, llm):
         assert {int(i): told["logprob"] for i, told in entry.items()} == expected
         assert [told["rank"] for told in entry.values()][:2] == [1, 2]
         assert all(told["decoded_token"] == llm.tokenizer.decode([int(i)]) for i, told in entry.items())
-
-
-def test_tokens_by_their_ids(server):
-    choice = server.complete(prompt="Once", temperature=0, max_tokens=2, logprobs=1, return_tokens_as_token_ids=True)
-    ids = server.complete(prompt="Once", temperature=0, max_tokens=2, return_token_ids=True).json["choices"][0][
-        "token_ids"
-    ]
-    found = choice.json["choices"][0]["logprobs"]
-    assert found["tokens"] == [f"token_id:{i}" for i in ids] == [name for top in found["top_logprobs"] for name in top]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -174,9 +174,3 @@ def test_lines_for_people_and_for_programs():
     assert forged.endswith('INFO request path="/v1/x status=200" status=404')
     told = json.loads(JsonLines().format(record(id='a"b', ttft=None)))
     assert told == {"time": 0.5, "level": "info", "message": "request", "id": 'a"b', "ttft": None}
-
-
-def test_a_bug_is_one_json_object():
-    made = record()
-    made.exc_info = (ZeroDivisionError, ZeroDivisionError("nothing"), None)
-    assert "ZeroDivisionError" in json.loads(JsonLines().format(made))["exception"]

@@ -60,24 +60,6 @@ def test_async_plain_and_streamed(server, expected):
     assert with_async_client(server, main) == (expected, expected)
 
 
-def test_many_at_once(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as own, served(own) as server:
-        outputs = own.generate([f"Chapter {i}" for i in range(16)], SamplingParams(max_tokens=5))
-
-        async def main(client):
-            asked = {"model": "demo", "max_tokens": 5, "temperature": 0}
-            replies = [client.completions.create(prompt=f"Chapter {i}", **asked) for i in range(16)]
-            return [reply.choices[0].text for reply in await asyncio.gather(*replies)]
-
-        assert with_async_client(server, main) == [output.outputs[0].text for output in outputs]
-
-
-def test_fields_that_are_ours_go_into_the_extra_body(client, llm):
-    [output] = llm.generate(ASKED["prompt"], SamplingParams(max_tokens=8, top_k=3, temperature=0.8, seed=4))
-    completion = client.completions.create(**ASKED, extra_body={"top_k": 3})
-    assert completion.choices[0].text == output.outputs[0].text
-
-
 def test_cancelling_frees_the_slot(server, llm):
     server.forget()
     with llm.engine.wrapped(Gate) as gate:

@@ -73,14 +73,6 @@ def test_a_callback_gets_the_chunks_and_the_future_the_output(remote, llm):
     assert [told(output)] == [*map(told, llm.generate("Once upon", params))]
 
 
-def test_one_params_for_each_prompt(remote, llm):
-    params = [SamplingParams(max_tokens=count, seed=count, temperature=1.0) for count in (3, 5, 2)]
-    prompts = ["Once", "The wolf", "A king"]
-    assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
-    found = dict(remote.generate_as_finished(prompts, params))
-    assert [told(found[i]) for i in range(3)] == [*map(told, llm.generate(prompts, params))]
-
-
 def test_a_request_that_fails_is_returned_and_the_others_are_finished(remote, llm):
     fails = SamplingParams(max_tokens=9, allowed_token_ids=[11], no_repeat_ngram_size=1)
     params = [SamplingParams(max_tokens=5), fails, SamplingParams(max_tokens=5)]
@@ -90,12 +82,6 @@ def test_a_request_that_fails_is_returned_and_the_others_are_finished(remote, ll
     assert [told(found[i]) for i in (0, 2)] == [*map(told, llm.generate(["Once", "The"], params[0]))]
     with pytest.raises(TinyGPTError, match="leave no token to choose"):
         list(remote.generate_as_finished(["Once", "Once"], params[:2]))
-
-
-def test_a_seed_that_was_drawn_is_told(remote, llm):
-    [output] = remote.generate("Once", SamplingParams(max_tokens=5, temperature=1.0))
-    again = SamplingParams(max_tokens=5, temperature=1.0, seed=output.outputs[0].seed)
-    assert [told(output)] == [*map(told, llm.generate("Once", again))]
 
 
 def test_asyncio(remote, llm):
@@ -129,19 +115,6 @@ def test_keywords_are_params(remote, llm):
     assert [*remote.stream("Once", **SAMPLED)] == [*llm.stream("Once", **SAMPLED)]
     with pytest.raises(RequestError, match="max_tokens is given beside params"):
         remote.generate("Once", SamplingParams(), max_tokens=8)
-
-
-def test_a_bar_counts_what_is_finished(remote):
-    bars = []
-
-    def bar(items, total, unit):
-        bars.append((total, unit))
-        return items
-
-    assert len(remote.generate(["Once", "The"], max_tokens=1, use_tqdm=bar)) == 2
-    assert bars == [(2, " prompts")]
-    with pytest.raises(RequestError, match="use_tqdm is 5"):
-        remote.generate("Once", use_tqdm=5)
 
 
 @pytest.mark.parametrize("is_split", [None, False, True])
@@ -200,17 +173,6 @@ def test_a_prompt_that_was_read_is_what_it_was_read_as(remote, llm):
         assert told(found) == told(wanted)
 
 
-def test_times_are_those_of_the_request(remote):
-    [output] = remote.generate("Once", SamplingParams(max_tokens=5))
-    times = output.metrics
-    assert times.arrival <= times.scheduled <= times.first_token <= times.finished
-    assert times.num_steps == 5
-
-
-def test_what_the_server_has(remote, llm):
-    assert (remote.model, remote.max_model_len) == ("demo", llm.max_model_len)
-
-
 @pytest.mark.parametrize(
     ("prompt", "asked"),
     [
@@ -239,11 +201,6 @@ def test_a_body_over_the_limit_is_told_so(llm):
         with pytest.raises(RequestError, match=r"^the body is longer than the 1000 bytes that this server reads"):
             remote.generate("a " * 2**24)
         assert remote.generate("Once", SamplingParams(max_tokens=1))
-
-
-def test_more_than_a_server_allows_is_refused_by_it(remote):
-    with pytest.raises(RequestError, match="logprobs is 21, and this server gives at most 20"):
-        remote.generate("Once", SamplingParams(logprobs=21))
 
 
 @pytest.mark.parametrize("how", ["future", "queued", "iterator", "task", "error beside it", "close"])
@@ -343,19 +300,3 @@ def test_keys(llm, monkeypatch):
         monkeypatch.setenv("TINYGPT_API_KEY", "a secret")
         with RemoteLLM(url) as remote:
             assert remote.generate("Once", SamplingParams(max_tokens=1))
-
-
-def test_a_server_that_shuts_down_says_so(llm):
-    with served(llm, drain_seconds=0.0) as server:
-        remote = RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0)
-        with llm.engine.wrapped(Gate) as gate:
-            gate.allow(2)
-            chunks = remote.stream("Once", SamplingParams(max_tokens=50))
-            next(chunks)
-            server.terminate()
-            with pytest.raises(ServerError, match="the server was shut down before this was finished"):
-                list(chunks)
-            gate.allow(float("inf"))
-    with pytest.raises(ServerError, match="does not answer"):
-        remote.generate("Once")
-    remote.close()

@@ -24,10 +24,10 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import Chat, ChatTemplate, chat_ids
 from tinygpt.server.completions import Completion, events, ranked, scored, scoring_request, suffix_ids, whole_events
-from tinygpt.server.connection import EventStream, while_connected
+from tinygpt.server.connection import SSE, EventStream, while_connected
 from tinygpt.server.errors import ApiError, from_engine
-from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import TokenNames, event, to_json
+from tinygpt.server.metrics import Metrics, finish_reasons, num_made, num_read
+from tinygpt.server.replies import DONE, TokenNames, event, to_json
 from tinygpt.server.work import LARGE, PING, Outbox, Work
 from tinygpt.wire import chunk_to_json, output_to_json, score_to_json
 
@@ -124,11 +124,7 @@ class Api:
         outputs = await self._outputs(job, max_tokens, request)
         if not form.stream:
             return _json(job.reply(outputs))
-
-        async def written() -> AsyncIterator[bytes]:
-            yield whole_events(job, outputs)
-
-        return EventStream(written(), lambda: None)
+        return Response(whole_events(job, outputs) + DONE, headers=SSE)
 
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
         """Answer messages."""
@@ -224,19 +220,12 @@ class Api:
         for each in found:
             self.metrics.observe(each)
         self.metrics.observe_gaps(work.token_gaps())
-        outputs = [each for each in found if isinstance(each, RequestOutput)]
-        samples = [sample for output in outputs for sample in output.outputs]
-        reasons = sorted({sample.finish_reason for sample in samples}) + ["abort"] * (len(outputs) < len(found))
         firsts = [each.metrics.time_to_first_token for each in found]
-        notes["prompt_tokens"] = sum(len(output.prompt_token_ids) for output in outputs)
-        notes["completion_tokens"] = sum(len(sample.token_ids) for sample in samples)
-        for each in found:
-            if not isinstance(each, RequestOutput):
-                notes["prompt_tokens"] += each.num_prompt_tokens
-                notes["completion_tokens"] += each.num_new_tokens
+        notes["prompt_tokens"] = sum(num_read(each) for each in found)
+        notes["completion_tokens"] = sum(num_made(each) for each in found)
         notes["queue"] = round(max((each.metrics.queue_time for each in found), default=0.0), 6)
         notes["ttft"] = min((round(first, 6) for first in firsts if first is not None), default=None)
-        notes["finish"] = ",".join(reasons)
+        notes["finish"] = ",".join(sorted({reason for each in found for reason in finish_reasons(each)}))
 
     def stop_all(self) -> None:
         """End all work; each client is told why."""

@@ -17,11 +17,7 @@ from tinygpt.server.errors import BUG, ApiError, error_body
 from tinygpt.server.replies import DONE, event
 
 log = logging.getLogger("tinygpt.server")
-SSE = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
+SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 Result = TypeVar("Result")
 
@@ -75,7 +71,8 @@ class EventStream(Response):
             self._end()
 
     async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": SSE})
+        headers = [(name.encode(), value.encode()) for name, value in SSE.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         last = DONE
         try:
             async for part in self._written:

@@ -79,35 +79,29 @@ class Metrics:
 
     def observe(self, found: RequestOutput | Progress) -> None:
         """Count one prompt whose request has ended, or was given up."""
-        times = found.metrics
-        if isinstance(found, Progress):
-            num_read, num_made = found.num_prompt_tokens, found.num_new_tokens
-            reasons, is_begun = ["abort"], times.first_token is not None
-            num_read = num_read if is_begun else 0
-        else:
-            num_read, num_made = len(found.prompt_token_ids), sum(len(sample.token_ids) for sample in found.outputs)
-            reasons, is_begun = [sample.finish_reason for sample in found.outputs], True
-        num_cached = found.num_cached_tokens if is_begun else 0
-        for counter, count in zip(self._counters.values(), (num_read, num_made, num_cached, num_read), strict=True):
+        times, is_whole, read, made = found.metrics, isinstance(found, RequestOutput), num_read(found), num_made(found)
+        is_begun = is_whole or times.first_token is not None
+        read, cached = (read, found.num_cached_tokens) if is_begun else (0, 0)
+        for counter, count in zip(self._counters.values(), (read, made, cached, read), strict=True):
             counter.inc(count)
-        for reason in reasons:
+        for reason in finish_reasons(found):
             self._count_end(reason)
         values = {
             "time_to_first_token_seconds": times.time_to_first_token,
             "request_queue_time_seconds": times.queue_time if is_begun else None,
             "request_prefill_time_seconds": times.prefill_time,
         }
-        if isinstance(found, RequestOutput):
+        if is_whole:
             prefill, decode = times.prefill_time, times.decode_time
             values |= {
                 "request_decode_time_seconds": decode,
                 "request_inference_time_seconds": None if prefill is None else prefill + decode,
                 "e2e_request_latency_seconds": times.time_to_finish,
                 "request_time_per_output_token_seconds": times.time_per_output_token,
-                "request_prompt_tokens": num_read,
-                "request_generation_tokens": num_made,
+                "request_prompt_tokens": read,
+                "request_generation_tokens": made,
                 "request_max_num_generation_tokens": times.num_steps,
-                "request_prefill_kv_computed_tokens": num_read - num_cached,
+                "request_prefill_kv_computed_tokens": read - cached,
             }
         for name, value in values.items():
             if value is not None:
@@ -134,3 +128,16 @@ class _TwoNames(Collector):
 
 def _renamed(name: str) -> str:
     return VLLM + name.removeprefix(OURS)
+
+
+def num_read(found: RequestOutput | Progress) -> int:
+    return len(found.prompt_token_ids) if isinstance(found, RequestOutput) else found.num_prompt_tokens
+
+
+def num_made(found: RequestOutput | Progress) -> int:
+    is_whole = isinstance(found, RequestOutput)
+    return sum(len(sample.token_ids) for sample in found.outputs) if is_whole else found.num_new_tokens
+
+
+def finish_reasons(found: RequestOutput | Progress) -> list[str]:
+    return [sample.finish_reason for sample in found.outputs] if isinstance(found, RequestOutput) else ["abort"]
