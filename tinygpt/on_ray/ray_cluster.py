@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def import_ray() -> Any:
-    """The module, with ray.data. RequestError where it is not installed."""
+    """Return the module, with ray.data. Raise RequestError if it is missing."""
     os.environ.update({name: value for name, value in QUIET.items() if name not in os.environ})
     try:
         import ray
@@ -41,10 +41,9 @@ def import_ray() -> Any:
 
 @contextmanager
 def joined(ray: Any, count: int, threads: int) -> Iterator[None]:
-    """In the block there is the cluster at RAY_ADDRESS; else one of this machine alone, which ends with the block.
+    """Join the cluster at RAY_ADDRESS, or start one of this machine that ends with the block.
 
-    Raises RequestError if it has no room for `count` actors of `threads` CPUs, and TinyGPTError, also for the block, if
-    Ray cannot go on.
+    Raise RequestError if it has no room for `count` actors of `threads` CPUs, TinyGPTError if Ray cannot continue.
     """
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -81,7 +80,7 @@ def _connected(ray: Any, address: str, quiet: dict[str, Any]) -> Any:
 
 
 def _check_answers(address: str) -> None:
-    """TinyGPTError where nobody listens: Ray itself would try for minutes."""
+    """Raise TinyGPTError if no cluster listens: Ray would retry for minutes."""
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if not port.isdecimal():  # such as auto
         return
@@ -92,7 +91,7 @@ def _check_answers(address: str) -> None:
 
 
 def _check_room(ray: Any, address: str, count: int, threads: int) -> None:
-    """RequestError for actors that would wait for ever; said, where hosts may be added or others have the CPUs."""
+    """Raise RequestError for actors that would wait for ever; log if some have to wait."""
     hosts = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]  # CPUs of each
     room, asked = sum(cpus // threads for cpus in hosts), count * threads
     has = f"the Ray cluster at {address} has {sum(hosts)} on {counted(len(hosts), 'host')}"
@@ -108,7 +107,7 @@ def _check_room(ray: Any, address: str, count: int, threads: int) -> None:
 
 
 def _may_grow() -> bool:
-    """Whether the cluster has an autoscaler, which adds hosts for actors that wait; true where Ray cannot tell."""
+    """Return whether the cluster has an autoscaler; True if Ray cannot tell."""
     try:
         from ray.autoscaler.v2.utils import is_autoscaler_v2
         from ray.experimental.internal_kv import _internal_kv_get
@@ -124,7 +123,7 @@ def _may_grow() -> bool:
 
 @contextmanager
 def _native_stderr_in(path: Path) -> Iterator[None]:
-    """While the block runs, what Ray's C++ writes to stderr goes to the file, and what Python writes stays."""
+    """Redirect the stderr of Ray's C++ code to a file; Python's stderr stays."""
     plain, ours = sys.stderr, os.dup(2)
     try:
         with (
@@ -141,14 +140,13 @@ def _native_stderr_in(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _said_in(path: Path) -> Iterator[None]:
-    """While the block runs, what is printed goes to the file, as Ray prints of actors that end. Records have a stream
-    of their own."""
+    """Redirect stdout to the file: Ray prints there when actors end."""
     with path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1) as file, redirect_stdout(file):
         yield
 
 
 def _can_be_parted(path: Path) -> bool:
-    """Whether stderr is the process's own, nobody asked for all that is written there, and the file can be."""
+    """Return whether stderr can be redirected: it is the process's own, without --debug, and the file is writable."""
     try:
         return sys.stderr.fileno() == 2 and not logger.isEnabledFor(logging.DEBUG) and os.access(path.parent, os.W_OK)
     except (OSError, ValueError):  # another stream stands in for it

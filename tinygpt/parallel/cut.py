@@ -34,14 +34,13 @@ KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "ali
 
 
 def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> Part:
-    """What a rank holds."""
     stage, tensor_rank = layout.place_of(rank)
     layers = stage_layers(config, layout.pipeline_size)[stage]
     return part_of(config, dtype, layers, tensor_rank, layout.tensor_size)
 
 
 def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
-    """RequestError if a model cannot be cut in this way."""
+    """Raise RequestError if a model cannot be split this way."""
     if device != "cpu":
         raise RequestError(
             f"device is {device!r}, tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is "
@@ -74,9 +73,9 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """The layers of each stage, so that the one with the most bytes has as few as possible: the last has the head too.
+    """Return the layers of each stage, with the bytes of the largest stage as few as possible.
 
-    A layer of GPT-2 124M has 7 million weights and the head 39, so two stages take 9 and 3 layers.
+    The last stage also has the head: that of GPT-2 124M is as large as 5.5 layers.
     """
     width, layers = config.n_embd, config.n_layer
     layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
@@ -100,9 +99,10 @@ def run_groups(
     begin: Callable[[Batch, int], Callable[[], np.ndarray]],
     choose: Callable[[np.ndarray, slice, int], np.ndarray],
 ) -> np.ndarray:
-    """Tokens (steps, S), each of which is the next step's input. The batch has one new token for each sequence.
+    """Return tokens (steps, S), each the input of the next step, of a batch with one new token a sequence.
 
-    begin(batch, first_row): take a step; what it returns waits for the logits. choose(logits, rows, step): the tokens.
+    begin(batch, first_row) starts a step and returns a function that waits for its logits; choose(logits, rows, step)
+    returns tokens.
     """
     count = batch.token_ids.size
     groups = [slice(count * i // stages, count * (i + 1) // stages) for i in range(stages)]
@@ -128,10 +128,11 @@ TOKENS_OF_A_READING = 16
 
 
 def micro_batches(batch: Batch, stages: int) -> list[Batch]:
-    """The runs that are through soonest, in the order of the tokens. All ranks cut alike.
+    """Return the runs of tokens that finish soonest, in order; each stage works on one while the next has the one
+    before.
 
-    G runs of N tokens are through P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, which is least for
-    G**2 = (P - 1) N / TOKENS_OF_A_READING.
+    G runs of N tokens pass P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, which is least for G**2 = (P -
+    1) N / TOKENS_OF_A_READING. No run changes a bit of another: a prompt may be cut anywhere.
     """
     tokens = batch.token_ids.size
     count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)
@@ -140,7 +141,6 @@ def micro_batches(batch: Batch, stages: int) -> list[Batch]:
 
 
 def _run(batch: Batch, start: int, stop: int) -> Batch:
-    """Tokens start to stop."""
     first = np.searchsorted(batch.seq_starts, start, "right") - 1  # of the sequences
     last = np.searchsorted(batch.seq_starts, stop, "left")
     bounds = np.clip(batch.seq_starts[first : last + 1], start, stop)

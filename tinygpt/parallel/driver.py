@@ -20,8 +20,6 @@ from tinygpt.parallel.mpi import EndAtOnce, World, end_all
 
 
 class Command(IntEnum):
-    """The first number of a plan."""
-
     FORWARD = 1  # a batch follows
     TRACE = 2  # a batch follows
     COPY = 3  # source slot, target slot, start, stop
@@ -37,7 +35,7 @@ NO_PLAN = 8  # integers of a plan while there is no model
 
 
 def plan_size(sizes: EngineConfig) -> int:
-    """Integers of the largest plan."""
+    """Return the number of integers of the largest plan."""
     tokens, sequences = sizes.max_num_batched_tokens, sizes.max_num_seqs + 1
     return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
 
@@ -47,7 +45,7 @@ def put_numbers(plan: np.ndarray, order: Command, *numbers: int) -> None:
 
 
 def put_batch(plan: np.ndarray, order: Command, batch: Batch) -> None:
-    """All of a batch but its embeds, which rank 0 alone needs."""
+    """Write a batch without its embeds, which only rank 0 needs."""
     put_numbers(plan, order, batch.token_ids.size, batch.slots.size, batch.logit_rows.size)
     arrays = batch.token_ids, batch.positions, batch.seq_starts, batch.slots, batch.context_lens, batch.logit_rows
     whole = np.concatenate(arrays)
@@ -55,7 +53,7 @@ def put_batch(plan: np.ndarray, order: Command, batch: Batch) -> None:
 
 
 def batch_of(plan: np.ndarray) -> Batch:
-    """The batch that was put into a plan; copies."""
+    """Return a copy of the batch in a plan."""
     tokens, sequences, rows = plan[1:4].tolist()
     bounds = np.cumsum([HEAD, tokens, tokens, sequences + 1, sequences, sequences, rows])
     parts = [plan[start:stop].copy() for start, stop in pairwise(bounds.tolist())]
@@ -63,9 +61,8 @@ def batch_of(plan: np.ndarray) -> Batch:
 
 
 class RankZeroDriver:
-    """Rank 0's word to the others, who have one model at a time and wait for the next order between two.
-
-    They end with this process, or with an order that fails.
+    """Sends commands to the other ranks, which hold one model at a time. They end with this process or a failed
+    command.
     """
 
     def __init__(self, world: World):
@@ -79,9 +76,9 @@ class RankZeroDriver:
 
     @contextmanager
     def order(self) -> Iterator[None]:
-        """In the block, something is done by all ranks. If it fails, all of them end, this one too.
+        """Run a block that all ranks take part in. If it fails, all ranks end.
 
-        Ctrl-C and SIGTERM are felt behind it. TinyGPTError once they have ended.
+        Ctrl-C and SIGTERM are deferred to the end. Raise TinyGPTError after the ranks have ended.
         """
         with _interrupts_put_off():
             with self._turn:
@@ -97,8 +94,7 @@ class RankZeroDriver:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """In the block one thread has the others open a model, and the next one waits. RequestError while they have one
-        that may still be used."""
+        """Let one thread at a time open a model. Raise RequestError while another model is open."""
         with self._opener:
             self._check_no_model()
             yield
@@ -113,7 +109,7 @@ class RankZeroDriver:
     # In an order.
 
     def tell(self, order: Command, *numbers: int, batch: Batch | None = None) -> None:
-        """Let the others know what comes next, and with what."""
+        """Broadcast a command, within `order`."""
         if batch is None:
             put_numbers(self._plan, order, *numbers)
         else:
@@ -121,21 +117,19 @@ class RankZeroDriver:
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
-        """All have loaded one, whose steps are of these sizes."""
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
 
     # From anywhere.
 
     def forget_model(self) -> None:
-        """Close the model: now, or behind the order that is given now. That may be this thread's own, where an LLM is
-        found to be garbage."""
+        """Close the model now, or after the current command, which may be of this thread: a finalizer calls this."""
         if os.getpid() == self._process:
             self._model_is_forgotten = True
             with _interrupts_put_off():
                 self._try_to_close_forgotten()
 
     def end(self) -> None:
-        """Let the others end, at the end of this process, when the order under way is done."""
+        """End the other ranks after the current command."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.end)
@@ -159,7 +153,6 @@ class RankZeroDriver:
                 self._close_model()
 
     def _close_model(self) -> None:
-        """Have the others forget theirs, if they have one, and wait for the next."""
         if self._model_is_open:
             self.tell(Command.CLOSE)
             self._plan, self._model_is_open = np.zeros(NO_PLAN, np.int32), False
@@ -167,14 +160,14 @@ class RankZeroDriver:
 
 @cache
 def driver_of(world: World) -> RankZeroDriver:
-    """The one RankZeroDriver of this program, which ends the others however the program ends."""
+    """Return the one driver of this program."""
     return RankZeroDriver(world)
 
 
 @contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-    """Signals in the block are felt at its end, if this thread is the one that feels them and a function of Python's
-    handles them, which may raise: the others would wait in the middle of an order. What ends them too, ends at once.
+    """Defer signals whose Python handlers may raise, in the main thread: other ranks would wait in the middle of a
+    command.
     """
     with ExitStack() as stack:
         if threading.current_thread() is threading.main_thread():

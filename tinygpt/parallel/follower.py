@@ -19,7 +19,7 @@ from tinygpt.parallel.rank_model import RankModel
 
 @dataclass(frozen=True)
 class LoadCommand:
-    """A model that all ranks are to load: what ModelSource.open takes, and the sizes of the engine."""
+    """A model that all ranks load."""
 
     source: tuple
     layout: Layout
@@ -29,7 +29,7 @@ class LoadCommand:
 
 @dataclass(frozen=True)
 class Identity:
-    """What has to be the same on all ranks: config, dtype and the KV cache's; and the checksum of the weights."""
+    """Values that must be equal on all ranks."""
 
     model: tuple | None = None
     weights: str | None = None
@@ -37,23 +37,20 @@ class Identity:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A rank's part."""
-
     model: RankModel
 
 
 def rank_threads(threads: int | None, world: World) -> int:
-    """How many threads a rank computes with: its share of the host's cores, unless it was told."""
+    """Return the threads of a rank: by default its share of the host's cores."""
     return max(physical_cores() // world.local_size, 1) if threads is None else threads
 
 
 def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> Loaded | TinyGPTError:
-    """Load this rank's part beside the others, or say what is wrong on any rank. All ranks get on or none does.
+    """Load the part of this rank. Return it, or the first error of any rank, on all ranks.
 
-    That the weights are the same ones is seen by the checksum of their files, which all ranks read whole for that: a
-    few values that differ would make texts of two models.
+    All ranks read their files whole and compare checksums: files that differ in a few values would mix two models.
 
-    source: what rank 0 has opened already.
+    source: already open on rank 0.
     """
     layout = opening.layout
     group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
@@ -88,7 +85,7 @@ def _first_failure(found: list[tuple]) -> TinyGPTError | None:
 
 
 def follow(world: World) -> None:
-    """Take part in all that rank 0 does, until it ends. If anything goes wrong here, all ranks end."""
+    """Take part in all commands of rank 0. If this rank fails, all ranks end."""
     try:
         plan = np.zeros(NO_PLAN, np.int32)
         world.broadcast(plan)
@@ -104,7 +101,7 @@ def follow(world: World) -> None:
 
 
 def follow_as_process(world: World) -> None:
-    """`follow`, for a process that does nothing else: stdin, signals and what is said of compiling are rank 0's."""
+    """Run `follow` in a process that leaves stdin, signals and logging to rank 0."""
     logging.getLogger("tinygpt").setLevel(logging.ERROR)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

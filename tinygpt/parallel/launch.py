@@ -17,7 +17,7 @@ SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one
 
 
 def mpiexec_beside() -> str | None:
-    """The one beside this Python, as MPICH's wheel has it."""
+    """Return the mpiexec next to this Python, where MPICH's wheel puts it."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
@@ -26,19 +26,19 @@ def find_mpiexec() -> str | None:
 
 
 def launched_rank() -> int | None:
-    """Its rank; None in a process that was started alone."""
+    """Return the rank of this process, None if it was started alone."""
     names = RANKS + (SLURM_RANK,) * (_number(SLURM_SIZE) > 1)
     return next((_number(name) for name in names if name in os.environ), None)
 
 
 def is_first_of_host() -> bool:
-    """Whether it is the first of its host; where nothing says so, whether it is rank 0."""
+    """Return whether this process is the first of its host, or rank 0 if no variable tells."""
     local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
     return not local
 
 
 def launched_size() -> int:
-    """How many processes were started together."""
+    """Return how many processes were started together."""
     return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
 
 
@@ -53,32 +53,30 @@ MAX_PIPELINE_SIZE = 1024
 
 @dataclass(frozen=True)
 class Layout:
-    """`pipeline_size` stages of `tensor_size` ranks each, which share the stage's layers; a stage's are neighbours."""
+    """`pipeline_size` stages of `tensor_size` neighboring ranks, which share the layers of the stage."""
 
     tensor_size: int = 1
     pipeline_size: int = 1
 
     @classmethod
     def of(cls, tensor_parallel_size: Any, pipeline_parallel_size: Any) -> "Layout":
-        """RequestError for an impossible size."""
         _check_size("tensor_parallel_size", tensor_parallel_size, MAX_TENSOR_SIZE)
         _check_size("pipeline_parallel_size", pipeline_parallel_size, MAX_PIPELINE_SIZE)
         return cls(tensor_parallel_size, pipeline_parallel_size)
 
     @property
     def size(self) -> int:
-        """Of the world: how many ranks there are."""
         return self.tensor_size * self.pipeline_size
 
     def rank_at(self, stage: int, tensor_rank: int) -> int:
         return stage * self.tensor_size + tensor_rank
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """A rank's stage, and its rank among those that share the stage."""
+        """Return the stage of a rank, and its index in that stage."""
         return divmod(rank, self.tensor_size)
 
     def tensor_group(self, rank: int) -> list[int]:
-        """The ranks that share a rank's stage, itself included."""
+        """Return the ranks of the same stage."""
         stage, _ = self.place_of(rank)
         return [self.rank_at(stage, t) for t in range(self.tensor_size)]
 

@@ -19,7 +19,7 @@ from tinygpt.parallel.launch import Layout, launched_size, mpiexec_beside
 
 
 class Group(Protocol):
-    """Some ranks of a world: those that share a stage's layers."""
+    """Ranks that share the layers of a stage."""
 
     # (3,) int64: the address of MPI_Allgather, or of a C function that is called as it is; its datatype for float32,
     # and its communicator
@@ -27,7 +27,7 @@ class Group(Protocol):
 
 
 class World(Protocol):
-    """All ranks. Each call that is not `send`, `receive` or `abort` is made by all of them, in one order."""
+    """All ranks. Every rank makes the same calls in the same order, except `send`, `receive` and `abort`."""
 
     rank: int
     size: int
@@ -35,31 +35,29 @@ class World(Protocol):
     host: str
 
     def broadcast(self, values: np.ndarray) -> None:
-        """Fill int32 values with rank 0's. The others may wait for long, and sleep meanwhile."""
+        """Fill int32 values with those of rank 0. Other ranks sleep while they wait."""
 
-    def broadcast_object(self, value: Any = None) -> Any:
-        """What rank 0 has given."""
+    def broadcast_object(self, value: Any = None) -> Any: ...
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """What each rank has given, to rank 0; None to others."""
+        """Return the values of all ranks on rank 0, None elsewhere."""
 
     def scatter_objects(self, values: list[Any] | None = None) -> Any:
-        """One of those that rank 0 has given, each to another rank."""
+        """Return one of the values of rank 0 to each rank."""
 
-    def send(self, values: np.ndarray, rank: int) -> None:
-        """Give float32 values to a rank, which receives them."""
+    def send(self, values: np.ndarray, rank: int) -> None: ...
 
     def receive(self, values: np.ndarray, rank: int) -> None:
         """Fill float32 values with those that a rank sends."""
 
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
-        """As `receive`, while this rank does something else; what is returned waits for them."""
+        """Start to receive; return a function that waits."""
 
     def group(self, ranks: list[int]) -> Group:
-        """Those ranks, of which this is one. Every rank asks for its own group."""
+        """Return the group of these ranks, which include this one."""
 
     def abort(self, status: int) -> NoReturn:
-        """End all ranks at once, wherever they are."""
+        """End all ranks at once."""
 
 
 FAILED, TERMINATED = 1, 143  # 128 + SIGTERM, as a shell reports it
@@ -68,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_all(world: World, error: BaseException) -> NoReturn:
-    """Say on stderr what has failed on this rank, and end all: nobody knows where the others are now."""
+    """Print the error of this rank to stderr and end all ranks."""
     logger.debug("a step over several ranks has failed", exc_info=error)
     what = str(error) if isinstance(error, TinyGPTError) else repr(error)
     with suppress(OSError, ValueError):  # closed, or a disk that is full
@@ -81,7 +79,7 @@ def end_all(world: World, error: BaseException) -> NoReturn:
 
 @dataclass(frozen=True)
 class EndAtOnce:
-    """A handler of SIGTERM that ends all ranks, whatever they are doing."""
+    """A SIGTERM handler that ends all ranks."""
 
     world: World
 
@@ -95,7 +93,7 @@ SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH's, which it would leave behind wh
 
 
 def world_of(layout: Layout) -> "MpiWorld":
-    """`process_world`, if it has the layout's size; RequestError otherwise. Imports nothing that takes long."""
+    """Return `process_world`. Raise RequestError if its size is not the layout's."""
     world = process_world()
     if world.size != layout.size:
         raise RequestError(
@@ -107,8 +105,11 @@ def world_of(layout: Layout) -> "MpiWorld":
 
 @cache
 def process_world() -> "MpiWorld":
-    """The world that this process is a rank of. RequestError without mpi4py, or an MPI library that it can use, or
-    where another MPI's mpiexec has started the processes, so that each would be a world of its own."""
+    """Return the world of this process.
+
+    Raise RequestError if mpi4py or an MPI library is missing, or another MPI's mpiexec has started the processes: each
+    would be a world by itself.
+    """
     try:
         import mpi4py
 
@@ -131,7 +132,7 @@ def process_world() -> "MpiWorld":
 
 
 class MpiWorld:
-    """See World. Messages travel on communicators of its own, so that a program may use MPI beside it."""
+    """A World on duplicated communicators, so that a program may use MPI as well."""
 
     def __init__(self, mpi: Any):
         self._mpi, self._all = mpi, mpi.COMM_WORLD.Dup()
@@ -185,7 +186,7 @@ class MpiWorld:
 
 
 class MpiGroup:
-    """See Group. Kernels call the library's function themselves, without Python and its lock."""
+    """A Group. Kernels call the library function directly, without the GIL."""
 
     def __init__(self, mpi: Any, communicator: Any):
         self._communicator = communicator  # kept, because kernels have its handle

@@ -19,12 +19,15 @@ NO_ROWS = np.empty(0, np.int32)
 
 
 class RankModel:
-    """Shapes: N new tokens, R rows whose logits are wanted, V vocabulary, L layers, H heads, D head size, C n_embd."""
+    """The part of a model on one rank.
+
+    Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
+    """
 
     def __init__(
         self, world: World, group: Group | None, layout: Layout, source: ModelSource, sizes: EngineConfig, threads: int
     ):
-        """Load this rank's part. group: those that share its layers, if any do. Raises as ModelRunner does."""
+        """Load the part of this rank. group: the ranks that share its layers, or None."""
         self._world, self._group, self._layout, self._config = world, group, layout, source.config
         self._backend, self._file = source.backend, source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
@@ -43,13 +46,13 @@ class RankModel:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)
 
     def forward(self, batch: Batch) -> np.ndarray | None:
-        """Take a step. Logits (R, V), valid until the next one, on rank 0."""
+        """Run a step. Return logits (R, V) on rank 0, valid until the next step."""
         return self.begin(batch)()
 
     def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
-        """Take this rank's share of a step; what is returned waits for the others', and gives the logits on rank 0.
+        """Run this rank's share of a step. Return a function that waits for the logits on rank 0.
 
-        first_row: where they lie in its buffer, in which those of another step that has begun may lie, too.
+        first_row: of its logits in a buffer that several steps share.
         """
         row = 0
         found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
@@ -71,7 +74,7 @@ class RankModel:
         return finish
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Take a step. Hidden states (L + 1, N, C) and queries (L, N, C), on rank 0."""
+        """Run a step. Return hidden states (L + 1, N, C) and queries (L, N, C) on rank 0."""
         batch = replace(self._with_input(batch), logit_rows=NO_ROWS)
         hidden, queries = self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
         self._pass_on(batch)
@@ -86,18 +89,18 @@ class RankModel:
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Keys and values (L, H, stop - start, D), on rank 0."""
+        """Return keys and values (L, H, stop - start, D) on rank 0."""
         mine = self._backend.read_positions(self._kv_cache, slot, start, stop, self.part.head_size)
         found = self._world.gather_objects(mine)
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
     def write_positions(self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Put keys and values (L, H, n, D), which rank 0 has, into a slot: each rank is sent its share."""
+        """Write keys and values (L, H, n, D) of rank 0 into a slot: each rank receives its share."""
         shares = None if whole is None else [self._share(whole, part) for part in self._parts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
-        """CheckpointError if the weights are mapped from a file that was cut short."""
+        """Raise CheckpointError if the mapped file of weights was cut short."""
         if self._file is not None:
             self._file.check_whole()
 
@@ -107,7 +110,7 @@ class RankModel:
         return [np.ascontiguousarray(array[layers, heads]) for array in whole]
 
     def _with_input(self, batch: Batch) -> Batch:
-        """The batch with what the first of this rank's layers works on."""
+        """Return the batch with the input of this rank's first layer."""
         count = batch.token_ids.size
         if self._stage > 0:
             x = self._rows[:count]
@@ -119,7 +122,7 @@ class RankModel:
         return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
-        """Give the next stage what it goes on with."""
+        """Send the residual stream to the next stage."""
         if self._group is not None and self._workspace.buffers.ranks.status[0]:
             raise TinyGPTError("another rank is gone.")
         if not self.part.is_last:
@@ -127,9 +130,8 @@ class RankModel:
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
-        """Have other ranks' parts of the logits (R, V) arrive, each where it belongs; what waits for them.
-
-        Before the step begins: the last stage may have to wait until rank 0 takes them, and rank 0 for the last stage.
+        """Start to receive other ranks' parts of the logits (R, V), before the step: rank 0 and the last stage would
+        wait for each other.
         """
         last = self._layout.pipeline_size - 1
         sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
@@ -141,7 +143,6 @@ class RankModel:
         ]
 
     def _deliver(self, logits: np.ndarray, found: np.ndarray | None) -> None:
-        """Give rank 0 what this rank has of the logits of a run."""
         if self._world.rank:
             for row in logits:
                 self._world.send(row, 0)
@@ -149,7 +150,7 @@ class RankModel:
             found[:, : len(self.part.vocab)] = logits
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
-        """What all ranks have, by rank: joined along `axis` within a stage, and stage after stage."""
+        """Join the arrays of all ranks along `axis` within a stage, then stage after stage."""
         size = self._layout.tensor_size
         stages = [np.concatenate(parts[i : i + size], axis=axis) for i in range(0, len(parts), size)]
         return np.concatenate(stages)

@@ -30,11 +30,10 @@ LEAST_GROUP = 8  # sequences: smaller ones take nearly as long as all together, 
 
 
 class ParallelRunner(ModelRunner):
-    """Runs steps of one model on all ranks of a world. For one thread at a time; sampling is rank 0's alone."""
+    """Runs steps on all ranks, from one thread. Rank 0 alone samples."""
 
     def __init__(self, lead: RankZeroDriver, source: ModelSource, opening: LoadCommand):
-        """Have all ranks load their parts. Raises CheckpointError or RequestError, naming the rank where it is another
-        one that cannot, and all wait for the next model then."""
+        """Load the parts of all ranks. Raise CheckpointError or RequestError with the rank that fails."""
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
@@ -56,7 +55,7 @@ class ParallelRunner(ModelRunner):
         return self._ordered(lambda model: model.forward(batch), Command.FORWARD, batch=batch)
 
     def stop_early(self, is_wanted: bool) -> None:
-        """What the stages have begun is brought to its end."""
+        """Do nothing: stages finish the steps that they have begun."""
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         return GROUP_STEPS if self._stages > 1 and num_sequences >= self._stages * LEAST_GROUP else 1
@@ -117,20 +116,18 @@ class Ranks:
     layout: Layout
 
     def threads(self, threads: Any) -> int:
-        """How many threads rank 0 computes with: `threads` checked, or its share of the cores."""
         return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
 
     def new_runner(
         self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
     ) -> ParallelRunner:
-        """A runner of all ranks. arguments: what ModelSource.open was given, for the others; threads: as asked for."""
+        """Return a runner of all ranks. arguments: of ModelSource.open, for the others."""
         check_cut(self.layout, source.config, source.dtype, arguments[2])
         return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
 
 
 def join(layout: Layout, world: World) -> Ranks:
-    """The ranks of a world of the layout's size, on rank 0. The others do not return: they follow until rank 0's
-    program ends, and exit."""
+    """Return the ranks on rank 0. Other ranks follow until rank 0 ends, then exit."""
     if world.rank:
         follow_as_process(world)
         sys.exit(0)
@@ -144,10 +141,9 @@ def open_sources(
     device: str = "cpu",
     kv_cache_dtype: str = "auto",
 ) -> list[ModelSource]:
-    """The checkpoint, opened once, in each dtype. LLM's docstring says what the arguments are.
+    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size.
 
-    ranks: tensor_parallel_size and pipeline_parallel_size.
-    Raises CheckpointError if it cannot be opened, RequestError for what is impossible in any of the dtypes.
+    Raise CheckpointError or RequestError before anything is measured.
     """
     sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
     if ranks != (1, 1):
