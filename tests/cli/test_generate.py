@@ -11,9 +11,10 @@ import pytest
 
 from support.commands import STATS
 from support.demo import EOS
-from tinygpt import SamplingParams
+from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.kernels import cpu as kernels
+from tinygpt.kernels.cpu import jit
 from tinygpt.outputs import RequestOutput
 
 BASE = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 7}
@@ -122,6 +123,18 @@ def test_a_file_is_the_prompt_as_it_is(run, tmp_path, flag):
     path.write_bytes(b"caf\xe9")
     assert "byte 3" in run([flag, str(path)]).err
     assert "cannot be read" in run([flag, str(tmp_path / "absent")]).err
+
+
+@pytest.mark.parametrize("num_compiled", [0, 1])
+def test_a_first_run_compiles_before_rates_are_measured(run, monkeypatch, num_compiled):
+    given, generate = [], LLM.generate
+    monkeypatch.setattr(
+        LLM, "generate", lambda llm, prompts, *rest: given.append(prompts) or generate(llm, prompts, *rest)
+    )
+    monkeypatch.setattr(jit.kernel_cache(), "num_compiled", num_compiled)
+    result = run("Once --seed 7 --max-tokens 8")
+    assert given == num_compiled * [[[0]]]
+    assert STATS.fullmatch(result.err).groups() == ("7", "7")
 
 
 # --- stdin

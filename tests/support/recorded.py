@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -164,4 +163,6 @@ if __name__ == "__main__":
         sys.exit(f"Recording {MISSING}.")
     os.environ[IS_RECORDING] = "1"
     asking = [str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)]
-    sys.exit(pytest.main(["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)], [Recorder(not sys.argv[1:])]))
+    sys.exit(
+        pytest.main(["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)], [Recorder(not sys.argv[1:])])
+    )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.input import PromptRecord, is_unicode, read_prompts, refuse_lines
-from tinygpt.cli.loading import load_llm, sigterm_raises
+from tinygpt.cli.loading import load_llm, sigterm_raises, warm_up
 from tinygpt.cli.output import counted, emit, log, progress, rates
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
 from tinygpt.weights.files import sync, sync_folder
@@ -122,6 +122,7 @@ def _answer(
     check_dtype(args.output, earlier, llm.dtype)
     # generate_as_finished checks when it is called, and runs when it is iterated.
     tasks = read_tasks(args.input, pending, llm.read_prompt, llm.generate_as_finished)
+    warm_up(llm, args)
     before = llm.engine.throughput
     prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
     outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)

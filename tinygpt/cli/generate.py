@@ -8,7 +8,7 @@ from tinygpt.cli.batch import num_cut, record_line, run_batch
 from tinygpt.cli.flags import add_group, add_sampling_groups, flag_of, params_of, with_seed
 from tinygpt.cli.input import STDIN, decode, read_bytes, text_of_stdin
 from tinygpt.cli.interactive import run_interactive
-from tinygpt.cli.loading import load_llm
+from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.output import counted, emit, log, rates
 from tinygpt.errors import RequestError
 
@@ -151,6 +151,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: "SamplingParams") -
     prompt = llm.read_prompt(text)
     if num_truncated := llm.num_truncated_tokens(prompt, params):
         log(f"the first {counted(num_truncated, 'token')} of the prompt exceed the model's positions and are truncated")
+    warm_up(llm, args)
     front = text if args.echo else ""
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1

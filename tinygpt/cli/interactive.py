@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tinygpt.cli.loading import load_llm
+from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.output import emit, log, rates
 from tinygpt.errors import RequestError, suggest
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
@@ -29,6 +29,7 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str
     session = llm.session()
     session.extend([0])  # an empty session without BOS has nothing to go on from
     session.stream(params).close()  # raises if the params are impossible for this model
+    warm_up(llm, args)
     turns = Turns(llm, params)
     seed = f"; seed {params.seed}" if params.temperature else ""
     log(f"type a text, and :help for more; load {load_seconds:.2f} s{seed}")

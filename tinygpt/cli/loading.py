@@ -74,6 +74,20 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     return llm, time.perf_counter() - started
 
 
+def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
+    """Take a step after a first run has compiled kernels to load the model: rates then contain no compilation."""
+    if args.device != "cpu":
+        return
+    from tinygpt.kernels.cpu.jit import kernel_cache
+    from tinygpt.sampling_params import SamplingParams
+
+    if kernel_cache().num_compiled:
+        params = SamplingParams(
+            max_tokens=2, temperature=getattr(args, "temperature", 1.0), top_k=40, top_p=0.95, seed=0
+        )
+        llm.generate([[0]], params)
+
+
 def warn_if_oversubscribed(threads: int | Sequence[int] | None) -> None:
     given = (threads,) if isinstance(threads, int) else threads or ()
     most, num_cores = max(given, default=0), logical_cores()

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> None:
         llm, _ = loading.load_llm(args, max_queue=args.max_queue)
         with llm:
             message = _tokenizer_message(llm)
+            loading.warm_up(llm, args)
             configure_logging(args.log_format)
             app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
 

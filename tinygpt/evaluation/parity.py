@@ -165,9 +165,7 @@ def load_goldens(path: Path) -> list[Golden]:
                     raise KeyError("format")
                 return [_golden(arrays, i) for i in range(sum(name.startswith("token_ids.") for name in arrays.files))]
         except Exception as error:  # of zipfile, zlib or NumPy; some are OSErrors
-            raise RequestError(
-                f"{path} is no file of --save-golden, or a damaged one: make it again."
-            ) from error
+            raise RequestError(f"{path} is no file of --save-golden, or a damaged one: make it again.") from error
 
 
 def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
