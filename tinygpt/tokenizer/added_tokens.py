@@ -29,10 +29,10 @@ class AddedToken:
 
 
 class AddedTokenSplitter:
-    """Splits a text at the added tokens in it, as Hugging Face's `tokenizers` does.
+    """Splits a text at its added tokens, as Hugging Face's `tokenizers` does.
 
-    Tokens with normalized=False are looked for first, then the others in what is left; of those that start
-    at one place the longest is taken.
+    Tokens with normalized=False are found first, then the others in the rest; of tokens that start at one position, the
+    longest.
     """
 
     def __init__(self, tokens: Iterable[AddedToken]):
@@ -41,9 +41,9 @@ class AddedTokenSplitter:
         self._passes = [_Pass(group) for group in passes if group]
 
     def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
-        """The text in order: an id for each added token found, a non-empty string for what lies between.
+        """Yield the text in order: an id for each added token, a non-empty string between two.
 
-        split_special_tokens: a special token stays text, and also hides the tokens of its own pass that it overlaps.
+        split_special_tokens: a special token stays text, and hides the tokens of its pass that it overlaps.
         """
         parts: list[str | int] = [text] if text else []
         for matcher in self._passes:
@@ -89,11 +89,12 @@ _NAMES = [field.name for field in fields(AddedToken)]
 
 
 def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every added token, in the form that tokenizer.json lists them in, each once.
+    """Return each added token once, as tokenizer.json lists them.
 
-    `spec` is a tokenizer.json; `options` is tokenizer_config.json, for older checkpoints with
-    special_tokens_map.json in it and, as `added_tokens`, added_tokens.json. Raises CheckpointError where a
-    file gives a token another id than Hugging Face's libraries do: the model knows it by only one of them.
+    spec: a tokenizer.json. options: tokenizer_config.json, for older checkpoints with special_tokens_map.json in it and
+        added_tokens.json as `added_tokens`.
+
+    Raise CheckpointError if a file gives a token another id than Hugging Face's libraries do.
     """
     tokens: dict[str, AddedToken] = {}
     ids = _Ids(spec["model"].get("vocab"))
@@ -105,7 +106,7 @@ def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dic
 
 
 def content_of(token: Any) -> str:
-    """The text of a token that a file gives as a string or as an object. Raises CheckpointError."""
+    """Return the text of a token that a file gives as a string or an object. Raise CheckpointError."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")
@@ -113,7 +114,7 @@ def content_of(token: Any) -> str:
 
 
 def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The added tokens of each file in the order of their ids, then those that options name by their use."""
+    """Yield the added tokens of each file by id, then the tokens that options name by their use."""
     named = list(_special_tokens(options))
     special = {content_of(token) for token in named}
     decoder = {int(i): entry for i, entry in options.get("added_tokens_decoder", {}).items()}
@@ -129,7 +130,6 @@ def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str
 
 
 def _named_entry(token: Any) -> dict[str, Any]:
-    """A token that an option names is special. As an object it has flags of its own, which transformers keeps."""
     flags = token if isinstance(token, dict) else {}
     if "__type" in flags:  # written before the token was known to be special
         flags = {"normalized": True, **flags}
@@ -148,7 +148,7 @@ def _is_token(value: Any) -> bool:
 
 
 def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
-    """What an entry of a file says, for a token of this id. Raises CheckpointError."""
+    """Return the added token of an entry with this id. Raise CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
             f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "
@@ -166,7 +166,7 @@ def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
 
 
 class _Ids:
-    """Gives ids as `tokenizers` does: a token of the vocabulary keeps its own, another gets the next one."""
+    """Assigns ids as `tokenizers` does: a token of the vocabulary keeps its id, another gets the next one."""
 
     def __init__(self, vocab: Any):
         entries = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab or ())}

@@ -17,7 +17,7 @@ from tinygpt.weights.files import VOCAB_AND_MERGES, how_to_replace, read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError."""
+    """Return the JSON object in a file. Raise CheckpointError."""
     text = read_text(path)
     try:
         content = json.loads(text)
@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The UTF-8 text in a file, line ends as one newline each. Raises CheckpointError."""
+    """Return the UTF-8 text of a file with universal newlines. Raise CheckpointError."""
     try:
         return read_regular_text(path)
     except OSError as error:
@@ -48,7 +48,7 @@ Pair = tuple[str, str]
 
 
 def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
-    """The pairs in a merges.txt. CheckpointError where a line is none, and where the last one is broken off."""
+    """Return the pairs of a merges.txt. Raise CheckpointError for a malformed or incomplete line."""
     text = read_text(path)
     lines = text.removesuffix("\n").split("\n")
     if lines[0].startswith("#version") or lines == [""]:
@@ -62,7 +62,7 @@ def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
 
 
 def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
-    """Merges as pairs of tokens, from "left right" or [left, right]. Raises CheckpointError."""
+    """Return merges, "left right" or [left, right], as pairs of tokens. Raise CheckpointError."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
     if set(map(len, pairs)) - {2} or not all(chain.from_iterable(pairs)):
@@ -74,9 +74,9 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
 
 
 def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
-    """CheckpointError where tokens are left that the pairs of the file `path` should have made.
+    """Raise CheckpointError if tokens are left that no pair of the file makes.
 
-    A trainer makes every token of two others by a merge, but for single characters. added: tokens that need none.
+    A trainer makes each token but single characters by a merge. added: tokens that need none.
     """
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
     if num_longer - len(pairs) <= FEW:  # a quick look, as each makes one token
@@ -99,7 +99,6 @@ def _is_whole(line: str, vocab: Mapping[str, int]) -> bool:
 
 
 def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
-    """Whether a merge could make the token of two others."""
     return any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
 
 
@@ -112,13 +111,13 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
-    """The tokenizer of `folder` in the form of a tokenizer.json, merges as pairs, every added token listed.
+    """Return the tokenizer of a folder as a tokenizer.json, with merges as pairs and all added tokens.
 
-    `eos_token` is the text of the end-of-text token: GPT-2's where no file names one.
+    `eos_token` is the text of the end-of-text token: GPT-2's by default. The first of these is read: tokenizer.json;
+    vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt. tokenizer_config.json, special_tokens_map.json and
+    added_tokens.json add to it, as in transformers.
 
-    Taken from the first of tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
-    tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers.
-    Raises CheckpointError, and NoTokenizerError where there is none, or one that is not implemented.
+    Raise CheckpointError, or NoTokenizerError if there is none or it is not implemented.
     """
     options = _read_options(folder)
     if (folder / "tokenizer.json").exists():
@@ -164,9 +163,9 @@ def _from_tokenizer_json(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The content of a tokenizer.json, its merges as pairs and every added token listed; `path` is where it stood.
+    """Return the content of a tokenizer.json with merges as pairs and all added tokens.
 
-    options: those of tokenizer_config.json. Raises CheckpointError.
+    path: of the file. options: of tokenizer_config.json. Raise CheckpointError.
     """
     model = spec.get("model")
     if not isinstance(model, dict):
@@ -185,7 +184,7 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
 
 
 def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """GPT-2's tokenizer, or GPT-1's, whose two files hold the model and leave the rest to be known."""
+    """Return GPT-2's or GPT-1's tokenizer: the two files hold only the model."""
     ids = read_json(vocab)
     _check_vocabulary(ids, vocab)
     is_gpt1s = _marks_ends_of_words(ids)
@@ -215,12 +214,11 @@ def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
-    """Whether this is GPT-1's kind: GPT-2's marks spaces."""
     return not any(SPACE in token for token in vocab) and any(token.endswith(END_OF_WORD) for token in vocab)
 
 
 def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
-    """NoTokenizerError for a tokenizer of another model, which cuts words by rules of its own."""
+    """Raise NoTokenizerError for a tokenizer that splits words by other rules."""
     if vocab.keys() >= THEIR_ENDS:
         raise NoTokenizerError(
             f"{path} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
@@ -229,7 +227,7 @@ def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """BPE of lower-cased words, as transformers' tokenizer of GPT-1 has it where it runs on `tokenizers`."""
+    """Return BPE of lower-cased words, as transformers runs GPT-1's tokenizer."""
     options = {"unk_token": GPT1_UNKNOWN} | options
     spec = {
         "version": "1.0",
@@ -249,7 +247,7 @@ def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """BERT's tokenizer, a word piece a line, which Chinese GPT-2s use."""
+    """Return BERT's tokenizer, a word piece a line, which Chinese GPT-2s use."""
     options = BERT_SPECIAL_TOKENS | options
     tokens = read_text(path).removesuffix("\n").split("\n")
     spec = {
@@ -276,7 +274,7 @@ def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str, Any]:
-    """A post_processor that puts a token before and one after every text, or neither."""
+    """Return a post_processor that puts a token before and after every text, or neither."""
     ids = {entry["content"]: entry["id"] for entry in added}
     names = [content_of(token) if token else None for token in (before, after)]
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]

@@ -65,7 +65,7 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 class _MergeRanks:
-    """The ranks of merges by those of the two tokens that they join, for many pairs at once."""
+    """Looks up the ranks of merges by the ranks of their two tokens, for many pairs at once."""
 
     def __init__(self, left: np.ndarray, right: np.ndarray):
         self._num_ranks = NUM_BYTES + len(left)
@@ -76,7 +76,7 @@ class _MergeRanks:
         self._may_be[keys & (NUM_SLOTS - 1)] = True
 
     def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The rank of the merge of each pair (N,), NEVER where there is none."""
+        """Return the rank of the merge of each pair (N,), NEVER if there is none."""
         keys = left * self._num_ranks + right
         ranks = np.full(len(keys), NEVER)
         (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth: to search for all takes long
@@ -108,11 +108,11 @@ _BYTE_OF[[*map(ord, _CHARACTERS.values())]] = [*_CHARACTERS]
 
 
 class UnlikeGPT2(Exception):
-    """A tokenizer is not byte-level BPE as GPT-2 has it; the message, the end of a sentence, says why."""
+    """A tokenizer is not byte-level BPE like GPT-2's. The message gives the reason."""
 
 
 def token_to_bytes(token: str) -> bytes:
-    """The bytes of a token as vocabularies write it; a token in other characters stands for itself."""
+    """Return the bytes of a token as vocabularies write it; other characters stand for themselves."""
     try:
         return token.translate(_TO_LATIN1).encode("latin-1")
     except UnicodeEncodeError:
@@ -120,7 +120,6 @@ def token_to_bytes(token: str) -> bytes:
 
 
 def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
-    """`token_to_bytes` of each."""
     numbers = np.frombuffer("".join(tokens).encode("utf-16-le", "surrogatepass"), "<u2")
     found = _BYTE_OF[np.minimum(numbers, len(_BYTE_OF) - 1)]
     if _NO_BYTE in found:  # a token in other characters
@@ -130,14 +129,12 @@ def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
 
 
 class Vocabulary(NamedTuple):
-    """What vocabulary and merges come down to."""
-
     bytes_of: dict[int, bytes]  # by token id
     id_of_rank: dict[int, int]  # the token id of each of tiktoken's ranks that is a token
 
 
 def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
-    """The vocabulary of the `model` of a tokenizer.json. Raises UnlikeGPT2."""
+    """Return the vocabulary of the `model` of a tokenizer.json. Raise UnlikeGPT2."""
     vocab = model["vocab"]
     alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
     ranks = token_ranks(model["merges"], alphabet)
@@ -146,9 +143,9 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteLevelBPE:
-    """Runs a tokenizer that `read_tokenizer` read; raises UnlikeGPT2 for one of another kind.
+    """Runs a tokenizer of `read_tokenizer`. Raise UnlikeGPT2 for other kinds.
 
-    vocabulary: that of spec["model"], whose own is then not looked at.
+    vocabulary: replaces that of spec["model"].
     """
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
@@ -230,7 +227,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
 
 
 def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """The ids that a post_processor puts before and after every text."""
+    """Return the ids that a post_processor puts before and after every text."""
     if _type(processor) in (None, "ByteLevel"):
         return [], []
     if _type(processor) == "Sequence":

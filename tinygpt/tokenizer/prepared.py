@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def write_prepared(folder: Path) -> None:
-    """Write PREPARED_FILE beside the tokenizer's files in `folder`, where these are whole, and of GPT-2's kind."""
+    """Write PREPARED_FILE for the tokenizer files in `folder`, if they are valid and like GPT-2's."""
     try:
         spec = read_tokenizer(folder)
         ByteLevelBPE(spec)
@@ -38,7 +38,7 @@ def write_prepared(folder: Path) -> None:
 
 
 def read_prepared(folder: Path) -> ByteLevelBPE | None:
-    """The tokenizer; None where its own files have to be read."""
+    """Return the tokenizer, or None if the files themselves must be read."""
     file = folder / PREPARED_FILE
     try:
         digest, _, payload = _read(file).partition(b"\n")
@@ -69,7 +69,7 @@ def _digest(folder: Path, payload: bytes) -> bytes:
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:
-    """What readers of files make sure of. Whoever can write this one can write its digest, too."""
+    """Check what the readers of other files check."""
     for entry in spec["added_tokens"]:
         if type(entry["id"]) is not int or entry["id"] < 0:
             raise ValueError(f"{entry['id']!r} is no token id")
@@ -87,7 +87,7 @@ def _as_json(vocabulary: Vocabulary) -> dict[str, str]:
 
 
 def _vocabulary(content: dict[str, str]) -> Vocabulary:
-    """ValueError where it is none: tiktoken would end the process."""
+    """Raise ValueError for a damaged vocabulary: tiktoken would end the process."""
     ranks, ids, lengths = (
         np.frombuffer(bytes.fromhex(content[name]), NUMBERS).tolist() for name in ("ranks", "ids", "lengths")
     )

@@ -6,20 +6,19 @@ from typing import Protocol
 
 
 class Detokenizer(Protocol):
-    """All texts pushed out, with what `finish` gives, are decode(ids, skip_special_tokens=True)."""
+    """All texts pushed, with that of `finish`, are decode(ids, skip_special_tokens=True)."""
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes: never part of a character, and often nothing."""
+        """Return the text that `token_id` completes: whole characters, often none."""
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        """As `push` of one after another."""
+    def push_all(self, token_ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str:
-        """What is left when no more ids come: U+FFFD for a character that was never completed."""
+        """Return the rest: U+FFFD for an incomplete character."""
 
 
 class ByteDetokenizer:
-    """For tokenizers whose tokens are bytes: UTF-8 decoded as the bytes arrive."""
+    """Decodes UTF-8 incrementally, for tokens that are bytes."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
@@ -36,10 +35,7 @@ class ByteDetokenizer:
 
 
 class PrefixDetokenizer:
-    """For any other tokenizer: decodes all ids so far at each step, and gives what is new.
-
-    That is quadratic in the length, and right for decoders that look at neighbouring tokens.
-    """
+    """Decodes all ids at each step and returns the new text, for decoders that look at neighboring tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], is_plain: Callable[[int], bool]):
         self._decode = decode
@@ -71,10 +67,10 @@ class PrefixDetokenizer:
 
 
 class TextStream:
-    """`text` grows by what `push` and `finish` return, and is never taken back.
+    """A text that grows by the results of `push` and `finish`.
 
-    stop: the strings that end the text. They are cut off unless is_stop_included. One that is complete within the text
-    of the first min_tokens tokens ends nothing; one that only begins there does.
+    stop: strings that end the text, cut off unless is_stop_included. A stop string that is complete within the first
+        min_tokens tokens is ignored.
     """
 
     def __init__(
@@ -93,21 +89,20 @@ class TextStream:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that was found."""
+        """Return the stop string that ended the text."""
         return self._stop_strings.matched
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token."""
         self._is_early = self._num_early > 0
         self._num_early -= self._is_early
         return self._give(self._stop_strings.push(self._detokenizer.push(token_id), self._is_early))
 
     def push_later(self, token_id: int) -> None:
-        """Take a token whose text is not needed before `finish`, where no string ends the text."""
+        """Add a token whose text is not needed before `finish`, without stop strings."""
         self._later.append(token_id)
 
     def finish(self) -> str:
-        """The text that was waiting, when no more tokens come."""
+        """Return the text that was held back."""
         later, self._later = self._later, []
         text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish(), self._is_early)
         return self._give(text + self._stop_strings.finish())
@@ -118,12 +113,10 @@ class TextStream:
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, however the text is cut.
+    """Passes text on up to the first stop string, however the text is cut.
 
-    The first is the one that is complete first, as generation would have ended there; of two that are
-    complete at one character, the longer, so that no part of it is left. `matched` then names it. Text that
-    may be the beginning of a stop string waits: what is given is always a prefix of the final text.
-    is_included: the stop string itself is let through too.
+    The first stop string is the one that is complete first, and of two that end at one character the longer: `matched`.
+    Text that may begin a stop string is held back.
     """
 
     def __init__(self, stop: Sequence[str], is_included: bool = False):
@@ -134,7 +127,9 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, is_early: bool = False) -> str:
-        """The text that is now safe to give; after a match, nothing. is_early: no stop string may be complete in it."""
+        """Return the text that is certain; nothing after a match. is_early: ignore stop strings that are complete in
+        it.
+        """
         if not self._stop:
             return text
         if self.matched is not None:
@@ -150,20 +145,17 @@ class StopStrings:
         return text[:safe]
 
     def finish(self) -> str:
-        """The text that was waiting, when no more comes."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _complete_behind(self, num_seen: int, text: str) -> list[tuple[int, int, str]]:
-        """(end, minus its length, stop string) of each that is in `text` with more than the first num_seen characters.
-
-        Whatever is complete among those was too early.
-        """
+        """Return (end, minus its length, stop string) of each that ends after the first num_seen characters."""
         starts = ((text.find(stop, max(num_seen + 1 - len(stop), 0)), stop) for stop in self._stop)
         return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
     def _unsettled(self, text: str) -> int:
-        """The length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length

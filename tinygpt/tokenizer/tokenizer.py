@@ -16,7 +16,7 @@ from tinygpt.weights.files import how_to_replace
 
 
 class CharacterTokenizer:
-    """Runs a tokenizer whose words are single characters, and which `is_characters` recognises."""
+    """Runs a tokenizer whose words are single characters, as nanoGPT's smallest models have."""
 
     special_ids: frozenset[int] = frozenset()
     eos_token_id = None  # texts end by their length
@@ -52,7 +52,7 @@ class CharacterTokenizer:
 
 
 def is_characters(spec: dict[str, Any]) -> bool:
-    """Whether the words of a tokenizer are single characters, and nothing is done to a text but to look them up."""
+    """Return whether the words are single characters, and texts are only looked up."""
     model, splitter = spec["model"], spec["pre_tokenizer"] or {}
     nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
     return (
@@ -69,10 +69,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class LibraryTokenizer:
-    """Runs a tokenizer that `read_tokenizer` read, as Hugging Face's library does.
-
-    Raise CheckpointError if the library refuses the tokenizer.
-    """
+    """Runs a tokenizer of `read_tokenizer` on Hugging Face's `tokenizers`. Raise CheckpointError if it is refused."""
 
     def __init__(self, spec: dict[str, Any]):
         import tokenizers  # here: GPT-2 itself does without
@@ -125,14 +122,13 @@ class LibraryTokenizer:
         return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
 
     def _is_plain(self, token_id: int) -> bool:
-        """Whether a token gives text, and not one byte of it."""
         if token_id >= self.vocab_size or token_id in self.special_ids:
             return False
         return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
 
 
 class TokenizerModel(Protocol):
-    """What a kind of tokenizer provides; `Tokenizer` checks what goes in."""
+    """The interface of the three kinds of tokenizers; `Tokenizer` checks arguments."""
 
     vocab_size: int
     num_tokens: int
@@ -151,12 +147,11 @@ class TokenizerModel(Protocol):
 
 
 class Tokenizer:
-    """Text to token ids and back, as the files of a checkpoint say.
+    """Text to token ids and back.
 
-    `vocab_size` is one more than the highest token id; a model may have more rows, which decode to nothing.
-    `len` of it is how many tokens there are. `eos_token_id` is the end-of-text token's id, None if there is none.
-    `special_ids` are the ids that `skip_special_tokens` leaves out. `split_special_tokens` is what `encode` does
-    where it is not told otherwise.
+    vocab_size: the highest token id + 1; further rows of a model decode to nothing. len(): the number of tokens.
+        eos_token_id: of the end-of-text token, or None. special_ids: the ids that skip_special_tokens leaves out.
+        split_special_tokens: the default of `encode`.
     """
 
     def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
@@ -174,17 +169,18 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """Load the tokenizer of a checkpoint folder, in any of the forms that `read_tokenizer` knows.
+        """Load the tokenizer of a checkpoint folder.
 
-        Byte-level BPE as GPT-2 has it runs on tiktoken, everything else on the optional package
-        `tokenizers`. split_special_tokens: as for `encode`, where that is not given it. Raises NoTokenizerError
-        where there is no tokenizer, or none that runs here, and CheckpointError where it is damaged.
+        Byte-level BPE as GPT-2's runs on tiktoken, all else on `tokenizers`. split_special_tokens: the default of
+        `encode`.
+
+        Raise NoTokenizerError if there is none that runs, CheckpointError if it is damaged.
         """
         return cls._made_of(lambda: _load_folder(Path(path)), path, split_special_tokens)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """A tokenizer that stood in the file `path`, in the form of a tokenizer.json; otherwise as `from_folder`."""
+        """Return a tokenizer from the content of a tokenizer.json that stood in the file `path`."""
         return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
 
     @classmethod
@@ -201,12 +197,12 @@ class Tokenizer:
             ) from error
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
-        """The token ids of `text`, with what the tokenizer adds around every text (GPT-2's adds nothing).
+        """Return the token ids of a text, with the tokens that the tokenizer adds around every text.
 
-        A special token such as <|endoftext|> that is written in the text is that token. split_special_tokens: it is
-        plain text, as befits a text of unknown origin; None is what the tokenizer was loaded with.
-        Raises RequestError for what is no string, and for lone surrogates, which are half a character and have no
-        UTF-8 form.
+        split_special_tokens: read a special token such as <|endoftext|> in the text as plain text, for texts of unknown
+            origin; None is the default of the tokenizer.
+
+        Raise RequestError for a value that is no string or holds lone surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
@@ -223,7 +219,7 @@ class Tokenizer:
         return self._model.encode(text, split_special_tokens)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """As Hugging Face's: {"input_ids": token ids, "attention_mask": ones}, lists of them for a list of texts."""
+        """Return {"input_ids": ids, "attention_mask": ones} as Hugging Face's; lists of them for a list of texts."""
         if isinstance(text, str):
             ids = self.encode(text, split_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -231,30 +227,26 @@ class Tokenizer:
         return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of `ids`; bytes that are no UTF-8 become U+FFFD.
-
-        An id the tokenizer does not have gives no text, because a model's vocabulary may be padded beyond
-        it. Raises RequestError for what is no token id at all.
-        """
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, an unknown id nothing. Raise RequestError."""
         ids = list(ids)
         for position, token_id in enumerate(ids):
             _check_token_id(token_id, position)
         return self._model.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in a text, often part of a character; none for an id without a token.
+        """Return the bytes of a token, often part of a character; none for an unknown id.
 
-        Raises RequestError where the tokens are not bytes: text then depends on neighbouring tokens.
+        Raise RequestError if the tokens are not bytes: text then depends on neighboring tokens.
         """
         _check_token_id(token_id, 0)
         return self._model.token_bytes(token_id)
 
     def ids_from(self, first: int) -> list[int]:
-        """The ids of tokens from `first` up, in order: with a model's vocab_size, those that it has no row for."""
+        """Return the ids of tokens from `first` up, in order."""
         return self._model.ids_from(first)
 
     def detokenizer(self) -> Detokenizer:
-        """A new stream from token ids to text: `push` them one at a time, then `finish`."""
+        """Return a new stream: `push` token ids, then `finish`."""
         return self._model.detokenizer()
 
 
@@ -272,7 +264,7 @@ def _load(spec: dict[str, Any]) -> TokenizerModel:
 
 
 def check_switch(split_special_tokens: Any) -> None:
-    """Refuse what is neither True nor False: a text such as "no" would be taken for True."""
+    """Raise RequestError unless the value is True or False."""
     if not isinstance(split_special_tokens, bool):
         raise RequestError(f"split_special_tokens is {split_special_tokens!r} and must be True or False.")
 
