@@ -1,4 +1,4 @@
-"""RemoteLLM: an LLM whose model runs behind `tinygpt serve`.
+"""RemoteLLM: an LLM whose model runs in a `tinygpt serve` process.
 
 Nothing that computes is imported, neither NumPy nor Numba.
 """
@@ -46,7 +46,7 @@ Result = TypeVar("Result")
 
 
 class RemoteLLM:
-    """An LLM behind a server: generate, stream, submit, score and embed return the same bits as in an LLM.
+    """An LLM in a server: generate, stream, submit, score and embed return the same bits as in an LLM.
 
     url: the server's address, with or without /v1 at its end. api_key: None is the variable TINYGPT_API_KEY.
     timeout: seconds of silence after which a request fails.

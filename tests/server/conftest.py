@@ -1,4 +1,4 @@
-"""The demo behind a server, for all tests of a file."""
+"""The demo in a server, one for all tests of a file."""
 
 from importlib.util import find_spec
 
@@ -28,7 +28,7 @@ def server(llm):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
-    """After every test each slot is free and nobody waits."""
+    """After every test all slots are free and no sample waits."""
     yield
     if "llm" in request.fixturenames:
         from support.serving import until

@@ -1,4 +1,4 @@
-"""/v1/completions beside the library: the same tokens, texts and log probabilities, whole and in streams."""
+"""/v1/completions compared with the library: the same tokens, texts and log probabilities, whole and in streams."""
 
 import pytest
 
@@ -240,7 +240,7 @@ def test_prompt_logprobs_in_vllms_words(server, llm):
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_candidates_have_ids_where_ids_are_asked_for(server, llm, is_streamed):
-    """By name: an object of JavaScript puts names that are numbers before all others."""
+    """JavaScript reorders keys that are numbers, so clients look up ids by name."""
     asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 6, "echo": True, "stream": is_streamed}
     reply = server.complete(**asked, return_token_ids=True)
     found = [

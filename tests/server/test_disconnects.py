@@ -86,7 +86,7 @@ def test_a_client_that_is_killed(server, llm, gate):
 
 
 def test_others_go_on(server, llm, gate):
-    """A neighbour's text is the same, whoever leaves beside it."""
+    """Another request's text is the same after a disconnect."""
     gate.allow(float("inf"))
     asked = {"prompt": "The king", "seed": 5, "max_tokens": 30}
     alone = server.complete(**asked).json["choices"]

@@ -1,6 +1,5 @@
 """SIGTERM: no new work, what runs may finish, and what does not is told so; then exit status 0."""
 
-import asyncio
 import os
 import re
 import signal
@@ -17,9 +16,6 @@ from support.http_client import RawRequest, ask
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import served, until
-from tinygpt.server.api import ServerConfig
-from tinygpt.server.app import create_app
-from tinygpt.server.serve import Server, listen
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
@@ -93,14 +89,6 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
         assert not server.thread.is_alive()
         stream.close()
         plain.close()
-
-
-def test_a_signal_before_the_server_runs_ends_it(llm):
-    """Nothing has been served, and nothing is to be drained."""
-    server = Server(create_app(llm, ServerConfig(served_model_names=("demo",))), 60.0, lambda: None)
-    server.handle_exit(signal.SIGTERM, None)
-    with listen("127.0.0.1", 0) as listener:
-        asyncio.run(asyncio.wait_for(server.serve([listener]), 60))
 
 
 class Process:

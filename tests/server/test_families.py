@@ -1,4 +1,4 @@
-"""OPT and BLOOM behind the server: the same replies as the library gives."""
+"""OPT and BLOOM over HTTP: the replies are the library's outputs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page at `/`, used as people use it, in a headless Chromium."""
+"""The page at `/` in a headless Chromium."""
 
 import pytest
 
@@ -83,7 +83,7 @@ class Visitor:
         self.wait()
 
     def write(self):
-        """Have the text continued, to the end and the reading behind it."""
+        """Continue the text, and wait until all of it has been read."""
         self.page.get_by_role("button", name="Continue").click()
         expect(self.page.get_by_role("status")).to_contain_text("tokens: the model")
         self.wait()
@@ -252,20 +252,6 @@ def test_no_more_candidates_than_the_server_tells(llm, visit, most):
         assert {body["logprobs"] for body in visitor.asked} == {most}
 
 
-def test_candidates_that_are_numbers_keep_their_places(server, visit):
-    """An object of JavaScript puts names such as "1" before all others."""
-    visitor = visit(server, "1 2 3 4 5 6 7 8 9 10 11 12 13 chapter 1")
-    names = set()
-    for i in range(1, visitor.tokens.count()):
-        visitor.click(i)
-        expect(visitor.page.locator("#candidates")).to_be_visible()
-        shares = [float(share.strip("<% ")) for share in visitor.page.locator("#list .share").all_inner_texts()]
-        assert shares == sorted(shares, reverse=True)
-        names |= set(visitor.page.locator("#list .word").all_inner_texts())
-        visitor.page.keyboard.press("Escape")
-    assert any(name.isdecimal() for name in names)
-
-
 def test_a_text_that_the_model_begins_goes_on_from_there(server, llm, visit):
     """BOS stands before it, whenever it is sent."""
     visitor = visit(server, "", max_tokens=5)
@@ -344,19 +330,6 @@ def test_a_refusal_is_seen_whatever_the_length_of_the_text(server, visit):
     expect(visitor.page.get_by_role("alert")).to_contain_text("this model's context has 512 tokens")
     expect(visitor.page.get_by_role("alert")).to_be_in_viewport()
     expect(visitor.page.get_by_label("max tokens")).to_be_visible()
-
-
-def test_a_text_that_fills_the_context_is_read(server, llm, visit):
-    """Nothing may come behind it, not even one token."""
-    text = llm.tokenizer.decode(ids_of(llm, "the king and " * 512)[: llm.max_model_len])
-    assert len(ids_of(llm, text)) == llm.max_model_len
-    visitor = visit(server, text, allowed=[400])
-    expect(visitor.tokens).to_have_count(llm.max_model_len)
-    expect(visitor.page.get_by_role("alert")).to_have_count(0)
-    num_asked = len(visitor.asked)
-    visitor.page.evaluate("read()")
-    visitor.wait()
-    assert len(visitor.asked) == num_asked == 2
 
 
 def test_a_link_holds_text_and_settings(server, visit):

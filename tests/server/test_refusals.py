@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers
 
 
 def test_a_soft_prompt_takes_positions_too(small_demo, tmp_path):
-    """In what is refused, and in what fits where nobody says how much is wanted."""
+    """In refusals, and in the default of max_tokens."""
     with LLM(small_demo) as plain:
         vectors = np.zeros((7, plain.config.n_embd), np.float32)
     save_file({"prompt_embeddings": vectors}, tmp_path / "tale.safetensors")
@@ -202,7 +202,7 @@ def test_a_full_queue_says_when_to_come_again():
 
 
 def test_prompts_of_one_request_run_all_or_none():
-    """Where the second finds no room, the first does not stay behind."""
+    """If the second finds no room, the first is cancelled."""
     with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
         future = llm.submit([1], SamplingParams(max_tokens=1))
         assert server.complete(prompt=["a", "b"]).status == 429

@@ -1,4 +1,4 @@
-"""RemoteLLM before the server: what the LLM behind it gives, to the bit, and nothing held once it is not wanted."""
+"""RemoteLLM and the server: outputs equal the LLM's to the bit, and cancelled requests free their slots."""
 
 import asyncio
 import dataclasses
@@ -40,7 +40,7 @@ def remote(server):
 
 
 def told(output):
-    """All of an output but when it came, and what the KV cache had of it: that depends on who came before."""
+    """Return an output without its times and its cache hits, which depend on earlier requests."""
     return repr(dataclasses.replace(output, metrics=None, num_cached_tokens=0))
 
 

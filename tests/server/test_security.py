@@ -1,4 +1,4 @@
-"""Who may ask: keys, hosts, origins; and what the page may do."""
+"""API keys, hosts, origins, and the page's policy."""
 
 import base64
 import hashlib
@@ -43,7 +43,7 @@ def test_each_key_opens(locked, key):
 
 
 def test_every_key_is_compared_in_constant_time(locked, monkeypatch):
-    """Also those behind the one that fits."""
+    """Also the keys after the matching one."""
     compared, compare = [], secrets.compare_digest
     monkeypatch.setattr(secrets, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
     assert locked.ask("/v1/models", authorization="Bearer first-key").status == 200

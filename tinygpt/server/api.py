@@ -115,7 +115,6 @@ class Api:
             logprobs=form.logprobs,
             prompt_logprobs=max((count for count in counts if count is not None), default=None),
         )
-        self._check_context(form, prompts, params, max_tokens)
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
@@ -145,7 +144,6 @@ class Api:
         max_tokens = self._max_tokens(form, prompts, form.max_completion_tokens or form.max_tokens, None)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
-        self._check_context(form, prompts, params, max_tokens)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
         job = Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names)
         if form.stream:
@@ -263,22 +261,17 @@ class Api:
         return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int | None) -> int:
-        """Return the given number, or else the room after the longest prompt and no more than `most`."""
-        if given is not None:
-            return given
-        room = self.llm.max_model_len - self._num_read(form.soft_prompt, prompts)
-        return max(room if most is None else min(room, most), 1)
-
-    def _check_context(self, form: Any, prompts: list[Prompt], params: SamplingParams, max_tokens: int) -> None:
-        read, limit = self._num_read(params.soft_prompt, prompts), self.llm.max_model_len
-        if params.overflow == "refuse" and read + max_tokens > limit:
-            asked = f"{read + max_tokens} were asked for: {read} in the prompt and {max_tokens} to generate"
-            message = f"this model's context has {limit} tokens, and {asked}."
+        """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
+        limit, num_virtual = self.llm.max_model_len, self.llm.num_virtual_tokens(form.soft_prompt)
+        read = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
+        if given is None:
+            given = max(min(limit - read, limit if most is None else most), 1)
+        if read + given > limit and form.overflow in (None, "refuse"):
+            asked = f"{read + given} were asked for: {read} in the prompt and {given} to generate"
             field = form.name_of("max_tokens" if read < limit else "prompt")
+            message = f"this model's context has {limit} tokens, and {asked}."
             raise ApiError(400, message, field, "context_length_exceeded")
-
-    def _num_read(self, soft_prompt: str | None, prompts: list[Prompt]) -> int:
-        return self.llm.num_virtual_tokens(soft_prompt) + max(len(prompt.token_ids) for prompt in prompts)
+        return given
 
     def _check_logprobs(self, form: Any, *fields: str) -> None:
         for field in fields:
