@@ -32,13 +32,15 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from safetensors.numpy import load, save
+from safetensors.numpy import load
 
 # tinygpt and the tests' writers of checkpoints are next to scripts/.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support.foreign import WRITERS
+from support.golden_adapters import write_lora, write_soft_prompt
+from support.golden_models import write_model
 from support.tiny_checkpoint import CONFIG, random_tensors
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError, TinyGPTError
@@ -71,10 +73,9 @@ MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("r", "e"), ("Ġ", "o"), ("Ġo
 
 @dataclass(frozen=True)
 class Format:
-    """Undamaged files, the ones that are damaged, a reader, and a check of its result against the damaged files."""
+    """Undamaged files, a reader, and a check of its result against the damaged files."""
 
     files: Callable[[], Files]
-    targets: Callable[[str], bool]
     load: Callable[[Path], Any]
     check: Callable[[Path, Any, Any], bool] = lambda folder, loaded, undamaged: True
 
@@ -97,10 +98,6 @@ def foreign(form: str) -> Files:
     return made(lambda folder: WRITERS[form](folder, random_tensors(prefix="")))
 
 
-def hugging_face(folder: Path) -> Path:
-    return WRITERS["hugging_face"](folder, random_tensors(prefix=""))
-
-
 def torch_file(is_zip: bool) -> Files:
     import torch
 
@@ -114,34 +111,10 @@ def packed(dtype: str) -> Files:
     def convert(folder: Path) -> None:
         from tinygpt.cli.main import main
 
-        source = folder / "source"
-        source.mkdir()
-        hugging_face(source)
-        assert main(["convert", str(source), str(folder / "packed"), "--dtype", dtype]) == 0
+        assert main(["convert", base_model(), str(folder / "packed"), "--dtype", dtype]) == 0
 
     files = made(convert)
     return {name.removeprefix("packed/"): data for name, data in files.items() if name.startswith("packed/")}
-
-
-def lora() -> Files:
-    generator, width, inner = np.random.default_rng(1), CONFIG["n_embd"], CONFIG["n_inner"] or 4 * CONFIG["n_embd"]
-    tensors = {}
-    for layer in range(CONFIG["n_layer"]):
-        for module, n_in, n_out in (("attn.c_attn", width, 3 * width), ("mlp.c_proj", inner, width)):
-            path = f"base_model.model.transformer.h.{layer}.{module}"
-            tensors[f"{path}.lora_A.weight"] = generator.standard_normal((2, n_in), np.float32)
-            tensors[f"{path}.lora_B.weight"] = generator.standard_normal((n_out, 2), np.float32)
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": r".*\.(c_attn|mlp\.c_proj)"}
-    config |= {"rank_pattern": {r"h\.0\..*c_attn": 2}, "alpha_pattern": {}, "use_rslora": False, "bias": "none"}
-    return {"adapter_config.json": to_json(config), "adapter_model.safetensors": save(tensors)}
-
-
-def soft_prompt() -> Files:
-    embeds = np.random.default_rng(2).standard_normal((3, CONFIG["n_embd"]), np.float32)
-    config = {"peft_type": "PROMPT_TUNING", "num_virtual_tokens": 3, "token_dim": CONFIG["n_embd"]}
-    config |= {"num_transformer_submodules": 1, "task_type": "CAUSAL_LM"}
-    tensors = save({"prompt_embeddings": embeds})
-    return {"adapter_config.json": to_json(config), "adapter_model.safetensors": tensors}
 
 
 def vocabulary() -> dict[str, int]:
@@ -150,21 +123,21 @@ def vocabulary() -> dict[str, int]:
     return {token: i for i, token in enumerate([*alphabet, *map("".join, MERGES)])}
 
 
-def tokenizer_json() -> Files:
+def tokenizer_files(name: str) -> Files:
+    """Return a few merges in the form of tokenizer.json, or of vocab.json and merges.txt."""
+    options = {"tokenizer_config.json": to_json({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>"})}
+    if name == "vocab.json":
+        merges = ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES)).encode()
+        added = to_json({"<|endoftext|>": 264, "<a1>": 265})
+        return {"vocab.json": to_json(vocabulary()), "merges.txt": merges, "added_tokens.json": added, **options}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    flags = {"single_word": False, "lstrip": False, "rstrip": True, "normalized": False, "special": True}
+    added = {"id": 264, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": True}
+    added |= {"normalized": False, "special": True}
     model = {"type": "BPE", "unk_token": None, "vocab": vocabulary(), "merges": [f"{a} {b}" for a, b in MERGES]}
-    spec = {"version": "1.0", "added_tokens": [{"id": 264, "content": "<|endoftext|>", **flags}], "normalizer": None}
-    spec |= {"pre_tokenizer": byte_level, "post_processor": byte_level, "decoder": byte_level, "model": model}
-    return {"tokenizer.json": to_json(spec), "tokenizer_config.json": to_json({"add_bos_token": False})}
-
-
-def bpe_files() -> Files:
+    spec = {"version": "1.0", "added_tokens": [added], "normalizer": None, "model": model}
     return {
-        "vocab.json": to_json(vocabulary()),
-        "merges.txt": ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES)).encode(),
-        "tokenizer_config.json": to_json({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>"}),
-        "added_tokens.json": to_json({"<|endoftext|>": 264, "<a1>": 265}),
+        "tokenizer.json": to_json(spec | dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)),
+        **options,
     }
 
 
@@ -192,13 +165,11 @@ def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.nda
 
 @cache
 def base_model() -> str:
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-base-"))
-    hugging_face(folder)
-    return str(folder)
+    return str(write_model(Path(tempfile.mkdtemp(prefix="fuzz-base-"))))
 
 
 def load_soft_prompt(folder: Path) -> Any:
-    with LLM(base_model(), device="reference", max_num_seqs=1, threads=1, soft_prompts={"soft": folder}) as llm:
+    with LLM(base_model(), device="reference", max_num_seqs=1, threads=1, soft_prompts={"soft": folder / "x"}) as llm:
         return llm.generate([[1]], SamplingParams(max_tokens=2, soft_prompt="soft"), use_tqdm=False)[0].outputs
 
 
@@ -240,33 +211,22 @@ def is_small(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> boo
     return sum(array.nbytes for array in loaded.values()) <= 200 * size
 
 
-def ends_in(*suffixes: str) -> Callable[[str], bool]:
-    return lambda name: name.endswith(suffixes)
-
-
 FORMATS = {
-    "safetensors": Format(lambda: foreign("hugging_face"), ends_in(".safetensors"), tensors_of, is_as_read_elsewhere),
-    "config": Format(lambda: foreign("hugging_face"), ends_in(".json"), logits_of),
-    "torch": Format(lambda: torch_file(True), ends_in(".bin"), tensors_of, is_as_read_elsewhere),
-    "torch-legacy": Format(lambda: torch_file(False), ends_in(".bin"), tensors_of, is_as_read_elsewhere),
-    "packed-float32": Format(
-        lambda: packed("float32"), ends_in(".safetensors"), partial(logits_of, device="cpu"), is_undamaged
+    "safetensors": Format(partial(foreign, "hugging_face"), tensors_of, is_as_read_elsewhere),
+    "config": Format(partial(foreign, "hugging_face"), logits_of),
+    "torch": Format(partial(torch_file, True), tensors_of, is_as_read_elsewhere),
+    "torch-legacy": Format(partial(torch_file, False), tensors_of, is_as_read_elsewhere),
+    "packed-float32": Format(partial(packed, "float32"), partial(logits_of, device="cpu"), is_undamaged),
+    "packed-int4": Format(partial(packed, "int4"), partial(logits_of, device="cpu"), is_undamaged),
+    "lora": Format(
+        lambda: made(lambda folder: write_lora(folder / "x", 2, ["c_attn", "c_proj"], False)),
+        lambda folder: logits_of(Path(base_model()), lora=folder / "x"),
     ),
-    "packed-int4": Format(
-        lambda: packed("int4"), ends_in(".safetensors"), partial(logits_of, device="cpu"), is_undamaged
-    ),
-    "lora": Format(lora, ends_in(".json", ".safetensors"), lambda folder: logits_of(Path(base_model()), lora=folder)),
-    "soft-prompt": Format(soft_prompt, ends_in(".json", ".safetensors"), load_soft_prompt),
-    "tokenizer.json": Format(tokenizer_json, ends_in(".json"), load_tokenizer),
-    "vocab.json": Format(bpe_files, ends_in(".json", ".txt"), load_tokenizer),
-    "golden.npz": Format(
-        lambda: made(golden_file), ends_in(".npz"), lambda folder: load_goldens(folder / "golden.npz")
-    ),
-    **{
-        form: Format(partial(foreign, form), lambda name: True, tensors_of, is_small)
-        for form in WRITERS
-        if form != "hugging_face"
-    },
+    "soft-prompt": Format(lambda: made(lambda folder: write_soft_prompt(folder / "x", "prompt", 3)), load_soft_prompt),
+    "tokenizer.json": Format(partial(tokenizer_files, "tokenizer.json"), load_tokenizer),
+    "vocab.json": Format(partial(tokenizer_files, "vocab.json"), load_tokenizer),
+    "golden.npz": Format(partial(made, golden_file), lambda folder: load_goldens(folder / "golden.npz")),
+    **{form: Format(partial(foreign, form), tensors_of, is_small) for form in WRITERS if form != "hugging_face"},
 }
 
 
@@ -280,7 +240,8 @@ def edit_bytes(draw: Callable, data: bytes) -> bytes:
     place, size = draw(st.integers(0, len(data) - 1)), draw(st.sampled_from([1, 2, 4, 8, 64, 1000]))
     piece, stop = data[place : place + size], place + size
     flipped = bytes([piece[0] ^ 1 << draw(st.integers(0, 7))]) + piece[1:]
-    other = draw(st.sampled_from([flipped, flipped, b"\0" * size, b"\xff" * size, data[:size], piece * 3, b""]))
+    others = [flipped, flipped, b"\0" * size, b"\xff" * size, b"\n" * size, data[:size], piece * 3, b""]
+    other = draw(st.sampled_from(others))
     return data[:place] + other + (data[stop:] if draw(st.integers(0, 9)) else b"")
 
 
@@ -303,13 +264,6 @@ def edit_json(draw: Callable, data: bytes) -> bytes:
         near = [value + 1, -value, value * 2, [value]] if isinstance(value, (int, float)) else [[value], str(value)]
         node[key] = draw(st.sampled_from([*near, not value]))
     return json.dumps(root[""]).encode("utf-8", "surrogatepass")
-
-
-def edit_lines(draw: Callable, data: bytes) -> bytes:
-    lines = data.split(b"\n")
-    place, other = (draw(st.integers(0, len(lines) - 1)) for _ in range(2))
-    lines[place] = draw(st.sampled_from([b"", b"a b c", b"\xff\xfe", b"\xef\xbb\xbf", b"x" * 100_000, lines[other]]))
-    return draw(st.sampled_from([b"\n", b"\n", b"\r\n", b"\r"])).join(lines)
 
 
 def edit_header(draw: Callable, data: bytes) -> bytes:
@@ -340,10 +294,10 @@ class Damage:
 
 
 @st.composite
-def damaged(draw: Callable, files: Files, targets: list[str]) -> Damage:
-    name = draw(st.sampled_from(targets))
+def damaged(draw: Callable, files: Files) -> Damage:
+    name = draw(st.sampled_from(sorted(files)))
     data, kinds = files[name], [edit_bytes]
-    kinds += [edit_json] * 3 * name.endswith("json") + [edit_lines] * name.endswith(("txt", "bpe", "ini"))
+    kinds += [edit_json] * 3 * name.endswith("json")
     kinds += [edit_header] * 2 * name.endswith("safetensors") + [edit_zip] * 2 * data.startswith(b"PK")
     for _ in range(draw(st.integers(1, 3))):
         with suppress(
@@ -409,7 +363,6 @@ def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watc
     """
     form = FORMATS[name]
     files = form.files()
-    targets = [file for file in files if form.targets(file)]
     base_model()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch).resolve()
@@ -421,7 +374,7 @@ def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watc
             check_load(form, folder, undamaged, watch)
 
         try:
-            given(damaged(files, targets))(run_settings(examples, seed_number)(run))()
+            given(damaged(files))(run_settings(examples, seed_number)(run))()
         except BaseException:
             shutil.copytree(folder, findings / name, dirs_exist_ok=True)
             raise

@@ -56,7 +56,7 @@ def run(corpus: Path, out: Path, *more: str) -> subprocess.CompletedProcess:
 def trained(corpus, tmp_path_factory):
     """A finished run of 40 steps, and what it printed."""
     out = tmp_path_factory.mktemp("trained")
-    result = run(corpus, out, "--tokens", "20480")
+    result = run(corpus, out, "--tokens", "10240")
     assert result.returncode == 0, result.stderr
     return out, result.stdout
 
@@ -78,7 +78,7 @@ def test_embedded_it_keeps_what_its_card_says(trained, tmp_path):
     runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))["embed"](out, tmp_path)
     facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert f"| 0.0 million tokens of it, {20480 / facts['corpus_tokens']:.1f} passes," in card
+    assert f"| 0.0 million tokens of it, {10240 / facts['corpus_tokens']:.1f} passes," in card
     assert f"{facts['validation_loss']:.3f} per token, {facts['bits_per_byte']:.3f} bits per byte" in card
     assert "windows of 64" in card
     with LLM(str(tmp_path)) as llm:
@@ -91,21 +91,21 @@ def test_the_loss_falls_and_the_record_says_how_far(trained):
     assert losses[-1] < losses[0] < 6.5  # ln 557 is 6.32
     record = json.loads((out / "training.json").read_text(encoding="utf-8"))
     assert record["validation_loss"] == pytest.approx(min(losses), abs=1e-4)
-    assert (record["tokens_seen"], record["window"]) == (20480, 64)
+    assert (record["tokens_seen"], record["window"]) == (10240, 64)
     assert f"python scripts/embed_demo.py {out}" in printed
 
 
 def test_resuming_goes_on_where_the_run_stopped(trained, corpus):
     out, _ = trained
     before = json.loads((out / "training.json").read_text())
-    other = run(corpus, out, "--tokens", "25600", "--resume", "--seed", "7")
+    other = run(corpus, out, "--tokens", "15360", "--resume", "--seed", "7")
     assert other.returncode == 1
     assert "started with --seed 0" in other.stderr
-    result = run(corpus, out, "--tokens", "25600", "--resume", "--minutes", "30")
+    result = run(corpus, out, "--tokens", "15360", "--resume", "--minutes", "30")
     assert result.returncode == 0, result.stderr
-    assert "continuing after 20480 tokens" in result.stdout
+    assert "continuing after 10240 tokens" in result.stdout
     after = json.loads((out / "training.json").read_text())
-    assert after["tokens_seen"] == 25600
+    assert after["tokens_seen"] == 15360
     assert after["validation_loss"] < before["validation_loss"]
 
 
