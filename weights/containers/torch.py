@@ -56,6 +56,7 @@ STORAGE_DTYPES = {
     "LongStorage": "int64",
 }
 ITEM_BYTES = {**ITEMSIZE, "uint8": 1, "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
+MAX_STUBS = 10_000  # classes
 MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
 MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
 # Tensors may share a storage, as the layers of some models do. Memory stays in proportion to the file.
@@ -154,6 +155,7 @@ class TorchUnpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(program), encoding="latin1")
         self.path, self.has_stubs = path, has_stubs
         self.storages: dict[str, Storage] = {}
+        self._stubs: dict[str, type[Stub]] = {}
         self._unspent = pushed  # instructions; an honest file pushes an element for each item of a dictionary
 
     def find_class(self, module: str, name: str) -> Any:
@@ -167,8 +169,8 @@ class TorchUnpickler(pickle.Unpickler):
             return allowed[full_name]
         if module == "torch" and name in STORAGE_DTYPES:
             return STORAGE_DTYPES[name]
-        if self.has_stubs:
-            return type("Stub", (Stub,), {"name": full_name})
+        if self.has_stubs and len(self._stubs) < MAX_STUBS:
+            return self._stubs.setdefault(full_name, type("Stub", (Stub,), {"name": full_name}))
         raise CheckpointError(
             f"{self.path} asks for {full_name!r}, which no tensor needs and which could run any program: nothing was "
             "run. If you trust the file, convert it to safetensors with the library that wrote it."
