@@ -184,7 +184,7 @@ def test_the_service_finds_its_pods():
 
 
 def test_probes_need_no_key():
-    pytest.importorskip("starlette", reason="starlette, of the extra `serve`, is not installed")
+    pytest.importorskip("fastapi", reason="fastapi, of the extra `serve`, is not installed")
     from tinygpt.server.security import OPEN_PATHS
 
     assert {"/health", "/version", "/metrics"} <= OPEN_PATHS

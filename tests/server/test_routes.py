@@ -156,6 +156,7 @@ def test_the_description_holds_the_limits_of_this_model(server, llm):
     ):
         [bounded] = [part for part in fields[name]["anyOf"] if part["type"] != "null"]
         assert (bounded["minimum"], bounded["maximum"]) == (low, high)
+    assert "from -2 to 2" in fields["presence_penalty"]["description"]
     assert {"$ref": "#/components/schemas/TokenId"} in [
         part["items"] for part in fields["prompt"]["anyOf"] if part.get("type") == "array"
     ]

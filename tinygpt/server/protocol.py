@@ -4,7 +4,7 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from functools import reduce
 from operator import or_
 from types import UnionType
@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
 from tinygpt.errors import RequestError
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
 
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
@@ -22,7 +22,6 @@ MAX_PROMPTS, MAX_SAMPLES, MAX_STOPS, MAX_WORDS, MAX_IDS = 256, 128, 64, 10_000, 
 MAX_CHARACTERS = 2**16  # of a pattern or grammar
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 ANY_OBJECT = {"type": "object"}
-_SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
 def _whole(value: Any) -> Any:
@@ -136,10 +135,13 @@ def _on_the_wire(hint: Any) -> Any:
 
 
 def _sampling_fields() -> dict[str, Any]:
-    hints = get_type_hints(SamplingParams)
-    return {
-        name: (_on_the_wire(hints[name]) | None, None) for name in _SAMPLING - {"logits_processors", "prompt_embeds"}
-    }
+    """Return pydantic's fields for those of SamplingParams that can be sent, with their descriptions."""
+    hints, found = get_type_hints(SamplingParams), {}
+    for name in SAMPLING_FIELDS.keys() - {"logits_processors", "prompt_embeds"}:
+        about = SAMPLING_FIELDS[name].metadata
+        description = f"{about['help']} ({about['rule'].allowed})"
+        found[name] = (_on_the_wire(hints[name]) | None, Field(None, description=description))
+    return found
 
 
 class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling_fields())):
@@ -166,7 +168,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
-        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING} | others
+        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()} | others
         guides = self._guides()
         if len(guides) > 1:
             *before, last = guides
