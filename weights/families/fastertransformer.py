@@ -7,16 +7,13 @@ from typing import Any
 
 from tinygpt.weights.checks import shown
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.ft_folder import FORMAT
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import checked_config
 from tinygpt.weights.families.family import (
     Family,
     NamedTensor,
     Rule,
-    Shape,
     Source,
-    Transform,
     flat,
     flat_queries_keys_values,
 )
@@ -28,50 +25,38 @@ from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_table
 _TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
 _TOP |= {f"ln_e.{kind}": f"model.pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
 _TOP |= {"ln_f.weight": "model.final_layernorm.weight", "ln_f.bias": "model.final_layernorm.bias"}
-# Along which axis of the parameter GPUs share it; of queries, keys and values, each has its heads of all three.
+# The axis of the parameter along which GPUs share it; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
-_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its own gelu is by tanh
-# Settings that change the arithmetic, and what they are in GPT-2.
-_PLAIN = {
-    "layernorm_type": "pre_layernorm",
-    "has_positional_encoding": "true",
-    "has_pre_decoder_layernorm": "false",
-    "has_post_decoder_layernorm": "true",
-    "use_attention_linear_bias": "false",
-    "has_adapters": "false",
-    "gpt_with_moe": "false",
+_SIZES = {
+    "num_layer": "n_layer",
+    "layernorm_eps": "layer_norm_epsilon",
+    "start_id": "bos_token_id",
+    "end_id": "eos_token_id",
 }
-# What else they may be, as the converters for OPT-350M and for BLOOM write them, and what that means here.
-_STRUCTURE = {
-    ("layernorm_type", "post_layernorm"): {"norm_placement": "post"},
-    ("has_positional_encoding", "false"): {"positions": "alibi"},
-    ("use_attention_linear_bias", "true"): {},  # with the one before
-    ("has_pre_decoder_layernorm", "true"): {"embed_norm": True},
-    ("has_post_decoder_layernorm", "false"): {"final_norm": False},
+_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its gelu is by tanh
+# Settings that change the arithmetic: GPT-2's value, and another value (of OPT-350M and BLOOM) with its meaning.
+_ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {
+    "layernorm_type": ("pre_layernorm", "post_layernorm", {"norm_placement": "post"}),
+    "has_positional_encoding": ("true", "false", {"positions": "alibi"}),
+    "use_attention_linear_bias": ("false", "true", {}),  # together with the one before
+    "has_pre_decoder_layernorm": ("false", "true", {"embed_norm": True}),
+    "has_post_decoder_layernorm": ("true", "false", {"final_norm": False}),
+    "has_adapters": ("false", None, {}),
+    "gpt_with_moe": ("false", None, {}),
 }
-_SPELLINGS = {"1": "true", "0": "false"}  # of switches
-_BLOOMS_LENGTH = 2048  # which its converter does not write
+_BLOOM = {"positions": "alibi", "embed_norm": True}
+_BLOOMS_LENGTH = "2048"  # its converter writes none
 
 
 def _detect(source: Source) -> bool:
-    return source.container.format == FORMAT and any(
-        "head_num" in section for section in source.container.metadata.values()
-    )
-
-
-def _detect_bloom(source: Source) -> bool:
-    return _detect(source) and _structure(source, _settings(source)) == _BLOOM
-
-
-_BLOOM = {"positions": "alibi", "embed_norm": True}
+    return any("head_num" in section for section in source.container.metadata.values())
 
 
 def _settings(source: Source) -> dict[str, str]:
     """Return the settings of the model's section, whatever its name, and of the section on structure."""
     sections = source.container.metadata
-    own = next(section for section in sections.values() if "head_num" in section)
-    return {**sections.get("structure", {}), **own}
+    return {**sections.get("structure", {}), **next(one for one in sections.values() if "head_num" in one)}
 
 
 def _named(source: Source) -> Iterable[NamedTensor]:
@@ -84,68 +69,55 @@ def _parts(source: Source) -> int:
     return 1 + max((one.part for one in _named(source)), default=0)
 
 
-def _is_ignored(name: str) -> bool:
-    """int8 copies lie next to the weights."""
-    return ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out"))
-
-
 def _config(source: Source) -> ModelConfig:
-    settings = _settings(source)
+    settings, n = _settings(source), _parts(source)
     structure = _structure(source, settings)
     heads, head_size = _number(settings.get("head_num")), _number(settings.get("size_per_head"))
-    if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)):
+    if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)) or heads % n:
         raise CheckpointError(
-            f"{source.path}: head_num is {shown(heads)} and size_per_head {shown(head_size)}; both must be whole "
-            "numbers from 1 up. Correct config.ini."
+            f"{source.path}: head_num is {shown(heads)} and size_per_head {shown(head_size)}, for {n} GPUs; both must "
+            "be whole numbers from 1 up, and each GPU has as many heads. Correct config.ini."
         )
-    if heads % _parts(source):
-        raise CheckpointError(f"{source.path} has {heads} heads for {_parts(source)} GPUs: correct config.ini.")
     C, shapes = heads * head_size, Shapes(source, _named(source))
     V = shapes.size(_TOP[EMBEDDING], 0) // C
+    has_table = structure.get("positions") != "alibi"
+    length = settings.get("max_pos_seq_len", _BLOOMS_LENGTH)
     values = {
         **ends_of(V),
         "activation_function": "gelu_new",
         **from_config_json(source),
-        **{ours: _number(settings[theirs]) for theirs, ours in _SETTINGS.items() if theirs in settings},
+        **{ours: _number(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings},
         "vocab_size": V,
-        "n_positions": _n_positions(settings, shapes, structure, C),
+        "n_positions": shapes.size(_TOP[POSITIONS], 0) // C if has_table else _number(length),
         "n_embd": C,
         "n_head": heads,
-        "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * _parts(source),
+        "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * n,
     }
-    if "activation_type" in settings:
-        values["activation_function"] = _ACTIVATIONS.get(
-            settings["activation_type"].lower(), settings["activation_type"]
-        )
+    if (activation := settings.get("activation_type")) is not None:
+        values["activation_function"] = _ACTIVATIONS.get(activation.lower(), activation)
     return checked_config(values, described_by="config.ini", structure=structure)
-
-
-def _n_positions(settings: Mapping[str, str], shapes: Shapes, structure: Mapping[str, Any], C: int) -> Any:
-    """Return the rows of the table, or the length of training if there is no table."""
-    if structure.get("positions") != "alibi":
-        return shapes.size(_TOP[POSITIONS], 0) // C
-    return _number(settings.get("max_pos_seq_len", str(_BLOOMS_LENGTH)))
-
-
-_SETTINGS = {"num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon", "start_id": "bos_token_id"}
-_SETTINGS |= {"end_id": "eos_token_id"}
 
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields of STRUCTURE by the settings. Raise CheckpointError for other architectures."""
-    found = {name: settings.get(name, plain).lower() for name, plain in _PLAIN.items()}
-    found = {name: _SPELLINGS.get(value, value) for name, value in found.items()}
-    unlike = {name: value for name, value in found.items() if value != _PLAIN[name]}
-    structure = {key: value for setting in unlike.items() for key, value in _STRUCTURE.get(setting, {}).items()}
-    wrong = [setting[0] for setting in unlike.items() if setting not in _STRUCTURE]
+    structure, wrong = {}, []
+    found = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
+    found = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in found.items()}
+    for name, (usual, other, fields) in _ARITHMETIC.items():
+        if found[name] == other:
+            structure |= fields
+        elif found[name] != usual:
+            wrong.append(name)
     has_bias = found["use_attention_linear_bias"] == "true"
     if has_bias != (found["has_positional_encoding"] == "false"):
         wrong += ["has_positional_encoding", "use_attention_linear_bias"]
-    if has_bias and "norm_placement" in structure:  # of BLOOM's residual from behind its layer norm, which is no such
+    if has_bias and "norm_placement" in structure:  # BLOOM's residual from after its layer norm is not implemented
         wrong += ["layernorm_type", "use_attention_linear_bias"]
     if wrong:
-        named = "; ".join(f"{name} is {shown(settings.get(name, _PLAIN[name]))}" for name in dict.fromkeys(wrong))
-        raise CheckpointError(f"{source.path} is no plain GPT-2, and what it is is not implemented: {named}.")
+        named = "; ".join(
+            f"{name} is {shown(settings.get(name, _ARITHMETIC[name][0]))}" for name in dict.fromkeys(wrong)
+        )
+        raise CheckpointError(f"{source.path} is no plain GPT-2, and its kind is not implemented: {named}.")
     return structure
 
 
@@ -159,24 +131,19 @@ def _number(text: str | None) -> Any:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    n = _parts(source)
-    return {
-        name: Rule((_file_name(name),), _transform(name, shape, n)) for name, shape in parameter_shapes(config).items()
-    }
-
-
-def _file_name(parameter: str) -> str:
-    return name_in_tables(parameter, _TOP, "model.layers", MODULES)
-
-
-def _transform(parameter: str, shape: Shape, n: int) -> Transform:
-    kind = parameter.partition(".")[2].partition(".")[2]
-    return flat_queries_keys_values(shape, n) if kind.startswith("attn.c_attn.") else flat(shape, n, _AXES.get(kind))
+    n, rules = _parts(source), {}
+    for name, shape in parameter_shapes(config).items():
+        kind = name.partition(".")[2].partition(".")[2]
+        is_qkv = kind.startswith("attn.c_attn.")
+        transform = flat_queries_keys_values(shape, n) if is_qkv else flat(shape, n, _AXES.get(kind))
+        rules[name] = Rule((name_in_tables(name, _TOP, "model.layers", MODULES),), transform)
+    return rules
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    said = _number(_settings(source).get("inter_size"))
-    return [f"inter_size is {said} in config.ini and {config.n_inner} in the files"] if said != config.n_inner else []
+    given = _number(_settings(source).get("inter_size"))
+    is_true = given == config.n_inner
+    return [] if is_true else [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
 
 
 FAMILY = Family(
@@ -186,8 +153,13 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     named=_named,
-    is_ignored=_is_ignored,
+    is_ignored=lambda name: ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out")),  # int8 copies
     parts=_parts,
     quirks=_quirks,
 )
-BLOOM = replace(FAMILY, name="BLOOM of FasterTransformer", detect=_detect_bloom, layout=HUGGING_FACES_BLOOM.layout)
+BLOOM = replace(
+    FAMILY,
+    name="BLOOM of FasterTransformer",
+    detect=lambda source: _detect(source) and _structure(source, _settings(source)) == _BLOOM,
+    layout=HUGGING_FACES_BLOOM.layout,
+)
