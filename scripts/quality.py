@@ -7,11 +7,10 @@
 The perplexity is that of the tokens of each window after its first. KL is the mean over all positions of the
 Kullback-Leibler divergence of the dtype's next-token distribution from float32's, in nats.
 
-A version with outliers has a few channels or neurons far larger than the rest, as trained models have them. Each edit
-changes tensors, (in, out) as Conv1D stores them, and reverts its effect elsewhere: the function stays nearly the same.
-"like GPT-2" follows publications on GPT-2's weights: rogue channels of the residual stream (Timkey and van Schijndel,
-EMNLP 2021), the same channels large in layer norms (Kovaleva et al., BERT Busters, 2021; Dettmers et al., LLM.int8(),
-2022), and massive activations at the first position (Sun et al., COLM 2024).
+A version with outliers has a few channels or neurons far larger than the rest, as trained models have; an edit reverts
+its effect elsewhere, so that the function stays nearly the same. Matrices are (in, out), as in Conv1D. Sources of "like
+GPT-2": Timkey and van Schijndel (EMNLP 2021), Kovaleva et al. (BERT Busters, 2021), Dettmers et al. (LLM.int8(), 2022),
+Sun et al. (COLM 2024).
 """
 
 import argparse
@@ -109,7 +108,7 @@ def outlier_channels(size: int) -> np.ndarray:
 
 
 def amplify_norms(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], scale: float) -> None:
-    """Scale three channels of every ln_1 and ln_2, and divide the rows of the next matrix: the same function."""
+    """Scale three channels of every ln_1 and ln_2, and divide the rows of the next matrix."""
     channels = outlier_channels(checkpoint.config.n_embd)
     for layer in range(checkpoint.config.n_layer):
         for norm, matrix in (("ln_1", "attn.c_attn"), ("ln_2", "mlp.c_fc")):
@@ -119,7 +118,7 @@ def amplify_norms(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
 
 
 def amplify_values(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], scale: float) -> None:
-    """Scale three channels of the values in every layer, and divide the rows of attn.c_proj: the same function."""
+    """Scale three channels of the values in every layer, and divide the rows of attn.c_proj."""
     n_embd = checkpoint.config.n_embd
     channels = outlier_channels(n_embd)
     for layer in range(checkpoint.config.n_layer):
@@ -131,9 +130,8 @@ def amplify_values(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], level: float) -> None:
     """Move three neurons in every layer to around `level`, far above the bend of GELU.
 
-    gelu(h) = h + gelu(-h), and gelu(level + h) = level + h. Neuron i becomes gelu(-h), a spare neuron gelu(level + h),
-    both with the row of c_proj that i had, and the bias of c_proj loses level times that row. Spare neurons are those
-    of the least weight in c_fc and c_proj; their effect is lost.
+    gelu(h) = gelu(-h) + gelu(level + h) - level. Neuron i becomes the first term, a spare neuron the second, and the
+    bias of c_proj takes the third. Spare neurons have the least weight; their effect is lost.
     """
     for layer in range(checkpoint.config.n_layer):
         name = f"h.{layer}.mlp"
@@ -150,8 +148,7 @@ def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
 def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe") -> None:
     """Move three channels of the residual stream by `offsets` in wpe or wte.
 
-    Each layer norm divides by a larger std: its weights grow by the mean ratio, and the biases of the three channels
-    take out the constant. The function changes a little, because the stds of the tokens differ.
+    Weights of layer norms grow by the mean ratio of the stds, and their biases take out the constant.
     """
     channels, stds = outlier_channels(checkpoint.config.n_embd), residual_stds(checkpoint, token_ids)
     tensors[f"{embedding}.weight"][:, channels] += offsets.astype(np.float32)
@@ -184,7 +181,7 @@ def shift_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 
 
 def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    """Apply what publications say of GPT-2. The demo loses its first token: its perplexity rises by two thirds."""
+    """Apply the published outliers of GPT-2. The demo loses its first token: its perplexity rises by two thirds."""
     size = typical_std(checkpoint, token_ids)
     rogue = np.array([8, -4, -4]) * tensors["wte.weight"].std()
     raise_residual(tensors, checkpoint, token_ids, rogue, "wte")

@@ -19,7 +19,7 @@ SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs
 
 @dataclass(frozen=True)
 class Case:
-    """Read `batch_size` prompts if new_tokens is 0; otherwise generate so many tokens after each of them."""
+    """Prompts to read, or, with new_tokens, to continue."""
 
     batch_size: int
     prompt_length: int
@@ -27,8 +27,7 @@ class Case:
 
     @property
     def length(self) -> int:
-        """Positions of a sequence: reading a prompt ends with its first new token."""
-        return self.prompt_length + max(self.new_tokens, 1)
+        return self.prompt_length + max(self.new_tokens, 1)  # reading a prompt ends with its first new token
 
     def __str__(self) -> str:
         return f"{self.batch_size} x {self.prompt_length}" + f" + {self.new_tokens}" * bool(self.new_tokens)
@@ -36,11 +35,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of one repetition.
-
-    A pass counts as prompt while any sequence is still in its prompt. On a GPU, passes that are queued together choose
-    their tokens in that time, too.
-    """
+    """Seconds of one repetition. A pass counts as prompt while any sequence is in its prompt."""
 
     prompt: float  # forward passes that read prompts
     generation: float  # forward passes that decode
@@ -80,7 +75,7 @@ class HostMeter:
 
 
 class DeviceMeter:
-    """Events on the stream of the GPU, and its memory. Create it before the model is loaded."""
+    """Events on the stream of the GPU, and its memory since this was created."""
 
     has_multi_step = True
     warmups = 2  # the first run compiles kernels, the second captures a graph
@@ -93,7 +88,7 @@ class DeviceMeter:
         self.mark, self.seconds = self._device.mark, self._device.seconds  # a mark does not wait for the GPU
 
     def forget_peak(self) -> None:
-        """Do nothing: buffers are reserved with the model and never grow."""
+        """Do nothing: buffers never grow."""
 
     def peak_memory(self) -> int:
         return max(self._free - self._device.free_bytes(), 0)
@@ -107,7 +102,7 @@ def meter_of(device: str) -> Meter:
 
 
 class TimedRunner:
-    """A model runner whose calls are timed. Marks are read at the end, because reading one may wait for the GPU."""
+    """A model runner whose calls are timed. Marks are read at the end: reading one may wait for the GPU."""
 
     def __init__(self, runner: Any, scheduler: Any, batch_size: int, meter: Meter):
         self._runner, self._scheduler, self._batch_size, self._meter = runner, scheduler, batch_size, meter
@@ -150,9 +145,10 @@ class TimedRunner:
 
 
 def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None) -> Measurement:
-    """Measure a case with an LLM of prefix_cache_seqs=0 that has slots for the whole batch."""
+    """Measure a case with an LLM of prefix_cache_seqs=0 and slots for the whole batch."""
     if not case.new_tokens:
-        return measure(llm, prompts_to_read(llm.config.vocab_size, case), 1, repetitions, meter=meter)
+        prompts = random_prompts([case.prompt_length] * case.batch_size, llm.config.vocab_size)
+        return measure(llm, prompts, 1, repetitions, meter=meter)
     prompts = prompts_to_continue(llm.config.vocab_size, case)
     params = [_greedy(case.length - len(prompt)) for prompt in prompts]
     return measure(llm, prompts, case.new_tokens, repetitions, params=params, meter=meter)
@@ -169,8 +165,7 @@ def measure(
 ) -> Measurement:
     """Continue all prompts with `new_tokens` each, `repetitions` times after the warm-ups, which compile kernels.
 
-    warmups: None is the meter's number. params: None is greedy, without an end of text. The LLM needs
-    prefix_cache_seqs=0 and prompts that begin differently, or cached tokens are not computed again.
+    The LLM needs prefix_cache_seqs=0. warmups: None is the meter's number. params: None is greedy.
     """
     params = _greedy(new_tokens) if params is None else params
     meter = HostMeter() if meter is None else meter
@@ -192,18 +187,10 @@ def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
     return Run(*times, timed.num_steps, timed.num_prompt_steps, timed.seconds(TOGETHER), timed.num_together)
 
 
-def prompts_to_read(vocab_size: int, case: Case) -> list[list[int]]:
-    """Return random prompts; no two begin alike, as far as the vocabulary goes, so all tokens are computed."""
-    ids = np.random.default_rng(0).integers(vocab_size, size=(case.batch_size, case.prompt_length))
-    ids[:, 0] = np.arange(case.batch_size) % vocab_size
-    return ids.tolist()
-
-
 def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
-    """Return prompts that differ in their last token alone: the shared tokens are computed once and copied.
+    """Return prompts that differ in their last token alone; shared tokens are computed once and copied.
 
-    The first of several lacks its last token. It is read first and decodes while the others read their last token:
-    from then on all are equally long and decode together to the end.
+    The first lacks its last token: it is read first, and decodes while the others read theirs.
     """
     beginning = np.random.default_rng(0).integers(vocab_size, size=case.prompt_length - 1).tolist()
     prompts = [[*beginning, i % vocab_size] for i in range(case.batch_size)]
@@ -211,7 +198,7 @@ def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
-    """Return token ids, the same at every call; no two prompts begin alike, as far as the vocabulary goes."""
+    """Return fixed token ids; no two prompts begin alike, as far as the vocabulary goes."""
     generator = np.random.default_rng(0)
     first = generator.permutation(vocab_size)
     rest = [generator.integers(0, vocab_size, length - 1).tolist() for length in lengths]

@@ -26,14 +26,13 @@ class MachineLimits:
     tile_rates: dict[str, float]
 
     def best(self, other: "MachineLimits") -> "MachineLimits":
-        """Return the larger of each: other load on a machine only makes it slower."""
         kinds = {**self.tile_rates, **other.tile_rates}
         rates = {kind: max(self.tile_rates.get(kind, 0.0), other.tile_rates.get(kind, 0.0)) for kind in kinds}
         return MachineLimits(max(self.bandwidth, other.bandwidth), rates)
 
 
 def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimits:
-    """Measure the limits of so many threads, or of the GPU, with the tiles of `dtype`. Takes half a second."""
+    """Measure the limits of so many threads, or of the GPU, in half a second."""
     kinds = sorted({*tiles_of(dtype, device)})
     if device == "cuda":
         from tinygpt.kernels.cuda.runtime import peak
@@ -46,36 +45,33 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
 
 
 def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
-    """Return TILES on a device: a GPU expands int8 to bfloat16."""
-    return ("bfloat16", "bfloat16") if device == "cuda" and dtype != "float32" else TILES[dtype]
+    if device == "cuda" and dtype != "float32":
+        return "bfloat16", "bfloat16"  # to which a GPU expands int8
+    return TILES[dtype]
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Return the number of all parameters; a tied head counts once."""
     return _matrices(config) + _embeddings(config) + _float32_parameters(config)
 
 
 def model_bytes(config: ModelConfig, dtype: str) -> int:
-    """Return the bytes of all parameters: biases, layer norms and position embeddings are float32."""
     in_block, in_head = BYTES[dtype]
     return int(in_block * _matrices(config) + in_head * _embeddings(config) + 4 * _float32_parameters(config))
 
 
 def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
-    """Return the bytes read by so many passes; the head is read by `num_logit_passes` of them (None: by all)."""
+    """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head."""
     in_block, in_head = BYTES[dtype]
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
     return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
 
 
 def kv_cache_bytes(config: ModelConfig, kv_cache_dtype: str, num_positions: float) -> float:
-    """Return the bytes of keys and values; in int8, each head has a float32 scale for its key and its value."""
-    scales = 4 * config.n_head if kv_cache_dtype == "int8" else 0
+    scales = 4 * config.n_head if kv_cache_dtype == "int8" else 0  # float32, of a head's key and of its value
     return num_positions * 2 * config.n_layer * (CACHE_BYTES[kv_cache_dtype] * config.n_embd + scales)
 
 
 def block_operations(config: ModelConfig, num_tokens: float, num_attended: float) -> float:
-    """Return the operations of all blocks; a token attends to `num_attended` positions on average."""
     return num_tokens * (2 * block_weights(config) + 4 * num_attended * config.n_layer * config.n_embd)
 
 
@@ -84,7 +80,7 @@ def head_operations(config: ModelConfig, num_logit_rows: float) -> float:
 
 
 def block_weights(config: ModelConfig) -> int:
-    """Return the size of the matrices of all blocks, with one expert a layer."""
+    """Count one expert a layer."""
     return config.n_layer * (4 * config.n_embd * config.n_embd + 2 * config.n_embd * config.inner_size)
 
 
@@ -93,7 +89,6 @@ def head_weights(config: ModelConfig) -> int:
 
 
 def _matrices(config: ModelConfig) -> int:
-    """With all experts of each layer and their gates."""
     C, F = config.n_embd, config.inner_size
     gates_and_experts = (config.num_experts - 1) * 2 * C * F + config.num_experts * C
     return block_weights(config) + len(config.expert_layers) * gates_and_experts
@@ -104,9 +99,8 @@ def _embeddings(config: ModelConfig) -> int:
 
 
 def _float32_parameters(config: ModelConfig) -> int:
-    """wpe, biases (3C + C + F + C a block), layer norms, and projections of embeddings of another width."""
     C, experts = config.n_embd, len(config.expert_layers) * (config.num_experts - 1)
     biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
     norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
     positions = 0 if config.has_alibi else config.n_positions * C
-    return positions + biases + norms + 2 * C * (config.embed_dim or 0)
+    return positions + biases + norms + 2 * C * (config.embed_dim or 0)  # embed_dim: width of other embeddings

@@ -29,8 +29,7 @@ READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 class Calibration:
     """Sizes and means of input channels (K,), by the layer's name, such as "h.0.attn.c_attn".
 
-    share: SmoothQuant's alpha, the share of a channel's size that goes into the activations. A layer that is not in
-    `sizes` is left to the weights; a layer that is not in `means` gets no correction. about: the origin, for metadata.
+    share: SmoothQuant's alpha. A layer without sizes is left to the weights; one without means gets no correction.
     """
 
     share: float

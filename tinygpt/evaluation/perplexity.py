@@ -16,7 +16,7 @@ LAST_WORD, LAST_TOKEN = "last word", "last token"
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Losses of a text's tokens. `loss` is the mean in nats over the predicted tokens."""
+    """Mean loss of a text's predicted tokens, in nats, and sizes of the text."""
 
     loss: float
     num_tokens: int
@@ -50,13 +50,11 @@ class Window:
 
     @property
     def first_predicted(self) -> int:
-        """The first token of a window has no context that predicts it."""
-        return max(self.first, self.begin + 1)
+        return max(self.first, self.begin + 1)  # nothing predicts the first token of a window
 
     @property
     def weight(self) -> int:
-        """Weight of the window's mean loss: Hugging Face's, one less than the number of new tokens."""
-        return self.stop - self.first - 1
+        return self.stop - self.first - 1  # of the window's mean loss, as Hugging Face has it
 
 
 @dataclass(frozen=True)
@@ -76,10 +74,9 @@ class Lambada:
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
     """Compute a text's perplexity by the strided method of Hugging Face's documentation (perplexity.md).
 
-    Windows of llm.max_model_len tokens begin every `stride` tokens (None: a full window), and each predicts the tokens
-    that no window before has. As there, windows of n new tokens count n - 1 times, and <|endoftext|> between documents
-    is that token, unless the LLM splits special tokens. Raises RequestError for a stride that is not from 1 to
-    max_model_len, or a text of less than two tokens.
+    Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict the tokens that no
+    window before has. <|endoftext|> is that token, unless the LLM splits special tokens. Raises RequestError for a
+    stride that is not from 1 to max_model_len, or a text of less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
@@ -116,11 +113,10 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
 
 
 def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[Lambada]:
-    """Compute how often and how surely the model predicts the end of each text, by two protocols.
+    """Compute accuracy and perplexity of the end of each text, by two protocols.
 
-    last word: the word after the last space, as in lm-evaluation-harness's lambada_openai; correct if greedy decoding
-    writes all its tokens. last token: as for OpenAI's GPT-2; its perplexity is of a token. Raises RequestError if there
-    are no texts, or one has no beginning to read.
+    last word: as lm-evaluation-harness's lambada_openai; correct if greedy decoding writes all its tokens. last token:
+    as OpenAI for GPT-2. Raises RequestError if there are no texts, or one has no beginning to read.
     """
     if not texts:
         raise RequestError("there are no rows to evaluate: give one text at least.")
