@@ -1,7 +1,6 @@
 """The LLM as its users see it, on the demo checkpoint: what comes out, what is refused, and what may be mixed."""
 
 import gc
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -108,16 +107,6 @@ def test_outputs_stand_in_the_prompts_order(llm):
         assert ids_of(output) == generate_one(llm, prompt, p).token_ids
 
 
-def test_no_params_are_the_default_ones(llm):
-    assert generate_one(llm, "Once", None).token_ids == generate_one(llm, "Once", SamplingParams()).token_ids
-
-
-@pytest.mark.parametrize("empty", [[], (), iter([])])
-def test_an_empty_batch_is_an_empty_list(llm, empty):
-    assert llm.generate(empty, GREEDY) == []
-    assert llm.generate([], []) == []
-
-
 @pytest.mark.parametrize("empty", ["", [""], [[]], [np.array([], int)]], ids=["text", "texts", "ids", "numpy"])
 def test_an_empty_prompt_starts_at_bos(llm, empty):
     (output,) = llm.generate(empty, GREEDY)
@@ -131,11 +120,6 @@ def test_generate_as_finished(llm):
     assert [i for i, _ in pairs] == [1, 2, 0]
     for i, output in pairs:
         assert (output.prompt, len(ids_of(output))) == (PROMPTS[i], params[i].max_tokens)
-
-
-def test_generate_as_finished_checks_all_before_it_starts(llm):
-    with pytest.raises(RequestError, match="vocabulary"):
-        llm.generate_as_finished(["fine", [10**6]], GREEDY)
 
 
 # Its second token can be none.
@@ -157,15 +141,6 @@ def test_a_request_that_fails_ends_the_others_unless_it_is_to_be_returned(llm):
         list(llm.generate_as_finished(PROMPTS[:2], [SamplingParams(max_tokens=50), FAILS_LATE]))
     with paused(llm):
         assert llm.engine.scheduler.slots.num_free == 4
-
-
-def test_what_ends_a_step_is_no_failure_of_a_request(llm, monkeypatch):
-    def fail(batch):
-        raise MemoryError
-
-    monkeypatch.setattr(llm.engine.runner, "forward", fail)
-    with pytest.raises(MemoryError):
-        list(llm.generate_as_finished(PROMPTS[:2], GREEDY, return_exceptions=True))
 
 
 def test_closing_generate_as_finished_frees_the_rows(llm):
@@ -190,11 +165,6 @@ def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
     assert [sample.token_ids for sample in more.outputs[:n]] == [sample.token_ids for sample in output.outputs]
 
 
-def test_greedy_samples_are_equal(llm):
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, n=3))
-    assert ids_of(output, 0) == ids_of(output, 1) == ids_of(output, 2) == generate_one(llm, PROMPTS[0]).token_ids
-
-
 def test_seeds(llm):
     first = generate_one(llm, PROMPTS[0], WARM)
     assert generate_one(llm, PROMPTS[0], WARM).token_ids == first.token_ids
@@ -209,12 +179,6 @@ def test_a_drawn_seed_is_told_and_repeats_the_request(llm):
         assert generate_one(llm, PROMPTS[0], sampled(seed=sample.seed)).token_ids == sample.token_ids
 
 
-def test_top_k_1_and_a_tiny_top_p_are_greedy(llm):
-    greedy = generate_one(llm, PROMPTS[0]).token_ids
-    assert generate_one(llm, PROMPTS[0], sampled(top_k=1)).token_ids == greedy
-    assert generate_one(llm, PROMPTS[0], sampled(top_p=1e-9)).token_ids == greedy
-
-
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_best_of_returns_the_most_probable_per_token(llm, n):
     """Of equal ones, as greedy samples are, the first."""
@@ -226,13 +190,6 @@ def test_best_of_returns_the_most_probable_per_token(llm, n):
     expected = samples if n == 5 else ranked[:n]
     assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in expected]
     assert [sample.index for sample in output.outputs] == list(range(n))
-
-
-def test_best_of_needs_no_logprobs_to_be_asked_for(llm):
-    fields = {"best_of": 4, "n": 2}
-    with_logprobs, without = (llm.generate(PROMPTS[0], sampled(**fields, logprobs=k))[0].outputs for k in (0, None))
-    assert [sample.token_ids for sample in without] == [sample.token_ids for sample in with_logprobs]
-    assert (without[0].logprobs, without[0].cumulative_logprob) == (None, None)
 
 
 # Ends.
@@ -251,12 +208,6 @@ def test_stop_string_across_tokens_is_cut_off(llm):
     assert sample.token_ids == whole.token_ids[:kept]
     assert stop in "".join(pieces[:kept])
     assert stop not in "".join(pieces[: kept - 1])
-
-
-def test_stop_string_that_never_comes(llm):
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop="\x00"))
-    whole = generate_one(llm, PROMPTS[0])
-    assert (sample.text, sample.finish_reason, sample.stop_reason) == (whole.text, "length", None)
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -298,27 +249,6 @@ def test_eos_of_a_request(llm):
     assert sample.token_ids == whole
 
 
-def test_a_loop_ends_a_sample(llm):
-    loops = {"logit_bias": {5: 100.0}, "max_tokens": 12}
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops))
-    assert (sample.token_ids, sample.finish_reason) == ([5] * 12, "length")
-    detection = {"max_pattern_size": 2, "min_count": 3}
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(**loops, repetition_detection=detection))
-    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == ([5] * 3, "stop", "loop")
-
-
-def test_the_stop_string_may_stay(llm):
-    params = {"max_tokens": 20, "stop": "e"}
-    cut = generate_one(llm, PROMPTS[0], SamplingParams(**params))
-    kept = generate_one(llm, PROMPTS[0], SamplingParams(**params, include_stop_str_in_output=True))
-    assert (kept.text, kept.token_ids) == (cut.text + "e", cut.token_ids)
-
-
-def test_all_positions_can_be_used(tiny):
-    sample = generate_one(tiny, [3], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert (len(sample.token_ids), sample.finish_reason) == (5, "length")
-
-
 # Logprobs and logits.
 
 
@@ -338,12 +268,6 @@ def test_logprobs_are_the_models_own(llm, params, count):
     assert sample.cumulative_logprob == pytest.approx(sum(chosen), abs=1e-12)
 
 
-def test_more_logprobs_than_tokens_are_all_tokens(tiny):
-    (told,) = generate_one(tiny, [3], SamplingParams(max_tokens=1, logprobs=1000)).logprobs
-    assert sorted(told) == list(range(tiny.config.vocab_size))
-    assert sum(np.exp(list(told.values()))) == pytest.approx(1, abs=1e-12)
-
-
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 150])
 def test_logits(llm, length):
     ids = np.random.default_rng(length).integers(llm.config.vocab_size, size=length)
@@ -354,15 +278,6 @@ def test_logits(llm, length):
     np.testing.assert_array_equal(llm.logits(ids[:40]), kept[:40])
     llm.logits(ids[::-1])
     np.testing.assert_array_equal(logits, kept)  # not a view of what the next call overwrites
-
-
-def test_logits_of_both_devices_agree(tiny_folder, tiny):
-    with LLM(str(tiny_folder), device="reference") as reference:
-        np.testing.assert_allclose(tiny.logits([3, 1, 4, 1, 5, 9]), reference.logits([3, 1, 4, 1, 5, 9]), atol=1e-4)
-
-
-def test_logits_of_a_text(llm):
-    np.testing.assert_array_equal(llm.logits("The old"), llm.logits(llm.tokenizer.encode("The old")))
 
 
 # Streams.
@@ -403,12 +318,6 @@ def test_a_stream_that_is_closed_early_frees_its_slot(llm):
         next(stream)
 
 
-def test_a_stream_that_is_never_read_holds_nothing(llm):
-    stream = llm.stream(PROMPTS[0], GREEDY)
-    assert (llm.engine.scheduler.running, len(llm.engine.scheduler.waiting)) == ([], 0)
-    del stream
-
-
 def test_everything_may_run_inside_a_stream(llm):
     """generate, other streams and logits between two tokens: each gets what it would get alone."""
     alone = {prompt: generate_one(llm, prompt, sampled(max_tokens=25)).token_ids for prompt in PROMPTS}
@@ -423,36 +332,6 @@ def test_everything_may_run_inside_a_stream(llm):
     tokens += [chunk.token_id for chunk in first]
     assert (tokens, others) == (alone[PROMPTS[0]], alone[PROMPTS[1]])
     assert [ids_of(output) for output in outputs] == list(alone.values())
-
-
-def test_more_streams_than_rows(llm):
-    alone = [generate_one(llm, prompt).token_ids for prompt in PROMPTS * 2]
-    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS * 2]
-    got = [[next(stream).token_id] for stream in reversed(streams)]
-    for tokens, stream in zip(got, reversed(streams), strict=True):
-        tokens += [chunk.token_id for chunk in stream]
-    assert got == alone[::-1]
-
-
-def test_several_threads_share_one_engine(llm):
-    """Each gets what it would get alone, whoever's step computes it."""
-    params = [sampled(seed=seed, max_tokens=20) for seed in range(6)]
-    alone = [[ids_of(output) for output in llm.generate(PROMPTS[:3], p)] for p in params]
-    logits = llm.logits([1, 2, 3])
-
-    def use(p: SamplingParams):
-        outputs = [ids_of(output) for output in llm.generate(PROMPTS[:2], p)]
-        np.testing.assert_array_equal(llm.logits([1, 2, 3]), logits)
-        return [*outputs, [chunk.token_id for chunk in llm.stream(PROMPTS[2], p)]]
-
-    with ThreadPoolExecutor(len(params)) as pool:
-        assert list(pool.map(use, params)) == alone
-
-
-def test_a_stream_has_one_prompt(llm):
-    with pytest.raises(RequestError, match="2 prompts"):
-        llm.stream(["a", "b"])
-    assert [chunk.token_id for chunk in llm.stream([], GREEDY)] == generate_one(llm, "").token_ids
 
 
 # What is refused, before any work.
@@ -486,12 +365,6 @@ def test_impossible_prompts(llm, prompts, message):
         llm.generate(prompts, GREEDY)
     with pytest.raises(RequestError, match=message):
         llm.generate_as_finished(prompts, GREEDY)  # when called, not when read
-
-
-@pytest.mark.parametrize("field", [{"temperature": float("nan")}, {"top_p": float("nan")}, {"max_tokens": 0}])
-def test_impossible_params(field):
-    with pytest.raises(ValueError, match=next(iter(field))):
-        SamplingParams(**field)
 
 
 def test_params_must_fit_the_prompts(llm):
@@ -548,12 +421,6 @@ def test_impossible_arguments(name, value):
 def test_the_reference_computes_in_float32_alone(field):
     with pytest.raises(RequestError, match=next(iter(field))):
         LLM("demo", device="reference", **field)
-
-
-@pytest.mark.parametrize("fields", [{}, {"draft_model": "demo"}], ids=str)
-def test_steps_for_which_there_is_no_memory(fields):
-    with pytest.raises(RequestError, match="steps of 1000000000000 tokens: lower max_num_batched_tokens"):
-        LLM("demo", max_num_batched_tokens=10**12, **fields)
 
 
 @pytest.mark.parametrize("prompt", [[], "", [11], [-1], [1.5], 5, None])
@@ -645,15 +512,6 @@ def test_a_request_that_fails_does_not_touch_a_stream_beside_it(damaged):
         damaged.generate([3, 4, 5, 6], SHORT)
     assert generate_one(damaged, [3], SHORT).token_ids == good
     assert tokens + [chunk.token_id for chunk in stream] == good
-
-
-def test_a_stream_that_fails_does_not_fail_the_request_beside_it(damaged):
-    good = generate_one(damaged, [3], SHORT).token_ids
-    stream = damaged.stream([3, 4], LONG)
-    next(stream)
-    assert generate_one(damaged, [3], SHORT).token_ids == good
-    with pytest.raises(TinyGPTError, match="not finite"):
-        list(stream)
 
 
 # Closing.

@@ -99,15 +99,6 @@ def demo():
         yield llm
 
 
-def test_texts(demo):
-    text = "Once upon a time"
-    ids = demo.tokenizer.encode(text)
-    np.testing.assert_array_equal(demo.embed(text), demo.embed([ids]))
-    np.testing.assert_array_equal(demo.embed([text, "x"])[:1], demo.hidden_states(text)[-1, -1:])
-    np.testing.assert_array_equal(demo.attentions(text), demo.attentions(ids))
-    assert demo.embed([]).shape == (0, demo.config.n_embd)
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes_are_near(demo, dtype):
     """Their KV cache holds bfloat16."""

@@ -232,32 +232,6 @@ def test_llm_tokens_alone_and_in_any_batch(choice):
                 assert tokens(outputs) == [alone[i] for i in order]
 
 
-def test_llm_greedy_token_is_the_best_of_llm_logits(choice):
-    """The engine's own steps (prefill, then decode) and a teacher-forced prefill agree to the bit."""
-    with LLM(**choice, max_num_seqs=3) as llm:
-        prompts = prompts_for(llm)
-        params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1)
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            ids = output.outputs[0].token_ids
-            logits = llm.logits(prompt + ids)[len(prompt) - 1 : -1]  # (20, V)
-            assert logits.argmax(axis=1).tolist() == ids
-
-
-def test_llm_work_between_the_chunks_of_a_stream(choice):
-    """Requests that come and go, or are given up, while a stream is open change nothing in it."""
-    with LLM(**choice, threads=2, max_num_seqs=3) as llm:
-        prompts, params = prompts_for(llm), params_for(3)
-        whole, other = (llm.generate([prompts[i]], params)[0].outputs[0].token_ids for i in (1, 3))
-        stream = llm.stream(prompts[1], params)
-        begun = [next(stream).token_id for _ in range(3)]
-        given_up = llm.stream(prompts[4], params)
-        next(given_up)
-        given_up.close()
-        assert llm.generate([prompts[3]], params)[0].outputs[0].token_ids == other
-        llm.logits(prompts[5])
-        assert begun + [chunk.token_id for chunk in stream] == whole
-
-
 def test_llms_that_run_at_the_same_time(choice):
     """Three engines in three Python threads, with more threads between them than there are cores."""
 

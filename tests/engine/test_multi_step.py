@@ -1,6 +1,5 @@
 """Several steps in one call: the same outputs, no step too many, and no caller waits longer than for single steps."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -178,16 +177,6 @@ def test_as_many_steps_as_the_last_ones_would_have_taken_in_the_time():
     assert [timer.num_steps(seconds) for seconds in (0.0, 0.2, 0.25, 0.3, 1.0)] == [1, 1, 1, 1, 4]
     timer.note(0.0, 1)
     assert timer.num_steps(1.0) == 1
-
-
-def test_the_timer_notes_the_steps(llm, monkeypatch):
-    noted, now = [], iter(range(10**6))
-    monkeypatch.setattr(StepTimer, "note", lambda timer, seconds, steps: noted.append((seconds, steps)))
-    monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: 3 if seconds else 1)
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(now)))
-    llm.generate([[1], [2]], SamplingParams(max_tokens=8, ignore_eos=True))
-    assert [steps for _, steps in noted] == [1, 3, 3, 1]
-    assert all(seconds > 0 for seconds, _ in noted)
 
 
 # Throughput, which the step loop adds up.

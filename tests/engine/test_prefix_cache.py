@@ -1,6 +1,5 @@
 """Requests that come, go and share what their prompts begin with: each gets the bits that it gets alone."""
 
-import asyncio
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +9,7 @@ from hypothesis import strategies as st
 
 from support import tiny_checkpoint
 from support.demo import EOS
-from tinygpt import LLM, AsyncLLM, SamplingParams
-from tinygpt.engine.model_runner import ModelRunner
+from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.outputs import CompletionOutput
 
@@ -43,7 +41,6 @@ class Visit:
     """A request, the step before which it comes, and how many steps later it is given up, if it is."""
 
     prompt: list[int]
-    cache_salt: str | None
     params: SamplingParams
     arrival: int
     patience: int | None
@@ -74,17 +71,12 @@ params = st.builds(
     logit_bias=st.sampled_from([None, {11: 4.0}]),
     ignore_eos=st.booleans(),
 )
-salts = st.sampled_from([None, "red", "blue"])
-visits = st.builds(Visit, prompts, salts, params, st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
-
-
-def salted(prompt: list[int] | str, cache_salt: str | None) -> dict:
-    return {"prompt": prompt, "cache_salt": cache_salt}
+visits = st.builds(Visit, prompts, params, st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
 
 
 def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
     """Each visit's samples, None for one that was given up before its end."""
-    requests = [llm._inputs.request(salted(visit.prompt, visit.cache_salt), visit.params) for visit in visits]
+    requests = [llm._inputs.request(visit.prompt, visit.params) for visit in visits]
     finished = set()
     for i, request in enumerate(requests):
         request.when_finished(lambda i=i: finished.add(i))
@@ -180,109 +172,12 @@ def test_what_failed_is_not_kept(tmp_path):
     assert (output.outputs, output.num_cached_tokens) == (expected, 0)
 
 
-@pytest.mark.parametrize("salts", [("red", "blue"), (None, "red"), ("red", None)], ids=str)
-def test_prompts_of_other_salts_share_nothing(monkeypatch, alone, salts, small_demo):
-    """Neither while both run nor later; each is computed as if it were alone, to the same bits."""
-    prompts = [salted(BASES[0], salt) for salt in salts]
-    expected = alone.generate([BASES[0]], GREEDY)[0].outputs
-    with LLM(small_demo, max_num_seqs=4, prefix_cache_seqs=4) as llm:
-        counts = computed(llm, monkeypatch)
-        outputs = llm.generate(prompts, GREEDY)
-        assert sum(counts) == 2 * (60 + 5)
-        (other,) = llm.generate(salted(BASES[0], "green"), GREEDY)
-        again = llm.generate(prompts, GREEDY)
-    assert [output.num_cached_tokens for output in [*outputs, other]] == [0, 0, 0]
-    assert [output.num_cached_tokens for output in again] == [59, 59]  # each its own
-    assert all(output.outputs == expected for output in [*outputs, other, *again])
-
-
-def test_prompts_of_equal_salts_share(alone, small_demo):
-    prompts = [salted(BASES[0], "".join(["re", "d"])), {"prompt_token_ids": BASES[0], "cache_salt": "red"}]
-    with LLM(small_demo, max_num_seqs=4, prefix_cache_seqs=4) as llm:
-        outputs = llm.generate(prompts, GREEDY) + llm.generate(prompts[:1], GREEDY)
-    assert [output.num_cached_tokens for output in outputs] == [0, 59, 59]
-    assert outputs[2].outputs == alone.generate([BASES[0]], GREEDY)[0].outputs
-
-
-def test_the_salt_of_the_llm_is_that_of_all_without_one(monkeypatch, small_demo):
-    with LLM(small_demo, cache_salt="red") as llm:
-        llm.generate([BASES[0]], GREEDY)
-        given = [salted(BASES[0], "red"), salted(BASES[0], None), BASES[0], salted(BASES[0], "blue")]
-        assert [llm.generate([prompt], GREEDY)[0].num_cached_tokens for prompt in given] == [59, 59, 59, 0]
-
-
-def test_every_entry_takes_a_salt(monkeypatch, small_demo):
-    """Each reads a prompt that was read with no salt before, and nothing of what it has read itself."""
-    entries = {
-        "generate": lambda llm, prompt: llm.generate(prompt, GREEDY),
-        "read_prompt": lambda llm, prompt: llm.generate(llm.read_prompt(prompt), GREEDY),
-        "stream": lambda llm, prompt: list(llm.stream(prompt, GREEDY)),
-        "submit": lambda llm, prompt: llm.submit(prompt, GREEDY).result(),
-        "async": lambda llm, prompt: asyncio.run(AsyncLLM(llm).generate(prompt, GREEDY)),
-        "score": lambda llm, prompt: llm.score(prompt, [[5, 6, 7]]),
-    }
-    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=4) as llm:
-        llm.generate([BASES[0]], GREEDY)
-        counts = computed(llm, monkeypatch)
-        for name, call in entries.items():
-            counts.clear()
-            call(llm, salted(BASES[0], name))
-            first = sum(counts)
-            call(llm, salted(BASES[0], name))
-            assert (first >= 60, sum(counts) - first < 10) == (True, True), name
-
-
-def test_a_session_shares_by_its_salt(small_demo):
-    def cached_tokens(session):
-        session.extend(BASES[0])
-        return session.generate(GREEDY).num_cached_tokens
-
-    with LLM(small_demo) as llm:
-        llm.generate([BASES[0]], GREEDY)
-        sessions = [llm.session(), llm.session(cache_salt="red"), llm.session("red"), llm.session("blue")]
-        assert [cached_tokens(session) for session in sessions] == [59, 0, 59, 0]
-        fork = sessions[3].fork()
-        fork.extend([5])
-        assert fork.generate(GREEDY).num_cached_tokens == 65  # the last that was sampled has not been computed
-
-
-def test_a_draft_model_shares_by_salt(monkeypatch, small_demo):
-    """Its slots are those of the larger model: what they hold of one salt is of no use to another."""
-    counts, forward = [], ModelRunner.forward
-
-    def counted(runner, batch):
-        if runner is not llm.engine.runner:
-            counts.append(batch.token_ids.size)
-        return forward(runner, batch)
-
-    monkeypatch.setattr(ModelRunner, "forward", counted)
-    with LLM(small_demo, draft_model=small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        for cache_salt, reads_all in (("red", True), ("red", False), ("blue", True), (None, True)):
-            counts.clear()
-            llm.generate(salted(BASES[0], cache_salt), GREEDY)
-            assert (sum(counts) >= 60) == reads_all
-
-
-@pytest.mark.parametrize("cache_salt", ["", 7, True, b"red", ["red"]], ids=str)
-def test_impossible_salts(alone, cache_salt):
-    message = "cache_salt is .* and must be a text that is not empty"
-    for call in (
-        lambda: LLM("nowhere", cache_salt=cache_salt),
-        lambda: alone.generate(salted(BASES[0], cache_salt)),
-        lambda: alone.score(salted(BASES[0], cache_salt), [[5]]),
-        lambda: alone.session(cache_salt),
-    ):
-        with pytest.raises(RequestError, match=message):
-            call()
-
-
 @pytest.mark.parametrize(
     "prompt",
     [
         {},
-        {"cache_salt": "a"},
         {"prompt": [1], "prompt_token_ids": [1]},
-        {"prompt": [1], "salt": "a"},
+        {"prompt": [1], "cache_salt": "a"},
         {"prompt": [1], 5: 6},
     ],
     ids=str,

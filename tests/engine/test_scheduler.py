@@ -7,26 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinygpt.engine.sampler import PromptLogprobs
-from tinygpt.engine.scheduler import Scheduler, SlotTable
-from tinygpt.engine.sequence import SampledToken, Sequence
+from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
+from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
 FRESH = itertools.count(1000)
-WORTH_WAITING = 16  # tokens, as prefix_sharing.py says: written out, or a change of it would change the tests too
+WORTH_WAITING = 16  # tokens, as in scheduler.py: written out, or a change there would change the tests, too
 
 
-def new_sequence(
-    prompt_len: int, max_tokens: int = 3, begin: int | None = None, cache_salt: str | None = None
-) -> Sequence:
+def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None) -> Sequence:
     """One whose prompt begins like no other, or like those with the same `begin`."""
     prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(prompt, params, 0, 0, frozenset({EOS}), text=None, cache_salt=cache_salt)
+    return Sequence(prompt, params, 0, 0, frozenset({EOS}), text=None)
 
 
 class Cache:
-    """A KV cache that holds the token and the salt of each position, and the copies that were made in it."""
+    """A KV cache that holds the token of each position, and the copies that were made in it."""
 
     def __init__(self, slots: int):
         self.slots = [{} for _ in range(slots)]
@@ -40,13 +38,9 @@ class Cache:
 
     def write(self, sequence: Sequence, count: int) -> None:
         """What a step does; the positions before the new ones must be the sequence's own by then."""
-        start, slot, salt = sequence.num_cached, self.slots[sequence.slot], sequence.cache_salt
-        assert [slot[position] for position in range(start)] == salted(sequence.token_ids[:start], salt)
-        slot.update(enumerate(salted(sequence.next_token_ids(count), salt), start))
-
-
-def salted(token_ids: list[int], cache_salt: str | None) -> list[tuple[int, str | None]]:
-    return [(token_id, cache_salt) for token_id in token_ids]
+        start, slot = sequence.num_cached, self.slots[sequence.slot]
+        assert [slot[position] for position in range(start)] == sequence.token_ids[:start]
+        slot.update(enumerate(sequence.next_token_ids(count), start))
 
 
 def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, int]]:
@@ -64,7 +58,7 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
 
 
 def cache_of(scheduler: Scheduler) -> Cache:
-    return scheduler._sharing._copy_positions.__self__
+    return scheduler._copy_positions.__self__
 
 
 def scheduler_of(*sequences: Sequence, slots: int = 4, tokens: int = 100, kept: int = 0) -> Scheduler:
@@ -72,10 +66,6 @@ def scheduler_of(*sequences: Sequence, slots: int = 4, tokens: int = 100, kept: 
     for sequence in sequences:
         scheduler.add(sequence)
     return scheduler
-
-
-def test_nothing_to_do():
-    assert scheduler_of(slots=2, tokens=8).schedule() == []
 
 
 def test_first_come_first_served_and_each_row_is_used_again():
@@ -101,16 +91,6 @@ def test_a_long_prompt_is_cut_and_is_sampled_once_at_its_end():
     assert sampled == [(10, False), (10, False), (5, True), (1, True)]
 
 
-def test_chunks_carry_the_tokens_in_order():
-    a = Sequence(list(range(10, 17)), SamplingParams(max_tokens=3), 0, 0, frozenset(), text=None)
-    scheduler, seen = scheduler_of(a, tokens=3), []
-    while scheduler.waiting or scheduler.running:
-        chunk = scheduler.schedule()[0]
-        seen.append(a.next_token_ids(chunk.count))
-        run_step(scheduler, token_id=90 + len(seen))
-    assert seen == [[10, 11, 12], [13, 14, 15], [16], [93], [94]]
-
-
 def test_decoding_comes_before_prompts_however_old():
     long, short = new_sequence(30, 5), new_sequence(2, 5)
     scheduler = scheduler_of(short, slots=3, tokens=10)
@@ -123,21 +103,6 @@ def test_decoding_comes_before_prompts_however_old():
     assert run_step(scheduler) == [(short, 1), (long, 9)]
     assert run_step(scheduler) == [(short, 1), (long, 3), (late, 3)]  # the prompts in their order, as far as it goes
     assert run_step(scheduler) == [(long, 1), (late, 1)]
-
-
-def test_a_prompt_of_one_token_is_as_short_as_decoding_and_overtakes_long_ones():
-    long, short = new_sequence(30, 5), new_sequence(1, 3)
-    scheduler = scheduler_of(long, short, tokens=10)
-    assert [run_step(scheduler) for _ in range(4)] == [[(short, 1), (long, 9)]] * 3 + [[(long, 3)]]
-
-
-def test_one_that_ends_early_leaves_its_slot():
-    a, b = new_sequence(2, 10), new_sequence(2, 10)
-    scheduler = scheduler_of(a, b, slots=1)
-    run_step(scheduler, EOS)
-    assert (a.finish_reason, a.slot) == ("stop", None)
-    assert run_step(scheduler) == [(b, 2)]
-    assert b.slot == 0
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2, 3])
@@ -155,12 +120,6 @@ def test_remove_wherever_it_is(removed):
         run_step(scheduler)
     assert all(s.finish_reason == "length" for s in others)
     assert sequences[removed].finish_reason is None
-
-
-def test_remove_of_one_never_added():
-    scheduler = scheduler_of(new_sequence(1), slots=1)
-    scheduler.remove(new_sequence(1))
-    assert len(scheduler.schedule()) == 1
 
 
 # Logits of prompts.
@@ -268,18 +227,10 @@ def test_nothing_of_one_that_failed_is_handed_on():
     a, b = (new_sequence(40, begin=7) for _ in range(2))
     scheduler = scheduler_of(a, b, tokens=10)
     run_step(scheduler)
-    a.fail("not finite")
+    a.error = "not finite"
     scheduler.remove(a)
     assert (cache_of(scheduler).copies, b.num_reused) == ([], 0)
     assert finish(scheduler) == 40 + 2
-
-
-def test_removing_the_one_that_waits_leaves_the_other_alone():
-    a, b = (new_sequence(40, begin=7) for _ in range(2))
-    scheduler = scheduler_of(a, b, tokens=10)
-    run_step(scheduler)
-    scheduler.remove(b)
-    assert finish(scheduler) == 30 + 2
 
 
 def test_an_ended_sequence_is_kept_for_the_next():
@@ -301,7 +252,7 @@ def test_a_kept_slot_that_was_copied_from_is_not_the_next_to_go():
     scheduler.add(branch)
     finish(scheduler)
     assert branch.num_reused == 10
-    assert [token_ids[0] for _, token_ids in scheduler.slots.kept(None)] == [7, 7]
+    assert [token_ids[0] for _, token_ids in scheduler.slots.prefixes.values()] == [7, 7]
 
 
 @pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
@@ -312,34 +263,8 @@ def test_a_prompt_that_was_not_read_to_its_end_is_not_kept(num_steps, num_kept):
     for _ in range(num_steps):
         run_step(scheduler)
     scheduler.remove(a)
-    assert len(list(scheduler.slots.kept(None))) == num_kept
+    assert len(scheduler.slots.prefixes) == num_kept
     assert scheduler.slots.num_free == 4
-
-
-@pytest.mark.parametrize("salts", [("red", "blue"), (None, "red"), ("red", None)], ids=str)
-def test_other_salts_share_nothing(salts):
-    """Neither with one that runs, nor with what one has left; nor do they wait for one another."""
-    scheduler = scheduler_of(*(new_sequence(40, begin=7, cache_salt=salt) for salt in salts), kept=2)
-    assert [count for _, count in run_step(scheduler)] == [40, 40]
-    finish(scheduler)
-    late = [new_sequence(40, begin=7, cache_salt=salt) for salt in ("green", salts[0], salts[1])]
-    scheduler.add(*late)
-    assert finish(scheduler) == 40 + 1 + 1 + 3 * 2
-    assert [s.num_reused for s in late] == [0, 39, 39]
-
-
-def test_equal_salts_share_as_none_do():
-    sequences = [new_sequence(40, begin=7, cache_salt="".join(["re", "d"])) for _ in range(3)]
-    scheduler = scheduler_of(*sequences)
-    assert finish(scheduler) == 40 + 2 + 3 * 2
-    assert [s.num_reused for s in sequences] == [0, 39, 39]
-
-
-def test_without_kept_slots_nothing_is_kept():
-    scheduler = scheduler_of(new_sequence(40, begin=7))
-    finish(scheduler)
-    scheduler.add(new_sequence(40, begin=7))
-    assert finish(scheduler) == 40 + 2
 
 
 def test_a_conversation_goes_on_in_its_slot_without_a_copy():
@@ -356,9 +281,7 @@ def test_a_conversation_goes_on_in_its_slot_without_a_copy():
     kept=st.integers(0, 3),
     spare=st.integers(0, 20),
     shapes=st.lists(
-        st.tuples(
-            st.integers(1, 40), st.integers(1, 6), st.sampled_from([None, 7, 8]), st.sampled_from([None, "red", "blue"])
-        ),
+        st.tuples(st.integers(1, 40), st.integers(1, 6), st.sampled_from([None, 7, 8])),
         min_size=1,
         max_size=12,
     ),
@@ -402,14 +325,70 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
 def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
     """Each slot is a running sequence's, or kept, or empty."""
     used = [s.slot for s in scheduler.running]
-    held = {
-        slot: salted(token_ids, salt)
-        for salt in (None, "red", "blue")
-        for slot, token_ids in scheduler.slots.kept(salt)
-    }
+    held = dict(scheduler.slots.prefixes.values())
     assert sorted([*used, *held, *scheduler.slots._empty]) == list(range(slots + kept))
     assert len(held) <= kept
     assert scheduler.slots.num_free == slots - len(used)
     for slot, tokens in held.items():
         content = cache_of(scheduler).slots[slot]
         assert [content[position] for position in range(len(tokens))] == tokens
+
+
+# The slots by themselves.
+
+
+def kept(slots: SlotTable) -> list[list[int]]:
+    """Return the cached prefixes, the least recently used first."""
+    return [token_ids for _, token_ids in slots.prefixes.values()]
+
+
+def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:
+    return [slots.take(prompt)[0] for prompt in prompts]
+
+
+def test_a_prompt_that_goes_on_takes_the_kept_slot():
+    slots = SlotTable(2, 2)
+    a, b = take_all(slots, [1, 2], [5])
+    slots.release(a, [1, 2, 3])
+    slots.release(b, [1, 9])
+    assert slots.take([1, 2, 3, 4]) == (a, 3)
+    assert (kept(slots), slots.num_free) == ([[1, 9]], 1)
+
+
+def test_the_least_recently_used_goes_first():
+    slots = SlotTable(4, 2)
+    a, b, c = take_all(slots, [1], [2], [3])
+    slots.release(a, [1, 1])
+    slots.release(b, [2, 2])
+    slots.touch(a)
+    slots.release(c, [3, 3])
+    assert kept(slots) == [[1, 1], [3, 3]]
+    assert slots.num_free == 4
+
+
+def test_what_another_row_covers_is_not_kept_twice():
+    slots = SlotTable(4, 3)
+    a, b, c, d = take_all(slots, [1], [1], [1], [9])
+    slots.release(d, [9])
+    slots.release(a, [1, 2])
+    slots.release(b, [1, 2, 3])  # all of the slot before, and more
+    assert kept(slots) == [[9], [1, 2, 3]]
+    slots.touch(d)
+    slots.release(c, [1, 2, 3])
+    assert kept(slots) == [[9], [1, 2, 3]]  # and the slot that holds it has been of use
+    assert slots.num_free == 4
+
+
+@pytest.mark.parametrize("token_ids", [[], [SINGLE_USE_IDS, 5]])
+def test_a_row_of_no_use_is_empty(token_ids):
+    slots = SlotTable(1, 1)
+    slots.release(slots.take([1])[0], token_ids)
+    assert (kept(slots), slots.num_free) == ([], 1)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "count"),
+    [([], [], 0), ([1], [], 0), ([1], [2], 0), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 2, 4], 2)],
+)
+def test_common_prefix(a, b, count):
+    assert common_prefix(a, b) == count

@@ -80,13 +80,6 @@ def test_where_the_border_vanishes_both_are_encoded_apart(llm):
     np.testing.assert_allclose(score.logprobs, teacher_forced(llm, encode(first), encode(second))[0], rtol=0, atol=1e-5)
 
 
-def test_token_ids_stay_what_they_are(llm):
-    encode = llm.tokenizer.encode
-    by_ids = llm.score(np.array(encode(PROMPT)), [np.array(encode(" man")), " man"])
-    assert by_ids == llm.score(PROMPT, [" man", encode(" man")])
-    assert by_ids[0] == by_ids[1]
-
-
 @pytest.mark.parametrize("prompt", ["", "  "])
 def test_an_empty_prompt_is_the_bos_token(llm, prompt):
     (score,) = llm.score(prompt, ["Once"])
@@ -146,7 +139,3 @@ def test_the_last_token_needs_no_position(small_demo):
 def test_what_is_refused(llm, prompt, continuations, message):
     with pytest.raises(RequestError, match=message):
         llm.score(prompt, continuations)
-
-
-def test_no_continuations_have_no_scores(llm):
-    assert llm.score(PROMPT, []) == []

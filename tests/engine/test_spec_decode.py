@@ -43,11 +43,6 @@ def test_the_drafts_are_those_of_transformers():
     assert [propose_by_lookup(*case) for case in cases] == expected
 
 
-def test_a_longer_match_goes_before_an_earlier_one():
-    assert propose_by_lookup([2, 8, 1, 2, 9, 1, 2], 1, max_ngram=1) == [8]
-    assert propose_by_lookup([2, 8, 1, 2, 9, 1, 2], 1, max_ngram=2) == [9]
-
-
 @pytest.fixture(scope="module")
 def target(tmp_path_factory) -> Path:
     """Held to two tokens it writes one of them again and again, as this seed's embeddings have it."""
@@ -183,14 +178,3 @@ def test_another_vocabulary_is_refused(target, tmp_path):
     other = write_model(tmp_path, **{**FIELDS, "vocab_size": 41})
     with pytest.raises(RequestError, match="same vocabulary"):
         LLM(str(target), draft_model=str(other))
-
-
-@pytest.mark.parametrize("fields", [{"prompt_lookup_num_tokens": -1}, {"max_matching_ngram_size": 0}], ids=str)
-def test_impossible_fields_are_refused(fields):
-    with pytest.raises(RequestError, match=next(iter(fields))):
-        SamplingParams(**fields)
-
-
-def test_an_impossible_number_of_drafts_is_refused(target):
-    with pytest.raises(RequestError, match="num_speculative_tokens is 0"):
-        LLM(str(target), draft_model=str(target), num_speculative_tokens=0)

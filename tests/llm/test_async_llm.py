@@ -52,19 +52,6 @@ def test_many_tasks_get_what_generate_gives(llm):
     assert run(main()) == run(main()) == alone
 
 
-def test_streams_beside_each_other(llm):
-    alone = [llm.generate([[i]], params_for(i))[0].outputs[0] for i in range(6)]
-
-    async def main():
-        door = AsyncLLM(llm)
-        return await asyncio.gather(*(read(door.stream([i], params_for(i))) for i in range(6)))
-
-    for chunks, sample in zip(run(main()), alone, strict=True):
-        assert [chunk.token_id for chunk in chunks] == sample.token_ids
-        assert "".join(chunk.text for chunk in chunks) == sample.text
-        assert chunks[-1].finish_reason == sample.finish_reason
-
-
 def test_the_loop_goes_on_meanwhile(llm):
     async def main():
         task = asyncio.ensure_future(AsyncLLM(llm).generate([1], LONG))
@@ -103,15 +90,6 @@ def test_a_stream_that_is_left_frees_its_slot(llm):
         with paused(llm):
             assert sequence.slot is None
             assert sequence.finish_reason is None
-
-    run(main())
-
-
-def test_a_loop_that_ends_leaves_nothing_running(llm):
-    async def main():
-        stream = AsyncLLM(llm).stream([1], LONG)
-        await anext(stream)
-        return stream  # asyncio.run closes it
 
     run(main())
 

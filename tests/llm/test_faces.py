@@ -80,12 +80,6 @@ def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):
                 take(refused)
 
 
-def test_a_read_prompt_is_scored_as_its_token_ids(llm, ids):
-    read = llm.read_prompt(PROMPT)
-    assert llm.score(read, [" there", [262]]) == llm.score(ids, [" there", [262]])
-    assert llm.score(PROMPT, [llm.read_prompt(" there")]) == llm.score(ids, [" there"])
-
-
 def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -103,20 +97,6 @@ def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
     terminal.isatty = lambda: False
     assert shown([PROMPT] * 2) == ""
     assert "2/2" in shown([PROMPT] * 2, use_tqdm=True)
-
-
-def test_a_function_stands_in_for_tqdm(llm):
-    seen = []
-
-    def counting(items, total, **options):
-        for item in items:
-            seen.append(total)
-            yield item
-
-    assert len(llm.generate([PROMPT] * 3, max_tokens=1, use_tqdm=counting)) == 3
-    assert seen == [3, 3, 3]
-    with pytest.raises(RequestError, match="use_tqdm is 'yes' and must be None, True, False or a function"):
-        llm.generate(PROMPT, use_tqdm="yes")
 
 
 def test_reprs_say_what_matters():

@@ -2,19 +2,15 @@
 
 import json
 import re
-import subprocess
-import sys
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from support.demo import EOS
-from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import guided
-from tinygpt.engine.guided import Guidance, Guide, Mask
+from tinygpt.engine.guided import Guidance, Mask
 from tinygpt.errors import RequestError, TinyGPTError
 
 pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
@@ -170,28 +166,6 @@ def test_drafts_change_nothing_but_the_number_of_steps(llm, kind, monkeypatch, s
     assert len(steps) <= len(plain.outputs[0].token_ids) / 3 + 3  # five tokens each: drafts are guided too
 
 
-def test_streams_and_sessions_are_guided(llm):
-    text = "".join(chunk.text for chunk in llm.stream(PROMPT, params_of("json")))
-    assert text == llm.generate(PROMPT, params_of("json"))[0].outputs[0].text
-    session = llm.session()
-    for kind in GUIDED:
-        session.extend(PROMPT)
-        check(kind, session.generate(params_of(kind)).outputs)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 40, 9000])
-def test_top_k_of_few_tokens_keeps_them_all(llm, top_k, monkeypatch):
-    """It is spared where it would keep all: with the same tokens and log probabilities as if it were not."""
-    params = SamplingParams(
-        guided_regex="[xyz]{12}", top_k=top_k, temperature=3.0, seed=4, logprobs=5, logprobs_mode="processed"
-    )
-    spared = llm.generate(PROMPT, params)[0]
-    monkeypatch.setattr("tinygpt.engine.sampler._spare_top_k", lambda warpers, sequences: None)
-    assert key(llm.generate(PROMPT, params)[0]) == key(spared)
-    other = llm.generate(PROMPT, replace(params, seed=5))[0]
-    assert (other.outputs[0].text != spared.outputs[0].text) == (top_k > 1)
-
-
 def test_a_function_brings_back_no_token(llm):
     def favour_the(prompt_token_ids, new_token_ids, scores):
         scores[:] = -1
@@ -218,39 +192,10 @@ def test_min_tokens_holds_where_the_text_may_go_on(llm):
         assert output.stop_reason == llm.config.eos_token_ids[0]
 
 
-def test_a_text_that_is_cut_begins_one_that_is_allowed(llm):
-    output = llm.generate(PROMPT, params_of("json", max_tokens=5))[0].outputs[0]
-    assert output.finish_reason == "length"
-    stopped = llm.generate(PROMPT, params_of("json", stop='"age'))[0].outputs[0]
-    assert stopped.stop_reason == '"age'
-    assert stopped.text.startswith("{")
-
-
 def test_controls_that_leave_nothing_are_an_error(llm):
     params = SamplingParams(guided_regex="[0-9]+", allowed_token_ids=[llm.tokenizer.encode("a")[0]])
     with pytest.raises(TinyGPTError, match=r"leave no token to choose.*what guides the text"):
         llm.generate(PROMPT, params)
-
-
-def test_masks_are_computed_beside_the_step(llm, monkeypatch):
-    threads = []
-    original = Guide._compute
-
-    def noting(guide):
-        threads.append(threading.current_thread() is threading.main_thread())
-        return original(guide)
-
-    monkeypatch.setattr(Guide, "_compute", noting)
-    output = llm.generate(PROMPT, params_of("json"))[0].outputs[0]
-    # Once for each, and once more where the thread beside comes to its last task when the text is over.
-    assert len(threads) - len(output.token_ids) in (0, 1)
-    assert not all(threads)
-
-
-def test_nothing_depends_on_the_thread_beside(llm, monkeypatch):
-    beside = llm.generate(PROMPT, params_of("json"))[0]
-    monkeypatch.setattr(llm.engine._steps._sampler, "compute_masks", lambda sequences: None)
-    assert key(llm.generate(PROMPT, params_of("json"))[0]) == key(beside)
 
 
 @pytest.mark.parametrize(
@@ -276,15 +221,6 @@ def test_what_is_no_grammar_is_refused_before_any_work(llm, fields, why, monkeyp
     assert len(str(error.value)) < 500
 
 
-def test_a_schema_chooses_its_own_spaces(llm):
-    for options, text in (({}, '{ "a" : 1 }'), ({"whitespace_flexible": False}, '{"a":1}')):
-        schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-        schema |= {"x-guidance": options} if options else {}
-        space = {llm.tokenizer.encode(" ")[0]: 100.0}
-        output = llm.generate(PROMPT, SamplingParams(max_tokens=30, guided_json=schema, logit_bias=space))[0].outputs[0]
-        assert output.text == text
-
-
 def test_requests_of_one_grammar_compile_it_once(monkeypatch):
     compiled = []
     grammar_of = guided.grammar_of
@@ -294,27 +230,3 @@ def test_requests_of_one_grammar_compile_it_once(monkeypatch):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
         llm.generate(PROMPT, params_of("regex"))
     assert len(compiled) == 2
-
-
-def test_other_threads_go_on_when_the_main_one_has_ended():
-    """No thread begins any more then, so that masks are computed within the step."""
-    program = f"""
-import threading
-from tinygpt import LLM, SamplingParams
-llm = LLM("demo", threads=1)
-params = [SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, guided_regex="[a-z ]+")]
-write = lambda: [output.outputs[0].token_ids for output in llm.generate([{PROMPT!r}] * 2, params)]
-expected = write()
-again = LLM("demo", threads=1)  # which has begun no thread yet
-
-def write_later():
-    global llm
-    threading.main_thread().join()
-    for llm in (llm, again):
-        print(write() == expected, flush=True)
-
-threading.Thread(target=write_later).start()
-"""
-    command = [sys.executable, "-c", program]
-    result = subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True, text=True)
-    assert (result.stdout, result.stderr) == ("True\nTrue\n", "")

@@ -114,16 +114,6 @@ def test_a_stream_that_is_closed_keeps_what_it_gave(llm, alone):
     assert session.generate(PARAMS).outputs == alone.generate([TEXT[:5] + given], PARAMS)[0].outputs
 
 
-def test_a_session_that_changes_while_it_streams(llm):
-    session = llm.session()
-    session.extend(TEXT[:5])
-    stream = session.stream(PARAMS)
-    next(stream)
-    session.extend([1])
-    with pytest.raises(RequestError, match="changed while it streamed"):
-        next(stream)
-
-
 @pytest.mark.parametrize("num_read", [0, 2])
 @pytest.mark.parametrize(
     "change",
@@ -153,15 +143,6 @@ def test_a_stop_text_and_what_ended_it_belong_to_the_session(llm):
     output = session.generate(SamplingParams(max_tokens=20, stop="e", ignore_eos=True))
     assert output.outputs[0].finish_reason == "stop"
     assert session.token_ids == TEXT[:5] + output.outputs[0].token_ids
-
-
-def test_the_best_of_several_samples_joins(llm):
-    session = llm.session()
-    session.extend(TEXT[:5])
-    for params in (SamplingParams(max_tokens=3, best_of=3, temperature=1.0), SamplingParams(max_tokens=3, num_beams=2)):
-        before = session.token_ids
-        best = session.generate(params).outputs[0]
-        assert session.token_ids == before + best.token_ids
 
 
 def test_what_is_refused_adds_nothing(llm):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from tinygpt import LLM, AsyncLLM, SamplingParams
-from tinygpt.errors import RequestError
 
 PROMPT = "Once upon a time"
 WARM = {"max_tokens": 16, "temperature": 1.0, "seed": 7}
@@ -76,13 +75,6 @@ def test_a_stream_of_asyncio_is_the_same(llm):
         assert summed(chunks) == summed(llm.stream(PROMPT, params))
 
 
-def test_a_session_streams_them_too(llm):
-    params = CASES["of the prompt"]
-    session = llm.session()
-    session.extend(PROMPT)
-    assert summed(session.stream(params)) == summed(llm.stream(PROMPT, params))
-
-
 def test_spec_decode_changes_no_entry(llm):
     params = SamplingParams(max_tokens=24, logprobs=1)
     assert summed(llm.stream(PROMPT, replace(params, prompt_lookup_num_tokens=4))) == summed(llm.stream(PROMPT, params))
@@ -123,9 +115,3 @@ def test_who_is_given_a_chunk_may_change_it(llm, n):
     (whole,) = llm.generate(PROMPT, params)
     assert [sample.logprobs for sample in spoilt.outputs] == [sample.logprobs for sample in whole.outputs]
     assert spoilt.prompt_logprobs == whole.prompt_logprobs
-
-
-def test_a_stream_cannot_choose_among_samples(llm):
-    with pytest.raises(RequestError, match="best_of is 3 and a stream cannot choose"):
-        llm.stream(PROMPT, SamplingParams(n=2, best_of=3))
-    assert len(summed(llm.stream(PROMPT, SamplingParams(n=2, best_of=2)))) == 2

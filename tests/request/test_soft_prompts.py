@@ -141,22 +141,6 @@ def test_embeddings_that_a_request_brings_along(llm, tuned):
     assert llm.generate([prompt], params)[0].prompt_logprobs == output.prompt_logprobs
 
 
-def test_the_same_embeddings_by_name_and_by_request(alone, tuned):
-    from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
-
-    embeds = read_soft_prompt(tuned.folders["prompt"], alone.config).embeds
-    prompt = ids_of(9)
-    by_name = alone.generate([prompt], params_of("prompt", logprobs=3))[0].outputs
-    assert by_name == alone.generate([prompt], params_of(None, prompt_embeds=embeds, logprobs=3))[0].outputs
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_empty_prompt_starts_at_bos(alone, name):
-    (output,) = alone.generate([[]], params_of(name))
-    assert output.prompt_token_ids == [1]
-    assert output.outputs == alone.generate([[1]], params_of(name))[0].outputs
-
-
 EMBEDS = np.random.default_rng(1).standard_normal((2, 3, C)).astype(np.float32)
 # max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(2, 2, 0), (3, 5, 2), (6, 64, 3)]
@@ -298,12 +282,3 @@ def test_what_is_refused(alone, tuned):
         LLM(tuned.base, soft_prompts={"mine": "no/such/folder"})
     with LLM(tuned.base) as llm, pytest.raises(RequestError, match="'prompt' and none was loaded"):
         llm.generate([[1]], params_of("prompt"))
-
-
-def test_a_draft_model_leaves_them_alone(alone, tuned):
-    """It has no soft prompts, and drafts for the others alone."""
-    prompt, params = ids_of(20), [params_of(name, logprobs=1) for name in (None, "prompt", "prefix")]
-    folder = tuned.base
-    with LLM(folder, soft_prompts=tuned.folders, draft_model=folder) as llm:
-        for output, p in zip(llm.generate([prompt] * 3, params), params, strict=True):
-            assert output.outputs == alone.generate([prompt], p)[0].outputs

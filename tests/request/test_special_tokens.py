@@ -81,47 +81,6 @@ def test_a_call_can_say_otherwise(llm, splitting, ids):
         assert session.token_ids == ids[split]
 
 
-def test_the_mark_alone_is_the_unconditional_prompt(llm):
-    marked, empty = llm.generate([END, ""], SHORT)
-    assert marked.prompt_token_ids == empty.prompt_token_ids == [llm.config.bos_token_id]
-    assert marked.outputs[0].token_ids == empty.outputs[0].token_ids
-
-
-def test_token_ids_stay_what_they_are(splitting):
-    end = splitting.config.eos_token_ids[0]
-    assert splitting.read_prompt([5, end], split_special_tokens=True).token_ids == [5, end]
-    assert splitting.generate([[5, end]], SHORT)[0].prompt_token_ids == [5, end]
-
-
-def test_bad_words_are_read_as_prompts_are(case):
-    """After "a" the mark's token may not come, though it is made certain: or may, where it is no token in texts."""
-    llm, _ = case
-    end = llm.config.eos_token_ids[0]
-    params = {"max_tokens": 2, "logit_bias": {end: 100.0}, "ignore_eos": True}
-    free = llm.generate("Once", SamplingParams(**params))[0].outputs[0].token_ids
-    barred = llm.generate("Once", SamplingParams(bad_words=[f"a{END}", "b"], **params))[0].outputs[0].token_ids
-    assert free == barred == [end, end]
-    (a,) = llm.tokenizer.encode("a")
-    barred = llm.generate([[5, a]], SamplingParams(bad_words=[f"a{END}"], **params))[0].outputs[0].token_ids
-    assert (barred[0] == end) == llm.tokenizer.split_special_tokens
-
-
-def test_a_mark_in_plain_text_can_be_a_stop_string(llm):
-    """A stop string is looked for in the text, where special tokens have none."""
-    mark = llm.tokenizer.encode(END, split_special_tokens=True)
-    for stop_at, token_ids in ((True, mark), (False, [llm.config.eos_token_ids[0]] * len(mark))):
-        forced = iter(token_ids)
-
-        def only_the_next(prompt, new, scores, forced=forced):
-            scores[:] = -np.inf
-            scores[next(forced)] = 0
-            return scores
-
-        params = SamplingParams(max_tokens=len(token_ids), stop=END, ignore_eos=True, logits_processors=[only_the_next])
-        sample = llm.generate("Once", params)[0].outputs[0]
-        assert (sample.text, sample.finish_reason) == ("", "stop" if stop_at else "length")
-
-
 @pytest.mark.parametrize("given", ["no", 1, None])
 def test_a_switch_that_is_none_is_refused(llm, given):
     with pytest.raises(RequestError, match=f"split_special_tokens is {given!r} and must be True or False"):

@@ -1,11 +1,10 @@
 """More tokens than positions: what is refused, cut, dropped, and what a window slides over."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.demo import EOS
@@ -15,7 +14,6 @@ from tinygpt.errors import RequestError
 
 SIZE = 24  # positions
 TEXT = np.random.default_rng(1).integers(EOS, size=80).tolist()
-SLIDE = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0, overflow="slide", seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -33,61 +31,6 @@ def busy(request, small_demo):
 
 
 # --- refuse, clamp, truncate
-
-
-@given(
-    num_virtual=st.integers(0, 4),
-    num_own=st.integers(1, 14),
-    max_tokens=st.integers(1, 14),
-    overflow=st.sampled_from(["refuse", "clamp", "truncate"]),
-    prompt_logprobs=st.sampled_from([None, 0]),
-)
-def test_each_way_out_is_enough_by_itself(num_virtual, num_own, max_tokens, overflow, prompt_logprobs):
-    assume(overflow != "truncate" or prompt_logprobs is None)  # which want all of the prompt
-    params = SamplingParams(max_tokens=max_tokens, overflow=overflow, prompt_logprobs=prompt_logprobs)
-
-    def attempt(num_own: int, **changes) -> None:
-        fit([-1] * num_virtual + [5] * num_own, replace(params, **changes), 8, 8)
-
-    try:
-        attempt(num_own)
-    except RequestError as error:
-        sentence = str(error)
-    else:
-        return
-    ways = sentence.partition("the model has 8 positions: ")[2].rstrip(".").split(", or ")
-    for way in ways:
-        words = way.split()
-        if way.startswith("shorten the prompt to at most"):
-            assert 0 < int(words[6]) < num_own
-            attempt(int(words[6]))
-            with pytest.raises(RequestError):
-                attempt(int(words[6]) + 1, overflow="clamp" if overflow == "clamp" else "refuse")
-        elif way.startswith("set max_tokens to at most"):
-            attempt(num_own, max_tokens=int(words[5]))
-            with pytest.raises(RequestError):
-                attempt(num_own, max_tokens=int(words[5]) + 1, overflow="refuse")
-        elif way.startswith("set overflow="):
-            offered = way.split("'")[1]
-            assert offered == "slide" or (overflow, offered) in {
-                ("refuse", "clamp"),
-                ("refuse", "truncate"),
-                ("clamp", "truncate"),
-            }
-            assert offered != "slide" or len(ways) == 1
-            attempt(num_own, overflow=offered)
-        else:
-            assert ways == ["shorten the prompt and max_tokens to at most 8 together"]
-            assert prompt_logprobs is not None or num_virtual >= 8
-            with pytest.raises(RequestError):  # neither is enough by itself
-                attempt(1, overflow="refuse")
-            with pytest.raises(RequestError):
-                attempt(num_own, max_tokens=1, overflow="refuse")
-
-
-def test_refuse_is_the_default(llm):
-    with pytest.raises(RequestError, match="the prompt has 20 tokens and max_tokens is 8, together 28"):
-        llm.generate([TEXT[:20]], SamplingParams(max_tokens=8))
 
 
 def test_clamp_cuts_max_tokens(llm):
@@ -128,16 +71,6 @@ def test_truncate_leaves_a_token(llm):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
 
 
-def test_what_no_shorter_prompt_or_text_mends_may_slide(llm):
-    params = SamplingParams(max_tokens=SIZE, ignore_eos=True)
-    with pytest.raises(RequestError, match=r": set overflow='slide'[.]"):
-        llm.generate([TEXT[:40]], params)
-    (output,) = llm.generate([TEXT[:40]], replace(params, overflow="slide"))
-    assert len(output.outputs[0].token_ids) == SIZE
-    with pytest.raises(RequestError, match="shorten the prompt and max_tokens to at most 24 together"):
-        fit(TEXT[:40], replace(params, num_beams=2), SIZE, SIZE)
-
-
 @pytest.mark.parametrize("overflow", ["truncate", "slide"])
 def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
     with pytest.raises(RequestError, match="prompt_logprobs need the whole prompt"):
@@ -175,11 +108,6 @@ def test_a_soft_prompt_stays(overflow):
 def test_impossible_fields(fields, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
-
-
-def test_a_stride_of_more_than_all_positions(llm):
-    with pytest.raises(RequestError, match="stride is 25 and there are 24 positions"):
-        llm.generate([TEXT[:4]], SamplingParams(overflow="slide", stride=SIZE + 1))
 
 
 @pytest.mark.parametrize("num_fixed", [SIZE, 88])
@@ -225,14 +153,6 @@ def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_
         assert (fresh.token_ids, fresh.logprobs) == (tokens[i : i + 1], logprobs[i : i + 1])
 
 
-def test_a_long_prompt_is_read_from_where_the_window_is(llm):
-    (output,) = llm.generate([TEXT[:61]], SLIDE)
-    assert (output.num_truncated_tokens, output.prompt_token_ids) == (48, TEXT[:61])
-    half = output.outputs[0].token_ids[:30]
-    (rest,) = llm.generate([TEXT[:61] + half], SamplingParams(max_tokens=30, ignore_eos=True, overflow="slide"))
-    assert half + rest.outputs[0].token_ids == output.outputs[0].token_ids
-
-
 requests = st.tuples(
     st.integers(0, 8),
     st.integers(1, 60),
@@ -264,17 +184,6 @@ def test_whoever_else_slides(llm, busy, batch):
         assert output.outputs == llm.generate([prompt], own)[0].outputs
 
 
-def test_who_waits_for_a_prompt_that_slides_away(small_demo):
-    """The first computes what both begin with, fills all positions and slides in the step that the other waits for."""
-    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        params = SamplingParams(max_tokens=6, ignore_eos=True, overflow="slide", stride=20, seed=0)
-        expected = [llm.generate([TEXT[:SIZE]], params)[0].outputs, llm.generate([TEXT[:22]], params)[0].outputs]
-    for max_num_batched_tokens in (4, 7, 12, 64):
-        with LLM(small_demo, max_model_len=SIZE, max_num_seqs=2, max_num_batched_tokens=max_num_batched_tokens) as llm:
-            outputs = llm.generate([TEXT[:SIZE], TEXT[:22]], params)
-        assert [output.outputs for output in outputs] == expected
-
-
 def test_controls_see_what_has_left(llm):
     """A token that may come once: 2**31 - 1 tokens are asked for, and the end is when none is left."""
     params = SamplingParams(
@@ -291,11 +200,3 @@ def test_controls_see_what_has_left(llm):
     )
     tokens = llm.generate([TEXT[:30]], ended)[0].outputs[0].token_ids
     assert sorted(tokens) == sorted(set(TEXT[40:79]) - set(TEXT[:30]))
-
-
-def test_a_history_grows_with_the_tokens(small_demo):
-    """Beyond the 1024 tokens that it has room for at first."""
-    params = SamplingParams(max_tokens=1100, no_repeat_ngram_size=1, ignore_eos=True, overflow="slide", stride=4)
-    with LLM(small_demo, max_model_len=8, max_num_seqs=1) as llm:
-        tokens = llm.generate([[5]], params)[0].outputs[0].token_ids
-    assert len(set(tokens)) == 1100

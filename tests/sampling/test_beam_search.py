@@ -279,11 +279,11 @@ def test_rows_hold_what_their_beams_continue(data):
     sources = data.draw(st.lists(st.sampled_from(used), min_size=1, max_size=len(held)))
     slots, copies = plan_slots(sources, held)
     assert len(set(slots)) == len(slots)
-    assert not {c.source_slot for c in copies} & {c.target_slot for c in copies}
+    assert not {source for source, *_ in copies} & {target for _, target, *_ in copies}
     assert len(copies) == len(sources) - len(set(sources))  # as many beams as possible stay in place
     cache = {slot: list(ids) for slot, ids in held.items()}
-    for copy in data.draw(st.permutations(copies)):
-        cache[copy.target_slot][copy.start :] = cache[copy.source_slot][copy.start : copy.stop]
-        first = slice(copy.start, copy.start + 1)  # nothing is copied that is there already
-        assert held[copy.target_slot][first] != held[copy.source_slot][first] or copy.start == copy.stop
+    for source, target, start, stop in data.draw(st.permutations(copies)):
+        cache[target][start:] = cache[source][start:stop]
+        first = slice(start, start + 1)  # a position that is equal is not copied
+        assert held[target][first] != held[source][first] or start == stop
     assert [cache[slot] for slot in slots] == [held[source] for source in sources]

@@ -4,7 +4,6 @@ import itertools
 import json
 import random
 import re
-import threading
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ import pytest
 from tinygpt import SamplingParams
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError
-
-llguidance = pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
 
 ALPHABET = ["a", "b", "é", '"']
 # All bytes, some strings of them that end within a character, two tokens of the same bytes, one of none, special ones.
@@ -200,71 +197,6 @@ def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error():
     guide.take(A)
     assert guide.mask() is None
     assert guide.error == "no token of the vocabulary goes on with the text"
-
-
-def test_following_other_tokens_is_standing_behind_those(guidance):
-    guide = guide_of(guidance, guided_regex="(?:ab|ba){3}")
-    one, other = [A, B, A], [B, A]
-    for token_ids in (one, other, [*other, A], one, [*one, B, B], []):
-        guide.follow(token_ids)
-        fresh = guide_of(guidance, guided_regex="(?:ab|ba){3}")
-        for token_id in token_ids:
-            fresh.take(token_id)
-        assert allowed(guide) == allowed(fresh)
-
-
-def test_a_copy_goes_its_own_way(guidance):
-    guide = guide_of(guidance, guided_regex="a(?:bb|a)")
-    guide.take(A)
-    copy = guide.copy()
-    copy.take(A)
-    assert copy.is_over
-    assert not guide.is_over
-    assert allowed(guide) == {A, B, TOKENS.index(b"bb")}
-
-
-def test_a_mask_like_the_one_before_is_not_made_again(guidance):
-    guide, asked = guide_of(guidance, guided_regex="[ab]*"), []
-    spread = guide._spread
-    guide._spread = lambda packed: asked.append(packed) or spread(packed)
-    masks = []
-    for token_id in (A, B, A):
-        masks.append(guide.mask())
-        guide.take(token_id)
-    assert len(asked) == 1
-    assert all(mask is masks[0] for mask in masks)
-
-
-class Busy:
-    """A matcher that is asked for a mask, and may be asked nothing else before it is done."""
-
-    def __init__(self, matcher):
-        self._matcher, self.has_begun, self.may_end = matcher, threading.Event(), threading.Event()
-
-    def compute_bitmask(self):
-        self.has_begun.set()
-        self.may_end.wait()
-        return self._matcher.compute_bitmask()
-
-    def __getattr__(self, name):
-        if self.has_begun.is_set() and not self.may_end.is_set():
-            raise RuntimeError("Already mutably borrowed")
-        return getattr(self._matcher, name)
-
-
-def test_the_end_is_known_while_a_mask_is_computed(guidance):
-    """As the thread beside the steps does, which may be late or early."""
-    guide = guide_of(guidance, guided_regex="ab")
-    busy = guide._matcher = Busy(guide._matcher)
-    thread = threading.Thread(target=guide.mask)
-    thread.start()
-    busy.has_begun.wait()
-    try:
-        assert not guide.is_over
-    finally:
-        busy.may_end.set()
-        thread.join()
-    assert allowed(guide) == {A, TOKENS.index(b"ab"), TOKENS.index(b"ab") + 1}
 
 
 def test_limits_that_others_have_used_up_are_no_error(guidance):

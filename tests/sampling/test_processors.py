@@ -80,11 +80,6 @@ def without_words(row, token_ids, words):
     return through(row, token_ids, transformers.NoBadWordsLogitsProcessor(words, list(EOS)))
 
 
-@recorded
-def without_ngrams(row, token_ids, size):
-    return through(row, token_ids, transformers.NoRepeatNGramLogitsProcessor(size))
-
-
 def through(row, token_ids, *processors):
     scores, ids = torch.from_numpy(row.copy())[None], torch.tensor([token_ids], dtype=torch.long)
     for processor in processors:
@@ -175,15 +170,6 @@ def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, pro
 
 
 @BACKENDS
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_history_that_is_one_ngram_of_equal_tokens_forbids_the_next(backend, size):
-    row, prompt = random_row(5), [5] * size
-    ours = process(backend, [row], [sequence_of(prompt, [], no_repeat_ngram_size=size)])[0]
-    np.testing.assert_array_equal(ours, without_ngrams(row, prompt, size))
-    assert np.flatnonzero(np.isneginf(ours)).tolist() == [5]
-
-
-@BACKENDS
 def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(backend):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence; repetition comes before them."""
     row, prompt, new = random_row(0), [1, 1, 2], [3, 3, 3, 2]
@@ -230,21 +216,6 @@ def test_rows_of_soft_prompts_are_no_tokens(backend):
     np.testing.assert_array_equal(with_rows, without)
 
 
-def test_notes_of_a_sequence_grow_with_it():
-    fields = CASES["all"][0] | {"presence_penalty": 0.5, "min_tokens": 2}
-    sequence = sequence_of([1, 2, 1], [], **fields)
-    notes = SamplingState(sequence, V)
-    for token_id in [2, 1, 1, 4]:
-        sequence.new_token_ids.append(token_id)
-        notes.update(sequence.new_token_ids)
-        fresh, grown = random_row(3)[None], random_row(3)[None]
-        again = SamplingState(sequence, V)
-        again.update(sequence.new_token_ids)
-        reference.process_logits(fresh, gather_processors([0], [again]))
-        reference.process_logits(grown, gather_processors([0], [notes]))
-        np.testing.assert_array_equal(fresh, grown)
-
-
 some_ids = st.lists(st.integers(0, 9), max_size=5)
 some_fields = st.fixed_dictionaries(
     {},
@@ -272,13 +243,3 @@ def test_cpu_equals_the_reference_and_no_row_depends_on_its_neighbours(asked):
     np.testing.assert_array_equal(together, process(reference, rows, sequences))
     alone = [process(cpu, [row], [sequence])[0] for row, sequence in zip(rows, sequences, strict=True)]
     np.testing.assert_array_equal(together, np.stack(alone))
-
-
-@BACKENDS
-def test_other_rows_stay_as_they_are(backend):
-    logits = np.stack([random_row(seed) for seed in range(4)])
-    before = logits.copy()
-    sequences = [sequence_of([1], [], suppress_tokens=[i]) for i in (5, 6)]
-    backend.process_logits(logits, gather_processors([3, 1], [SamplingState(s, V) for s in sequences]))
-    changed = [(3, 5), (1, 6)]
-    assert [(r, i) for r, i in np.argwhere(logits != before).tolist()] == sorted(changed)

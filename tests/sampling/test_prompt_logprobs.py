@@ -51,16 +51,6 @@ def test_they_are_those_of_the_logits(llm, length, best):
     np.testing.assert_allclose(output.prompt_cumulative_logprob, sum(own), rtol=1e-12)
 
 
-def test_a_prompt_of_one_token_has_nothing_to_report(llm):
-    (output,) = llm.generate([[7]], asked())
-    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == ([None], 0)
-
-
-def test_who_did_not_ask_gets_none(llm):
-    (output,) = llm.generate([PROMPT], asked(prompt_logprobs=None))
-    assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == (None, None)
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -149,23 +139,8 @@ def test_logits_that_are_not_finite_are_an_error(backend, wrong):
     logits[1, 4] = wrong
     wanted = PromptLogprobs(first=5, targets=[1, 2, 3], num_best=2)
     assert wanted.error is None
-    wanted.note(5, wanted.read(backend, 5, logits))
+    wanted.read(backend, logits)
     assert "position 6 are not finite" in wanted.error
-
-
-def test_noting_again_changes_nothing():
-    """Whatever part of it was noted before, and however the positions are cut into steps then."""
-    logits = np.random.default_rng(0).normal(size=(10, 11)).astype(np.float32)  # of positions 0 to 9
-
-    def noted(*steps) -> list:
-        wanted = PromptLogprobs(first=2, targets=[1, 2, 3, 4, 5, 6, 7], num_best=2)
-        for start, stop in steps:
-            wanted.note(start, wanted.read(cpu, start, logits[max(start, 2) : stop]))
-        return wanted.found
-
-    assert len(noted((0, 10))) == 7  # after the last position comes no target
-    for steps in ([(0, 4), (0, 10)], [(0, 4), (4, 7), (4, 10)], [(0, 1), (1, 5), (1, 3), (3, 10)]):
-        assert noted(*steps) == noted((0, 10))
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}], ids=str)
@@ -175,9 +150,3 @@ def test_a_damaged_checkpoint_is_told(tmp_path, fields):
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
     with LLM(str(folder)) as llm, pytest.raises(TinyGPTError, match="not finite"):
         llm.generate([[3, 4, 5]], asked(max_tokens=1, **fields))
-
-
-def test_a_request_whose_time_is_over_reports_what_it_has(llm):
-    (output,) = llm.generate([PROMPT], asked(max_time=1e-9))
-    assert output.prompt_logprobs == [None]
-    assert output.outputs[0].stop_reason == "max_time"

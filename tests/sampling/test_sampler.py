@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import NOT_FINITE, Sampler
 from tinygpt.engine.sequence import Sequence
-from tinygpt.errors import RequestError
 from tinygpt.kernels import cpu, reference
 
 V = 40
@@ -129,10 +127,6 @@ def test_backends_sample_the_same(sequence, seed):
     np.testing.assert_allclose(*(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6)
 
 
-def test_no_rows():
-    assert sample(cpu, np.empty((0, V), np.float32), []) == []
-
-
 # What is chosen, and reported.
 
 
@@ -155,19 +149,6 @@ def test_logprobs_raw_and_processed(backend, temperature):
 
 
 @BACKENDS
-def test_what_is_not_asked_for_is_not_reported(backend):
-    plain, all_of, best_of = sequence_of(), sequence_of(n=2, best_of=2), sequence_of(n=1, best_of=2)
-    assert sample_one(backend, plain, logits_of(1)).logprob is None
-    assert sample_one(backend, all_of, logits_of(1)).logprob is None
-    unlikely = logits_of(1)[0].argmin()
-    token = sample_one(backend, sequence_of(logprobs=0, allowed_token_ids=[unlikely]), logits_of(1))
-    assert list(token.logprobs) == [unlikely]
-    token = sample_one(backend, best_of, logits_of(1))
-    assert token.logprobs is None
-    np.testing.assert_allclose(token.logprob, log_softmax(logits_of(1)[0])[token.token_id])
-
-
-@BACKENDS
 def test_users_functions_come_after_the_processors_and_before_temperature(backend):
     logits, seen = logits_of(1), []
 
@@ -184,13 +165,6 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
     assert [call[:2] for call in seen] == [([0, 2], [5])] * 2
     np.testing.assert_array_equal(seen[0][2], expected)
     assert (sequence.prompt_token_ids, sequence.new_token_ids) == ([-7, 0, 2], [5])
-
-
-def test_a_users_function_may_keep_its_scores():
-    kept = []
-    logits = logits_of(1)
-    sample_one(cpu, sequence_of(logits_processors=lambda p, n, scores: kept.append(scores) or scores / 2), logits)
-    np.testing.assert_array_equal(kept[0], logits[0])
 
 
 @BACKENDS
@@ -214,28 +188,6 @@ def test_top_p_decays_and_is_reset():
         sequence.new_token_ids.append(token_id)
     sample_one(cpu, sequence, logits_of(1))
     assert [*used, sequence.sampling_state.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
-
-
-def test_decay_off_leaves_p_alone():
-    sequence = sequence_of(top_p=0.1, top_p_min=0.5, new=[1, 2], temperature=1.0)
-    sample_one(cpu, sequence, logits_of(1))
-    assert sequence.sampling_state.warpers[2] == 0.1
-
-
-@BACKENDS
-def test_an_end_of_text_token_outside_the_vocabulary_is_not_looked_for(backend):
-    plain, early = sequence_of(), dataclasses.replace(sequence_of(min_tokens=1), eos_token_ids=frozenset([V]))
-    assert sample_one(backend, early, logits_of(1)) == sample_one(backend, plain, logits_of(1))
-
-
-def test_a_history_takes_no_memory_for_tokens_that_may_never_come():
-    params = SamplingParams(max_tokens=10**7, repetition_penalty=1.1)
-    tracemalloc.start()
-    try:
-        sample_one(reference, dataclasses.replace(sequence_of(), params=params), logits_of(1))
-        assert tracemalloc.get_traced_memory()[1] < 10**6
-    finally:
-        tracemalloc.stop()
 
 
 # What goes wrong stays in its row.
@@ -385,16 +337,6 @@ def demo():
         yield llm
 
 
-def test_bad_words_do_not_come(demo):
-    plain = demo.generate("The", SamplingParams(max_tokens=30))[0].outputs[0].text
-    words = [word for word in plain.split() if word.isalpha()][:5]
-    assert len(words) == 5
-    without = demo.generate("The", SamplingParams(max_tokens=30, bad_words=words))[0].outputs[0].text
-    forbidden = [demo.tokenizer.encode(" " + word) for word in words]
-    ids = demo.tokenizer.encode(without)
-    assert not any(ids[i : i + len(word)] == word for word in forbidden for i in range(len(ids)))
-
-
 @pytest.mark.parametrize("is_included", [False, True])
 def test_stop_strings_wait_for_min_tokens_and_are_cut_off_or_left(demo, is_included):
     plain = demo.generate("The", SamplingParams(max_tokens=30, ignore_eos=True))[0].outputs[0]
@@ -404,11 +346,6 @@ def test_stop_strings_wait_for_min_tokens_and_are_cut_off_or_left(demo, is_inclu
     late = demo.generate("The", SamplingParams(min_tokens=19, **fields))[0].outputs[0]
     assert (late.stop_reason, late.token_ids) == (stop, plain.token_ids[:20])
     assert late.text == (texts[19] if is_included else texts[18])
-
-
-def test_token_ids_outside_the_vocabulary_are_refused_before_any_work(demo):
-    with pytest.raises(RequestError, match="suppress_tokens holds token id 99999"):
-        demo.generate("The", SamplingParams(suppress_tokens=[99999]))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def read_prompt(
     for `Tokenizer.encode`.
     """
     if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
-        raise invalid("split_special_tokens", split_special_tokens, "True, False or None")
+        raise invalid("split_special_tokens", split_special_tokens, "True or False")
     if isinstance(prompt, Prompt):
         if split_special_tokens is not None:
             raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")

@@ -5,8 +5,9 @@ import os
 import numpy as np
 import pytest
 
+from tinygpt import hardware
 from tinygpt.errors import RequestError
-from tinygpt.hardware import MAX_THREADS, thread_count, threads
+from tinygpt.hardware import MAX_THREADS, thread_count
 
 
 @pytest.mark.parametrize("given", [1, 2, 17, MAX_THREADS])
@@ -42,8 +43,8 @@ def machine(monkeypatch, tmp_path):
             if text is not None:
                 write(tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", text)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(siblings), raising=False)
-        monkeypatch.setattr(threads.sys, "platform", "linux")
-        monkeypatch.setattr(threads, "ROOT", tmp_path)
+        monkeypatch.setattr(hardware.sys, "platform", "linux")
+        monkeypatch.setattr(hardware, "ROOT", tmp_path)
         return tmp_path
 
     return build
@@ -80,8 +81,8 @@ def test_only_fast_cores_of_a_hybrid_cpu_count(machine):
     write(root / "sys/devices/cpu_core/cpus", "0-3\n")
     write(root / "sys/devices/cpu_atom/cpus", "4-7\n")
     assert thread_count() == 2
-    assert threads.linux_cores({4, 5, 6}, root) == 3  # it may run on slow ones alone
-    assert threads.linux_cores({1, 5}, root) == 1
+    assert hardware.linux_cores({4, 5, 6}, root) == 3  # it may run on slow ones alone
+    assert hardware.linux_cores({1, 5}, root) == 1
 
 
 def test_only_fast_cores_of_a_hybrid_arm_cpu_count(machine):
@@ -90,8 +91,8 @@ def test_only_fast_cores_of_a_hybrid_arm_cpu_count(machine):
     for cpu, capacity in enumerate([414, 414, 414, 414, 930, 930, 930, 1024]):
         write(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity", f"{capacity}\n")
     assert thread_count() == 4
-    assert threads.linux_cores({0, 1, 4}, root) == 1
-    assert threads.linux_cores({0, 1, 2}, root) == 3  # it may run on slow ones alone
+    assert hardware.linux_cores({0, 1, 4}, root) == 1
+    assert hardware.linux_cores({0, 1, 2}, root) == 3  # it may run on slow ones alone
 
 
 V2, V1 = "0::{}\n", "5:memory:/x\n4:cpu,cpuacct:{}\n3:cpuset:/y\n"
@@ -130,7 +131,7 @@ def test_only_fast_cores_of_a_mac_count(monkeypatch, told, expected):
             count._obj.value = told.get(key, 0)
             return 0 if key in told else -1
 
-    monkeypatch.setattr(threads.sys, "platform", "darwin")
-    monkeypatch.setattr(threads.ctypes, "CDLL", lambda name: Libc())
-    monkeypatch.setattr(threads, "logical_cores", lambda: 3)
+    monkeypatch.setattr(hardware.sys, "platform", "darwin")
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: Libc())
+    monkeypatch.setattr(hardware, "logical_cores", lambda: 3)
     assert thread_count() == expected
