@@ -81,53 +81,25 @@ class ModelInFiles:
         }
 
 
-@dataclass(frozen=True)
-class Update:
-    """The update of a matrix in transformers' files: scale * b @ a, where a is (r, in) and b is (out, r).
-
-    is_in_out: the matrix is (in, out) there, and so is this.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    is_in_out: bool
-
-    def float32(self) -> np.ndarray:
-        # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
-        update = np.einsum("or,ri->oi", self.b.float32(), self.a.float32())
-        update *= self.scale
-        return update.T if self.is_in_out else update
-
-    def release(self) -> None:
-        self.a.release()
-        self.b.release()
+def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return scale * b @ a, where a is (r, in) and b is (out, r), transposed for a matrix that is (in, out)."""
+    # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
+    update = np.einsum("or,ri->oi", b, a)
+    update *= scale
+    return update.T if is_in_out else update
 
 
-@dataclass(frozen=True)
-class AdaptedTensor:
-    """A parameter and its update, which is added when it is read."""
-
-    weight: Tensor
-    update: Tensor
-
-    def float32(self) -> np.ndarray:
-        """A new array, summed in float32."""
-        updated = self.update.float32()
-        updated += self.weight.float32()
-        return updated
-
-    def release(self) -> None:
-        self.weight.release()
-        self.update.release()
+def _sum(update: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    update += weight
+    return update
 
 
 def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
     """Return the checkpoint with the adapter in the folder `adapter` merged into it.
 
-    It is tied unless the adapter changes the token embedding or the head alone, as in the model that was trained.
-    Raises CheckpointError, with everything that is wrong, when the adapter cannot be read or belongs to another
-    model, or when the checkpoint is converted, or of a family that transformers does not have.
+    It is tied unless the adapter changes the token embedding or the head alone, as in the trained model. Raises one
+    CheckpointError for an adapter that cannot be read or belongs to another model, and for a checkpoint that is
+    converted or of a family that transformers does not have.
     """
     if isinstance(checkpoint, PackedCheckpoint):
         raise CheckpointError(
@@ -169,7 +141,7 @@ def _changed(
         tensor = rule.transform.of(tuple(replaced.get(name, part) for name, part in zip(names, own, strict=True)))
     if not updates.keys().isdisjoint(names):
         parts = (updates.get(name, DefaultTensor(shapes[name], zeros)) for name in names)
-        tensor = AdaptedTensor(tensor, rule.transform.of(tuple(parts)))
+        tensor = LazyTensor(_sum, (rule.transform.of(tuple(parts)), tensor))
     return tensor
 
 
@@ -184,7 +156,7 @@ class _Contents:
     updates: of matrices. replaced: whole tensors. saved: names of tensors whose modules were trained as a whole.
     """
 
-    updates: dict[str, Update]
+    updates: dict[str, Tensor]
     replaced: dict[str, Tensor]
     saved: frozenset[str]
     ignored: tuple[str, ...]
@@ -196,7 +168,11 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
     modules, shapes = model.modules(stored), model.shapes
     # PEFT adapts linear layers and embeddings alone: what has two dimensions.
     targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
-    _check_positions(files, [modules[name] for name in targets if model.has_own_positions(name)])
+    if positions := [modules[name] for name in targets if model.has_own_positions(name)]:
+        raise CheckpointError(
+            f"{files.path} adapts {listed(positions)}, whose rows PEFT looks up by the attention mask and not by their "
+            "positions, so that merged it is another model: train an adapter without."
+        )
     factors = {name: _factors(name, modules[name], model, lora) for name in targets}
     wanted = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
     whole, ignored, unexpected = _whole_tensors(stored.keys() - wanted.keys(), model)
@@ -224,14 +200,6 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
     )
 
 
-def _check_positions(files: AdapterFiles, modules: list[str]) -> None:
-    if modules:
-        raise CheckpointError(
-            f"{files.path} adapts {listed(modules)}, whose rows PEFT looks up by the attention mask and not by their "
-            "positions, so that merged it is another model: train an adapter without."
-        )
-
-
 def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Return the names and shapes in the file of a and b, the factors of a matrix."""
     shape, r = model.shapes[name], lora.rank(module)
@@ -241,17 +209,17 @@ def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> d
     return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
 
 
-def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) -> Update:
+def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) -> Tensor:
     if model.is_embedding(name):
         a, b = LazyTensor(np.transpose, (a,)), LazyTensor(np.transpose, (b,))
-    return Update(a, b, scale, model.is_in_out(name))
+    return LazyTensor(partial(_product, scale, model.is_in_out(name)), (a, b))
 
 
 def _whole_tensors(names: Iterable[str], model: ModelInFiles) -> tuple[dict[str, str], list[str], list[str]]:
     """Return the names in the file of whole tensors, of ignored and of unexpected ones."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
-        # ".base_layer." is the adapted layer itself, beside its factors.
+        # ".base_layer." is the adapted layer itself, next to its factors.
         short = model.layout.short_name(name.replace(".base_layer.", "."))
         if short in model.shapes and short not in file_names:
             file_names[short] = name

@@ -148,7 +148,7 @@ class _Reader:
             self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
 
     def _named(self, count: int, read: Callable[[], Any]) -> Any:
-        """`count` names, each with what `read` finds behind it."""
+        """Yield `count` names, each with the result of `read`."""
         names = set()
         for _ in range(count):
             name = self._string()

@@ -27,7 +27,7 @@ ITEMSIZE = {name: np.dtype(stored).itemsize for name, stored in STORED_AS.items(
 _BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 # Bounds of a believable shape: beyond them, products of sizes alone could take for ever.
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
-# Parts that are verified ahead of the reader: few bytes, because an optimizer's state may lie behind a model.
+# Parts that are verified ahead of the reader: few bytes, because an optimizer's state may follow a model.
 AHEAD, AHEAD_BYTES = 4, 2**25
 PEEK_HEAD, PEEK_TAIL = 512, 48  # bytes
 

@@ -19,7 +19,7 @@ from tinygpt.weights.files import open_regular, read_regular_text
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
-MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text beside them
+MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text
 TRACKER = "latest_checkpointed_iteration.txt"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
 DISTRIBUTED = ("*.distcp", "*/.zarray")  # in folders of Megatron core's own formats

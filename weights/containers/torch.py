@@ -1,4 +1,4 @@
-"""Files of torch.save, read without torch: a state dict, or a training checkpoint with much beside it.
+"""Files of torch.save, read without torch: a state dict, or a training checkpoint that holds much more.
 
 Since torch 1.6 the file is an uncompressed zip archive of `data.pkl` (the structure) and one `data/<key>` per storage.
 Before, it was five pickles end to end (a magic number, the form's version, facts about the machine, the structure, the
@@ -346,12 +346,8 @@ def _tensor(
             "the file is truncated or damaged, download it again."
         )
     offset = found.data.start + view.offset * itemsize
-    verify = partial(ahead.verify, found) if found.crc32 is not None else _nothing_to_verify
+    verify = partial(ahead.verify, found) if found.crc32 is not None else found.verify
     return VerifiedTensor(file, view.storage.dtype, view.shape, view.strides, offset, verify)
-
-
-def _nothing_to_verify() -> None:
-    pass
 
 
 def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Entry]]:

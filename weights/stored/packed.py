@@ -1,4 +1,4 @@
-"""Converted checkpoints: packed weights in one safetensors file, which kernels read where they lie.
+"""Converted checkpoints: packed weights in one safetensors file, which kernels read in place.
 
 model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata has `format` and `version` of this file,
 `dtype`, whether the head is `tied` to wte (and so stored once), the packing's numbers, the `source`, and the `crc32` of
