@@ -44,7 +44,7 @@ TOLERANCES = {
     "int8 attention": Tolerance(2.0**-12, "against the largest value: some weights fall on the next of 2**14 levels"),
     "extreme attention": Tolerance(0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"),
     "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
-    "quantised": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),
+    "quantized": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),
 }
 
 

@@ -89,5 +89,5 @@ def _greatest_key(scores):
 
 @kernel
 def _key(score):
-    """An int32 that orders as the float32 does: LLVM vectorises a maximum of integers. -0 is 0."""
+    """An int32 that orders as the float32 does: LLVM vectorizes a maximum of integers. -0 is 0."""
     return key_of(score + np.float32(0)) if score == score else NOT_A_NUMBER

@@ -1,6 +1,6 @@
-"""Quantising to the last bit against NumPy, and the tiles against sums of integers, at the ends of their ranges.
+"""Quantizing to the last bit against NumPy, and the tiles against sums of integers, at the ends of their ranges.
 
-test_linear.py holds products to what their quantised inputs stand for; here is what those inputs must be.
+test_linear.py holds products to what their quantized inputs stand for; here is what those inputs must be.
 """
 
 import itertools

@@ -35,7 +35,7 @@ def run_sum(segments, rows, scales):
 
 
 @jit
-def run_quantise(values, scales, x, factors, summands):
+def run_quantize(values, scales, x, factors, summands):
     sizes = values.shape[1] * values.itemsize, scales.shape[1] * 16
     where = address(values) + OUT_TILE * values.itemsize, sizes[0], address(scales) + 16, sizes[1]
     quantize_rows(values, address(x), x.shape[0], address(factors), address(summands), *where)
@@ -85,13 +85,13 @@ def test_segments_are_scaled_and_added_in_pairs(count, rows):
 
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16])
-def test_rows_are_quantised_as_one_by_one(kind):
+def test_rows_are_quantized_as_one_by_one(kind):
     x, factors, summands = random_values(7, OUT_TILE), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
     x[2], x[3], x[4] = panel_rows(1), 0, -summands / factors * np.float32(1 + 1e-6)
     found, expected = (
         Int8Operand(np.zeros((7, 3 * OUT_TILE), kind), np.zeros((7, 3, 4), np.float32)) for _ in range(2)
     )
-    run_quantise(*found, x, factors, summands)
+    run_quantize(*found, x, factors, summands)
     run_put(expected, x * factors + summands)
     assert np.abs(expected.values[[0, 1, 5, 6], OUT_TILE : 2 * OUT_TILE]).max(1).tolist() == [127] * 4
     for one, other in zip(found, expected, strict=True):

@@ -1,6 +1,6 @@
 """The matrix product in every precision: packing, operands, and the product itself.
 
-Quantising is measured by itself; the product is then held to what its quantised inputs stand for.
+Quantizing is measured by itself; the product is then held to what its quantized inputs stand for.
 """
 
 import itertools
@@ -56,16 +56,16 @@ def test_pack(shape, dtype):
     values = unpacked(record, dtype)
     assert np.isfinite(values).all()
     assert not values[n:].any()
-    check_quantised(values[:n, :k], weight, dtype)
+    check_quantized(values[:n, :k], weight, dtype)
 
 
-def check_quantised(values, weight, dtype) -> None:
+def check_quantized(values, weight, dtype) -> None:
     if dtype == "float32":
         np.testing.assert_array_equal(values, weight)
     elif dtype == "bfloat16":
         check("bfloat16", values, weight, np.abs(weight))
     elif dtype == "int8":
-        check("quantised", values, weight, np.abs(weight).max(axis=1, keepdims=True) / 127)
+        check("quantized", values, weight, np.abs(weight).max(axis=1, keepdims=True) / 127)
     else:
         check_int4(values, weight)
 
@@ -126,7 +126,7 @@ def test_operand(shape, dtype):
         return
     padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, SCALE_GROUP)
     steps = np.repeat(padded.max(axis=2) / 127, SCALE_GROUP, axis=1)[:, :k]
-    check("quantised", values[:, :k], x, steps)
+    check("quantized", values[:, :k], x, steps)
 
 
 @pytest.mark.parametrize("n", [1, 5, WEIGHT_GROUP, WEIGHT_GROUP + 1, SCALE_GROUP, 2 * SCALE_GROUP + 7])

@@ -1,4 +1,4 @@
-"""What evens out channels before they are quantised: sizes told from weights, factors, and corrected biases."""
+"""What evens out channels before they are quantized: sizes told from weights, factors, and corrected biases."""
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_factors_have_few_bits():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_is_smoothed_that_is_not_quantised(dtype):
+def test_nothing_is_smoothed_that_is_not_quantized(dtype):
     checkpoint = open_random("random:tiny")
     weight = checkpoint.tensor("h.0.mlp.c_proj.weight")
     assert (Smoothing(checkpoint, dtype).factors("mlp_proj", 0, weight) == 1).all()
@@ -105,6 +105,6 @@ def test_the_mean_comes_out_exactly(dtype):
     weight, factors, means = random_values(50, 97), np.abs(random_values(97, seed=1)) + 1, random_values(97, seed=2)
     record = packed(weight, dtype, factors=factors)
     back = unpack(dtype, tuple(array[0] for array in record), 50, 97)
-    exact, quantised = weight.astype(float) @ means, back.astype(float) @ (means / factors)
-    assert np.abs(quantised - exact).max() > 0.1
-    np.testing.assert_allclose(quantised + bias_correction(weight, factors, back, means), exact, atol=2e-3)
+    exact, quantized = weight.astype(float) @ means, back.astype(float) @ (means / factors)
+    assert np.abs(quantized - exact).max() > 0.1
+    np.testing.assert_allclose(quantized + bias_correction(weight, factors, back, means), exact, atol=2e-3)
