@@ -113,7 +113,6 @@ class _Found:
         }
 
     def _wanted(self, rules: Mapping[str, Rule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-        """Yield name, part and shape of each required tensor."""
         for parameter, rule in rules.items():
             if self._is_left_out(rule):
                 continue

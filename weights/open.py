@@ -69,7 +69,6 @@ def _is_demo(model: str | os.PathLike[str]) -> bool:
 
 
 def _local_path(model: str | os.PathLike[str]) -> Path | None:
-    """Return the folder or file of this name, or None if it can only be a Hub id."""
     path, text = Path(model).expanduser(), str(model)
     if path.is_dir() or path.is_file():
         return path

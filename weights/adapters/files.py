@@ -82,7 +82,6 @@ def refuse_adapter(path: Path, given: str) -> None:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Return the fields of adapter_config.json. Raise CheckpointError if it is damaged or too large."""
     if (folder / CONFIG).stat().st_size > MAX_CONFIG:
         raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter needs: refused.")
     return read_json_object(folder / CONFIG)

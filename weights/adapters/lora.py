@@ -134,7 +134,6 @@ def _changed(
     updates: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Tensor:
-    """Return a parameter of which some tensors are replaced or updated, and the others stay."""
     names, count = rule.sources, len(rule.sources)
     if not replaced.keys().isdisjoint(names):
         own = [LazyTensor(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
@@ -201,7 +200,6 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
 
 
 def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Return the names and shapes in the file of a and b, the factors of a matrix."""
     shape, r = model.shapes[name], lora.rank(module)
     out, inner = shape[::-1] if model.is_in_out(name) else shape
     if model.is_embedding(name):  # PEFT takes an embedding for a layer from V to C, which is wte's transpose
@@ -216,7 +214,6 @@ def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) 
 
 
 def _whole_tensors(names: Iterable[str], model: ModelInFiles) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the names in the file of whole tensors, of ignored and of unexpected ones."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, next to its factors.

@@ -43,8 +43,6 @@ def is_npz(peek: Peek) -> bool:
 
 
 def _refuse(sentence: str) -> Reader:
-    """Return a reader of a format that is known and not read."""
-
     def read(path: Path) -> Container:
         raise CheckpointError(f"{path} {sentence}")
 

@@ -148,7 +148,6 @@ class _Reader:
             self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
 
     def _named(self, count: int, read: Callable[[], Any]) -> Any:
-        """Yield `count` names, each with the result of `read`."""
         names = set()
         for _ in range(count):
             name = self._string()
@@ -194,7 +193,6 @@ class _Reader:
     def _tensor(
         self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int
     ) -> tuple[StoredTensor, range]:
-        """Return the tensor, and its bytes in the file."""
         count, begin = math.prod(shape), start + offset
         if kind in PLAIN:
             tensor = MappedTensor(self.file, PLAIN[kind], shape, contiguous_strides(shape), begin)

@@ -160,7 +160,6 @@ class _Reader:
         self.graph.nodes.append(Node(node.op_type, tuple(node.input), tuple(node.output), attributes, is_foreign))
 
     def _tensor(self, proto: Any) -> StoredTensor:
-        """Return a tensor. Raise ValueError if it is damaged."""
         shape, dtype = tuple(proto.dims), DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")
         if not is_possible_shape(shape):
             raise ValueError(f"an impossible shape of {shown(proto.name)}")
@@ -180,7 +179,6 @@ class _Reader:
         return tensor
 
     def _external(self, name: str, external: dict[str, str], size: int) -> tuple[MappedFile, int, int]:
-        """Return the other file, and a tensor's place and size in it."""
         location = external.get("location", "")
         path = PurePosixPath(location)
         is_relative = location and not (path.is_absolute() or PureWindowsPath(location).drive or "\\" in location)

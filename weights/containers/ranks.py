@@ -92,7 +92,6 @@ def read_megatron(folder: Path) -> Container:
 
 
 def _megatron_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each rank, whether it exists or not."""
     return {
         rank.name: next((rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0])
         for rank in rank_folders(folder)

@@ -123,7 +123,6 @@ def _tensor(variable: Variable, ahead: ReadAhead) -> VerifiedTensor:
 
 
 def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[Variable]:
-    """Return the variables. Raise ValueError if the index is damaged."""
     records = _read_table(MappedFile(path).data[:], crc32c)
     if b"" not in records:
         raise ValueError("it has no header")

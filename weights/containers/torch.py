@@ -1,11 +1,11 @@
 """Files of torch.save, read without torch: a state dict, or a training checkpoint that holds much more.
 
 Since torch 1.6 the file is an uncompressed zip archive of `data.pkl` (the structure) and one `data/<key>` per storage.
-Before, it was five pickles end to end (a magic number, the form's version, facts about the machine, the structure, the
-storages' keys) and then, for each key, a count of elements and the elements.
+Before, it was five pickles (a magic number, a version, facts about the machine, the structure, the storages' keys) and
+then, for each key, a count of elements and the elements.
 
-A pickle can name any function for Python to call. Here the names are a closed list, which holds no function of a
-library, and anything else is refused, or becomes a Stub in a training checkpoint. No code of a file runs.
+A pickle can name any function for Python to call. Here the names are a closed list without any library's function;
+others are refused, or become Stubs in a training checkpoint. No code of a file runs.
 """
 
 import io
@@ -112,7 +112,7 @@ class Entry:
 
 
 class Stub:
-    """An object of a class that is not on the list: its name, and the attributes that the pickle sets on it."""
+    """An object of a class that is not on the list: its name and attributes."""
 
     name = ""
 
@@ -146,10 +146,7 @@ class StateDict(dict):
 
 
 class TorchUnpickler(pickle.Unpickler):
-    """An unpickler that knows the names of a state dict alone.
-
-    has_stubs: other names become Stubs instead of errors. storages: all that the pickle names, by key.
-    """
+    """An unpickler that knows the names of a state dict alone. has_stubs: other names become Stubs."""
 
     def __init__(self, program: bytes, path: Path, has_stubs: bool, pushed: int):
         super().__init__(io.BytesIO(program), encoding="latin1")
@@ -214,7 +211,7 @@ class TorchUnpickler(pickle.Unpickler):
 def load_pickle(file: BinaryIO, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
     """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged.
 
-    The program is looked through before it runs: Python's machine allocates what a damaged one claims.
+    Instructions are checked first: Python allocates what a damaged program claims.
     """
     start = file.tell()
     try:
@@ -270,9 +267,9 @@ def read_torch(path: Path) -> Container:
 
 
 def read_training_checkpoint(path: Path, part: range | None = None) -> Container:
-    """Return the tensors of nested dictionaries, their keys joined by dots; metadata is the top level.
+    """Return the tensors of nested dictionaries, their keys joined by dots; metadata is the top level, with Stubs.
 
-    Objects of other kinds are Stubs there. part: of MappedFile. Raises CheckpointError if the file is damaged.
+    part: of MappedFile. Raises CheckpointError if the file is damaged.
     """
     file, format, structure, storages = _open(path, has_stubs=True, part=part)
     if not isinstance(structure, dict):
@@ -297,7 +294,6 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
 
 
 def _open(path: Path, has_stubs: bool, part: range | None = None) -> tuple[MappedFile, str, Any, dict[str, Entry]]:
-    """Return the file, the name of its form, the structure in it, and the place of each storage."""
     file = MappedFile(path, part)
     is_zip = file.data[file.begin : file.begin + 4] == ZIP
     structure, storages = (_read_zip if is_zip else _read_legacy)(file, has_stubs)

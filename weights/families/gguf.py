@@ -81,7 +81,6 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Return None if the file has no tokenizer."""
     about = {
         name.removeprefix("tokenizer.ggml."): value
         for name, value in source.container.metadata.items()
@@ -100,7 +99,6 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 
 
 def _is_tokenizer(about: Mapping[str, Any]) -> bool:
-    """Return whether the keys have the types and lengths of a tokenizer's."""
     tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
     lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
     return (

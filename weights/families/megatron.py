@@ -279,7 +279,6 @@ def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[
 
 
 def _without_bias(source: Source) -> tuple[str, ...]:
-    """Return the ends of the names of parameters that a model was trained without."""
     settings = settings_of(source)
     has_biases = settings.get("add_bias_linear", settings.get("bias"))
     if not isinstance(has_biases, bool):
@@ -309,7 +308,6 @@ def _quirks(source: Source, config: ModelConfig) -> list[str]:
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Return the tokenizer of a NeMo archive that has GPT-2's two files."""
     members = source.container.archive_members
     names = fields_of(settings_of(source).get("tokenizer")) if members else {}
     vocab, merges = (

@@ -95,7 +95,6 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
 
 
 def _rule(parameter: str) -> Rule | None:
-    """Return the rule of a gate or an expert, None for other parameters."""
     if parameter.endswith(".mlp.gate.weight"):
         return Rule((f"layers.{parameter.split('.')[1]}.{_GATE}",))
     if not (found := _EXPERT.fullmatch(parameter)):

@@ -152,7 +152,6 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
 
 
 def _transposed(graph: Graph, tensors: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the weights that lie (out, in)."""
     turned = set()
     for node in graph.nodes:
         if node.kind == "Transpose" and node.inputs and node.inputs[0] in tensors:

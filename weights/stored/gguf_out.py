@@ -87,7 +87,6 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
 
 
 def _architecture_of(config: ModelConfig) -> str:
-    """Return llama.cpp's name of the architecture."""
     return next(name for name, structure in ARCHITECTURES.items() if structure == config.structure)
 
 

@@ -1,11 +1,9 @@
 """Converted checkpoints: packed weights in one safetensors file, which kernels read in place.
 
-model.tinygpt.safetensors holds the CPU kernels' arrays by name. Its metadata has `format` and `version` of this file,
-`dtype`, whether the head is `tied` to wte (and so stored once), the packing's numbers, the `source`, and the `crc32` of
-all the data, which is verified at every load: it finds the damage of a disk or a copy in a third of SHA-256's time. If
-a calibration evened out channels, `smooth` is its alpha, next to the text's hash and the number of samples, or the hash
-of the act-scales file. The data starts on a 64-byte boundary, and arrays that fill whole 64 bytes come first, so that
-each of them does too. Two-byte arrays hold bfloat16.
+model.tinygpt.safetensors holds the CPU kernels' arrays by name, bfloat16 as two bytes. Its metadata has `format`
+and `version`, `dtype`, whether the head is `tied` to wte (and stored once), the packing's numbers, the `source`, what a
+calibration used, and the `crc32` of the data, verified at every load. Arrays that fill whole 64 bytes come first, so
+that each starts on a 64-byte boundary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -143,6 +141,5 @@ def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable
 
 
 def _data(stored: Mapping[str, MappedTensor]) -> memoryview:
-    """Return all of the file after its header."""
     data = memoryview(next(iter(stored.values())).file.data)
     return data[min(tensor.offset for tensor in stored.values()) :]
