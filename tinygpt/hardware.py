@@ -90,7 +90,6 @@ def _quotas(root: Path) -> list[float]:
 
 
 def _places(top: Path, group: str) -> list[Path]:
-    """Return a group's folder and those above it. A container may see the top alone."""
     relative = PurePosixPath(group.lstrip("/"))
     return [top / part for part in (relative, *relative.parents)]
 
@@ -103,7 +102,6 @@ def _read(path: Path) -> str:
 
 
 def _mac_cores() -> int:
-    """Return the number of fast cores of Apple's own CPUs, or all; 0 if macOS does not say."""
     count, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
     for name in (b"hw.perflevel0.physicalcpu", b"hw.physicalcpu"):
         if ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(count), ctypes.byref(size), None, 0) == 0:

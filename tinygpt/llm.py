@@ -300,7 +300,6 @@ class LLM:
                 future.cancel()
 
     def _stream(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
-        """Yield the chunks of a request, which its sequences put into the queue."""
         self.engine.refuse_own_thread()
         future = RequestFuture(request)
         future.add_done_callback(lambda _: chunks.put(None))
@@ -317,7 +316,6 @@ class LLM:
         return self._inputs.read_ids(what, token_ids)
 
     def _single_request(self, prompt: Any, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
-        """Return the request of a call that takes one prompt. A search and best_of have no chunks for on_chunk."""
         self.engine.check_open()
         params = params_list(params, 1)[0]
         if on_chunk is not None and params.num_beams > 1:
@@ -329,7 +327,6 @@ class LLM:
 
 
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
-    """Return the ranks that a model is to run on, seen from rank 0; None for this process alone."""
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
     from tinygpt.parallel.launch import Layout

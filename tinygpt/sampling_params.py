@@ -344,7 +344,6 @@ _DEFAULTS = SamplingParams()
 
 
 def _check_beams(params: SamplingParams) -> None:
-    """Raise RequestError for a field that a beam search cannot have."""
     beams, groups = params.num_beams, params.num_beam_groups
     if params.n > beams:
         raise invalid("n", params.n, f"at most num_beams, which is {beams}")

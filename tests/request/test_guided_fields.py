@@ -5,8 +5,6 @@ import sys
 import pytest
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli.main import main
-from tinygpt.engine.guided import check_grammar
 from tinygpt.errors import RequestError
 
 ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
@@ -77,21 +75,3 @@ def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_d
         with pytest.raises(RequestError) as error:
             llm.generate("a", SamplingParams(**{name: ALL[name]}))
         assert str(error.value) == sentence
-    with pytest.raises(RequestError) as error:
-        check_grammar(*SamplingParams(**{name: ALL[name]}).guidance)
-    assert str(error.value) == sentence
-
-
-def test_the_command_refuses_before_it_loads_a_model(monkeypatch, capsys):
-    monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert main(["generate", "a", "--guided-regex", "("]) == 2
-    assert 'pip install "tinygpt[guided]"' in capsys.readouterr().err
-    monkeypatch.undo()
-    monkeypatch.setattr("tinygpt.cli.loading.load_llm", None)
-    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    for flags in (["--guided-regex", "("], ["--guided-json", '{"type": 3}'], ["--guided-grammar", "start: b"]):
-        assert main(["generate", "a", *flags]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"tinygpt: error: {flags[0]} ")
-        assert "is not possible" in line

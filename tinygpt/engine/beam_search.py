@@ -124,7 +124,6 @@ class BeamSearch:
         return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
 
     def _options(self, source: int, candidates: Candidates, chosen: Counter[int]) -> list[tuple[float, int, int]]:
-        """Return (total, source, token id) of one beam's candidates, with the penalty for earlier groups' choices."""
         token_ids, scores = candidates.token_ids.tolist(), candidates.scores
         if chosen:
             counts = np.array([chosen[token_id] for token_id in token_ids], np.float32)
@@ -179,7 +178,6 @@ class _Group:
         self.ended = _best(self.ended + new, self._rules.group_size)
 
     def _is_settled(self, bound: Beam) -> bool:
-        """Return whether enough sequences have ended, and no running one would improve on them."""
         rules = self._rules
         if len(self.ended) < rules.group_size:
             return False
@@ -359,7 +357,6 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
 
 
 def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream | None]) -> Callable[[list[int]], bool] | None:
-    """Return a function: whether new tokens end in a stop string, in a loop or at the grammar's end."""
     params = sequence.params
     guide = None if sequence.guide is None else sequence.guide.copy()
     if not params.stop and params.repetition_detection is None and guide is None:

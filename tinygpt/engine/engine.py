@@ -245,7 +245,6 @@ def check_process(pid: int) -> None:
 
 
 def _settle(future: Future, work: Callable[[], Any]) -> None:
-    """Give the future what `work` returns or raises, unless it was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
             result = work()

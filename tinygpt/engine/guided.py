@@ -46,12 +46,6 @@ def load_llguidance(field: str) -> ModuleType:
     return llguidance
 
 
-def check_grammar(field: str, value: Any) -> None:
-    """Raise RequestError if a guided field has no valid grammar, before a model is loaded."""
-    grammar = grammar_of(field, value)
-    refuse(field, value, load_llguidance(field).LLMatcher.validate_grammar(grammar))
-
-
 def grammar_of(field: str, value: Any) -> str:
     """Return llguidance's grammar for a guided field. Raise RequestError if it is too large, or none."""
     llguidance = load_llguidance(field)

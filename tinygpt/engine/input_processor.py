@@ -103,7 +103,6 @@ class InputProcessor:
         return [scoring_request(context, token_ids, virtual, *sizes) for context, token_ids in pairs]
 
     def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
-        """Return the prompt, its soft prompt, and both as they fit into the positions."""
         prompt = self.read_prompt(prompt)
         check_vocabulary(params, self._config.vocab_size)
         if params.stop and self._tokenizer is None:
@@ -223,7 +222,6 @@ def _num_sequences(params: SamplingParams) -> int:
 
 
 def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
-    """Return a function that passes on each chunk of one sequence as n samples' chunks."""
 
     def give(chunk: StreamChunk) -> None:
         for index in range(n):

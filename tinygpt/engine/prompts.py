@@ -229,7 +229,9 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
         room = params.max_tokens - num_surplus
         fitted = Fitted(token_ids, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
-        check_length(len(token_ids), params, max_model_len, n_positions, num_fixed)
+        raise _too_long(
+            len(token_ids), num_fixed, params, max_model_len, describe_positions(max_model_len, n_positions)
+        )
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"prompt_logprobs need the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} "
@@ -251,46 +253,17 @@ def _window_of(params: SamplingParams, max_model_len: int, num_fixed: int) -> Wi
     return Window(max_model_len, stride, num_fixed)
 
 
-def check_length(
-    num_prompt_tokens: int, params: SamplingParams, max_model_len: int, n_positions: int, num_virtual: int = 0
-) -> None:
-    """Raise RequestError, with the numbers, if prompt and max_tokens do not fit.
-
-    num_virtual: tokens of the prompt that are a soft prompt's.
-    """
-    total = num_prompt_tokens + params.max_tokens
-    if total <= max_model_len:
-        return
-    size = f"{num_prompt_tokens} token{'s' * (num_prompt_tokens > 1)}"
+def _too_long(count: int, num_virtual: int, params: SamplingParams, max_model_len: int, positions: str) -> RequestError:
     virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
-    raise RequestError(
-        f"the prompt has {size}{virtual} and max_tokens is {params.max_tokens}, together {total}, but "
-        f"{describe_positions(max_model_len, n_positions)}: "
-        f"{ways_to_fit(num_prompt_tokens, params.max_tokens, params, max_model_len, num_virtual)}."
+    size = f"{count} token{'s' * (count > 1)}{virtual}"
+    left = max_model_len - (num_virtual + 1 if params.overflow == "truncate" else count)
+    ways = [f"set max_tokens to at most {left}"] if left > 0 else []
+    if params.overflow == "refuse":
+        ways.append("set overflow to 'clamp', 'truncate' or 'slide'")
+    return RequestError(
+        f"the prompt has {size} and max_tokens is {params.max_tokens}, together {count + params.max_tokens}, but "
+        f"{positions}: {', or '.join(['shorten the prompt', *ways])}."
     )
-
-
-def ways_to_fit(
-    num_prompt_tokens: int, max_tokens: int, params: SamplingParams, max_model_len: int, num_virtual: int
-) -> str:
-    """Return what makes a request fit, each way by itself. max_tokens: 0 if the whole prompt alone is wanted."""
-    least = num_virtual + 1 if params.overflow == "truncate" else num_prompt_tokens  # tokens of the prompt that stay
-    left = max_model_len - least
-    room = max_model_len - (1 if params.overflow == "clamp" else max_tokens) - num_virtual
-    ways = []
-    if room > 0:
-        others = " beside the soft prompt's" if num_virtual else ""
-        ways.append(f"shorten the prompt to at most {room} token{'s' * (room > 1)}{others}")
-    if left > 0:
-        ways.append(f"set max_tokens to at most {left}")
-    can_truncate = max_model_len - num_virtual > max_tokens > 0 and params.prompt_logprobs is None
-    if params.overflow in ("refuse", "clamp") and can_truncate:
-        ways.append("set overflow='truncate'")
-    elif params.overflow == "refuse" and left > 0:
-        ways.append("set overflow='clamp'")
-    elif not ways and params.prompt_logprobs is None and params.num_beams == 1 and num_virtual < max_model_len:
-        ways.append("set overflow='slide'")
-    return ", or ".join(ways) or f"shorten the prompt and max_tokens to at most {max_model_len} together"
 
 
 def describe_positions(max_model_len: int, n_positions: int) -> str:

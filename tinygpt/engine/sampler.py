@@ -113,7 +113,6 @@ class Sampler:
         return errors
 
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
-        """Return the scores (V,) that row r was drawn from."""
         return self.runner.filter_logits(logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers)))[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:

@@ -168,7 +168,6 @@ class Scheduler:
             sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
-        """Fill the step with the prompts' next tokens, within its tokens and rows of logits."""
         budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
             if budget and not self._waits(sequence):
@@ -213,7 +212,6 @@ class Scheduler:
             self.slots.touch(slot)
 
     def _waits(self, sequence: Sequence) -> bool:
-        """Return whether another running sequence is still to compute this one's prefix."""
         pending = self._pending.get(sequence)
         if pending is not None and (pending.sequence.slot is None or pending.sequence.num_cached >= pending.count):
             self._share(sequence)
@@ -233,5 +231,4 @@ class Scheduler:
 
 
 def _num_shared(wanted: list[int], other: Sequence) -> int:
-    """Return how many of these tokens `other` begins with: cached ones, and those of its prompt."""
     return min(common_prefix(wanted, other.context_token_ids), max(other.num_cached, len(other.prompt_token_ids)))

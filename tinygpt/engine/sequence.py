@@ -191,7 +191,6 @@ class Sequence:
         return ""
 
     def _end(self) -> tuple[FinishReason, int | str | None] | None:
-        """Return finish reason and stop reason if the last token ends the sample."""
         if self.params.stop and self.text.stop is not None:
             return "stop", self.text.stop
         if self.new_token_ids[-1] in self.end_token_ids:
@@ -211,7 +210,6 @@ class Sequence:
         return text
 
     def _give(self, text: str, token: SampledToken | None) -> None:
-        """Call on_chunk; None: the sample ends without a token."""
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
         prompt_logprobs = None
         if self.prompt_logprobs is not None and len(self.new_token_ids) == (token is not None):  # the first chunk

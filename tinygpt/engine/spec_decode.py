@@ -82,7 +82,6 @@ def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
 
 
 def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
-    """Return whether the sequence's last token is draft[index], and does not end it."""
     if index == len(draft) or chunk.sequence.is_finished:
         return False
     return chunk.sequence.new_token_ids[-1] == draft[index]
@@ -137,7 +136,6 @@ class DraftModel:
         return max(min(count, self._max_model_len - len(sequence)), 0)
 
     def _draft(self, sequence: Sequence) -> Sequence:
-        """Return the same sequence, to be continued by this model."""
         if sequence not in self._plain_params:  # users' functions are not called for drafts
             plain = replace(sequence.params, logits_processors=None, logprobs=None, best_of=None)
             self._plain_params[sequence] = plain
@@ -165,7 +163,6 @@ class DraftModel:
             self._forward([(draft, count) for draft, count in zip(behind, counts, strict=True) if count], 0)
 
     def _extend(self, drafts: list[Sequence]) -> None:
-        """Add a token to each draft; one that can have none stays as it is, with all tokens cached."""
         logits = self._forward([(draft, 1) for draft in drafts], 1)  # (R, V)
         for draft, token in zip(drafts, self._sampler.sample(logits, drafts), strict=True):
             if token.error is None:

@@ -132,7 +132,6 @@ class StepLoop:
         confirm_drafts(self._sampler, logits, step)
 
     def _sample(self, logits: Any, step: StepInput) -> tuple[Iterator[SampledToken], Iterator[Prediction]]:
-        """Return the tokens of the sequences whose last token is in the step, and the predictions of beams."""
         drawn = [(row, sequence) for row, sequence in step.ends() if sequence.beams is None]
         searched = [(row, sequence) for row, sequence in step.ends() if sequence.beams is not None]
         tokens = predictions = ()
@@ -148,7 +147,6 @@ class StepLoop:
     # GPU, later steps run while Python reads the tokens of earlier ones; on a CPU, Python costs a tenth of a step.
 
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
-        """Return how many decode steps to run in one call; 1: one pass of any kind."""
         for chunk in chunks:
             sequence = chunk.sequence
             is_first = not sequence.new_token_ids  # its time is reported
@@ -171,7 +169,6 @@ class StepLoop:
         return steps
 
     def _run_several(self, chunks: list[Chunk], steps: int) -> int:
-        """Run up to `steps` decode steps, fewer if a sequence ends. Return how many."""
         sequences = [chunk.sequence for chunk in chunks]
         starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
@@ -200,7 +197,6 @@ class StepLoop:
         self._next_deadline = min((sequence.deadline for sequence in self._timed), default=inf)
 
     def _end(self, sequence: Sequence) -> None:
-        """Free the slot of a sequence that has ended, and report its end."""
         self._timed.discard(sequence)
         self.scheduler.remove(sequence)
         on_end, sequence.on_end = sequence.on_end, None
