@@ -1,8 +1,7 @@
 """Embed a trained checkpoint as the demo: python scripts/embed_demo.py FOLDER [OUTPUT]
 
-FOLDER is what train_demo.py has written from TinyStories: config.json, vocab.json, merges.txt, float32 weights, and
-training.json, the record of the run. OUTPUT, by default weights/demo/, receives the same with the weights rounded to
-bfloat16, and a card that quotes the record. What else a new demo changes: scripts/README.md. Needs torch.
+FOLDER is an output of train_demo.py, trained on TinyStories. OUTPUT, by default weights/demo/, receives its files with
+weights rounded to bfloat16, and a card that quotes its training.json. Needs torch.
 """
 
 import argparse
@@ -51,7 +50,7 @@ def embed(source: Path, output: Path) -> None:
     if CORPUS not in training["corpus"]:
         raise SystemExit(
             f"{source / 'training.json'} says that the corpus was {training['corpus']!r}, and the demo's card speaks "
-            f"of {CORPUS}: correct the one that is wrong, there or in embed_demo.py."
+            f"of {CORPUS}."
         )
     values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
     tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
@@ -66,9 +65,9 @@ def embed(source: Path, output: Path) -> None:
 
 
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
-    """training: train/card.py's Training; values: the fields of config.json."""
+    """Return the card of a training.json and the fields of a config.json."""
     config = model_config(values)
-    # Of the run that this one began with, too (--init); records did not always say it.
+    # Records of older runs lack tokens_seen_before.
     tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)
     return CARD.format(
         n_layer=config.n_layer,

@@ -1,4 +1,4 @@
-"""tinygpt behind Triton's Python backend: each request is a stream, and all of them share the engine's steps."""
+"""tinygpt in Triton's Python backend: each request is a stream, and all requests share the engine's steps."""
 
 import json
 from concurrent.futures import Future
@@ -16,13 +16,13 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         parameters = json.loads(args["model_config"]).get("parameters", {})
         arguments = json.loads(parameters["llm"]["string_value"]) if "llm" in parameters else {}
-        # Nobody here knows who has written a text: special tokens in it are plain text.
+        # Texts come from clients: special tokens in them are plain text.
         self._llm = LLM(**{"split_special_tokens": True, **arguments})
-        # Kernels compile now, not while the first client waits.
+        # Kernels compile before the first request.
         self._llm.generate([[0, 0]], SamplingParams(max_tokens=2, temperature=1.0))
 
     def execute(self, requests: list[Any]) -> None:
-        """Returns at once: what comes of a request is sent by the engine's thread."""
+        """Return at once: the engine's thread sends the responses."""
         for request in requests:
             _Stream(request.get_response_sender()).start(self._llm, request)
 
@@ -31,7 +31,7 @@ class TritonPythonModel:
 
 
 class _Stream:
-    """The replies to one request: a response for each token, and an empty one at the end, always."""
+    """The replies to one request: a response for each token, and an empty final one."""
 
     def __init__(self, sender: Any):
         self._sender = sender
@@ -49,7 +49,7 @@ class _Stream:
 
     def _send(self, chunk: StreamChunk) -> None:
         if self._sender.is_cancelled():
-            if self._future is not None:  # else it is about to be there, before the next token
+            if self._future is not None:  # None only for a moment after the first token
                 self._future.cancel()
             return
         tensors = [
