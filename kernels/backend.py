@@ -29,16 +29,13 @@ class Backend(Protocol):
     PACKED: Any  # the module that stores Params, or None
     QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
 
-    def check_device(self) -> None:
-        """Raise DeviceError if the device is missing."""
+    def check_device(self) -> None: ...
 
-    def check_model(self, config) -> None:
-        """Raise DeviceError if the kernels cannot run this model."""
+    def check_model(self, config) -> None: ...
 
     def check_memory(
         self, config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits
-    ) -> None:
-        pass
+    ) -> None: ...
 
     def load_params(self, checkpoint, dtype: str, threads: int) -> Any:
         """Pack the weights of a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
@@ -49,8 +46,7 @@ class Backend(Protocol):
     def new_kv_cache(self, config, num_slots: int, max_model_len: int, dtype: str) -> Any: ...
 
     def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int: ...
-    def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any:
-        """Allocate the buffers of the largest step."""
+    def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any: ...
 
     def forward(self, params, batch: Batch, kv_cache, workspace) -> Any:
         """Run a step, which writes to the cache. Return logits (R, V) float32, valid until the next step."""
@@ -91,11 +87,10 @@ class Backend(Protocol):
 
 
 def accept(*arguments) -> None:
-    """Accept any device, model or memory."""
+    pass
 
 
 def linear_names(config, layer: int) -> list[str]:
-    """Return the checkpoint's names of a layer's linear layers."""
     names = [f"h.{layer}.{name}" for name in LINEARS.values()]
     if layer not in config.expert_layers:
         return names

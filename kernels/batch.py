@@ -58,7 +58,6 @@ class Batch:
 
     @property
     def token_slots(self) -> np.ndarray:
-        """The KV slot of each new token, (N,)."""
         return np.repeat(self.slots, np.diff(self.seq_starts))
 
 

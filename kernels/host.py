@@ -17,7 +17,6 @@ def to_bfloat16(x: np.ndarray) -> np.ndarray:
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """Return bfloat16 bits as float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -47,10 +46,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def attention_maps(
     queries: np.ndarray, keys: np.ndarray, scales: list[float], slopes: tuple[float, ...] = ()
 ) -> np.ndarray:
-    """Return softmax(scale q·k) over the positions up to each query's, (L, H, T, T) float32.
-
-    queries (L, T, C) float32, keys (L, H, T, D) as read of a KV cache, scales (L,), slopes (H,) of ALiBi, or ().
-    """
+    """Return softmax(scale q·k), (L, H, T, T): queries (L, T, C), keys (L, H, T, D) as read of a KV cache."""
     layers, heads, length, _ = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)
     is_past = np.tri(length, dtype=bool)  # (T, T)

@@ -40,7 +40,6 @@ class KernelCache:
         return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
 
     def load(self, name: str, rebuild: Callable[[Any], Any]) -> Any | None:
-        """Return `rebuild` of the object saved under a name, or None if it must be compiled."""
         if (body := self._read(name)) is None:
             return None
         try:
@@ -50,7 +49,6 @@ class KernelCache:
             return None
 
     def announce(self, name: str) -> None:
-        """Log that a kernel compiles, the first one as a warning: it takes seconds."""
         if not self.num_compiled:
             logger.warning(ANNOUNCEMENT)
         logger.debug("compiling %s", name)
@@ -85,7 +83,6 @@ class KernelCache:
         return None
 
     def _write(self, name: str, content: bytes) -> None:
-        """Write a file atomically."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, part = tempfile.mkstemp(suffix=".part", dir=self.folder)  # mode 0600
         try:
@@ -122,7 +119,6 @@ def fingerprint(sources: Path, build: Any) -> str:
 
 
 def user_cache() -> Path:
-    """Return the user's cache folder; $NUMBA_CACHE_DIR overrides it."""
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
     home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home; Path.home() raises

@@ -42,8 +42,6 @@ class KernelCompiler(Compiler):
 
 
 class PartCompiler(CompilerBase):
-    """Numba's passes for a part, up to LLVM's language."""
-
     def define_pipelines(self) -> list:
         state = self.state
         state.flags.no_compile = True
@@ -60,8 +58,6 @@ class PartCompiler(CompilerBase):
 
 
 class PartLibrary(JITCodeLibrary):
-    """A part with its own parts, optimized one by one."""
-
     def _optimize_final_module(self) -> None:
         pass
 
@@ -92,10 +88,7 @@ def kernel(function):
 
 
 def inline(function):
-    """Inline a function into its callers before types are known, if it mainly calls others.
-
-    Several loops in one function take longer to compile than a kernel for each.
-    """
+    """Inline a function into its callers before types are known: loops in one function compile slowly."""
     return numba.njit(inline="always", error_model="numpy", fastmath=False)(function)
 
 
@@ -136,8 +129,6 @@ def _key_of(numba_type):
 
 
 class DiskCache:
-    """Numba's interface of a cache, over the kernels' folder."""
-
     def __init__(self, function: Callable):
         self._function = function
 
@@ -209,7 +200,6 @@ def _digest_of(file: str) -> str | None:
 
 @functools.cache
 def kernel_cache() -> KernelCache:
-    """Return the cache of this build's kernels."""
     return open_cache(f"kernels-{fingerprint(SOURCES, build())}")
 
 

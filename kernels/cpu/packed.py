@@ -43,7 +43,6 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
 
 
 def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Return shape and dtype of each of `arrays_of`."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     float32 = np.dtype(np.float32)
     E, once = config.embedding_size, ["ln_f"] * config.final_norm + ["ln_e"] * config.embed_norm
@@ -74,7 +73,6 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
 
 
 def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part) -> Params:
-    """Return a rank's Params. Cut arrays are copies."""
     whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
     given = {name: getattr(whole, name) for name in ("wte_factors", "head_factors")}
     if not config.has_alibi:

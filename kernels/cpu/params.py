@@ -23,10 +23,7 @@ PROJECTIONS = ("project_in", "project_out")
 
 
 class Params(NamedTuple):
-    """Packed weights, one record for all layers of a kind, and numbers that shape the arithmetic.
-
-    An optional part that a model lacks is None. E is the width of the embeddings, usually C.
-    """
+    """Packed weights, one record for all layers of a kind. An optional part that a model lacks is None."""
 
     wte: Any  # (V, E)  a weight, one layer
     wte_factors: np.ndarray  # (E,)    embed_scale, without the smoothing of a tied head
@@ -56,7 +53,6 @@ class Params(NamedTuple):
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
-    """Pack every weight: see Backend."""
     return load_calibrated(checkpoint, dtype, threads, None)
 
 
@@ -66,7 +62,6 @@ def load_calibrated(checkpoint, dtype: str, threads: int, calibration) -> Params
 
 
 def load_part(checkpoint, dtype: str, threads: int, part: Part) -> Params:
-    """Load a rank's part. Besides it, one matrix at a time is in memory."""
     return _load(checkpoint, dtype, threads, None, part)
 
 
@@ -152,7 +147,6 @@ def no_positions(config) -> np.ndarray:
 
 
 def no_head(config, dtype: str):
-    """Return the smallest head, for a stage without one."""
     return FORMATS[dtype][0](*new_weight(dtype, 1, 1, config.n_embd))
 
 
@@ -199,10 +193,7 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
 
 
 def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> Part:
-    """Return a rank's part of a model, all of it by default.
-
-    `tensor_size` ranks share the segments of K: 25 heads are 13 + 12, or 13 + 6 + 6.
-    """
+    """Return a rank's part of a model, all of it by default. Ranks share the segments of K."""
     layers = range(config.n_layer) if layers is None else layers
     heads, inner = head_segments(config, dtype), inner_segments(config, dtype)
     segments = _share(4, tensor_rank, tensor_size)
@@ -223,12 +214,10 @@ def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 
 
 
 def head_segments(config, dtype: str) -> np.ndarray:
-    """Return the bounds of the segments of attn_proj's K, in whole heads."""
     return _segments(config.n_head, config.head_size, dtype)
 
 
 def inner_segments(config, dtype: str) -> np.ndarray:
-    """Return the bounds of the segments of mlp_proj's K."""
     return _segments(config.inner_size // K_UNIT[dtype], K_UNIT[dtype], dtype, config.inner_size)
 
 
@@ -266,7 +255,6 @@ def _corrections(checkpoint, dtype: str, name: str, record, factors: np.ndarray,
 
 
 def to_panels(factors: np.ndarray) -> np.ndarray:
-    """Return (L, N) as (L, P * OUT_TILE)."""
     layers, n = factors.shape
     padded = np.zeros((layers, panel_count(n) * OUT_TILE), np.float32)
     padded[:, :n] = factors

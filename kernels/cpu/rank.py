@@ -34,7 +34,6 @@ def can_share(config, dtype: str) -> bool:
 def workspace_of_part(
     part: Part, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str, allgather: np.ndarray | None
 ) -> Workspace:
-    """Return a rank's workspace. allgather: as in Ranks, if it shares its layers."""
     workspace = new_workspace(part, max_num_tokens, max_num_logits, threads, dtype)
     if allgather is None:
         return workspace
@@ -50,15 +49,11 @@ def workspace_of_part(
 
 
 def hidden_rows(workspace: Workspace, count: int) -> np.ndarray:
-    """Return the residual stream (N, C) after the last layer of a step."""
     return workspace.buffers.x[:count]
 
 
 def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
-    """Note the owners of a step's tokens (N,). Return the ids for this rank.
-
-    starts: each rank's first token. Ids below 0 are rows of the step's `embeds`, which rank 0 has.
-    """
+    """Note the owners of a step's tokens (N,). Return this rank's ids. starts: each rank's first token."""
     owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
     workspace.buffers.ranks.owners[: owners.size] = owners
     return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)

@@ -16,7 +16,6 @@ from tinygpt.kernels.reference.layers import normalize
 def multi_step(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
 ) -> Iterable[np.ndarray]:
-    """Run several decode steps: see Backend. Greedy steps run without Python between them."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
     if warpers.temperature.any():
@@ -46,7 +45,6 @@ def _drawn(
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step and keep hidden states (L + 1, N, C) and queries (L, N, C): see Backend."""
     layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
     width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
     hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, width), np.float32)

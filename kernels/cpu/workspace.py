@@ -23,8 +23,6 @@ MAX_STEPS = 16  # of a call
 
 
 class Step(NamedTuple):
-    """A batch as the kernels read it."""
-
     token_ids: np.ndarray  # (N,)
     embeds: np.ndarray  # (N, C or E)  for tokens with a negative id
     positions: np.ndarray  # (N,)
@@ -34,8 +32,6 @@ class Step(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """Every array of a step."""
-
     x: np.ndarray  # (N, C)   the residual stream
     stream: Any  # (N, C)   x as an operand
     embedded: Any  # (N, E)   embeddings of another width, an operand
@@ -75,8 +71,6 @@ class Mixture(NamedTuple):
 
 @dataclass(frozen=True)
 class Workspace:
-    """The buffers of a step, and its threads."""
-
     buffers: Buffers
     team: TeamThreads
 
@@ -145,7 +139,6 @@ def _new_mixture(config, n: int, dtype: str) -> Mixture:
 
 
 def new_operand(dtype: str, n: int, k: int):
-    """Return room for n rows of k activations that weights of `dtype` multiply."""
     if dtype == "float32":
         return Float32Operand(zeros((n, k)))
     if dtype == "bfloat16":
@@ -173,7 +166,6 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
 
 @inline
 def step_of(buffers):
-    """Return the step that `fill` has copied."""
     s, n, tiles, r = buffers.step, buffers.sizes[0], buffers.sizes[1], buffers.sizes[2]
     where = s.positions[:n], s.token_slots[:n]
     return Step(s.token_ids[:n], s.embeds[:n], *where, s.tiles[: tiles + 1], s.logit_rows[:r])

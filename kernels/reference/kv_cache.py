@@ -7,8 +7,6 @@ import numpy as np
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every position, written in place."""
-
     k: np.ndarray  # (L, S, H, T, D)
     v: np.ndarray  # (L, S, H, T, D)
     dtype: str
@@ -24,7 +22,6 @@ def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "flo
 
 
 def write_kv(kv_cache: KVCache, layer: int, slot: int, positions: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
-    """Write the new tokens' keys and values (N, H, D)."""
     for array, new in ((kv_cache.k, k), (kv_cache.v, v)):
         array[layer, slot, :, positions] = _kept(kv_cache, new)
 

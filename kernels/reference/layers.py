@@ -14,7 +14,7 @@ WEIGHT_LEVELS = 2**14 - 1
 def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
     """Return softmax(scale q·k - slope * distance) v over the keys up to each query's position, (N, H, D).
 
-    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) of ALiBi, or ().
+    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) or ().
     """
     return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)  # (N, H, D)
 
@@ -30,10 +30,7 @@ def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
 
 
 def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """Attend over an int8 cache: both products are of whole numbers.
-
-    Queries become int8; weights of INT8_BLOCK positions, times their values' scales, whole numbers up to WEIGHT_LEVELS.
-    """
+    """Attend over an int8 cache: queries become int8, weights of INT8_BLOCK positions whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
     weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
@@ -47,7 +44,6 @@ def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
 
 
 def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    """x (N, in) -> (N, out)."""
     if params.watch is not None:
         params.watch(name, x)
     return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
@@ -79,7 +75,6 @@ def layer_norm(params: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
-    """Return rows with mean 0 and variance 1, times weight, plus bias. x (N, C)"""
     centred = x - x.mean(-1, keepdims=True)
     variance = (centred * centred).mean(-1, keepdims=True)
     return centred / np.sqrt(variance + epsilon) * weight + bias
@@ -124,7 +119,6 @@ def gelu_tanh(x):
 
 
 def gelu(x):
-    """x times the normal distribution's share below x."""
     return 0.5 * x * (1 + _erf(x / np.sqrt(2)))
 
 

@@ -25,7 +25,6 @@ from tinygpt.kernels.reference.params import Params
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndarray:
-    """Run one step: see Backend."""
     x = embed(params, batch)  # (N, C)
     for layer in range(params.config.n_layer):
         attention_block(params, layer, x, batch, kv_cache)
@@ -88,7 +87,6 @@ def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step and look inside: see Backend."""
     x, hidden, queries = embed(params, batch), [], []
     for layer in range(params.config.n_layer):
         hidden.append(x.copy())

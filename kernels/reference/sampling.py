@@ -119,7 +119,6 @@ def _keep_top_k(scores, top_k):
 
 
 def _keep_top_p(scores, top_p):
-    """The least probable tokens go, up to a sum of 1 - p."""
     order = np.argsort(scores, kind="stable")  # least probable first
     removed = _cumulated(scores, order) <= np.float32(1 - float(top_p))
     removed[-1] = False
@@ -190,7 +189,6 @@ def _log_probabilities(scores):
 
 
 def _entropy(log_probabilities):
-    """Return the expected -log(probability), float32."""
     alive = log_probabilities[log_probabilities > -np.inf].astype(np.float64)
     return np.float32(-np.sum(alive * np.exp(alive)))
 

@@ -87,7 +87,6 @@ def erf(x):
 
 @kernel
 def activate(x, kind):
-    """Apply the activation `kind` to x (n,) in place."""
     n = x.size
     if kind == GELU_TANH:
         for i in range(n):

@@ -51,7 +51,6 @@ def padded_head(head_size: int) -> int:
 
 
 def scratch_size(head_size: int) -> int:
-    """Return the float32 values that a thread needs: queries, scores, weights, sums."""
     return ROW_TILE * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
 
 
@@ -91,7 +90,6 @@ def _write_tile(first, last, head, k_cache, v_cache, qkv, positions, token_slots
 
 @kernel
 def write_token(n, head, k_cache, v_cache, qkv, position, slot):
-    """Write the key and value of token n and a head."""
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
     key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
@@ -237,9 +235,6 @@ def _add_values(cache, rows, weights, values, keys, totals, following):
         done += LANES
 
 
-# The differences between caches; int8_cache.py has those of int8.
-
-
 def _put_key_float32(cache, at, x):
     column = float32_at(at, x.size * KEY_BLOCK)
     for d in range(x.size):
@@ -255,7 +250,7 @@ def _put_key_bfloat16(cache, at, x):
         column[(pairs - 1) * KEY_BLOCK] = np.uint32(to_bfloat16(x[x.size - 1]))
 
 
-# put_key(cache, at, x): put a key (D,) into its column of a block, which begins at `at`.
+# put_key writes a key (D,) to its column of a block.
 put_key = overload_by_dtype(
     {types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: int8_cache.put_key}
 )
@@ -278,8 +273,7 @@ def _put_value_bfloat16(cache, start, position, x, column):
             target[d] = np.uint32(to_bfloat16(x[d]))
 
 
-# put_value(cache, start, position, x, column): write a value (D,) to a position of the block at the address `start`,
-# and its scale, if it has one, to its key's column.
+# put_value writes a value (D,) to a position of the block at `start`, and its scale to its key's column.
 put_value = overload_by_dtype(
     {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: int8_cache.put_value}
 )
@@ -318,8 +312,7 @@ def _bytes_of_widened(cache):
     return cache.shape[3] * 2 * STEP_BYTES
 
 
-# put_query(cache, target, x, scale): write scale * x, of a query x (D,), as the left side of a tile.
-# bytes_of_query(cache): its size there.
+# put_query writes scale * x, of a query x (D,), as the left side of a tile.
 _put_rounded, _rounded_bytes = (
     (_put_steps_bfloat16, _bytes_as_they_lie) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _bytes_of_widened)
 )
@@ -339,7 +332,7 @@ def _behind_the_scores(cache, scores):
     return scores + ROW_TILE * SCORE_BYTES
 
 
-# place_of_weights(cache, scores): the address of softmax weights. In float32 they replace the scores.
+# In float32, softmax weights replace the scores.
 place_of_weights = overload_by_dtype({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
 
 
@@ -351,8 +344,7 @@ def _put_weights(cache, target, weights, seen, value_scales):
     put_query(cache, target, weights, ONE)
 
 
-# put_weights(cache, target, weights, seen, value_scales): put a block's softmax weights (KEY_BLOCK,) likewise, of which
-# the first `seen` are not 0; value_scales: where those of the block's values lie, if they have any.
+# put_weights writes a block's softmax weights (KEY_BLOCK,), the first `seen` not 0.
 put_weights = overload_by_dtype(
     {types.float32: _leave_weights, types.uint8: int8_cache.put_weights}, otherwise=_put_weights
 )
@@ -362,5 +354,4 @@ def _all_steps(cache):
     return cache.shape[3]
 
 
-# steps_of_key(cache): the steps of a tile of scores.
 steps_of_key = overload_by_dtype({types.uint8: int8_cache.steps_of_key}, otherwise=_all_steps)

@@ -15,10 +15,7 @@ from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 @kernel
 def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
-    """x (N, C) = wte[token] * wte_factors + wpe[position]; rows of embeds (N, C) for tokens below 0. A phase.
-
-    Token t is column t % OUT_TILE of panel t // OUT_TILE. wpe may be None.
-    """
+    """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) for tokens below 0. A phase."""
     first, last = claim_rows(team, token_ids.size)
     while first >= 0:
         for n in range(first, last):
@@ -36,7 +33,6 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
 
 @kernel
 def add_positions(team, x, positions, wpe):
-    """x (N, C) += wpe[position]. A phase."""
     first, last = claim_rows(team, positions.size)
     while first >= 0:
         for n in range(first, last):
@@ -49,7 +45,6 @@ def add_positions(team, x, positions, wpe):
 
 @kernel
 def position_at(wpe, position, c):
-    """Return a value of a position's embedding, or 0."""
     if wpe is None:
         return np.float32(0)
     return wpe[position, c]
@@ -68,13 +63,11 @@ def _int8_at(weight, panel, k, column):
     return np.float32(level) * weight.scales[0, panel * OUT_TILE + column]
 
 
-# weight_at(weight, panel, k, column): one weight of layer 0, as float32.
 weight_at = overload_by_dtype({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})
 
 
 @kernel
 def embed_rows(team, project_in, params, x, step, b):
-    """x (N, C) = the embeddings of the step's tokens and positions."""
     p = params
     if project_in is None:
         embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)  # (N, C)
@@ -89,7 +82,6 @@ def embed_rows(team, project_in, params, x, step, b):
 
 @kernel
 def score_tokens(team, project_out, params, logits, b):
-    """Compute logits (R, V) of the operand `final` (R, C)."""
     segments = params.embedding_segments
     if project_out is None:
         linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)

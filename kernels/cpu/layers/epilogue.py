@@ -58,7 +58,7 @@ def _ones(weight, layer, panel, ones):
     return ones
 
 
-# scales_of(weight, layer, panel, ones): the address of the scales of a panel's columns, or `ones`.
+# The address of the scales of a panel's columns.
 scales_of = overload_by_dtype({Int8Weight: _own_scales}, otherwise=_ones)
 
 
@@ -100,8 +100,7 @@ def _store_operand(out, tile, used, y, scales, biases, add):
         put(out, tile.row + r, tile.panel * OUT_TILE, float32_at(y + r * ROW_BYTES, used))
 
 
-# store_tile(out, tile, used, y, scales, biases, add): store or add y * scales + biases, of which `used` columns count,
-# to a tile of an array, or store it in an operand.
+# store_tile stores or adds y * scales + biases, of which `used` columns count.
 store_tile = overload_by_dtype({types.float32: _store_array}, otherwise=_store_operand)
 
 
@@ -121,5 +120,5 @@ def _prefetch_operand(out, tile):
     _prefetch_rows(out.values, tile)
 
 
-# prefetch_tile(out, tile): fetch the lines that a tile will write: a store that misses the caches delays the next ones.
+# A store that misses the caches delays the next ones.
 prefetch_tile = overload_by_dtype({types.float32: _prefetch_array}, otherwise=_prefetch_operand)

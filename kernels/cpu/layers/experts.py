@@ -12,10 +12,7 @@ from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, comple
 
 @kernel
 def choose_experts(team, mixture, experts, place, rows):
-    """Choose the most probable experts of each row, with weights, (N, k) each. A phase.
-
-    place: the layer's, among those with experts. Sums are in float64; of equal experts the first is chosen.
-    """
+    """Choose each row's most probable experts, ties to the first, in float64. A phase."""
     normed, scores = mixture.normed.values, mixture.scores
     first, last = claim_rows(team, rows)
     while first >= 0:
@@ -74,10 +71,7 @@ def sort_by_expert(team, mixture, rows):
 
 @kernel
 def expert_linear(team, out, x, linears, first_layer, bounds, segments, activation, columns):
-    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias), layer first_layer + e. A phase.
-
-    An item is a panel and a row block of one expert.
-    """
+    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias) by each expert e. A phase."""
     weight = linears.weight
     blocks = 0
     for e in range(bounds.size - 1):
@@ -142,7 +136,6 @@ def expert_block(team, experts, params, layer, x, buffers):
 
 @kernel
 def has_experts(experts, layer):
-    """Return whether a layer has experts instead of an MLP."""
     if experts is None:
         return False
     return experts.places[layer] >= 0
@@ -150,7 +143,6 @@ def has_experts(experts, layer):
 
 @kernel
 def mlp_row(experts, layer):
-    """Return the place of the MLP of a layer without experts among all MLPs."""
     if experts is None:
         return layer
     return -1 - experts.places[layer]

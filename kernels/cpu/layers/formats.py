@@ -44,16 +44,12 @@ class Int8Operand(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """A kind of linear layer, for all layers of the model."""
-
     weight: Any  # (L, N, K), a record above
     bias: np.ndarray  # (L, N) float32, or (1, 0) for none
     factors: np.ndarray  # (L, P * OUT_TILE) float32: smoothing factors of the outputs, or (1, 0)
 
 
 class Norm(NamedTuple):
-    """A kind of layer norm, for all layers of the model."""
-
     weight: np.ndarray  # (L, C) float32
     bias: np.ndarray  # (L, C) float32
 
@@ -77,8 +73,6 @@ class Alibi(NamedTuple):
 
 
 class Experts(NamedTuple):
-    """The experts of all layers that have any, one after another."""
-
     places: np.ndarray  # (L,) int64: place among the layers with experts, or -1 - place among the others
     gate: np.ndarray  # (layers with experts, E, C) float32
     c_fc: Linear  # (layers with experts * E, F, C)

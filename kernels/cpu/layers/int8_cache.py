@@ -44,7 +44,6 @@ def bytes_of_query(cache):
 
 
 def put_key(cache, column, x):
-    """Write a key (D,) and its scale to its column of a block."""
     scale, inverse = _scales(_largest(x), LEVELS)
     whole, at = x.size // PER_STEP, column
     for i in range(whole):
@@ -139,7 +138,6 @@ def _scales(largest, levels):
 
 @kernel
 def _level(x, inverse):
-    """The whole number that is nearest to x * inverse, as the low bits of a sum hold it."""
     return np.int32(np.float32(fma(x, inverse, ROUNDING)).view(np.int32) - ROUNDING_BITS)
 
 

@@ -85,8 +85,7 @@ def _linear_to_operand(team, out, x, linears, layer, segments, activation, rows)
     for_each_tile(team, out, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
 
 
-# linear_to_operand(team, out, x, linears, layer, segments, activation, rows): as `linear`, into rows of an operand,
-# quantized tile by tile. float32 is an array.
+# linear_to_operand is `linear` into rows of an operand, quantized tile by tile.
 linear_to_operand = overload_by_dtype({Float32Operand: _linear_to_array}, otherwise=_linear_to_operand, argument=1)
 
 
@@ -206,7 +205,7 @@ def _expand_int4(weight, b, units, scratch):
 
 
 _expands_int8 = _expand_int8 if EXPANDS["int8"] else _as_it_lies
-# expand(weight, b, units, scratch): the address of a chunk as tiles of several rows multiply it.
+# expand returns the address of a chunk as tiles of several rows multiply it.
 expand = overload_by_dtype({Int8Weight: _expands_int8, Int4Weight: _expand_int4}, otherwise=_as_it_lies)
 
 
@@ -232,7 +231,7 @@ def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
 
 
 INT4_SCALES_BYTES = SCALE_GROUP // WEIGHT_GROUP * WEIGHT_SCALES_BYTES  # of a group
-# add_tile(weight, x, tile, layer, first, units, b, c, ahead, spacing): add some units' products to C (rows, OUT_TILE).
+# add_tile adds some units' products to C (rows, OUT_TILE).
 add_tile = overload_by_dtype({Int8Weight: _add_int8, Int4Weight: _add_int4}, otherwise=_add_plain)
 
 
@@ -242,7 +241,6 @@ def panel_address(panels, layer, panel):
 
 
 def whole(k: int) -> np.ndarray:
-    """Return the bounds of one segment."""
     return np.array([0, k], np.int64)
 
 

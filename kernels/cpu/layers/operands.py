@@ -58,7 +58,6 @@ def from_bfloat16(bits):
 
 @kernel
 def rounded_to_bfloat16(x):
-    """Return the nearest bfloat16 as float32."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) & UPPER_HALF
     return np.uint32(rounded if x == x else NAN).view(np.float32)
@@ -100,7 +99,7 @@ def _put_int8(operand, row, first, values):
         quantize_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
 
 
-# put(operand, row, first, values): store float32 values (n,) from column `first`, a multiple of SCALE_GROUP.
+# put stores float32 values (n,) from column `first`, a multiple of SCALE_GROUP.
 _put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
 put = overload_by_dtype({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
@@ -119,8 +118,7 @@ def _put_rows(operand, row, first, rows, x, factors, summands):
         put(operand, row + r, first, float32_at(x + r * ROW_BYTES, OUT_TILE))
 
 
-# put_panel(operand, row, first, rows, x, factors, summands): put x * factors + summands, `rows` rows of a panel without
-# gaps at the address x, into columns first to first + OUT_TILE. factors and summands: addresses of a row each.
+# put_panel stores x * factors + summands, `rows` rows of a panel; all are addresses.
 put_panel = overload_by_dtype({Int8Operand: _put_rows_int8}, otherwise=_put_rows)
 
 
@@ -142,10 +140,7 @@ def quantize_group(typingctx, like, x, target, scales):
 
 @intrinsic
 def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
-    """Quantize rows of x * factors + summands, SCALE_GROUP float32 each: see quantize_group.
-
-    factors and summands: addresses of a row. x has no gaps; strides are in bytes. count >= 1.
-    """
+    """Quantize rows of x * factors + summands, SCALE_GROUP float32 each: see quantize_group."""
 
     def codegen(context, builder, signature, args):
         _, x, count, factors, summands, target, stride, scales, scales_stride = args
@@ -238,7 +233,5 @@ def _leave_rows(team, operand, x, factors, layer):
     pass
 
 
-# quantize_activations(team, operand, x, factors, layer): put the rows of x (N, K) into the operand, times a layer's
-# factors (L, K), which may be (1, 0): none. A phase, unless the operand is made of x itself. Needs K values of the
-# thread's scratch.
+# quantize_activations stores x (N, K) times a layer's factors. A phase, unless the operand is x itself.
 quantize_activations = overload_by_dtype({Float32Operand: _leave_rows}, otherwise=_quantize_rows, argument=1)

@@ -20,8 +20,6 @@ ONE_ITEM = np.int64(1)
 
 
 class Ranks(NamedTuple):
-    """State that a rank shares with its tensor-parallel group."""
-
     partial: np.ndarray  # (N, C) float32: this rank's part of a product
     gathered: np.ndarray  # (ranks * N * C,) float32
     owners: np.ndarray  # (N,) int32: the rank of a token's embedding; -1: x is complete
@@ -74,7 +72,6 @@ def add_partials(team, x, gathered, ranks, bias, layer):
 
 @kernel
 def take_rows(team, x, ranks):
-    """Copy the gathered rows of their owners into x (N, C). A phase."""
     columns = x.shape[1]
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
@@ -100,10 +97,7 @@ def share_rows(team, x, ranks):
 
 @intrinsic
 def call_allgather(typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator):
-    """Call the function at an address with MPI_Allgather's arguments, as 64-bit integers. Return its status.
-
-    MPI's handles are an int in MPICH and a pointer in Open MPI: a 64-bit register holds either.
-    """
+    """Call MPI_Allgather at an address. Its handles are an int in MPICH, a pointer in Open MPI: 64 bits hold either."""
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(I32, [ir.IntType(64)] * 7)

@@ -29,7 +29,6 @@ def layer_norm(team, out, x, rows, norm, layer, epsilon):
 
 @kernel
 def put_rows(team, out, x, rows):
-    """Row i of the operand `out` = x[rows[i]]. A phase."""
     first, last = claim_rows(team, rows.size)
     while first >= 0:
         for i in range(first, last):
@@ -59,9 +58,8 @@ def _nothing(team, out, x, rows, norm, layer, epsilon):
     pass
 
 
-# norm_before(team, out, x, rows, norm, layer, epsilon): row i of `out` = a block's input of x[rows[i]]. A phase.
+# norm_before makes a block's input, norm_behind its output: a phase for PostNorm alone.
 norm_before = overload_by_dtype({PostNorm: _copied, None: _copied}, otherwise=_normed, argument=4)
-# norm_behind(...): the same at the end of a block. A phase for PostNorm alone.
 norm_behind = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
 
 

@@ -32,7 +32,6 @@ def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
 
 @jit
 def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
-    """panels (P, K / 4, OUT_TILE, 4) uint8, scales (P * OUT_TILE,): the largest weight of a column becomes 127."""
     block = np.empty((panels.shape[1] * 4, OUT_TILE), np.float32)
     largest, inverse, unfinite = (
         np.empty(OUT_TILE, np.float32),
@@ -59,7 +58,6 @@ def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
 
 @jit
 def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last):
-    """panels (P, K / 8, OUT_TILE, 4) uint8, group_scales (P, K / WEIGHT_GROUP, 2, OUT_TILE) uint16."""
     block = np.empty((panels.shape[1] * 8, OUT_TILE), np.float32)
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
@@ -77,7 +75,6 @@ def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last)
 
 @jit
 def _level(x, scale, offset):
-    """The nearest of the 16 levels offset + q * scale."""
     nearest = ((x - offset) / scale + ROUNDING) - ROUNDING
     return min(max(nearest, np.float32(0)), LEVELS)
 

@@ -23,10 +23,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Part:
-    """The layers of a pipeline stage, and of each the heads and hidden units of a tensor-parallel rank.
-
-    It has what a ModelConfig has for the KV cache and the workspace: their sizes are those of the part.
-    """
+    """A rank's layers, heads, hidden units and tokens. It stands in for the model's config."""
 
     layers: range
     heads: range
@@ -84,11 +81,9 @@ class Part:
         return self.inner if name == "mlp_proj" else None
 
     def keep(self, name: str) -> Callable | None:
-        """Return a function that cuts one packed layer, or None."""
         return None if self.tensor_size == 1 else partial(self.weight, name)
 
     def weight(self, name: str, weight: Any) -> Any:
-        """Cut layers of a packed weight; views if nothing is cut."""
         columns, inputs, cut = self.columns(name), self.inputs(name), {}
         if columns is None and inputs is None:
             return weight
@@ -108,12 +103,10 @@ class Part:
         return type(weight)(**cut)
 
     def values(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Cut a bias (L, N)."""
         columns = self.columns(name)
         return array if columns is None else np.concatenate([array[:, c.start : c.stop] for c in columns], axis=1)
 
     def factors(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Cut factors (L, K) of a linear layer's inputs."""
         inputs = self.inputs(name)
         return array if inputs is None else array[:, inputs.start : inputs.stop]
 

@@ -28,8 +28,6 @@ BITS = 8  # of a factor: CPUs' roots and sums differ in the last place
 
 @dataclass(frozen=True)
 class Smoothing:
-    """The factors of a checkpoint's linear layers, packed as `dtype`."""
-
     checkpoint: Any
     dtype: str
     calibration: Any = None  # of tinygpt/evaluation: measured sizes
@@ -86,7 +84,6 @@ class Smoothing:
 
 
 def layer_name(ours: str, layer: int) -> str:
-    """Return the checkpoint's name of a linear layer."""
     return f"h.{layer}.{LINEARS[ours]}" if ours in LINEARS else ours
 
 
@@ -112,7 +109,6 @@ def bias_correction(weight: np.ndarray, factors: np.ndarray, packed: np.ndarray,
 
 
 def unpack(dtype: str, arrays: tuple[np.ndarray, ...], n: int, k: int) -> np.ndarray:
-    """Return the weights of one layer's int8 or int4 arrays, (N, K) float32."""
     panels, scales = arrays
     if dtype == "int8":
         values = _in_order(panels.astype(np.float32) - 128)  # (P, K, OUT_TILE)

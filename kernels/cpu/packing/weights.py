@@ -16,8 +16,6 @@ PACK_SHARES = 16  # of a matrix
 
 
 class Packers:
-    """A pool of threads."""
-
     def __init__(self, threads: int):
         self._pool = ThreadPoolExecutor(threads)
 
@@ -28,7 +26,6 @@ class Packers:
         self._pool.shutdown()
 
     def pack(self, kernel: Callable, panels: int, *arguments) -> None:
-        """Run kernel(*arguments, first, last) over all panels, in shares."""
         bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
         for share in [self._pool.submit(kernel, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
             share.result()
@@ -62,11 +59,7 @@ def pack_layers(
     factors_of: Callable | None = None,
     keep: Callable | None = None,
 ) -> tuple[tuple, np.ndarray]:
-    """Pack weights of one shape (N, K). Return their record, and the factors (L, K) that they were multiplied by.
-
-    factors_of(layer, weight): a layer's factors, (K,) float32
-    keep(weight): the part of a packed layer to keep
-    """
+    """Pack weights of one shape (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
     arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
@@ -89,7 +82,6 @@ def pack_layers(
 
 
 def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
-    """Return zeros for the dtype's record, in the order of its fields."""
     return tuple(zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
 
 

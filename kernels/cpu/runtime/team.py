@@ -4,12 +4,8 @@ All threads run the same function. Each kernel in it is a phase with a number of
 share, the same neighbors in every step, then items of others. A phase ends when its items are done: a thread that the
 system put to sleep is not missed, and joins later. Phases are numbered on through all steps.
 
-Shared words of the `board`, on cache lines of their own:
-    PUBLISHED   the first phase of the step
-    OPEN        the open phase
-    DONE        its finished items, of complete groups
-    a share's   phase << SHIFT | taken items
-    a group's   finished items of GROUP shares
+Shared words of the `board`, on cache lines of their own: PUBLISHED, the step's first phase; OPEN, the open phase; DONE,
+its finished items; for each share phase << SHIFT | taken items; for each GROUP of shares its finished items.
 """
 
 import sys
@@ -43,15 +39,12 @@ TURN = 5_000_000  # ticks, about 2 ms, a time slice of Linux: yielding more ofte
 
 
 class Team(NamedTuple):
-    """One thread's view of its team."""
-
     board: np.ndarray  # int64, shared: three LINEs, one a share and one a group
     own: np.ndarray  # (LINE,) int64, its own words
     scratch: np.ndarray  # float32, its own
 
 
 def new_teams(scratch: np.ndarray) -> list[Team]:
-    """Return the members of a team. scratch: (members, ...) float32."""
     members = len(scratch)
     board = zeros((SHARES + (members + -(-members // GROUP)) * LINE,), np.int64)
     own = zeros((members, LINE), np.int64)
@@ -192,7 +185,6 @@ def _let_others_run(team):
 
 @kernel
 def begin_step(team):
-    """Start at the open phase, and let the followers in."""
     first = atomic_load(address(team.board) + OPEN * EIGHT)
     team.own[PHASE] = first
     atomic_store(address(team.board) + PUBLISHED * EIGHT, first)
@@ -241,8 +233,6 @@ def atomic_store(typingctx, address, value):
 
 @intrinsic
 def atomic_add(typingctx, address, value):
-    """Add, and return the value before."""
-
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
 
@@ -251,8 +241,6 @@ def atomic_add(typingctx, address, value):
 
 @intrinsic
 def compare_exchange(typingctx, address, expected, new):
-    """Replace `expected` by `new`. Return whether it was there."""
-
     def codegen(context, builder, signature, args):
         pointer = _pointer(builder, args[0])
         return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst"), 1)
@@ -262,8 +250,6 @@ def compare_exchange(typingctx, address, expected, new):
 
 @intrinsic
 def pause(typingctx):
-    """Tell the core that this is a waiting loop."""
-
     def codegen(context, builder, signature, args):
         triple = builder.module.triple
         if "x86" in triple:
@@ -290,8 +276,6 @@ def ticks(typingctx):
 
 @intrinsic
 def yield_core(typingctx):
-    """Let another thread run on this core."""
-
     def codegen(context, builder, signature, args):
         function = ir.FunctionType(ir.IntType(32), [])
         name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"

@@ -17,7 +17,6 @@ class TeamThreads:
     """
 
     def __init__(self, threads: int, scratch: np.ndarray):
-        """scratch (threads, ...) float32: each member's own."""
         self.leader, *others = new_teams(scratch)
         self._shared = _Shared([_Follower(team) for team in others])
         for follower in self._shared.followers:
@@ -40,7 +39,6 @@ class TeamThreads:
             self._shared.is_in_step = False
 
     def close(self) -> None:
-        """End the threads, and release the last step's arguments."""
         self._finalizer()
 
 

@@ -16,8 +16,6 @@ ONE = np.int64(1)
 
 
 class Choices(NamedTuple):
-    """The tokens that a call of several steps chooses."""
-
     wanted: np.ndarray  # (1,) int64: steps; 0: only logits
     counts: np.ndarray  # (R,) int64
     token_ids: np.ndarray  # (steps, R) int32; -1: the row is not finite
@@ -29,10 +27,7 @@ class Choices(NamedTuple):
 
 @kernel
 def choose_greatest(team, step, choices, logits):
-    """Make the greatest of each row's logits (R, V) the next token of its sequence. A phase; an item is a row.
-
-    If the logits are not finite, the sequence goes on with token 0.
-    """
+    """Make the greatest of each row's logits (R, V) the next token of its sequence. A phase."""
     rows = logits.shape[0] if choices.wanted[0] else 0
     items = max(rows, ONE)  # late threads count phases, so an unwanted one has an item
     row = claim(team, items)
@@ -89,5 +84,4 @@ def _greatest_key(scores):
 
 @kernel
 def _key(score):
-    """An int32 that orders as the float32 does: LLVM vectorizes a maximum of integers. -0 is 0."""
     return key_of(score + np.float32(0)) if score == score else NOT_A_NUMBER

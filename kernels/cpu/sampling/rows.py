@@ -60,7 +60,7 @@ def work_in(buffers):
 
 @kernel
 def divide(logits, temperature, ids, scores):
-    """Make every token a candidate. Return whether the row is finite: no NaN, no +inf, and one score above -inf."""
+    """Make every token a candidate. Return whether the row is finite."""
     bad = alive = 0
     for i in range(logits.size):
         score = logits[i] / temperature
@@ -82,7 +82,6 @@ def greatest_of(scores):
 
 @inline
 def kth_greatest(scores, k, work):
-    """Return the k-th greatest score, among the few that reach the k-th greatest of the blocks' maxima."""
     blocks = (scores.size + BLOCK - 1) // BLOCK
     candidates = scores
     if k <= blocks:
@@ -102,7 +101,6 @@ def kth_greatest(scores, k, work):
 
 @kernel
 def _reached_by(scores, k):
-    """Return the greatest value that k scores reach."""
     low, high = LEAST_KEY, GREATEST_KEY
     while low < high:
         middle = (low + high + 1) >> 1
@@ -123,7 +121,6 @@ def key_of(value):
 
 @kernel
 def value_of(key):
-    """Return the float32 of a key."""
     bits = np.int32(key)
     return np.int32(bits ^ ((bits >> np.int32(31)) & MAGNITUDE)).view(np.float32)
 
@@ -151,7 +148,7 @@ def _partial_sums(typingctx):
 
 @kernel
 def sum_of(weights):
-    """Return the sum of PARTIAL_SUMS partial sums, element i in number i % PARTIAL_SUMS: a fixed, vectorized order."""
+    """Return the sum of PARTIAL_SUMS partial sums: a fixed order that LLVM vectorizes."""
     partial = _partial_sums()
     partial[:] = 0
     full = weights.size - weights.size % PARTIAL_SUMS
@@ -168,7 +165,6 @@ def sum_of(weights):
 
 @kernel
 def mass_reaching(scores, probabilities, value):
-    """Return the sum of the probabilities whose score is `value` or more, in the order of `sum_of`."""
     partial = _partial_sums()
     partial[:] = 0
     full = scores.size - scores.size % PARTIAL_SUMS
@@ -186,7 +182,6 @@ def mass_reaching(scores, probabilities, value):
 
 @kernel
 def exponentials(scores, weights):
-    """Compute weights[i] = e**(scores[i] - greatest score), in float64."""
     greatest = np.float64(greatest_of(scores))
     for i in range(scores.size):
         weights[i] = exponential(scores[i] - greatest)
@@ -217,10 +212,7 @@ def exponential(x):
 
 @kernel
 def find_border(scores, masses, limit, work):
-    """Return the score at which the masses, summed from the least score up, exceed `limit`, and the sum before it.
-
-    If they never do, the score is the greatest one.
-    """
+    """Return the score at which masses, summed from the least score up, exceed `limit`, and the sum before it."""
     greatest, sums = greatest_of(scores), work.sums
     sums[:] = 0
     for i in range(scores.size):
@@ -248,7 +240,6 @@ def find_border(scores, masses, limit, work):
 
 @kernel
 def _search(values, masses, before, limit):
-    """Return the greatest value down to which the masses, added to `before`, exceed `limit`; all of them do."""
     low, high = GREATEST_KEY, np.int64(key_of(greatest_of(values)))
     for i in range(values.size):
         key = np.int64(key_of(values[i]))

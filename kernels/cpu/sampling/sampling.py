@@ -46,7 +46,6 @@ class Warpers(NamedTuple):
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    """Return a token (R,) int32 for each row, -1 for a row that is not finite: see the reference."""
     logits, num_drawn = np.ascontiguousarray(logits, np.float32), np.count_nonzero(warpers.temperature)
     token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
     if num_drawn:
@@ -61,7 +60,6 @@ def sample(logits, warpers, seeds, sample_indices, positions):
 
 
 def filter_logits(logits, warpers):
-    """Return the scores (R, V) float32 after temperature and all filters, -inf for removed tokens."""
     logits = np.ascontiguousarray(logits, np.float32)
     filtered, (compiled, rare) = logits.copy(), _split(warpers)
     if compiled.temperature.any():
@@ -72,7 +70,6 @@ def filter_logits(logits, warpers):
 
 
 def top_logprobs(logits, token_id, n):
-    """Return the n most probable ids, their log-probabilities, and that of `token_id`: see the reference."""
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
     kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), buffers)
     ids, scores = buffers.ids[:kept], buffers.singles[0, :kept]
@@ -82,7 +79,6 @@ def top_logprobs(logits, token_id, n):
 
 
 def process_logits(logits, processors):
-    """Apply logits processors to rows of `logits` (R, V) float32, in place."""
     p = processors
     is_rare = p.no_repeat_ngram_size > 0  # (P,)
     for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
@@ -100,7 +96,6 @@ def _split(warpers):
 
 
 def _greatest(logits):
-    """Return the first of each row's greatest logits, (R,) int32. argmax takes NaN for the greatest."""
     token_ids = logits.argmax(1)
     is_finite = np.isfinite(logits[np.arange(len(logits)), token_ids])
     return np.where(is_finite, token_ids, -1).astype(np.int32)
@@ -142,7 +137,6 @@ def _keep(warpers, r, work):
 
 @kernel
 def keep_greatest(ids, scores, k, work):
-    """Keep the k greatest scores of all, and those tied with the k-th."""
     threshold = kth_greatest(scores, k, work)
     kept = 0
     for i in range(scores.size):
@@ -213,7 +207,6 @@ def _keep_most_probable(logits, n, buffers):
 
 @kernel
 def _draw(weights, number):
-    """Return the first index at which the cumulated weight exceeds `number` (in [0, 1)) of the total."""
     goal = number * sum_of(weights)
     cumulated, start = 0.0, 0
     while start + STRIDE < weights.size:
@@ -250,7 +243,6 @@ def uniform(seed, sample_index, position):
 
 @inline
 def _multiply_high(x, y):
-    """Return the upper 64 bits of x * y, from products of 32-bit halves."""
     x_low, x_high, y_low, y_high = x & LOW_HALF, x >> HALF_BITS, y & LOW_HALF, y >> HALF_BITS
     middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
     other = x_low * y_high + (middle & LOW_HALF)

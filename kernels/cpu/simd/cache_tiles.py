@@ -30,10 +30,7 @@ SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
 
 
 def make_integer_code(vectors: int, adds: bool, wide: int):
-    """Return the emitter of a tile: see make_code in tiles.py.
-
-    If it `adds`, B are values: C += scale * A @ B. Else keys: C = scale * A @ B * scales, which follow the last step.
-    """
+    """Return the emitter of a tile. If it `adds`, B are values, else keys, with scales after the last step."""
     multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
     planes = 2 if IN_FOURS and adds else 1
     step_bytes, parts = (4, planes) if IN_FOURS else (8, 2)

@@ -50,7 +50,6 @@ REGISTER_STEPS = REGISTER_BYTES // STEP_K
 
 
 def takes_lanes(dtype: str) -> bool:
-    """Return whether this module has the tiles of a dtype."""
     return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
 
 
@@ -90,7 +89,6 @@ def _all(kind, value: int):
 
 
 def make_lane_grouped_code(dtype: str):
-    """Return the emitter of a tile: see make_grouped_tile."""
     part_k = PART_K[dtype]
     parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
@@ -122,7 +120,6 @@ def make_lane_grouped_code(dtype: str):
                 b_strip = builder.add(b_part, columns)
 
                 def row_at(row):
-                    """Where a row of the part begins; asks for what comes in its place later."""
                     before = builder.add(builder.mul(builder.add(first_row, row), size(strips)), strip_number)
                     ask_part_ahead(builder, ahead, spacing, before, lines, strips)
                     return builder.add(b_strip, builder.mul(row, size(ROW_BYTES)))
@@ -190,7 +187,6 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
     count, longs = len(pairs), ir.VectorType(LONG, 2)
 
     def step(i, sums):
-        """16 values of K, four rows of B."""
         offset = builder.mul(i, ir.Constant(i.type, REGISTER_BYTES))
         registers = [load_register(builder, builder.add(start, offset), longs) for start in a_rows]
         for j in range(2):

@@ -30,8 +30,6 @@ LONG = ir.IntType(64)
 
 
 class LaneStep(NamedTuple):
-    """A step of float32 or bfloat16."""
-
     bytes: int  # of a row of A
     register: ir.VectorType  # of A
     # Steps that a register of A serves. LLVM would broadcast a single float32 as it loads it; a lane of bfloat16 must
@@ -109,7 +107,6 @@ def load_register(builder, address, kind, size: int = REGISTER_BYTES):
 
 
 def repeat_any(builder, count, body, initial):
-    """Repeat `count` >= 0 times."""
     before, some = builder.block, builder.append_basic_block("some")
     done = builder.append_basic_block("none_left")
     builder.cbranch(builder.icmp_signed(">", count, ir.Constant(count.type, 0)), some, done)
@@ -128,14 +125,11 @@ QUADS = VECTOR_BYTES // REGISTER_BYTES  # of a vector of 16 lanes
 
 
 def strip_of_lanes(rows: int, vectors: int = PANEL_VECTORS) -> int:
-    """Return the vectors of columns that a tile of this height takes at a time."""
     strips = (strip for strip in (4, 3, 2, 1) if vectors % strip == 0)
     return next(strip for strip in strips if rows * (strip * QUADS + 1) + 2 <= TARGET.registers)
 
 
 def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
-    """Return the emitter of a tile: see make_code in tiles.py."""
-
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         strip, together = strip_of_lanes(rows, vectors), step.together
         quads = range(strip * QUADS)
@@ -153,7 +147,6 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
             b_strip = builder.add(b, columns)
 
             def take(k, count: int, sums):
-                """`count` steps from the k-th on."""
                 a_k = builder.mul(k, size(step.bytes))
                 places = [builder.add(start, a_k) for start in a_starts]
                 a_rows = [load_register(builder, at, step.register, count * step.bytes) for at in places]

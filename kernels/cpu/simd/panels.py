@@ -37,7 +37,6 @@ def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> 
 
 
 def zeros(shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
-    """Return zeros on a vector's boundary, which the tiles' loads need."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(size + VECTOR_BYTES, np.uint8)
     start = -raw.ctypes.data % VECTOR_BYTES

@@ -51,8 +51,6 @@ class BFloat(ir.types.Type):
 
 
 class Part(NamedTuple):
-    """A part of a step over float32 or bfloat16."""
-
     a_offset: int  # where in the step's bytes of A its 4 bytes are
     take: Callable  # (builder, vector of B) -> what is multiplied
     multiply: Callable  # (builder, a, b, sum) -> sum
@@ -152,18 +150,15 @@ INTEGER_STEPS = {
 
 
 def strip_of(rows: int, vectors: int = PANEL_VECTORS) -> int:
-    """Return the vectors of columns that a tile of this height takes at a time."""
     kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
     return next((strip for strip in (4, 3, 2) if vectors % strip == 0 and has_room((rows + kept) * strip)), 1)
 
 
 def has_room(vectors: int) -> bool:
-    """Return whether so many vectors of 16 lanes, and one for A, fit into registers."""
     return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
 
 
 def unpacked(builder, vector, dtype: str):
-    """Return the vectors that the steps multiply, from one vector of a weight."""
     vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
     if step_name(dtype) == SHORTS:
         vectors = [short for four in vectors for short in shorts_of(builder, four)]
@@ -171,7 +166,6 @@ def unpacked(builder, vector, dtype: str):
 
 
 def expansion(dtype: str) -> int:
-    """Return the number of vectors of `unpacked`."""
     return (2 if dtype == "int4" else 1) * (2 if step_name(dtype) == SHORTS else 1)
 
 

@@ -81,8 +81,6 @@ PRODUCTS = {SINGLES: 1, PAIRS: 2, LONGS: 1, WIDENED: 1, FOURS: 4, SHORTS: 2, BYT
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU."""
-
     name: str
     features: tuple[str, ...]
     cpu: str  # a prefix of LLVM's name of the CPU

@@ -58,10 +58,7 @@ def make_tile(vectors: int, adds: bool = True):
 
 @intrinsic
 def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-    """Compute the first `vectors` vectors of a panel's columns, without adding; 1 <= vectors <= PANEL_VECTORS.
-
-    It prefetches rows of a whole panel, as many bytes of each as it reads of B.
-    """
+    """Compute the first `vectors` vectors of a panel's columns, without adding."""
 
     def codegen(context, builder, signature, args):
         _, rows, vectors, *places = args
@@ -124,7 +121,6 @@ def _make_code(vectors: int, adds: bool, wide: int, parts):
 
 
 def for_each_height(builder, code, rows, *arguments) -> None:
-    """Emit `code(builder, n, *arguments)` for n = 1 to ROW_TILE, and a jump to the one for `rows`."""
     select(builder, rows, ROW_TILE, lambda n: code(builder, n, *arguments))
 
 

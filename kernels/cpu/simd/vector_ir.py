@@ -37,14 +37,12 @@ def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
 
 
 def broadcast(builder, value, lanes: int = LANES):
-    """A vector with `value` in every lane."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     lane = builder.insert_element(undefined, value, ir.Constant(I32, 0))
     return builder.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
 
 def multiply_add(builder, x, y, z):
-    """x * y + z, vectors of float32, with one rounding."""
     return builder.call(declare(builder, f"llvm.fma.v{LANES}f32", FLOATS, [FLOATS] * 3), [x, y, z])
 
 
@@ -68,8 +66,6 @@ def repeat(builder, count, body, initial):
 
 
 def make_reduction(start: float, combine, combine_lanes):
-    """The intrinsic reduce(x, vectors): float32 result over vectors * 16 values at address x, vectors >= 1."""
-
     @intrinsic
     def reduce(typingctx, x, vectors):
         def codegen(context, builder, signature, args):
@@ -128,8 +124,6 @@ max_lanes = make_reduction(float("-inf"), maximum, maximum)
 
 @intrinsic
 def address(typingctx, array):
-    """Return the address of an array's first value."""
-
     def codegen(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return builder.ptrtoint(data, context.get_value_type(types.intp))
@@ -169,8 +163,6 @@ float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
 
 @intrinsic
 def fma(typingctx, x, y, z):
-    """Return x * y + z with one rounding."""
-
     def codegen(context, builder, signature, args):
         return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
 
