@@ -61,9 +61,9 @@ def test_an_actor_that_is_killed_loses_and_doubles_no_row(small_demo, given, exp
     words = ["generate", "-m", small_demo, "--input", str(given), "--output", str(out), *FLAGS]
     # Steps as slow as a larger model's, so that there is a middle of the job.
     program = (
-        "import os, sys, time; from tinygpt.cli import main; from tinygpt.on_ray import ray_actors; "
-        "call = ray_actors.Actor.__call__; "
-        "ray_actors.Actor.__call__ = lambda self, batch: (time.sleep(1), call(self, batch))[1]; sys.exit(main.main())"
+        "import os, sys, time; from tinygpt.cli import main; from tinygpt.on_ray import batch; "
+        "call = batch.Actor.__call__; "
+        "batch.Actor.__call__ = lambda self, rows: (time.sleep(1), call(self, rows))[1]; sys.exit(main.main())"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(

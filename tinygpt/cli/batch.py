@@ -136,7 +136,7 @@ def _answer_on_ray(
     args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[..., int]
 ) -> int:
     """As `_answer`, by actors of a Ray cluster."""
-    from tinygpt.on_ray.ray_actors import Setup, answers_on_ray
+    from tinygpt.on_ray.batch import Setup, answers_on_ray
 
     started = time.perf_counter()
     setup, inputs = Setup.of(args)

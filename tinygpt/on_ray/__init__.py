@@ -1,4 +1,4 @@
-"""The engine on Ray (extra `ray`): prompts of a dataset, and replicas of the server.
+"""The engine on Ray (extra `ray`): prompts of a file or a dataset, and replicas of the server.
 
-`completer` is a stage of Ray Data, `application` a Ray Serve application, `metrics` shows Ray what the server counts.
+`batch` is for `generate --ray`, `completer` for `map_batches`, `application` for Ray Serve.
 """

@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
+from ray.util.metrics import Gauge
 
 from tinygpt.llm import LLM
-from tinygpt.on_ray.metrics import RayMetrics
 from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import create_app
 from tinygpt.server.chat import ChatTemplate
@@ -20,10 +20,10 @@ from tinygpt.server.serve import configure_logging
 
 
 class Arguments(BaseModel):
-    """What `build` takes; `serve run` gives texts, which become numbers here.
+    """Arguments of `build`; `serve run` gives texts, which become numbers here.
 
-    target_ongoing_requests: of a replica, running and waiting; a replica more is started where there are more on
-        average. None: as many as it can run at once.
+    target_ongoing_requests: running and waiting requests of a replica above which another one is started; None: as
+        many as it can run at once.
     max_queue: samples that may wait in a replica; more are refused with status 429.
     autoscaling: other fields of Ray's AutoscalingConfig, such as upscale_delay_s. llm: other arguments of LLM(...).
     """
@@ -47,7 +47,7 @@ class Arguments(BaseModel):
 @serve.deployment(health_check_period_s=5, graceful_shutdown_timeout_s=30)
 @serve.ingress()
 class Replica:
-    """The server's ASGI app over an LLM of its own. Ray Serve routes, restarts and counts replicas."""
+    """The server's ASGI app with its LLM. Ray Serve routes, restarts and counts replicas."""
 
     def __init__(self, arguments: Arguments):
         a = arguments
@@ -59,7 +59,7 @@ class Replica:
             threads=a.threads,
             max_num_seqs=a.max_num_seqs,
             max_queue=a.max_queue,
-            # As in `tinygpt serve`: what clients write is plain text.
+            # As in `tinygpt serve`: special tokens in texts of clients are plain text.
             **{"split_special_tokens": True, **a.llm},
         )
 
@@ -71,24 +71,29 @@ class Replica:
             chat_template=ChatTemplate.from_folder(self._llm.checkpoint_path),
         )
         app = create_app(self._llm, config)
-        self._metrics = RayMetrics(app.state.api.metrics)
+        self._metrics, self._gauges = app.state.api.metrics, {}
         return app
 
     def check_health(self) -> None:
-        """Ray asks every some seconds, and replaces a replica where this raises."""
+        """Raise if the engine has failed: Ray then replaces the replica. Publish the metrics as Ray's gauges."""
         self._llm.check_health()
-        self._metrics.publish()
+        for metric in self._metrics.collect():
+            for sample in metric.samples:  # of a histogram: buckets, sum and count
+                name = sample.name.replace(":", "_")  # Prometheus reserves the colon
+                if name not in self._gauges:
+                    self._gauges[name] = Gauge(name, metric.documentation, tuple(sample.labels))
+                self._gauges[name].set(sample.value, sample.labels)
 
 
 def build(arguments: Arguments) -> Application:
-    """The application, for `serve run` and `serve.run`. A replica has as many CPUs as threads."""
+    """Return the application for `serve run` and `serve.run`. A replica has as many CPUs as threads."""
     scaling = AutoscalingConfig(
         min_replicas=arguments.min_replicas,
         max_replicas=arguments.max_replicas,
         target_ongoing_requests=arguments.target_ongoing_requests or arguments.max_num_seqs,
         **arguments.autoscaling,
     )
-    # What does not fit into a replica's own queue is its to refuse, in OpenAI's words.
+    # The replica itself refuses requests beyond its queue, in the form of OpenAI's errors.
     room = arguments.max_num_seqs + arguments.max_queue + 1
     options = {"num_cpus": arguments.threads}
     deployment = Replica.options(max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options)

@@ -1,21 +1,29 @@
-"""`generate --ray`: the workers are an actor pool of Ray Data, on one host or many."""
+"""`generate --ray`: an actor pool of Ray Data, at $RAY_ADDRESS or on this machine, answers the prompts of a file."""
 
 import argparse
+import logging
 import os
 import pickle
+import signal
+import socket
+import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
 from tinygpt.cli import loading
 from tinygpt.cli.batch import Answer, Task
 from tinygpt.cli.flags import llm_arguments
-from tinygpt.errors import FailedRequestError
+from tinygpt.cli.output import counted, log
+from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
-from tinygpt.on_ray.ray_cluster import import_ray, joined
 
 ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
+OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
+SECONDS_TO_ANSWER = 5
+# Ray reads these when it is imported: no usage reports, no progress bars.
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 
 
 @dataclass(frozen=True)
@@ -87,11 +95,20 @@ class Actor:
 def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Iterator[Answer]]:
     """Yield an iterator of answers, the longest tasks first. Ray retries a lost actor's batches.
 
-    RequestError if there is no room for the actors; TinyGPTError if an actor raises or Ray gives up.
+    Raise RequestError if the cluster has no room, TinyGPTError if an actor raises or Ray gives up.
     """
-    ray, threads = import_ray(), setup.arguments["threads"]
-    with joined(ray, count, threads), closing(_answers(ray, count, setup, tasks)) as answers:
-        yield answers
+    ray = _import_ray()
+    log("starting Ray")
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    try:
+        _join(ray, count, setup.arguments["threads"])
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
+        with redirect_stdout(sys.stderr):  # Ray prints when actors end; records have the stdout of before
+            yield _answers(ray, count, setup, tasks)
+    except ray.exceptions.RayError as error:
+        raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
+    finally:
+        ray.shutdown()
 
 
 def _answers(ray: Any, count: int, setup: Setup, tasks: list[Task]) -> Iterator[Answer]:
@@ -115,3 +132,45 @@ def _num_tokens(task: Task) -> int:
     """Return the number of tokens that a task may take."""
     samples = max(task.params.best_of or task.params.n, task.params.num_beams)
     return len(task.prompt.token_ids) + samples * task.params.max_tokens
+
+
+def _import_ray() -> Any:
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise RequestError(f"--ray needs {error.name}, which comes with: {how_to_install('ray')}.") from None
+    rays = logging.getLogger("ray.data")  # a file in Ray's folder has the same lines
+    for handler in [h for h in rays.handlers if isinstance(h, logging.StreamHandler)]:
+        rays.removeHandler(handler)
+    return ray
+
+
+def _join(ray: Any, count: int, threads: int) -> None:
+    """Join the cluster at RAY_ADDRESS, or start one of this machine. RequestError if it has no room for an actor."""
+    quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
+    address = os.environ.get("RAY_ADDRESS")
+    if not address:  # Ray takes one CPU in addition to the actors' CPUs
+        size = {"num_cpus": count * threads + 1, "object_store_memory": OBJECT_STORE}
+        ray.init("local", include_dashboard=False, **size, **quiet)
+        return
+    host, _, port = address.rpartition("/")[2].rpartition(":")
+    try:
+        if port.isdecimal():  # not "auto"; Ray itself would retry for minutes
+            socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER).close()
+        ray.init(address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:  # depends on the address
+        raise TinyGPTError(f"RAY_ADDRESS is {address!r}, and no cluster answers: {_last_line(error)}") from error
+    hosts = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]  # CPUs of each
+    room = sum(cpus // threads for cpus in hosts)
+    has = f"the Ray cluster at {address} has {sum(hosts)} CPUs on {counted(len(hosts), 'host')}, room for {room}"
+    if not room:
+        raise RequestError(f"--threads is {threads} and {has} actors: give fewer threads.")
+    if room < count:
+        log(f"--ray {count} needs {count * threads} CPUs and {has}: the other actors wait until it adds hosts")
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]
