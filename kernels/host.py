@@ -62,3 +62,18 @@ def attention_maps(
         np.exp(scores - scores.max(-1, keepdims=True), out=maps[layer])
         maps[layer] /= maps[layer].sum(-1, keepdims=True)
     return maps
+
+
+def is_rare_draw(warpers) -> np.ndarray:
+    """Return which rows (R,) draw with a setting that the reference alone computes."""
+    rare = warpers.top_p_rule, warpers.typical_p, warpers.epsilon_cutoff, warpers.eta_cutoff
+    return (np.array(rare) != np.array([[0], [1], [0], [0]])).any(0) & (warpers.temperature != 0)
+
+
+def is_rare_edit(processors) -> np.ndarray:
+    """Return which rows (P,) have a logits processor that the reference alone computes."""
+    p = processors
+    is_rare = p.no_repeat_ngram_size > 0
+    for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
+        is_rare = is_rare | (np.diff(bounds) > 0)
+    return is_rare

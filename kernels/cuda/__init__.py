@@ -1,8 +1,6 @@
-"""The CUDA backend: numba.cuda kernels for one NVIDIA GPU.
+"""The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first.
 
-`model.py` is the page; beside it stand the parameters, the KV cache and the workspace that it works on, and
-`launches.py`, which picks the kernels of `layers/` and their grids. Imports nothing of another backend but the
-reference's, which does what is asked of this one on the host.
+`launches.py` picks the kernels of `layers/` and their grids. The reference alone is imported of other backends.
 """
 
 from tinygpt.kernels.cuda.kv_cache import (
@@ -23,9 +21,8 @@ from tinygpt.kernels.reference import top_logprobs
 DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
-QUEUES_STEPS = True  # the tokens of the first are there before the last has been taken
+QUEUES_STEPS = True
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
-    """The dtypes of a KV cache beside weights of `dtype`, the usual one first."""
     return ("float32",) if dtype == "float32" else ("bfloat16",)

@@ -1,42 +1,35 @@
-"""The layers as the page calls them: each picks its kernels and their grids, and queues them.
+"""The layers as model.py calls them: each picks its kernels and their grids, and queues them.
 
-A name such as "c_fc" is a layer's in `Params.linears`, "ln_2" a layer norm's in `Params.norms`. `purpose` says what
-becomes of a linear layer's sums (layers/linear.py): ADD, LOGITS, QKV, or an activation's name. Grids are for a step of
-`shape`; the device knows how many rows there are, and surplus blocks return.
+A name such as "c_fc" is a layer of `Params.linears`, "ln_2" one of `Params.norms`; `epilogue` is one of
+layers/epilogue.py. Grids cover a step of `shape`; the device knows the true number of rows, and surplus blocks return.
 """
 
 import math
 from typing import Any
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.layers.attention import (
-    TILE_WARPS,
-    attend_chunks_kernel,
-    attend_tiles_kernel,
-)
-from tinygpt.kernels.cuda.layers.elementwise import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, Heads
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
 from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
-    ADD,
     FUSED_TOKENS,
     LINEAR_THREADS,
-    LOGITS,
-    Heads,
     Norm,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.layers.product import TILE_TOKENS
+from tinygpt.kernels.cuda.layers.product import ROW_TILE
 from tinygpt.kernels.cuda.packing import STEP, family_of, padded_columns
 from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.runtime.block import WARP
-from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
+from tinygpt.kernels.cuda.runtime.warp import WARP
+from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
 from tinygpt.kernels.cuda.workspace import Workspace
 
-DECODE_WARPS = 4  # of a block of decoding attention, where there is work for all multiprocessors
-MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of TILE_TOKENS tokens, that a block of `linear` multiplies
+DECODE_WARPS = 4  # of a block of decode attention, if there is work for all multiprocessors
+MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of ROW_TILE tokens, that a block of `linear` multiplies
 
 
 def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
@@ -48,114 +41,109 @@ def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> N
 
 
 def normed_linear(
-    params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, purpose: str
+    params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
-    """A linear layer of a layer norm of rows of x, in one kernel where the rows are few and made of whole steps."""
-    # The head has so many blocks that a norm in each would take longer than a kernel of its own.
-    is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and purpose != LOGITS
+    """A linear layer of a layer norm of rows of x, in one kernel if the rows are few and made of whole steps."""
+    # The head has too many blocks to repeat the norm in each.
+    is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
     if not is_fused or params.config.n_embd % STEP:
-        layer_norm(params, norm, layer, x, shape, workspace, purpose)
-        linear(params, name, layer, target, workspace.normed, shape, workspace, purpose)
+        layer_norm(params, norm, layer, x, shape, workspace, epilogue)
+        linear(params, name, layer, target, workspace.normed, shape, workspace, epilogue)
         return
     w, weights, config = workspace, params.linears[name], params.config
     normed = Norm(x, w.every, *params.norms[norm], float(config.layer_norm_epsilon))
-    function = normed_linear_kernel(params.dtype, config.n_embd, purpose)
-    arguments = target, normed, weights, layer, width_of(params, purpose), w.inputs.sizes, NUM_TOKENS
+    function = normed_linear_kernel(params.dtype, config.n_embd, epilogue)
+    arguments = target, normed, weights, layer, width_of(params, epilogue), w.inputs.sizes, NUM_TOKENS
     shared_bytes = fused_shared_bytes(weights.num_steps)
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 
-def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, purpose: str) -> None:
+def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, epilogue: str) -> None:
     """normed (N, C), or of the rows whose logits are wanted (R, C)."""
     w, columns = workspace, params.config.n_embd
-    rows = w.inputs.logit_rows if purpose == LOGITS else w.every
-    count, which = rows_of(purpose, shape)
-    sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, which
+    rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
+    count, row_kind = rows_of(epilogue, shape)
+    sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
     function, grid = layer_norm_kernel(family_of(params.dtype), columns), -(-count // NORM_WARPS)
     w.device.launch(function, grid, NORM_WARPS * WARP, w.normed, x, rows, *params.norms[norm], layer, *sizes)
 
 
 def linear(
-    params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, purpose: str
+    params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
     """A linear layer of rows of inputs.
 
-    A block of `linear_kernel` reads all inputs for 8 features, one of `gemm_kernel` for many more, but needs rows to be
-    worth its tiles, and tiles to be worth a GPU.
+    A block of `linear_kernel` reads all inputs for 8 features; a block of `gemm_kernel` for many more, if there are
+    enough rows to fill its tiles and enough tiles to fill the GPU.
     """
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
-    count, which = rows_of(purpose, shape)
-    arguments = target, inputs, weights, layer, width_of(params, purpose), workspace.inputs.sizes, which
+    count, row_kind = rows_of(epilogue, shape)
+    arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind
     tile = pick_tile(count, weights.features, device.multiprocessors)
     grid = tile.grid(count, weights.features)
-    is_many = count > MAX_TILES[dtype] * TILE_TOKENS
-    if dtype != "float32" and (is_many or (count > TILE_TOKENS and math.prod(grid) >= device.multiprocessors // 2)):
+    is_many = count > MAX_TILES[dtype] * ROW_TILE
+    if dtype != "float32" and (is_many or (count > ROW_TILE and math.prod(grid) >= device.multiprocessors // 2)):
         shared_bytes = tile.shared_bytes(dtype)
-        device.launch(gemm_kernel(dtype, tile, purpose), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+        device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
         return
-    tiles = min(rounded_up(-(-count // TILE_TOKENS)), MAX_TILES[dtype])
-    grid = weights.num_panels, -(-count // (tiles * TILE_TOKENS))
-    device.launch(linear_kernel(dtype, tiles, purpose), grid, LINEAR_THREADS, *arguments)
-
-
-def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace) -> None:
-    """x (N, C) += linear(y): the end of each block, and the place where tensor-parallel ranks will sum their shares."""
-    linear(params, name, layer, x, y, shape, workspace, ADD)
+    tiles = min(rounded_up(-(-count // ROW_TILE)), MAX_TILES[dtype])
+    grid = weights.num_panels, -(-count // (tiles * ROW_TILE))
+    device.launch(linear_kernel(dtype, tiles, epilogue), grid, LINEAR_THREADS, *arguments)
 
 
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
-    """attended (N, C): each new token over its sequence's keys and values up to its own position."""
+    """attended (N, C): each new token over its sequence's keys and values up to its position."""
     if shape.tiles:
-        attend_tiles(params, layer, attended, kv_cache, shape, workspace)
+        attend_prefill(params, layer, attended, kv_cache, shape, workspace)
     else:
-        attend_chunks(params, layer, attended, kv_cache, shape, workspace)
+        attend_decode(params, layer, attended, kv_cache, shape, workspace)
 
 
-def attend_tiles(
+def attend_prefill(
     params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
 ) -> None:
     """Prefill, and steps in which some sequences have several new tokens."""
     c, config = kv_cache, params.config
-    function = attend_tiles_kernel(c.padded_head, family_of(params.dtype))
+    function = attend_prefill_kernel(c.padded_head, family_of(params.dtype))
     keys, out = keys_of(c, layer, workspace), (c.head_size, padded_columns(config.n_embd))
     arguments = attended, *keys, workspace.inputs.tiles, c.num_heads, *out, float(config.attention_scale(layer))
     workspace.device.launch(function, (shape.tiles, c.num_heads), TILE_WARPS * WARP, *arguments)
 
 
-def attend_chunks(
+def attend_decode(
     params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
 ) -> None:
-    """Decoding: chunks of keys side by side; the last to be done merges them."""
+    """Decode: blocks of keys in parallel; the last to finish merges them."""
     w, inputs, c, config, family = workspace, workspace.inputs, kv_cache, params.config, family_of(params.dtype)
-    is_small = shape.tokens * c.num_heads * shape.chunks < 8 * w.device.multiprocessors
+    is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS
-    grid = -(-shape.chunks // warps), c.num_heads, shape.tokens
+    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
     counts = c.num_heads, c.head_size, padded_columns(config.n_embd)
-    more = inputs.sizes, *counts, float(config.attention_scale(layer)), shape.chunks
-    function = attend_chunks_kernel(c.padded_head, family)
+    more = inputs.sizes, *counts, float(config.attention_scale(layer)), shape.key_blocks
+    function = attend_decode_kernel(c.padded_head, family)
     w.device.launch(function, grid, warps * WARP, attended, w.merges, w.partials, *keys_of(c, layer, w), *more)
 
 
 def heads_of(kv_cache: KVCache, workspace: Workspace) -> Heads:
-    """Where c_attn's features go."""
+    """Return the target of c_attn."""
     c, w = kv_cache, workspace
     shapes = c.num_slots, c.padded_len, c.num_heads, c.head_size, c.padded_head
     return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
 
 
 def keys_of(kv_cache: KVCache, layer: int, workspace: Workspace) -> tuple[Any, ...]:
-    """What both kernels of attention read."""
+    """Return the arguments that both kernels of attention read."""
     c, w = kv_cache, workspace
     return w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
 
 
-def rows_of(purpose: str, shape: StepShape) -> tuple[int, int]:
-    """How many rows a linear layer may have, and the index in `sizes` of how many it has."""
-    return (shape.logits, NUM_LOGITS) if purpose == LOGITS else (shape.tokens, NUM_TOKENS)
+def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:
+    """Return the most rows that a linear layer may have, and the index in `sizes` of their true number."""
+    return (shape.logits, NUM_LOGITS) if epilogue == LOGITS else (shape.tokens, NUM_TOKENS)
 
 
-def width_of(params: Params, purpose: str) -> int:
-    """Numbers of a row of what a linear layer writes."""
-    if purpose == LOGITS:
+def width_of(params: Params, epilogue: str) -> int:
+    """Return the length of a row that a linear layer writes."""
+    if epilogue == LOGITS:
         return params.config.vocab_size
-    return params.config.n_embd if purpose == ADD else padded_columns(params.config.inner_size)
+    return params.config.n_embd if epilogue == ADD else padded_columns(params.config.inner_size)

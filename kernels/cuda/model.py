@@ -1,48 +1,45 @@
-"""GPT-2 on a GPU: the same page as kernels/reference/model.py, as kernels that are queued one after another.
+"""GPT-2 on a GPU: kernels/reference/model.py as kernels that are queued one after another.
 
 Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size,
 F n_inner, V vocabulary, L layers, R rows whose logits are wanted.
 
-The host queues a step and does not wait for it. What a function here is given are arrays on the device, and the shape
-of the step, which decides how much is launched; the batch itself is in the workspace, where the kernels read it.
+The host queues a step without waiting for it. Arguments are arrays on the device and the step's shape, which decides
+the grids; kernels read the batch from the workspace.
 """
 
 import numpy as np
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear
-from tinygpt.kernels.cuda.layers.linear import LOGITS, QKV
+from tinygpt.kernels.cuda.launches import attend, embed_tokens, heads_of, linear, normed_linear
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits
-from tinygpt.kernels.cuda.sizes import StepShape
+from tinygpt.kernels.cuda.step import StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 
 HEAD_LAYER = 0  # ln_f and the head are one layer
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> DeviceLogits:
-    """Run one step: write its keys and values into the cache and return logits (R, V) float32.
-
-    They stay on the GPU, in the workspace: the next step overwrites them. Does not wait for the GPU.
-    """
-    shape = StepShape.of(batch, workspace.sizes)
+    """Queue one step, which writes to the cache. Return logits (R, V) float32, which the next step overwrites."""
+    shape = StepShape.of(batch, workspace.max_shape)
     fill(workspace, batch)
     workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
 def queue_step(params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
-    """Queue one step of what `fill` has put into the workspace; its logits will be there, too."""
+    """Queue one step of the batch in the workspace, which receives the logits."""
     x = workspace.x
     embed(params, x, shape, workspace)  # (N, C)
     for layer in range(params.config.n_layer):
-        attention_block(params, layer, x, shape, kv_cache, workspace)
-        mlp_block(params, layer, x, shape, workspace)
-    head(params, x, shape, workspace)
+        attention_block(params, layer, x, shape, kv_cache, workspace)  # (N, C)
+        mlp_block(params, layer, x, shape, workspace)  # (N, C)
+    head(params, x, shape, workspace)  # (R, V)
 
 
 def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
-    """x (N, C) = wte[token] + wpe[position]; a row of embeds stands for a token whose id is negative."""
+    """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id."""
     embed_tokens(params, x, shape, workspace)  # (N, C)
 
 
@@ -51,14 +48,14 @@ def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: K
     qkv, attended = heads_of(kv_cache, workspace), workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
     attend(params, layer, attended, kv_cache, shape, workspace)  # (N, C)
-    add_projection(params, "attn_proj", layer, x, attended, shape, workspace)  # (N, C)
+    linear(params, "attn_proj", layer, x, attended, shape, workspace, ADD)  # (N, C)
 
 
 def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner, activation = workspace.inner, params.config.activation
     normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
-    add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)  # (N, C)
+    linear(params, "mlp_proj", layer, x, inner, shape, workspace, ADD)  # (N, C)
 
 
 def head(params: Params, x, shape: StepShape, workspace: Workspace) -> None:

@@ -8,7 +8,15 @@ import numpy as np
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Weights
-from tinygpt.kernels.cuda.packing import OUT_TILE, array_type, item_bytes, pack, padded_columns, panel_count, step_count
+from tinygpt.kernels.cuda.packing import (
+    OUT_TILE,
+    array_type,
+    item_bytes,
+    pack,
+    padded_columns,
+    panel_count,
+    step_count,
+)
 from tinygpt.kernels.cuda.runtime import device as devices
 
 
@@ -19,18 +27,18 @@ class Params:
     device: Any
     config: Any
     dtype: str
-    wte: Weights  # one layer of (V, C), and no bias
+    wte: Weights  # one layer of (V, C), without bias
     wpe: Any  # (n_positions, C) float32
-    linears: dict[str, Weights]  # by the names of LINEARS, and lm_head: the same arrays as wte where the head is tied
+    linears: dict[str, Weights]  # by the names of LINEARS, and lm_head: the arrays of wte if the head is tied
     norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
     final_norm: NormWeights  # ln_f on the host
 
 
-# What models may have that no kernel here does, by its field of the configuration.
+# Features of a model that no kernel computes, by field of the configuration.
 NOT_IMPLEMENTED = {
-    "norm_placement": "layer norms behind its blocks",
+    "norm_placement": "layer norms after its blocks",
     "positions": "ALiBi in place of position embeddings",
-    "embed_norm": "a layer norm behind its embeddings",
+    "embed_norm": "a layer norm after its embeddings",
     "final_norm": "no layer norm before its head",
     "embed_dim": "embeddings of another width than its own",
     "embed_scale": "embeddings that are multiplied by a number",
@@ -39,14 +47,14 @@ NOT_IMPLEMENTED = {
 
 
 def check_model(config: Any) -> None:
-    """DeviceError, by name, for a model that is not a GPT-2 to these kernels."""
+    """Raise DeviceError, which names the feature, if the kernels cannot run this model."""
     found = [named for field, named in NOT_IMPLEMENTED.items() if field in config.structure]
     if found:
         raise DeviceError(f"the model has {', '.join(found)}, which no kernel for a GPU computes.")
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
-    """Pack every weight and copy it to the GPU; `checkpoint` is as in the CPU's load_params."""
+    """Pack every weight and copy it to the GPU. checkpoint: see `Backend.load_params`."""
     device, config, layers = devices.the_device(), checkpoint.config, range(checkpoint.config.n_layer)
 
     def weights(names: list[str], bias: np.ndarray) -> Weights:
@@ -86,11 +94,11 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
 
 def params_bytes(config: Any, dtype: str, tied: bool) -> int:
-    """What `load_params` takes of the GPU's memory."""
+    """Return the size of `load_params` on the GPU."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     shapes = [(3 * C, C), (C, C), (F, C), (C, F)]
     per_layer = sum(_linear_bytes(n, k, dtype) + 4 * n for n, k in shapes) + 4 * 4 * C
-    tables = (1 if tied else 2) * (_linear_bytes(V, C, dtype) + 4)  # 4: no bias is an array of one number
+    tables = (1 if tied else 2) * (_linear_bytes(V, C, dtype) + 4)  # a missing bias is an array of one number
     return L * per_layer + tables + 4 * C * (config.n_positions + 2)
 
 

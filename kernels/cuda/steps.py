@@ -1,4 +1,4 @@
-"""Several decode steps that the device takes without the host, and a step that is looked into."""
+"""Several decode steps that the device takes without the host, and a step that returns its hidden states."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,19 +7,19 @@ import numpy as np
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.model import attention_block, embed, forward, mlp_block, queue_step
-from tinygpt.kernels.cuda.packing import from_bfloat16
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
-from tinygpt.kernels.cuda.sampling.sampling import MAX_STEPS, is_greedy, queue_choice, rare_rows, sample
-from tinygpt.kernels.cuda.sizes import NUM_STEPS_DONE, NUM_TOKENS, StepShape
+from tinygpt.kernels.cuda.sampling.sampling import MAX_STEPS, is_greedy, queue_choice, sample
+from tinygpt.kernels.cuda.step import NUM_STEPS_DONE, NUM_TOKENS, StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
+from tinygpt.kernels.host import from_bfloat16, is_rare_draw
 from tinygpt.kernels.reference.layers import normalize
 
 from numba import cuda, int32  # isort: skip
 
 ADVANCE_THREADS = 256
-READ_STEPS = 4  # whose tokens the host reads together, and looks at while the GPU takes the later ones
+READ_STEPS = 4  # whose tokens the host reads together, while the GPU takes the later ones
 
 
 def multi_step(
@@ -33,32 +33,26 @@ def multi_step(
     num_steps: int,
     ends=(),
 ) -> Iterable[np.ndarray]:
-    """Tokens (S,) of each step, which are the next one's input. The batch has one new token for each sequence.
-    Whatever the tokens are, so many steps are taken: `ends` is not looked at.
+    """Return the tokens (S,) of each step, see `Backend`. All steps are taken, whatever `ends`.
 
-    All steps are queued at once; the tokens of the first are there before the last has been taken. The KV cache then
-    holds the keys and values of all tokens but the last, whether or not the host accepts them.
+    All steps are queued at once. If the host draws, one step is taken.
     """
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
-    if rare_rows(warpers).size:  # the host draws after one step
+    if is_rare_draw(warpers).any():
         return [sample(forward(params, batch, kv_cache, workspace), warpers, seeds, sample_indices, batch.context_lens)]
-    return run_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
+    return _queued_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
 
 
 def stop_early(workspace: Workspace, is_wanted: bool) -> None:
-    """Nothing: what is queued is taken."""
+    """Do nothing: queued steps are taken."""
 
 
-def run_steps(
+def _queued_steps(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
 ) -> Iterator[np.ndarray]:
-    """Yield the tokens (S,) of each step, with a graph for each step.
-
-    More cannot be queued before these tokens have been looked at: which sequences go on depends on them.
-    """
     w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
-    shape, greedy = StepShape.of(batch, w.sizes, num_steps), is_greedy(warpers)
+    shape, greedy = StepShape.of(batch, w.max_shape, num_steps), is_greedy(warpers)
     fill(w, batch)
     w.sampling.write(w.device, np.arange(count), warpers, seeds, sample_indices, batch.context_lens)
 
@@ -66,20 +60,20 @@ def run_steps(
         queue_step(params, shape, kv_cache, w)
         queue_choice(w, shape.tokens, vocab_size, greedy)
         inputs, s = w.inputs, w.sampling
-        places = inputs.token_ids, inputs.positions, s.positions, s.token_ids, s.history, inputs.sizes
-        w.device.launch(advance, 1, ADVANCE_THREADS, *places, w.sizes.decode_tokens)
+        arrays = inputs.token_ids, inputs.positions, s.positions, s.token_ids, s.history, inputs.sizes
+        w.device.launch(advance, 1, ADVANCE_THREADS, *arrays, w.max_shape.decode_tokens)
 
     marks = []
     for first in range(0, num_steps, READ_STEPS):
         for _ in range(min(READ_STEPS, num_steps - first)):
             w.graphs.run((shape, greedy), step)
         marks.append(w.device.mark())
-    return read_tokens(w, marks, num_steps, count)
+    return _read_tokens(w, marks, num_steps, count)
 
 
-def read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
-    """Tokens (count,) of each step. marks: moments after READ_STEPS steps each, and after the last."""
-    w, size = workspace, workspace.sizes.decode_tokens
+def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
+    """Yield the tokens (count,) of each step. marks: after READ_STEPS steps each, and after the last."""
+    w, size = workspace, workspace.max_shape.decode_tokens
     for number, mark in enumerate(marks):
         first = number * READ_STEPS
         stop = min(first + READ_STEPS, num_steps)
@@ -88,9 +82,9 @@ def read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: i
 
 @kernel
 def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
-    """Make the chosen tokens the next step's, and note them: history[steps done]. One block.
+    """Make the chosen tokens the next step's, and note them in history[steps done]. One block.
 
-    Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
+    If no token could be chosen, the sequence continues with token 0, and its result is discarded.
     """
     wait_for_kernel_before()
     thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
@@ -105,35 +99,26 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step as `forward` and look inside: hidden states (L + 1, N, C) and queries (L, N, C), float32.
-
-    The hidden states are Hugging Face's: the input of each layer, and last what ln_f makes of the output.
-    """
-    w, x, n, hidden, queries = workspace, workspace.x, batch.token_ids.size, [], []
-    shape = StepShape.of(batch, w.sizes)
+    """Run a step. Return hidden states (L + 1, N, C) as Hugging Face's, and queries (L, N, C), float32."""
+    w, x, n, config, hidden, queries = workspace, workspace.x, batch.token_ids.size, params.config, [], []
+    shape = StepShape.of(batch, w.max_shape)
     fill(w, batch)
     embed(params, x, shape, w)
-    for layer in range(params.config.n_layer):
-        hidden.append(read_rows(w.device, x, n, params.config.n_embd))
+    for layer in range(config.n_layer):
+        hidden.append(_read_rows(w.device, x, n, config.n_embd))
         attention_block(params, layer, x, shape, kv_cache, w)
-        queries.append(read_queries(kv_cache, w, n))
+        queries.append(_read_queries(kv_cache, w, n))
         mlp_block(params, layer, x, shape, w)
-    hidden.append(final_norm(params, read_rows(w.device, x, n, params.config.n_embd)))
+    hidden.append(normalize(_read_rows(w.device, x, n, config.n_embd), *params.final_norm, config.layer_norm_epsilon))
     return np.stack(hidden), np.stack(queries)
 
 
-def read_rows(device, array, count: int, columns: int) -> np.ndarray:
+def _read_rows(device, array, count: int, columns: int) -> np.ndarray:
     return device.read(array[: count * columns]).reshape(count, columns)
 
 
-def read_queries(kv_cache: KVCache, workspace: Workspace, count: int) -> np.ndarray:
-    """(N, C) float32"""
+def _read_queries(kv_cache: KVCache, workspace: Workspace, count: int) -> np.ndarray:
     c = kv_cache
-    q = read_rows(workspace.device, workspace.q, count, c.num_heads * c.padded_head)
+    q = _read_rows(workspace.device, workspace.q, count, c.num_heads * c.padded_head)
     q = (q if c.is_float32 else from_bfloat16(q)).reshape(count, c.num_heads, c.padded_head)
-    return q[..., : c.head_size].reshape(count, -1)
-
-
-def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
-    """ln_f of x (N, C), on the host."""
-    return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)
+    return q[..., : c.head_size].reshape(count, -1)  # (N, C)

@@ -8,19 +8,18 @@ import numpy as np
 
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import query_tiles
-from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes
-from tinygpt.kernels.cuda.layers.attention import QUERY_TILE, padded_head
+from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes, padded_head
 from tinygpt.kernels.cuda.packing import array_type, family_of, item_bytes, padded_columns
 from tinygpt.kernels.cuda.params import params_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.device import Graphs, Parts
+from tinygpt.kernels.cuda.runtime.device import Graphs
 from tinygpt.kernels.cuda.sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
-from tinygpt.kernels.cuda.sizes import NUM_SIZES, MaxShape
+from tinygpt.kernels.cuda.step import NUM_SIZES, QUERY_TILE, MaxShape, Parts
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a step's batch tells the kernels: parts of one array, so that one copy brings it to the device."""
+    """A step's batch on the device: parts of one array, transferred by one copy."""
 
     whole: Any
     parts: Parts
@@ -34,77 +33,80 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Buffers for steps of N tokens, of which R have logits. Activations are float32, or bfloat16 as uint16."""
+    """Buffers for steps of N tokens and R rows of logits. Activations are float32, or bfloat16 as uint16."""
 
     device: Any
     inputs: Inputs
-    embeds: Any  # (N, C) float32, in place of the embedding of a token whose id is negative
+    embeds: Any  # (N, C) float32, embeddings of tokens with a negative id
     x: Any  # (N, C) float32, the residual stream
     normed: Any  # (max(N, R), Cp)
     q: Any  # (N, H, Dp)
     attended: Any  # (N, Cp)
-    partials: Any  # (tokens of a decode step, H, chunks, Dp + 2) float32
-    merges: Any  # (tokens of a decode step, H) int32: chunks that are done; 0 between steps
+    partials: Any  # (tokens of a decode step, H, key blocks, Dp + 2) float32
+    merges: Any  # (tokens of a decode step, H) int32: key blocks that are done; 0 between steps
     inner: Any  # (N, Fp)
     logits: Any  # (R, V) float32
     every: Any  # (N,) int32: 0, 1, 2, ...
     sampling: SamplingBuffers
-    sizes: MaxShape
+    max_shape: MaxShape
     graphs: Graphs
 
 
 def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
-    """Buffers for steps of up to max_num_tokens new tokens, max_num_logits of them with logits."""
-    device, sizes = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
-    inputs = _input_parts(sizes)
+    """Allocate buffers for steps of max_num_tokens new tokens and max_num_logits rows of logits."""
+    device, max_shape = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
+    inputs = _input_parts(max_shape)
     whole = device.zeros((inputs.num_bytes,), np.uint8)
-    shapes = _shapes(config, sizes, family_of(dtype))
+    shapes = _shapes(config, max_shape, family_of(dtype))
     return Workspace(
         device=device,
         inputs=Inputs(whole, inputs, **inputs.split(whole)),
-        every=device.array(np.arange(max(sizes.tokens, sizes.logits), dtype=np.int32)),
-        merges=device.zeros((sizes.decode_tokens * config.n_head,), np.int32),
-        sampling=new_sampling_buffers(device, config, sizes),
-        sizes=sizes,
+        every=device.array(np.arange(max(max_shape.tokens, max_shape.logits), dtype=np.int32)),
+        merges=device.zeros((max_shape.decode_tokens * config.n_head,), np.int32),
+        sampling=new_sampling_buffers(device, config, max_shape),
+        max_shape=max_shape,
         graphs=Graphs(device),
         **{name: device.zeros(shape, array_type(kind)) for name, (shape, kind) in shapes.items()},
     )
 
 
-def workspace_bytes(config, sizes: MaxShape, dtype: str) -> int:
-    """What `new_workspace` takes of the GPU's memory."""
-    shapes = _shapes(config, sizes, family_of(dtype)).values()
+def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
+    """Return the size of `new_workspace`."""
+    shapes = _shapes(config, max_shape, family_of(dtype)).values()
     buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
-    counts = 4 * (max(sizes.tokens, sizes.logits) + sizes.decode_tokens * config.n_head)  # `every` and `merges`
-    return buffers + counts + _input_parts(sizes).num_bytes + sampling_bytes(config, sizes)
+    counts = 4 * (max(max_shape.tokens, max_shape.logits) + max_shape.decode_tokens * config.n_head)
+    return buffers + counts + _input_parts(max_shape).num_bytes + sampling_bytes(config, max_shape)
 
 
-def _shapes(config, sizes: MaxShape, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    n, r, heads, padded = sizes.tokens, sizes.logits, config.n_head, padded_head(config.head_size)
-    columns = padded_columns(config.n_embd)
+def bytes_needed(
+    config, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
+) -> dict[str, int]:
+    """Return the bytes of each part of a model. step: new_workspace's tokens and logits."""
     return {
-        "embeds": ((n, config.n_embd), "float32"),
-        "x": ((n, config.n_embd), "float32"),
-        "normed": ((max(n, r), columns), family),
-        "q": ((n, heads, padded), family),
-        "attended": ((n, columns), family),
-        "partials": ((sizes.decode_tokens, heads, sizes.max_chunks, padded + 2), "float32"),
-        "inner": ((n, padded_columns(config.inner_size)), family),
-        "logits": ((r, config.vocab_size), "float32"),
+        "weights": params_bytes(config, dtype, tied),
+        "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
+        "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
     }
 
 
-def _input_parts(sizes: MaxShape) -> Parts:
-    n, r = sizes.tokens, sizes.logits
-    lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
-    lengths["tiles"] = 2 * n + 2  # a tile has one token at least, and their number is rounded up
-    return Parts({name: (length, np.int32) for name, length in lengths.items()})
+def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
+    """Raise DeviceError, before anything is loaded, if the model exceeds the GPU's free memory."""
+    steps = max_num_tokens, max_num_logits
+    needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
+    free, total = devices.the_device().free_bytes(), sum(needed.values())
+    if total > free:
+        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
+        raise DeviceError(
+            f"this takes {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
+            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
+            "dtype."
+        )
 
 
 def fill(workspace: Workspace, batch) -> None:
-    """Put the batch where the kernels read it."""
+    """Copy the batch to the device."""
     inputs, tiles = workspace.inputs, query_tiles(batch.seq_starts, QUERY_TILE)
     bounds = np.full(inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
     bounds[: tiles.size] = tiles
@@ -120,26 +122,23 @@ def fill(workspace: Workspace, batch) -> None:
     workspace.device.write(workspace.embeds, batch.embeds)
 
 
-def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
-    """DeviceError, before anything is loaded, if the model takes more memory than the GPU has free."""
-    steps = max_num_tokens, max_num_logits
-    needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
-    free, total = devices.the_device().free_bytes(), sum(needed.values())
-    if total > free:
-        parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
-        raise DeviceError(
-            f"this takes {total / 2**30:.2f} GiB of the GPU's memory ({parts}) and {free / 2**30:.2f} GiB are "
-            "free: lower max_num_seqs, prefix_cache_seqs, max_model_len or max_num_batched_tokens, or take a smaller "
-            "dtype."
-        )
-
-
-def bytes_needed(
-    config, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
-) -> dict[str, int]:
-    """By what it is for. num_slots and max_model_len: of the KV cache. step: new_workspace's tokens and logits."""
+def _shapes(config, max_shape: MaxShape, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    n, r, heads, padded = max_shape.tokens, max_shape.logits, config.n_head, padded_head(config.head_size)
+    columns = padded_columns(config.n_embd)
     return {
-        "weights": params_bytes(config, dtype, tied),
-        "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
-        "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
+        "embeds": ((n, config.n_embd), "float32"),
+        "x": ((n, config.n_embd), "float32"),
+        "normed": ((max(n, r), columns), family),
+        "q": ((n, heads, padded), family),
+        "attended": ((n, columns), family),
+        "partials": ((max_shape.decode_tokens, heads, max_shape.max_blocks, padded + 2), "float32"),
+        "inner": ((n, padded_columns(config.inner_size)), family),
+        "logits": ((r, config.vocab_size), "float32"),
     }
+
+
+def _input_parts(max_shape: MaxShape) -> Parts:
+    n, r = max_shape.tokens, max_shape.logits
+    lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
+    lengths["tiles"] = 2 * n + 2  # a tile has at least one token, and their number is rounded up
+    return Parts({name: (length, np.int32) for name, length in lengths.items()})

@@ -59,7 +59,7 @@ def versions() -> dict[str, Any]:
 def mma(device: Any) -> dict[str, Any]:
     """Multiply by mma.sync, with operands loaded by cp.async."""
     from scripts.gpu import probes
-    from tinygpt.kernels.cuda.packing import to_bfloat16
+    from tinygpt.kernels.host import to_bfloat16
 
     generator = np.random.default_rng(0)
     a, b = (generator.integers(-8, 9, (rows, 32)).astype(np.float32) for rows in (16, 8))
@@ -117,9 +117,11 @@ def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8
 
 def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> dict[str, Any]:
     """Run one token's linear layer in bfloat16, larger than the L2 cache: GB/s by its width."""
-    from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, LOGITS, Weights, linear_kernel
-    from tinygpt.kernels.cuda.packing import from_bfloat16, pack, panel_count, step_count, to_bfloat16
-    from tinygpt.kernels.cuda.sizes import NUM_LOGITS, NUM_SIZES
+    from tinygpt.kernels.cuda.layers.epilogue import LOGITS
+    from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
+    from tinygpt.kernels.cuda.packing import pack, panel_count, step_count
+    from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
+    from tinygpt.kernels.host import from_bfloat16, to_bfloat16
 
     generator, found = np.random.default_rng(0), {}
     function, sizes = linear_kernel("bfloat16", 1, LOGITS), device.array(np.ones(NUM_SIZES, np.int32))

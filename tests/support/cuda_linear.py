@@ -5,8 +5,10 @@ import math
 import numpy as np
 
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.linear import ADD, LINEAR_THREADS, LOGITS, QKV, Heads, Weights, linear_kernel
-from tinygpt.kernels.cuda.packing import STEP, pack, panel_count, step_count, to_bfloat16
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
+from tinygpt.kernels.cuda.packing import STEP, pack, panel_count, step_count
+from tinygpt.kernels.host import to_bfloat16
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -28,10 +30,10 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, purpose):
+def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, epilogue):
     grid = (weights.num_panels, math.ceil(count / (16 * tiles)))
     sizes = np.array([0, count], np.int32)
-    kernel = linear_kernel(dtype, tiles, purpose)
+    kernel = linear_kernel(dtype, tiles, epilogue)
     simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
 
 
@@ -46,9 +48,9 @@ def heads_of(dtype: str, count: int, slots: int, length: int, heads: int, size: 
 FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)
 
 
-def sample_arguments(dtype: str, purpose: str):
+def sample_arguments(dtype: str, epilogue: str):
     activations = FLOATS if dtype == "float32" else np.zeros(8, np.uint16)
     heads = Heads(activations, activations, activations, INTS, INTS, 1, 1, 1, 1, 1)
-    target = {ADD: FLOATS, LOGITS: FLOATS, QKV: heads}.get(purpose, activations)
+    target = {ADD: FLOATS, LOGITS: FLOATS, QKV: heads}.get(epilogue, activations)
     panels = {"float32": FLOATS, "bfloat16": np.zeros(8, np.uint16), "int8": np.zeros(8, np.int8)}[dtype]
     return target, activations, Weights(panels, FLOATS, FLOATS, 1, 1, 1)

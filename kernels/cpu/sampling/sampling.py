@@ -21,11 +21,10 @@ from tinygpt.kernels.cpu.sampling.rows import (
     sum_of,
     work_in,
 )
+from tinygpt.kernels.host import is_rare_draw, is_rare_edit
 from tinygpt.kernels.reference.sampling import process_row
 
 NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
-RARE = ("top_p_rule", "typical_p", "epsilon_cutoff", "eta_cutoff")  # warpers of the reference
-OFF = np.array([[0], [1], [0], [0]])  # their values that change nothing
 STRIDE = 1024  # a draw searches by strides before it looks at single weights
 
 # Philox4x64-10, a random number generator without state: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
@@ -80,9 +79,7 @@ def top_logprobs(logits, token_id, n):
 
 def process_logits(logits, processors):
     p = processors
-    is_rare = p.no_repeat_ngram_size > 0  # (P,)
-    for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
-        is_rare = is_rare | (np.diff(bounds) > 0)
+    is_rare = is_rare_edit(p)  # (P,)
     for i in np.flatnonzero(is_rare):
         process_row(logits[p.rows[i]], p, i)
     if not is_rare.all():
@@ -90,7 +87,7 @@ def process_logits(logits, processors):
 
 
 def _split(warpers):
-    is_rare = (np.array([getattr(warpers, name) for name in RARE]) != OFF).any(0) & (warpers.temperature != 0)
+    is_rare = is_rare_draw(warpers)
     temperature = np.where(is_rare, 0.0, warpers.temperature)
     return Warpers(temperature, warpers.top_k, warpers.top_p, warpers.min_p), np.flatnonzero(is_rare)
 

@@ -1,18 +1,21 @@
-"""The two products of attention for one warp, a chunk's scores and its weighted values, in each family's way.
+"""The two products of attention for one warp, the scores of a block of keys and its weighted values, and the softmax.
 
-A warp takes `queries` queries of a head over a chunk of keys. A query is a row, of which `row_lanes` lanes share the
-results: a lane has the rows lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
-2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(KEY_BLOCK / row_lanes); and of each block of BLOCK dims
-those from dims * (lane % row_lanes) on.
+A warp takes `queries` queries of a head over KEY_BLOCK keys. `row_lanes` lanes share a query's row: a lane has the rows
+lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
+2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(KEY_BLOCK / row_lanes); and of each block of DIM_BLOCK
+dims those from dims * (lane % row_lanes) on.
 
-    bfloat16   16 queries, 4 lanes to a row, 2 rows to a lane: where mma_bfloat16 leaves its results
-    float32    1 query, all lanes to its row: products in order, nothing clever
+    bfloat16   16 queries, 4 lanes to a row, 2 rows to a lane: the layout of mma_bfloat16's results
+    float32    1 query, all lanes to its row
+
+Online softmax: Milakov and Gimelshein (2018). Each product that a sum takes is an explicit `fma`, and no other sum
+takes a product: the compiler cannot fuse them in one kernel and not in another.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tinygpt.kernels.cuda.runtime.block import ALL_LANES, WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
@@ -22,26 +25,25 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     pack_bfloat16,
     store_bfloat16,
 )
+from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 
 from numba import cuda, float32, int32, uint32  # isort: skip
 
-import math
-
 KEY_BLOCK = 64  # positions
-BLOCK = 32  # dims
+DIM_BLOCK = 32
 
 
 @dataclass(frozen=True)
 class Products:
-    """A family's device functions, and how many of everything a lane holds. Dp is the padded head size.
+    """The device functions of a dtype, and the counts that a lane holds. Dp is the padded head size.
 
-    load_queries(words, q, first, count, head, num_heads, lane): the warp's queries, of the `count` tokens from `first`
-        on; the last stands in for more. q (N, H, Dp).
-    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes), of the keys
-        (KEY_BLOCK, Dp) that begin at element `start`.
-    pack_weights(packed, weights): scores that have become weights, as weigh_values takes them.
+    load_queries(words, q, first, count, head, num_heads, lane): load the `count` queries from token `first` on, and
+        repeat the last; q (N, H, Dp)
+    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes) of the keys (KEY_BLOCK,
+        Dp) from element `start` on
+    pack_weights(packed, weights): pack weights, in the place of scores, for weigh_values
     weigh_values(sums, packed, v_cache, start, block, newest, lane): sums (rows, dims), the weighted values of a block
-        of dims; value `newest` of the chunk is the last that is read for what it is, later ones count as 0.
+        of dims; values after `newest` count as 0
     store(attended, index, value)
     """
 
@@ -61,21 +63,21 @@ class Products:
 
     @property
     def dims(self) -> int:
-        return BLOCK // self.row_lanes
+        return DIM_BLOCK // self.row_lanes
 
 
 def attention_products(size: int, dtype: str) -> Products:
-    """size: the padded head size. dtype: "float32" or "bfloat16"."""
-    return float32_products(size) if dtype == "float32" else bfloat16_products(size)
+    """Return the functions of a padded head size. dtype: "float32" or "bfloat16"."""
+    return _float32_products(size) if dtype == "float32" else _bfloat16_products(size)
 
 
-def bfloat16_products(size: int, load_128=load_cached) -> Products:
-    """By mma_bfloat16. load_128: `load_cached`, or another of its kind.
+def _bfloat16_products(size: int) -> Products:
+    """Return the functions on tensor cores.
 
-    A product may take its dims in any order. So a lane reads 16 bytes of a query or key, 8 (lane % 4) on in each
-    block, and they serve two products, the first two words and the last two.
+    A product may take its dims in any order. So a lane reads 16 bytes of a query or key from dim 8 (lane % 4) of each
+    block on: the first two words serve one product, the last two another.
     """
-    BLOCKS, TILES, STEPS = size // BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
+    BLOCKS, TILES, STEPS = size // DIM_BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
@@ -83,7 +85,7 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
             row = min(int32((lane >> 2) + 8 * r), count - 1)
             at = ((first + row) * num_heads + head) * size + (lane & 3) * 8
             for block in range(BLOCKS):
-                loaded = load_128(q, at + block * BLOCK)
+                loaded = load_cached(q, at + block * DIM_BLOCK)
                 for k in range(4):
                     words[8 * block + 2 * k + r] = loaded[k]
 
@@ -93,7 +95,7 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
         for tile in range(TILES):  # of 8 keys
             sums = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
-                keys, w = load_128(k_cache, at + (tile * 8 * size + block * BLOCK)), 8 * block
+                keys, w = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK)), 8 * block
                 sums = mma_bfloat16((words[w], words[w + 1], words[w + 2], words[w + 3]), (keys[0], keys[1]), sums)
                 sums = mma_bfloat16((words[w + 4], words[w + 5], words[w + 6], words[w + 7]), (keys[2], keys[3]), sums)
             for i in range(4):
@@ -108,18 +110,16 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
 
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):
-        """Read 4 dims of two pairs a lane, one for each of 4 products, whose columns are 4 dims apart.
-
-        The cache has pairs of positions, (KEY_BLOCK / 2, Dp, 2), each a word of an operand.
-        """
+        # The cache has pairs of positions, (KEY_BLOCK / 2, Dp, 2), each a word of an operand. A lane reads 4 dims of
+        # two pairs, one for each of 4 products, whose columns are therefore 4 dims apart.
         for i in range(16):
             sums[i] = float32(0)
         at, left = start + int32((lane & 3) * 2 * size + (lane >> 2) * 8), int32(newest - (lane & 3) * 2)
         for step in range(STEPS):
             if step == STEPS // 2 and newest < KEY_BLOCK // 2:
                 return
-            offset, w = step * 16 * size + block * 2 * BLOCK, 4 * step
-            low, high = load_128(v_cache, at + offset), load_128(v_cache, at + (offset + 8 * size))
+            offset, w = step * 16 * size + block * 2 * DIM_BLOCK, 4 * step
+            low, high = load_cached(v_cache, at + offset), load_cached(v_cache, at + (offset + 8 * size))
             kept_low, kept_high = _kept(int32(left - 16 * step)), _kept(int32(left - 16 * step - 8))
             weights = (packed[w], packed[w + 1], packed[w + 2], packed[w + 3])
             for j in range(4):
@@ -136,29 +136,29 @@ def bfloat16_products(size: int, load_128=load_cached) -> Products:
 
 @device_function
 def _kept(distance):
-    """A mask for two neighbouring values, the first of them `distance` before the last that counts."""
+    """Return a mask for two neighboring values, the first `distance` before the last that counts."""
     if distance > 0:
         return uint32(0xFFFFFFFF)
     return uint32(0xFFFF) if distance == 0 else uint32(0)
 
 
-def float32_products(size: int) -> Products:
-    """On the ordinary units. The lanes share out a query's dims and a chunk's weights, and pass them round."""
-    BLOCKS = size // BLOCK
+def _float32_products(size: int) -> Products:
+    """Return the functions on ordinary units: lanes exchange a query's dims and the weights by shuffles."""
+    BLOCKS = size // DIM_BLOCK
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
         at = (first * num_heads + head) * size + lane
         for block in range(BLOCKS):
-            words[block] = float32_to_bits(q[at + block * BLOCK])
+            words[block] = float32_to_bits(q[at + block * DIM_BLOCK])
 
     @device_function
     def multiply_keys(scores, words, k_cache, start, lane):
         scores[0] = scores[1] = float32(0)
         at = start + int32(lane * 2 * size)
         for block in range(BLOCKS):
-            for word in range(BLOCK // 4):
-                offset = block * BLOCK + word * 4
+            for word in range(DIM_BLOCK // 4):
+                offset = block * DIM_BLOCK + word * 4
                 even, odd = load_cached(k_cache, at + offset), load_cached(k_cache, at + (offset + size))
                 for k in range(4):
                     query = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(words[block]), word * 4 + k)
@@ -172,7 +172,7 @@ def float32_products(size: int) -> Products:
 
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):
-        total, at = float32(0), start + int32(block * BLOCK + lane)
+        total, at = float32(0), start + int32(block * DIM_BLOCK + lane)
         for key in range(KEY_BLOCK):
             weight = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(packed[key % 2]), key // 2)
             value = v_cache[at + key * size]
@@ -186,12 +186,12 @@ def float32_products(size: int) -> Products:
     return Products(1, 32, BLOCKS, 2, load_queries, multiply_keys, pack_weights, weigh_values, store)
 
 
-def chunk_weights(products: Products):
-    """The device function that weighs a chunk's keys for a warp's queries, from the cache to packed weights.
+def weigh_keys_function(products: Products):
+    """Return the device function that turns a block's keys into packed weights for a warp's queries.
 
-    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): the weights are exp(score -
-    highest) of the keys up to `newest` (rows,) of the chunk, and 0 of the others. highest and total (rows,): the
-    largest score and the sum of the weights; -inf and 0, weights included, where newest is negative.
+    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): weights are exp(score - highest) for
+    the keys up to `newest` (rows,), and 0 for later ones. highest and total (rows,) are the largest score and the sum
+    of weights; -inf and 0 if newest is negative.
     """
     multiply_keys, pack_weights = products.multiply_keys, products.pack_weights
     ROWS, ROW_LANES = products.rows, products.row_lanes
@@ -213,7 +213,7 @@ def chunk_weights(products: Products):
             for step in range(STEPS):
                 top = max(top, cuda.shfl_xor_sync(uint32(ALL_LANES), top, 1 << step))
             highest[r] = top
-            if newest[r] < 0:  # no key, and -inf less -inf is NaN
+            if newest[r] < 0:  # no key: -inf minus -inf is NaN
                 top = float32(0)
             whole = float32(0)
             for i in range(KEYS):
@@ -229,16 +229,16 @@ def chunk_weights(products: Products):
 
 
 @device_function
-def merge(highest, total, chunk_highest, chunk_total):
-    """The softmax of what came before and of a chunk. One without a key, -inf and 0, changes nothing.
+def merge(highest, total, block_highest, block_total):
+    """Merge the softmax of earlier keys with a block's. A block without keys, -inf and 0, changes nothing.
 
-    Returns the new highest and total, and the factors that `blend` takes for the values.
+    Return the new highest and total, and the factors of `blend` for the values.
     """
-    top = max(highest, chunk_highest)
-    kept, added = math.exp(highest - top), math.exp(chunk_highest - top)
-    return top, blend(total, kept, chunk_total, added), kept, added
+    top = max(highest, block_highest)
+    kept, added = math.exp(highest - top), math.exp(block_highest - top)
+    return top, blend(total, kept, block_total, added), kept, added
 
 
 @device_function
-def blend(before, kept, chunk, added):
-    return cuda.fma(before, kept, chunk * added)
+def blend(before, kept, value, added):
+    return cuda.fma(before, kept, value * added)

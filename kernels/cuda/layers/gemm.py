@@ -1,26 +1,22 @@
 """inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features, on the tensor cores.
 
-A tile's inputs and weights pass through shared memory, several steps of K ahead, and its warps multiply from there.
-Each sum is made as linear.py makes it: for each segment of K a chain of products from zero, and the segments' sums in
-ascending order. So a token has the same bits from either, and a lane has two registers for each sum.
+A tile's inputs and weights pass through shared memory, several steps of K ahead of the products. Each sum is made as
+in linear.py: a chain of products from zero for each segment of K, and the segments' sums in ascending order. So a token
+has the same bits from either kernel, and a lane has two registers for each sum.
 
-By arithmetic, and not yet measured, the L2 cache is the limit. A step of 128 tokens by 128 features is 1.05 million
-products, 826 clocks of mma.sync at best; 131 KB to and from shared memory, 1024 clocks; 32 KB from the L2 cache, 1214
-clocks where all multiprocessors read. That is 400 TFLOP/s, half of what the GPU reaches with wgmma, whose sums might
-have other bits. For 1024 tokens of GPT-2 124M (174 GFLOP in these layers) gemm_tiles.clocks adds up to 51 us a layer,
-0.61 ms in all at 1.76 GHz: c_attn 12, c_proj 5, c_fc 14 and c_proj 20, of which the narrow ones have few and small
-tiles. Beginnings and ends, some 2 us each, make it 0.7 ms: 250 TFLOP/s, 32 % of 790. With int8 the weights' bytes are
-half as many, and to unpack them takes up to six instructions for each mma, besides the four to six of any weights.
+By arithmetic, not measured, the L2 cache is the limit. A step of 128 tokens by 128 features takes 826 clocks of
+mma.sync, 1024 of shared memory (131 KB), and 1214 of the L2 cache (32 KB, if all multiprocessors read): 400 TFLOP/s,
+half of the rate of wgmma, whose sums might have other bits. For 1024 tokens of GPT-2 124M, `clocks` gives 0.61 ms.
 """
 
 import functools
 import math
 from dataclasses import dataclass
 
-from tinygpt.kernels.cuda.layers.linear import ending_of, first_weight
-from tinygpt.kernels.cuda.layers.product import TILE_TOKENS, segment_start
+from tinygpt.kernels.cuda.layers.epilogue import epilogue_of
+from tinygpt.kernels.cuda.layers.linear import first_weight
+from tinygpt.kernels.cuda.layers.product import ROW_TILE, segment_start
 from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.block import WARP
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -33,6 +29,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
+from tinygpt.kernels.cuda.runtime.warp import WARP
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
@@ -40,15 +37,19 @@ STAGES = 4  # steps of K in shared memory: one is multiplied while three are on 
 SUM_PAD = 8  # float32 between two rows of sums in shared memory, which spreads a warp's writes over the banks
 WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
 
-# What a multiprocessor of an H200 does in a clock, until somebody measures it: products of mma.sync, 62 % of the 2048
-# that the GPU is sold with; bytes of shared memory; bytes of the L2 cache, its share of some 6 TB/s when all read,
-# and the most that it takes in alone.
+# Estimates for a multiprocessor of an H200 in a clock, not measured: products of mma.sync, 62 % of the specified 2048;
+# bytes of shared memory; bytes of the L2 cache if all multiprocessors read (6 TB/s), and if one reads.
 PRODUCTS_A_CLOCK, SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 1270, 128, 27, 50
+COPY_BYTES = 16
+ROW_BYTES = STEP * 2  # of a token's step in shared memory
+ROW_COPIES = ROW_BYTES // COPY_BYTES
+ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together, to overlap their loads
+PENDING = STAGES - 2  # groups of copies that may be under way when a step is multiplied
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A grid of warps, each of which multiplies token_tiles * 16 tokens by `panels` panels of 8 features.
+    """A block's grid of warps; each multiplies token_tiles * 16 tokens by `panels` panels of 8 features.
 
     An even number of warps, and at least 8 tokens for each feature warp: 16 * token_tiles / feature_warps = 8, 16, ...
     """
@@ -60,7 +61,7 @@ class Tile:
 
     @property
     def tokens(self) -> int:
-        return self.token_warps * self.token_tiles * TILE_TOKENS
+        return self.token_warps * self.token_tiles * ROW_TILE
 
     @property
     def features(self) -> int:
@@ -78,19 +79,17 @@ class Tile:
         return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
 
     def input_bytes(self) -> int:
-        """Of a step of its tokens."""
         return self.tokens * STEP * 2
 
     def stage_bytes(self, dtype: str) -> int:
-        """Of a step of its tokens and of its weights."""
         return self.input_bytes() + self.features // OUT_TILE * STEP_SIZE * WEIGHT_BYTES[dtype]
 
     def read_bytes(self) -> int:
-        """Of a step, what the warps read from shared memory, with weights of bfloat16."""
-        return self.warps * (self.token_tiles * TILE_TOKENS + self.panels * OUT_TILE) * STEP * 2
+        """Return the bytes that warps read from shared memory in a step, with bfloat16 weights."""
+        return self.warps * (self.token_tiles * ROW_TILE + self.panels * OUT_TILE) * STEP * 2
 
     def shared_bytes(self, dtype: str) -> int:
-        """Shared memory of a launch: the stages, and, when they are done with, the sums."""
+        """Return the shared memory of a launch: the stages, then the sums in their place."""
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
 
 
@@ -100,15 +99,12 @@ TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3),
 
 
 def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
-    """The tile that takes the fewest clocks by the arithmetic of `clocks`; of equals, the largest.
-
-    For more than 64 tokens: fewer are cheaper with linear_kernel. tokens and features may be upper bounds.
-    """
+    """Return the tile with the fewest `clocks`; of equals, the largest. tokens and features may be upper bounds."""
     return min(reversed(TILES), key=lambda tile: clocks(tile, tokens, features, multiprocessors))
 
 
 def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
-    """Of a step of K in all of a grid, with weights of bfloat16, if nothing but the slowest of four things counts."""
+    """Return the clocks of a step of K in a whole grid with bfloat16 weights: the slowest of four limits."""
     blocks = math.prod(tile.grid(tokens, features))
     rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
     return max(
@@ -119,23 +115,16 @@ def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> floa
     )
 
 
-COPY_BYTES = 16  # bytes of one asynchronous copy
-ROW_BYTES = STEP * 2  # of a token's step in shared memory
-ROW_COPIES = ROW_BYTES // COPY_BYTES
-ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together: of what they wait for, they wait together
-PENDING = STAGES - 2  # groups of copies that may be under way when a step is multiplied
-
-
 @functools.cache
-def gemm_kernel(dtype: str, tile: Tile, purpose: str):
-    """gemm(target, inputs, weights, layer, width, sizes, which): what linear_kernel computes, to the bit.
+def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
+    """gemm(target, inputs, weights, layer, width, sizes, row_kind): what linear_kernel computes, to the bit.
 
     dtype: of the weights, "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads,
     tile.shared_bytes(dtype).
     """
     copy_inputs, copy_weights = _copy_inputs_function(tile), _copy_weights_function(dtype, tile)
     multiply = _multiply_function(dtype, tile)
-    write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, purpose)
+    write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, epilogue)
     tile_tokens, tile_features, stage_bytes = tile.tokens, tile.features, tile.stage_bytes(dtype)
     sums_size = tile.token_tiles * tile.panels * 4
 
@@ -143,11 +132,11 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
     def stage_of(stages, step):
         return uint32(stages + uint32(uint32(step) % uint32(STAGES)) * uint32(stage_bytes))
 
-    def gemm(target, inputs, weights, layer, width, sizes, which):
+    def gemm(target, inputs, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
         shared = cuda.shared.array(0, float32, alignment=16)
         sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(sums_size, float32)
-        first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[which]
+        first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[row_kind]
         first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
         if first >= count:
             return
@@ -159,14 +148,14 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
             copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
             commit_copies()
         for i in range(sums_size):
-            totals[i] = float32(-0.0)  # unlike 0, it leaves whatever is added to it as it is
+            totals[i] = float32(-0.0)  # -0 + x is x, also if x is -0
         step = int32(0)
         for segment in range(int32(0), int32(SEGMENTS)):
             for i in range(sums_size):
                 sums[i] = float32(0)
             while step < segment_start(segment + int32(1), weights.num_steps):
                 wait_for_copies(PENDING)
-                cuda.syncthreads()  # all copies of this step are there, and nobody reads the step before
+                cuda.syncthreads()  # all copies of this step are done, and no thread reads the step before
                 ahead = int32(step + int32(STAGES - 1))
                 copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
                 copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
@@ -175,7 +164,7 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
                 step = int32(step + int32(1))
             for i in range(sums_size):
                 totals[i] += sums[i]
-        cuda.syncthreads()  # nobody reads the stages, in whose place the sums go
+        cuda.syncthreads()  # no thread reads the stages, which the sums overwrite
         write_sums(shared, totals)
         cuda.syncthreads()
         store(target, shared, weights, layer, width, first, count, first_feature)
@@ -187,8 +176,8 @@ def gemm_kernel(dtype: str, tile: Tile, purpose: str):
 def _copy_inputs_function(tile: Tile):
     """copy_inputs(stage, inputs, num_steps, first, count, step): begin to copy a step's, if there is one.
 
-    Of a token past the last there is no copy: what lies in its place makes sums that nobody stores. Chunks 0 to 3 and
-    4 to 7 of a token's 8 are exchanged in each odd token: see _multiply_function.
+    Tokens past the last are not copied: their sums are not stored. In odd tokens the two halves of a row are exchanged:
+    see _multiply_function.
     """
     tokens_at_once = tile.threads // ROW_COPIES
     rounds = tile.tokens // tokens_at_once
@@ -210,10 +199,7 @@ def _copy_inputs_function(tile: Tile):
 
 @functools.cache
 def _copy_weights_function(dtype: str, tile: Tile):
-    """copy_weights(stage, weights, layer, first_feature, step): begin to copy a step's, if there is one.
-
-    Of a panel past the last there is no copy.
-    """
+    """copy_weights(stage, weights, layer, first_feature, step): begin to copy a step's, if there is one."""
     input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // OUT_TILE
     panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
     panels_at_once = threads // panel_copies
@@ -240,9 +226,9 @@ def _copy_weights_function(dtype: str, tile: Tile):
 def _multiply_function(dtype: str, tile: Tile):
     """multiply(sums, stage): add the products of a step to a warp's sums.
 
-    Eight lanes at a time are served by shared memory's 32 banks. Of the weights they read 128 bytes in a row. Of the
-    inputs they read 64 bytes of one token and 64 of the next: at the same place in both rows, of 128 bytes each, those
-    would be in the same banks, hence the exchange of halves.
+    Shared memory's 32 banks serve eight lanes at a time. Of the weights these read 128 contiguous bytes. Of the inputs
+    they read 64 bytes of one token and 64 of the next: at the same offset in both rows these would share banks, hence
+    the exchange of halves.
     """
     load_panels = _load_panels_function(dtype, tile.panels)
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
@@ -250,12 +236,12 @@ def _multiply_function(dtype: str, tile: Tile):
 
     @device_function
     def multiply_half(sums, words, inputs_at):
-        # A load gives four words of a token, an operand is two words of each of two tokens. Because of a 0 that ptxas
-        # cannot know, it computes each word into its place, once; else it copies words around, thrice for every mma.
+        # A load gives four words of a token; an operand is two words of each of two tokens. With a zero unknown to
+        # ptxas each word is computed into its place; otherwise ptxas copies words three times for every mma.
         zero = uint32(cuda.blockIdx.z)
         for t in range(token_tiles):
-            a = load_shared(inputs_at + uint32(t * (TILE_TOKENS * ROW_BYTES)))
-            b = load_shared(inputs_at + uint32(t * (TILE_TOKENS * ROW_BYTES) + 8 * ROW_BYTES))
+            a = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES)))
+            b = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES) + 8 * ROW_BYTES))
             low = uint32(a[0] | zero), uint32(b[0] | zero), uint32(a[1] | zero), uint32(b[1] | zero)
             high = uint32(a[2] | zero), uint32(b[2] | zero), uint32(a[3] | zero), uint32(b[3] | zero)
             for p in range(panels):
@@ -272,7 +258,7 @@ def _multiply_function(dtype: str, tile: Tile):
     def multiply(sums, stage):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
-        token = warp // int32(feature_warps) * int32(token_tiles * TILE_TOKENS) + g
+        token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         panel = warp % int32(feature_warps) * int32(panels)
         chunk = q ^ (g % int32(2) * int32(4))
         row, weights_at = stage + uint32(token * int32(ROW_BYTES)), stage + uint32(input_bytes + panel * panel_bytes)
@@ -315,18 +301,18 @@ def _load_panels_function(dtype: str, panels: int):
 
 @functools.cache
 def _write_sums_function(tile: Tile):
-    """write_sums(shared, totals): a warp's sums, from the lanes that have them to rows (tokens, features + SUM_PAD)."""
+    """write_sums(shared, totals): write a warp's sums to rows (tokens, features + SUM_PAD)."""
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
     row_size = tile.features + SUM_PAD
 
     def write_sums(shared, totals):
         lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
-        token = warp // int32(feature_warps) * int32(token_tiles * TILE_TOKENS) + g
+        token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
         for t in range(token_tiles):
             for p in range(panels):
-                i, at = (t * panels + p) * 4, start + int32(t * (TILE_TOKENS * row_size) + p * OUT_TILE)
+                i, at = (t * panels + p) * 4, start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
                 shared[at], shared[at + 1] = totals[i], totals[i + 1]
                 at += int32(8 * row_size)
                 shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]
@@ -335,13 +321,13 @@ def _write_sums_function(tile: Tile):
 
 
 @functools.cache
-def _store_function(dtype: str, tile: Tile, purpose: str):
+def _store_function(dtype: str, tile: Tile, epilogue: str):
     """store(target, sums, weights, layer, width, first, count, first_feature): finish a block's sums.
 
-    A warp takes every so many tokens, and its lanes neighbouring features, which are neighbours in memory too.
+    Lanes take neighboring features, which are neighbors in memory.
     """
-    ending, tile_tokens, tile_features = ending_of(dtype, purpose), tile.tokens, tile.features
-    locate, find, finish, read, put = ending.locate, ending.find, ending.finish, ending.read, ending.put
+    steps, tile_tokens, tile_features = epilogue_of(dtype, epilogue), tile.tokens, tile.features
+    locate, find, finish, read, put = steps.locate, steps.find, steps.finish, steps.read, steps.put
     warps, row_size = tile.warps, tile.features + SUM_PAD
 
     def store(target, sums, weights, layer, width, first, count, first_feature):
@@ -355,7 +341,7 @@ def _store_function(dtype: str, tile: Tile, purpose: str):
                 place = locate(target, weights, layer, feature)
                 token, at = int32(first + warp), uint32(warp * int32(row_size) + column)
                 while token < stop:
-                    for i in range(ROWS_AT_ONCE):  # of tokens past the last, the last's, in place of a branch
+                    for i in range(ROWS_AT_ONCE):  # past the last token, the last: no branch
                         own = min(int32(token + int32(i * warps)), int32(stop - 1))
                         places[i] = find(target, layer, width, own, place)
                     for i in range(ROWS_AT_ONCE):

@@ -1,15 +1,14 @@
-"""Layer norm, a warp for each row: the same bits wherever a row is normalised.
+"""Layer norm, a warp for each row, with the same bits in every kernel.
 
-A row is held in registers, C / 32 numbers a lane, so that all of it is asked for at once: of a kernel this small, a
-round trip to the L2 cache is most of the time. Where C is a multiple of 64, as in GPT-2, a lane has pairs of
-neighbours, which are loaded, rounded and stored together.
+A row is held in registers, C / 32 numbers a lane, so that all of it is loaded at once: a round trip to the L2 cache is
+most of the time of a kernel this small. If C is a multiple of 64, as in GPT-2, a lane has pairs of neighbors, which are
+loaded, rounded and stored together.
 """
 
 import functools
 import math
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.runtime.block import WARP, warp_sum
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -24,6 +23,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     store_shared,
     wait_for_kernel_before,
 )
+from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
@@ -40,20 +40,19 @@ class NormWeights(NamedTuple):
 
 
 def held_numbers(columns: int) -> int:
-    """How many numbers of a row a lane holds.
+    """Return how many numbers of a row a lane holds.
 
-    Columns 2 lane, 2 lane + 1, then the same from 64 on, and so forth; or lane, lane + 32, ... where C is no multiple
-    of 64.
+    Columns 2 lane, 2 lane + 1, then 64 further, and so on; lane, lane + 32, ... if C is no multiple of 64.
     """
     return -(-columns // WARP)
 
 
 @functools.cache
 def row_functions(columns: int):
-    """(load_row, normalise_row) of rows of this many columns.
+    """Return (load_row, normalize_row) for rows of this many columns.
 
-    load_row(values, array, start, lane): array[start : start + columns] to the lanes' registers, zeros behind it.
-    normalise_row(values, epsilon, lane): to mean 0 and variance 1.
+    load_row(values, array, start, lane): array[start : start + columns] to registers, zeros after it.
+    normalize_row(values, epsilon, lane): to mean 0 and variance 1.
     """
     held, is_paired, is_whole = held_numbers(columns), columns % PAIRS == 0, columns % WARP == 0
 
@@ -73,7 +72,7 @@ def row_functions(columns: int):
         values[held - 1] = last if is_within else float32(0)
 
     @device_function
-    def normalise_row(values, epsilon, lane):
+    def normalize_row(values, epsilon, lane):
         total, squares = float32(0), float32(0)
         for i in range(held):
             total += values[i]
@@ -86,16 +85,16 @@ def row_functions(columns: int):
         for i in range(held):
             values[i] *= scale
 
-    return load_pairs if is_paired else load_numbers, normalise_row
+    return load_pairs if is_paired else load_numbers, normalize_row
 
 
 @functools.cache
 def shared_norm_functions(columns: int, threads: int):
-    """(load_norm, store_scaled) of blocks that hold a norm's weight and bias in shared memory; columns: 64 n.
+    """Return (load_norm, store_scaled) for blocks with a norm's weight and bias in shared memory; columns: 64 n.
 
-    Rows, weights and biases are shared addresses, of bfloat16 and of C float32.
-    load_norm(weight, bias, weights, layer, thread): ask for a layer's NormWeights, by all threads.
-    store_scaled(row, values, weight, bias, lane): a row that is normalised, scaled and rounded.
+    row, weight and bias are shared addresses of bfloat16 and float32.
+    load_norm(weight, bias, weights, layer, thread): begin to copy a layer's NormWeights, by all threads.
+    store_scaled(row, values, weight, bias, lane): scale, round and store a normalized row.
     """
     pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
     turns = -(-columns // (threads * 4))
@@ -131,19 +130,19 @@ def shared_norm_functions(columns: int, threads: int):
 
 @functools.cache
 def layer_norm_kernel(dtype: str, columns: int):
-    """layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, which).
+    """layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind).
 
     normed (n, padded columns) = layer norm of x[rows[i]] (columns,) by weight and bias (layers, columns), for the first
-    sizes[which] rows; padding is left as it is. NORM_WARPS rows in a block of NORM_WARPS * WARP threads.
+    sizes[row_kind] rows; padding stays as it is. NORM_WARPS rows in a block of NORM_WARPS * WARP threads.
     """
     held, store_row = held_numbers(columns), _store_row_function(dtype, columns)
-    load_row, normalise_row = row_functions(columns)
+    load_row, normalize_row = row_functions(columns)
 
-    def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, which):
+    def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind):
         let_next_kernel_begin()
         lane = int32(cuda.threadIdx.x) % int32(WARP)
         row = int32(cuda.blockIdx.x) * int32(NORM_WARPS) + int32(cuda.threadIdx.x) // int32(WARP)
-        if row >= sizes[which]:
+        if row >= sizes[row_kind]:
             return
         values = cuda.local.array(held, float32)
         weights, biases = cuda.local.array(held, float32), cuda.local.array(held, float32)
@@ -151,7 +150,7 @@ def layer_norm_kernel(dtype: str, columns: int):
         load_row(biases, bias, layer * columns, lane)
         wait_for_kernel_before()
         load_row(values, x, rows[row] * columns, lane)
-        normalise_row(values, epsilon, lane)
+        normalize_row(values, epsilon, lane)
         for i in range(held):
             values[i] = cuda.fma(values[i], weights[i], biases[i])
         store_row(normed, row * padded_columns, values, lane)
@@ -160,7 +159,7 @@ def layer_norm_kernel(dtype: str, columns: int):
 
 
 def _store_row_function(dtype: str, columns: int):
-    """store_row(normed, start, values, lane): normed[start:] in the family's type, of a row that lanes hold."""
+    """store_row(normed, start, values, lane): normed[start:] in the dtype of activations."""
     held, is_paired = held_numbers(columns), columns % PAIRS == 0
     is_float32 = dtype == "float32"
 

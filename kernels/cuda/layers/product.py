@@ -1,18 +1,16 @@
 """inputs @ weights.T for one panel of weights: the inner loop of every linear layer.
 
-A warp multiplies up to 16 tokens by a panel's 8 features over a segment of K, so that 8 warps share a panel. Decoding
-reads each weight once, and its bytes over the memory's bandwidth are the limit. So loads of weights are 16 bytes a
-lane, all of a warp's contiguous, and the next steps' are under way while one is multiplied: up to 4 KB of each of 8
-warps. 4.3 TB/s over 132 multiprocessors with 700 ns of latency ask for 23 KB in flight on each of them; a block has 12
-KB in all where K is 768, so that two or three must be there at once, as they are.
+A warp multiplies up to 16 tokens by a panel's 8 features over a segment of K, so that 8 warps share a panel. Decode
+reads each weight once and is limited by memory bandwidth. So a warp's loads of weights are contiguous, 16 bytes a lane,
+and the next steps' are in flight during a product: up to 4 KB for each of 8 warps. 4.3 TB/s over 132 multiprocessors at
+700 ns of latency ask for 23 KB in flight on each; a block has 12 KB if K is 768, so two or three must be resident.
 
-Each sum has one order (layout.SEGMENTS), whatever the number of tokens: a token's bits do not depend on its batch.
+Each sum has one order (packing.SEGMENTS), whatever the number of tokens: a token's bits do not depend on its batch.
 """
 
 import functools
 
 from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.block import ALL_LANES
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
     bits_to_float32,
@@ -22,11 +20,12 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     load_weights,
     mma_bfloat16,
 )
+from tinygpt.kernels.cuda.runtime.warp import ALL_LANES
 
 from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
-TILE_TOKENS = 16  # of a tile: the rows of one mma
-TILE_SIZE = TILE_TOKENS * OUT_TILE
+ROW_TILE = 16  # of a tile: the rows of one mma
+TILE_SIZE = ROW_TILE * OUT_TILE
 GROUP_STEPS = 2  # steps whose weights are loaded together
 SHARED_PAD = 32  # bfloat16 between two rows in shared memory, so that 8 rows lie in different banks
 WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; float32 loads as it goes
@@ -36,12 +35,11 @@ WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; 
 def product_function(dtype: str, tiles: int, in_shared: bool = False, has_few_blocks: bool = False):
     """product(partials, words, inputs, first, count, weights, base, num_steps): some tiles of tokens times a panel.
 
-    partials: shared float32 (tiles, SEGMENTS, TILE_TOKENS, OUT_TILE), of which each warp of a block writes one segment.
-    words: registers, local uint32 (GROUP_STEPS * WORDS[dtype],), in which the warp's first weights are already.
-    inputs (n, num_steps * STEP) of the family's type, of which rows `first` to `count` - 1 are multiplied, and the
-    rest of the tiles may become anything; in_shared: an address of shared memory, with SHARED_PAD numbers after each
-    row. weights[base]: the first number of the panel. has_few_blocks: a warp asks for more of its inputs at once, and
-    has registers for that, as no third block wants them.
+    partials: shared float32 (tiles, SEGMENTS, ROW_TILE, OUT_TILE), of which each warp of a block writes one segment.
+    words: local uint32 (GROUP_STEPS * WORDS[dtype],) with the warp's first weights. inputs (n, num_steps * STEP) in
+    the dtype of activations, of which rows `first` to `count` - 1 are multiplied; the rest of the tiles is undefined.
+    in_shared: inputs is an address of shared memory, with SHARED_PAD numbers after each row. weights[base]: the first
+    number of the panel. has_few_blocks: a warp loads more inputs at once, into registers that no third block needs.
     """
     if dtype == "float32":
         return _product_float32(tiles)
@@ -55,7 +53,7 @@ def segment_start(segment, num_steps):
 
 @device_function
 def total(partials, tile, index):
-    """The sum of all segments of one number, index = token * OUT_TILE + feature, of a tile."""
+    """Return the sum of all segments of one number, index = token * OUT_TILE + feature, of a tile."""
     start = tile * int32(SEGMENTS * TILE_SIZE) + index
     value = partials[start]
     for segment in range(int32(1), int32(SEGMENTS)):
@@ -65,7 +63,7 @@ def total(partials, tile, index):
 
 @functools.cache
 def load_group_function(dtype: str):
-    """load_group(words, weights, base, num_steps): a warp's first weights, of GROUP_STEPS steps if it has as many."""
+    """load_group(words, weights, base, num_steps): load a warp's weights of its first GROUP_STEPS steps."""
     load_ahead = _load_ahead_function(dtype)
 
     def load_group(words, weights, base, num_steps):
@@ -94,7 +92,7 @@ def _load_ahead_function(dtype: str):
 
 
 def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
-    """at_once: halves of steps of one tile whose inputs a warp asks for together."""
+    """at_once: halves of steps of one tile whose inputs a warp loads together."""
     load_ahead, group_words = _load_ahead_function(dtype), GROUP_STEPS * WORDS[dtype]
     is_int8, sums_size, eights = dtype == "int8", tiles * 4, tiles * 2  # of 8 tokens each
     halves = max(at_once // tiles, 1)
@@ -106,7 +104,7 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
 
     @device_function
     def weights_of(words, ahead, half):
-        """The 8 weights of a lane in half a step, as bfloat16."""
+        """Return the 8 weights of a lane in half a step, as bfloat16."""
         if is_int8:
             first = int8_to_bfloat16(words[ahead * 4 + half * 2])
             second = int8_to_bfloat16(words[ahead * 4 + half * 2 + 1])
@@ -116,9 +114,9 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
 
     @device_function
     def load_inputs(held, inputs, rows, first, count, step, stop, turn):
-        """Of `halves` halves of steps; rows: of each eight, where the lane's token begins."""
+        """Load `halves` halves of steps. rows: the start of the lane's token in each eight."""
         for eight in range(eights):
-            # Of absent tokens there may be anything, as nobody stores their sums, but an eight of them costs nothing.
+            # Sums of absent tokens are not stored; an eight of absent tokens is not loaded.
             if eight == 0 or (not in_shared and first + eight * int32(8) < count):
                 for i in range(halves):
                     half = turn * halves + i
@@ -145,7 +143,7 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
             for turn in range(turns):
                 load_inputs(held, inputs, rows, first, count, step, stop, turn)
                 if turn == 0 and not in_shared:
-                    cuda.syncwarp()  # else the compiler asks for the next weights after the first products
+                    cuda.syncwarp()  # else the compiler moves the loads of weights after the first products
                 for i in range(halves):
                     half = turn * halves + i
                     if step + half // 2 < stop:
@@ -170,7 +168,7 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
 
 
 def _product_float32(tiles: int):
-    tokens = tiles * TILE_TOKENS
+    tokens = tiles * ROW_TILE
 
     def product(partials, words, inputs, first, count, weights, base, num_steps):
         lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
@@ -194,7 +192,7 @@ def _product_float32(tiles: int):
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
                 if q == t % 4:
-                    start = (t // TILE_TOKENS * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
-                    partials[start + t % TILE_TOKENS * int32(OUT_TILE) + g] = value
+                    start = (t // ROW_TILE * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
+                    partials[start + t % ROW_TILE * int32(OUT_TILE) + g] = value
 
     return device_function(product)

@@ -1,6 +1,6 @@
-"""Device: one NVIDIA GPU, a stream of work on it, and its memory. All that CUDA's driver is asked goes through it.
+"""Device: one NVIDIA GPU, a stream of work on it, and its memory. Every call of CUDA's driver goes through it.
 
-Arrays on the device are flat. Work is queued and done in order; `read` waits for it.
+Arrays on the device are flat. Work is queued and runs in order; `read` waits for it.
 """
 
 import functools
@@ -15,49 +15,49 @@ import numpy as np
 
 from tinygpt.kernels.cuda.runtime.jit import need_driver
 
+MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
+
 
 @functools.cache
 def the_device() -> "Device":
-    """The GPU that all models of this process share. DeviceError if there is none that will do."""
+    """Return the GPU that all models of this process share. Raise DeviceError if no GPU suits."""
     return Device()
 
 
 def check_device() -> None:
-    """DeviceError unless there is a GPU that the kernels run on, and all that they need."""
+    """Raise DeviceError if a GPU, its driver or a compiler is missing."""
     the_device()
 
 
 class Device:
-    """The first GPU that the driver shows. DeviceError if there is none, or no driver, or no numba-cuda."""
+    """The first GPU of the driver. Raises DeviceError if the GPU, its driver or numba-cuda is missing."""
 
     def __init__(self):
         need_driver()
         from numba import cuda
         from numba.cuda.core import config
 
-        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids, as it should
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids
 
         self._cuda = cuda
-        self._lock = threading.RLock()  # what one thread captures, another must not add to
+        self._lock = threading.RLock()  # another thread must not add to a capture
         self._stream, self._reading = cuda.stream(), cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
-        self.multiprocessors, self.name = (
-            gpu.MULTIPROCESSOR_COUNT,
-            gpu.name if isinstance(gpu.name, str) else gpu.name.decode(),
-        )
+        self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
+        self.name = gpu.name if isinstance(gpu.name, str) else gpu.name.decode()
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free
 
     def array(self, values: np.ndarray) -> Any:
-        """A flat copy on the device. An empty one has an element, as there are no pointers to nothing."""
+        """Return a flat copy on the device, of at least one element: an empty array has no pointer."""
         array = self.zeros((max(values.size, 1),), values.dtype)
         self.write(array, values)
         return array
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Zeros, flat. MemoryError if the GPU has no room for them."""
+        """Return flat zeros. Raise MemoryError if the GPU has no room for them."""
         from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
 
         size = math.prod(shape)
@@ -70,7 +70,7 @@ class Device:
         return array
 
     def write(self, target: Any, values: np.ndarray) -> None:
-        """Copy values to the front of an array; they may change as soon as this returns."""
+        """Copy values to the front of an array. The caller may change them afterwards."""
         if values.size:
             with self._lock:
                 target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
@@ -82,7 +82,7 @@ class Device:
         return values
 
     def read_at(self, mark: Any, source: Any) -> np.ndarray:
-        """As `read`, without a wait for what was queued after a mark, which leaves `source` as it is."""
+        """Read an array after a mark, without waiting for later work, which must not change `source`."""
         with self._lock:
             mark.wait(self._reading)
             values = source.copy_to_host(stream=self._reading)
@@ -97,7 +97,7 @@ class Device:
         *arguments: Any,
         shared_bytes: int = 0,
     ) -> None:
-        """Queue a kernel. Python's numbers arrive as int32 and float32."""
+        """Queue a kernel. Python's numbers become int32 and float32."""
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         with self._lock:
@@ -106,16 +106,16 @@ class Device:
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """What `run` would queue, as a CUDA graph: a function that queues all of it at once.
+        """Capture the launches of `run` as a CUDA graph. Return a function that queues the graph.
 
-        `run` launches kernels that have run before, and does nothing else. In the graph a kernel begins as soon as the
-        one before lets it (`let_next_kernel_begin`), and has to wait for that one itself (`wait_for_kernel_before`).
+        `run` does nothing but launch kernels that have run before. In the graph a kernel begins when the kernel before
+        it calls `let_next_kernel_begin`, and must call `wait_for_kernel_before` itself.
         """
         from cuda.bindings import driver
 
         stream = driver.CUstream(int(self._stream))
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        # Numba may give memory back at any time, which a capture does not bear.
+        # Numba may free memory at any time, which would break a capture.
         with self._lock, self._cuda.defer_cleanup():
             _checked(driver.cuStreamBeginCapture(stream, mode))
             try:
@@ -132,19 +132,19 @@ class Device:
             self._stream.synchronize()
 
     def mark(self) -> Any:
-        """A moment of the queue: when all that is in it now has been done."""
+        """Return a mark in the queue, reached when all work queued so far is done."""
         with self._lock:
             event = self._cuda.event(timing=True)
             event.record(self._stream)
         return event
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Between two marks, by the GPU's clock. Waits for the last."""
+        """Return the seconds between two marks, by the GPU's clock. Waits for the last."""
         last.synchronize()
         return first.elapsed_time(last) / 1e3
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
-        """Let launches have so much. Without that it is 48 KiB less what the kernel has of its own."""
+        """Raise the limit of dynamic shared memory. It is 48 KiB minus the kernel's static shared memory."""
         from cuda.bindings import driver
         from numba import typeof
 
@@ -155,8 +155,28 @@ class Device:
         self._granted[kernel] = shared_bytes
 
 
+@dataclass
+class Graphs:
+    """Captured steps. The first step of a kind compiles its kernels; the second is captured."""
+
+    device: Any
+    _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
+
+    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
+        """Queue the launches of `step`, which are the same for every step of this kind."""
+        if kind not in self._captured:
+            step()
+            while len(self._captured) >= MAX_GRAPHS:
+                del self._captured[next(iter(self._captured))]  # the oldest
+            self._captured[kind] = None
+            return
+        if self._captured[kind] is None:
+            self._captured[kind] = self.device.capture(step)
+        self._captured[kind]()
+
+
 def let_kernels_begin_early(graph: Any) -> None:
-    """Make each kernel's dependence on the one before programmatic: what CUDA calls programmatic dependent launch."""
+    """Make each kernel's dependence on the kernel before it programmatic (CUDA: programmatic dependent launch)."""
     from cuda.bindings import driver
 
     *_, count = _checked(driver.cuGraphGetEdges(graph))
@@ -171,7 +191,7 @@ def let_kernels_begin_early(graph: Any) -> None:
 
 
 class CapturedWork:
-    """A CUDA graph; called, it is queued. It is given back with the last reference."""
+    """A CUDA graph; a call queues it. It is destroyed with the last reference."""
 
     def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
         from cuda.bindings import driver
@@ -195,58 +215,8 @@ def _narrowed(argument: Any) -> Any:
 
 
 def _checked(answer: tuple) -> Any:
-    """The driver's answer, a tuple if it has several parts; what comes before it says whether it worked."""
+    """Return the result of a driver call, a tuple if it has several values. Raise RuntimeError if it failed."""
     error, *values = answer
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")
     return tuple(values) if len(values) > 1 else values[0] if values else None
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Each part's length and dtype, by its name. Those of larger items come first, so that all lie on boundaries."""
-
-    shapes: dict[str, tuple[int, Any]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.shapes.values())
-
-    def split(self, whole: Any) -> dict[str, Any]:
-        """Views of an array of num_bytes uint8."""
-        found, start = {}, 0
-        for name, (length, dtype) in self.shapes.items():
-            stop = start + length * np.dtype(dtype).itemsize
-            found[name], start = whole[start:stop].view(dtype), stop
-        return found
-
-    def join(self, values: dict[str, np.ndarray]) -> np.ndarray:
-        """The array of num_bytes uint8 in which each part begins with its values and goes on with zeros."""
-        whole = np.zeros(self.num_bytes, np.uint8)
-        for name, part in self.split(whole).items():
-            given = np.ravel(values[name])
-            part[: given.size] = given
-        return whole
-
-
-MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
-
-
-@dataclass
-class Graphs:
-    """The first step of a kind queues its kernels one by one, and so compiles them; the second is captured."""
-
-    device: Any
-    _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
-
-    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Queue what `step` queues, which is the same for every step of this kind."""
-        if kind not in self._captured:
-            step()
-            while len(self._captured) >= MAX_GRAPHS:
-                del self._captured[next(iter(self._captured))]  # the oldest
-            self._captured[kind] = None
-            return
-        if self._captured[kind] is None:
-            self._captured[kind] = self.device.capture(step)
-        self._captured[kind]()

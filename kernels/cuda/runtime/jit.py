@@ -1,26 +1,35 @@
-"""The one place that declares how CUDA kernels are compiled, and that asks whether they can run."""
+"""Compilation of CUDA kernels, their files on disk, and the check that this machine can run them."""
 
+import functools
+import hashlib
 import re
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-if not hasattr(np, "row_stack"):  # numba-cuda asks NumPy 2.5 for a name that is gone
+if not hasattr(np, "row_stack"):  # numba-cuda asks for it; NumPy 2.5 has removed it
     np.row_stack = np.vstack
 
 from numba import cuda
 
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache
+from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
 INSTALL = 'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors
-OLDEST = (9, 0)  # compute capability: cp.async.bulk; and no older GPU was ever tried
+OLDEST = (9, 0)  # compute capability, for cp.async.bulk
+SOURCES = Path(__file__).resolve().parents[1]
+COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
 
 
 def kernel(function):
-    """A function that a grid of blocks runs; compiled for the types of its arguments, once on a machine.
+    """Compile a kernel for the types of its arguments, once on a machine.
 
-    Arithmetic is strict but for what the compiler always does: it may fuse a product and the sum that takes it. Where
-    two kernels must agree to the bit, both say `cuda.fma` themselves.
+    Arithmetic is strict, except that the compiler may fuse a product and a sum. If two kernels must agree to the bit,
+    both call `cuda.fma`.
     """
     compiled = cuda.jit(function)
     compiled._cache = DiskCache(function)
@@ -28,14 +37,63 @@ def kernel(function):
 
 
 def device_function(function):
-    """A function that kernels call, and that becomes part of them."""
+    """Compile a function that kernels inline."""
     return cuda.jit(function, device=True, forceinline=True)
 
 
+class DiskCache:
+    """The interface through which numba-cuda loads and saves a compiled kernel.
+
+    numba-cuda's cache looks at a kernel's file alone, and misses a kernel that closes over a function. Here the name
+    of a kernel covers the constants and functions that it closes over, and the folder covers all sources.
+    """
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """Return the compiled kernel for arguments of these types, or None."""
+        from numba.cuda.dispatcher import _Kernel
+
+        kernel = kernel_cache().load(self._name(signature), lambda states: _Kernel._rebuild(**states))
+        if kernel is None:
+            kernel_cache().announce(self._function.__name__)
+        return kernel
+
+    def save_overload(self, signature: Any, kernel: Any) -> None:
+        from numba.cuda.serialize import dumps
+
+        kernel_cache().save(self._name(signature), lambda: dumps(kernel._reduce_states()))
+
+    def flush(self) -> None:
+        """Do nothing: an existing file is valid."""
+
+    def _name(self, signature: Any) -> str:
+        capability = cuda.get_current_device().compute_capability
+        known = f"{describe(self._function)} {signature} {tuple(capability)}"
+        digest = hashlib.sha256(known.encode()).hexdigest()[:32]
+        return f"{self._function.__name__}-{digest}.kernel"
+
+
+def describe(function: Callable) -> str:
+    """Return a function's name and place, and in brackets the constants and functions that it closes over."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    held = [describe(value.py_func) if hasattr(value, "py_func") else repr(value) for value in values]
+    place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
+    return f"{place}({', '.join(held)})"
+
+
+@functools.cache
+def kernel_cache() -> KernelCache:
+    """Return the cache of this build's kernels."""
+    build = [metadata.version(name) for name in COMPILERS], sys.version, __debug__
+    return open_cache(f"cuda-{fingerprint(SOURCES, build)}")
+
+
 def need_driver() -> None:
-    """DeviceError, saying what is missing, unless kernels can be compiled and run here."""
+    """Raise DeviceError, which names the missing part, if kernels cannot be compiled and run here."""
     try:
-        import numba_cuda  # noqa: F401 (numba's own CUDA target lacks what the kernels use)
+        import numba_cuda  # noqa: F401 (numba's CUDA target lacks functions that the kernels use)
         from cuda.bindings import nvjitlink  # noqa: F401
     except ImportError:
         raise DeviceError(f"numba-cuda is not installed: {INSTALL}.") from None
@@ -51,12 +109,12 @@ def need_driver() -> None:
 
 
 def need_compilers() -> None:
-    """DeviceError unless what compiles kernels is found, and what links them, which must not be older."""
+    """Raise DeviceError if libNVVM, libdevice or nvJitLink is missing, or the linker is older than libNVVM."""
     from cuda.bindings import nvjitlink
     from numba.cuda.cudadrv import libs, nvvm
 
     if not _answer_of(nvvm.is_available):
-        # numba-cuda looks for CUDA_HOME/nvvm/lib64 alone, whatever a toolkit's layout.
+        # numba-cuda searches CUDA_HOME/nvvm/lib64 alone.
         elsewhere = "or name the folder of libnvvm.so in LD_LIBRARY_PATH"
         raise DeviceError(f"libNVVM, which compiles kernels, is not found: {INSTALL}, {elsewhere}.")
     if libs.get_libdevice() is None:
@@ -69,13 +127,13 @@ def need_compilers() -> None:
     if compiler > linker:
         newer, older = (".".join(map(str, release)) for release in (compiler, linker))
         raise DeviceError(
-            f"libNVVM is of CUDA {newer} and nvJitLink of {older}, which cannot link what a later one has compiled: "
+            f"libNVVM is of CUDA {newer} and nvJitLink of {older}, which cannot link code of a later compiler: "
             f"pip install 'nvidia-nvvm=={older}.*'."
         )
 
 
 def release_of_libnvvm() -> tuple[int, int]:
-    """The release of CUDA that libNVVM is of. It tells in what it compiles alone; `nvvm.version` is its interface's."""
+    """Return the CUDA release of libNVVM, read from compiled PTX: `nvvm.version` is the interface's version."""
     from cuda.bindings import nvvm
     from numba.cuda.cudadrv.nvvm import NVVM
 
@@ -94,8 +152,8 @@ def release_of_libnvvm() -> tuple[int, int]:
 
 
 def _answer_of(ask):
-    """What a function of a library answers; None where the library is not found."""
+    """Call a function of a library. Return None if the library is not found."""
     try:
         return ask()
-    except RuntimeError:  # cuda-pathfinder's error, which is a kind of it
+    except RuntimeError:  # the base class of cuda-pathfinder's error
         return None

@@ -1,6 +1,6 @@
-"""The compiled logits processors: bias and penalties. The reference's processors.py says how and in which order.
+"""The kernel of logit bias and penalties; the reference's `process_row` specifies the result.
 
-They touch only tokens that are named or have come before, so a row costs what its history does.
+It touches only tokens that are named or in the history, so a row costs as much as its history is long.
 """
 
 from typing import Any, NamedTuple
@@ -8,132 +8,108 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import bits_to_float32, rounded_product
+from tinygpt.kernels.cuda.runtime.ptx import rounded_product
+from tinygpt.kernels.cuda.step import Parts
 
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
+from numba import cuda, float32, int32, int64  # isort: skip
 
-# The fields of each processed row. `_AT` is the position in `settings` at which something begins.
-NUM_FIELDS = 8
-ROW, NUM_PROMPT_TOKENS = 0, 1
-REPETITION_PENALTY, FREQUENCY_PENALTY, PRESENCE_PENALTY = 2, 3, 4  # the bits of a float32
-BIAS_IDS_AT, BIASES_AT, NUM_BIASES = 5, 6, 7
+REPETITION, FREQUENCY, PRESENCE = 0, 1, 2
+NUM_PENALTIES = 3
+
+
+class ProcessorArrays(NamedTuple):
+    """Settings of P rows on the device, parts of one array: one copy transfers them."""
+
+    rows: Any  # (P,) int32, indices of rows of logits; a negative one stays as it is
+    num_prompt_tokens: Any  # (P,) int32
+    penalties: Any  # (P, NUM_PENALTIES) float32
+    token_bounds: Any  # (P + 1,) int32, of the rows' parts of token_ids
+    token_ids: Any  # int32, prompts and outputs
+    bias_bounds: Any  # (P + 1,) int32, of the rows' parts of bias_ids
+    bias_ids: Any  # int32
+    biases: Any  # float32
 
 
 class Row(NamedTuple):
-    """The V scores of one row, logits[start:], and V counts that are 0 between uses, counts[counts_start:]."""
+    """The V scores of one row, logits[start:], and V counts, counts[counts_start:], which are 0 between uses."""
 
     logits: Any
     start: int
     counts: Any
     counts_start: int
-    size: int
 
 
-class History(NamedTuple):
-    """A row's tokens: token_ids[begin:end]."""
-
-    token_ids: Any
-    begin: int
-    end: int
-
-
-def pack_processors(processors, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the settings, token ids and bounds that `process_rows` reads; rows (P,): of the logits, below 0 for none.
-
-    settings: int32, (P, NUM_FIELDS) and then biases. The tokens are a separate array, all rows end to end.
-    """
+def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> ProcessorArrays:
+    """Copy the compiled settings to the device."""
     p = processors
-    header = np.empty((len(rows), NUM_FIELDS), np.int32)
-    header[:, ROW], header[:, NUM_PROMPT_TOKENS] = rows, p.num_prompt_tokens
-    for field, values in {
-        REPETITION_PENALTY: p.repetition_penalty,
-        FREQUENCY_PENALTY: p.frequency_penalty,
-        PRESENCE_PENALTY: p.presence_penalty,
-    }.items():
-        header[:, field] = np.ascontiguousarray(values, np.float32).view(np.int32)
-    header[:, BIAS_IDS_AT] = header.size + p.bias_ids.bounds[:-1]
-    header[:, BIASES_AT] = header.size + p.bias_ids.values.size + p.biases.bounds[:-1]
-    header[:, NUM_BIASES] = np.diff(p.bias_ids.bounds)
-    biases = np.ascontiguousarray(p.biases.values, np.float32).view(np.int32)
-    settings = np.concatenate([header.ravel(), p.bias_ids.values.astype(np.int32, copy=False), biases])
-    bounds = np.stack((p.token_ids.bounds[:-1], p.token_ids.bounds[1:]), 1).astype(np.int32)  # (P, 2)
-    return settings, p.token_ids.values.astype(np.int32, copy=False), bounds.ravel()
+    values = {
+        "rows": rows.astype(np.int32),
+        "num_prompt_tokens": p.num_prompt_tokens.astype(np.int32),
+        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1).astype(np.float32),
+        "token_bounds": p.token_ids.bounds.astype(np.int32),
+        "token_ids": p.token_ids.values.astype(np.int32),
+        "bias_bounds": p.bias_ids.bounds.astype(np.int32),
+        "bias_ids": p.bias_ids.values.astype(np.int32),
+        "biases": p.biases.values.astype(np.float32),
+    }
+    parts = Parts({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
+    return ProcessorArrays(**parts.split(device.array(parts.join(values))))
 
 
 @kernel
-def process_rows(logits, vocab_size, settings, history, history_bounds, counts):
-    """Change rows of the logits in place.
+def process_rows(logits, vocab_size, processors, counts):
+    """Add biases and apply penalties to rows of logits (any, V) float32, in place.
 
-    Grid: P. A block counts a row's tokens in V places of device memory, and takes each count back as it uses it: two
-    passes over the history. Comparing its tokens with each other would take the square; shared memory is too small.
-
-    Args:
-        logits: (any, V) float32
-        settings, history, history_bounds: from `pack_processors`
-        counts: (P, V) int32, 0 before and after
+    Grid: P. counts: (P, V) int32, 0 before and after. A block counts a row's tokens in device memory and takes each
+    count back as it uses it: two passes over the history, in place of a comparison of each token with each other.
     """
     p = int32(cuda.blockIdx.x)
-    first = p * NUM_FIELDS
-    if settings[first + ROW] < 0:
+    a = processors
+    if a.rows[p] < 0:
         return
-    size = int32(vocab_size)
-    row = Row(logits, int64(settings[first + ROW]) * int64(size), counts, int64(p) * int64(size), size)
-    all_tokens = History(history, history_bounds[2 * p], history_bounds[2 * p + 1])
-    new_begin = int32(all_tokens.begin + settings[first + NUM_PROMPT_TOKENS])
-    frequency, presence = _float_in(settings, first + FREQUENCY_PENALTY), _float_in(settings, first + PRESENCE_PENALTY)
-    _add_bias(row, settings, first)
-    _penalize_repetition(row, all_tokens, _float_in(settings, first + REPETITION_PENALTY))
-    _penalize_presence(row, History(history, new_begin, all_tokens.end), frequency, presence)
-
-
-@device_function
-def _float_in(settings, index):
-    return bits_to_float32(uint32(settings[index]))
-
-
-@device_function
-def _add_bias(row, settings, first):
-    ids_at, biases_at = settings[first + BIAS_IDS_AT], settings[first + BIASES_AT]
-    for i in range(int32(cuda.threadIdx.x), settings[first + NUM_BIASES], cuda.blockDim.x):
-        row.logits[row.start + settings[ids_at + i]] += _float_in(settings, biases_at + i)
+    row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(p) * int64(vocab_size))
+    begin, end = a.token_bounds[p], a.token_bounds[p + 1]
+    first = p * NUM_PENALTIES
+    for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
+        row.logits[row.start + a.bias_ids[i]] += a.biases[i]
     cuda.syncthreads()
+    _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
+    frequency, presence = a.penalties[first + FREQUENCY], a.penalties[first + PRESENCE]
+    _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
 
 
 @device_function
-def _penalize_repetition(row, history, penalty):
+def _penalize_repetition(row, token_ids, begin, end, penalty):
     if penalty == float32(1):
         return
-    _count(row, history)
-    for i in range(int32(history.begin + cuda.threadIdx.x), history.end, cuda.blockDim.x):
-        token_id = history.token_ids[i]
-        if _take_count(row, token_id) > 0:
-            score = row.logits[row.start + token_id]
-            row.logits[row.start + token_id] = score * penalty if score < float32(0) else score / penalty
+    _count(row, token_ids, begin, end)
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        if _take_count(row, token_ids[i]) > 0:
+            score = row.logits[row.start + token_ids[i]]
+            row.logits[row.start + token_ids[i]] = score * penalty if score < float32(0) else score / penalty
     cuda.syncthreads()
 
 
 @device_function
-def _penalize_presence(row, history, frequency, presence):
+def _penalize_presence(row, token_ids, begin, end, frequency, presence):
     if frequency == float32(0) and presence == float32(0):
         return
-    _count(row, history)
-    for i in range(int32(history.begin + cuda.threadIdx.x), history.end, cuda.blockDim.x):
-        token_id = history.token_ids[i]
-        count = _take_count(row, token_id)
+    _count(row, token_ids, begin, end)
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        count = _take_count(row, token_ids[i])
         if count > 0:
-            score = row.logits[row.start + token_id] - rounded_product(frequency, float32(count))
-            row.logits[row.start + token_id] = score - presence
-    cuda.syncthreads()
+            score = row.logits[row.start + token_ids[i]] - rounded_product(frequency, float32(count))
+            row.logits[row.start + token_ids[i]] = score - presence
 
 
 @device_function
-def _count(row, history):
-    for i in range(int32(history.begin + cuda.threadIdx.x), history.end, cuda.blockDim.x):
-        cuda.atomic.add(row.counts, row.counts_start + history.token_ids[i], int32(1))
+def _count(row, token_ids, begin, end):
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        cuda.atomic.add(row.counts, row.counts_start + token_ids[i], int32(1))
     cuda.syncthreads()
 
 
 @device_function
 def _take_count(row, token_id):
-    """The token's count, which only one thread gets: it is 0 from then on."""
+    """Return the token's count and set it to 0, so that one thread alone gets it."""
     return cuda.atomic.exch(row.counts, row.counts_start + token_id, int32(0))

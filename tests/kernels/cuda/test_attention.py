@@ -12,13 +12,9 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
 from support.kernel_tools import bfloat16_bits, from_bits, unwritten
-from tinygpt.kernels.cuda.layers.attention import (
-    KEY_BLOCK,
-    QUERY_TILE,
-    TILE_WARPS,
-    attend_chunks_kernel,
-    attend_tiles_kernel,
-)
+from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
+from tinygpt.kernels.cuda.step import QUERY_TILE
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.slow
@@ -118,7 +114,7 @@ class Attention:
         grid = (-(-max_chunks // warps), self.heads, count)
         given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
         given = (*given, self.heads, self.size, self.width, self.scale, max_chunks)
-        simulate(attend_chunks_kernel(self.padded_size, self.dtype), grid, threads, *given)
+        simulate(attend_decode_kernel(self.padded_size, self.dtype), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
         assert np.isnan(result[len(step) :]).all()
@@ -131,7 +127,7 @@ class Attention:
         grid = (len(tiles) - 1, self.heads)
         given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
         given = (*given, self.heads, self.size, self.width, self.scale)
-        simulate(attend_tiles_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
+        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
 
     def exact(self, step) -> np.ndarray:
@@ -316,7 +312,7 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.toolchain
 def test_all_fits_in_registers(size, dtype):
-    kernels = {"chunks": attend_chunks_kernel, "tiles": attend_tiles_kernel}
+    kernels = {"chunks": attend_decode_kernel, "tiles": attend_prefill_kernel}
     for name, kernel_of in kernels.items():
         compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
         limit = TILE_REGISTERS[dtype, size] if name == "tiles" else 96

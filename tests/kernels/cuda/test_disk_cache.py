@@ -8,26 +8,27 @@ from types import SimpleNamespace
 import pytest
 
 from support.paths import ROOT
-from tinygpt.kernels.cuda.layers.attention import attend_chunks_kernel, attend_tiles_kernel
+from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
 from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
-from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel, normed_linear_kernel
-from tinygpt.kernels.cuda.runtime import disk_cache
-from tinygpt.kernels.cuda.runtime.disk_cache import DiskCache, describe
+from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
+from tinygpt.kernels.cuda.runtime import jit
+from tinygpt.kernels.cuda.runtime.jit import DiskCache, describe
 from tinygpt.kernels.kernel_cache import KernelCache
 
-PURPOSES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
+EPILOGUES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
 
 
 def kernels():
-    for dtype, purpose in itertools.product(("bfloat16", "int8"), PURPOSES):
-        yield normed_linear_kernel(dtype, 768, purpose)
-        yield from (gemm_kernel(dtype, tile, purpose) for tile in TILES)
-        yield from (linear_kernel(dtype, tiles, purpose) for tiles in (1, 2, 4))
-    yield from (linear_kernel("float32", 1, purpose) for purpose in PURPOSES)
+    for dtype, epilogue in itertools.product(("bfloat16", "int8"), EPILOGUES):
+        yield normed_linear_kernel(dtype, 768, epilogue)
+        yield from (gemm_kernel(dtype, tile, epilogue) for tile in TILES)
+        yield from (linear_kernel(dtype, tiles, epilogue) for tiles in (1, 2, 4))
+    yield from (linear_kernel("float32", 1, epilogue) for epilogue in EPILOGUES)
     for dtype in ("float32", "bfloat16"):
         yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
-        yield from (make(size, dtype) for size in (64, 96) for make in (attend_chunks_kernel, attend_tiles_kernel))
+        yield from (make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel))
 
 
 def test_each_kernel_has_a_description_of_its_own():
@@ -39,9 +40,8 @@ def test_each_kernel_has_a_description_of_its_own():
 
 def test_a_description_is_the_same_in_another_process():
     script = (
-        "from tinygpt.kernels.cuda.layers.gemm import gemm_kernel;"
-        "from tinygpt.kernels.cuda.layers.gemm import TILES;"
-        "from tinygpt.kernels.cuda.runtime.disk_cache import describe;"
+        "from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel;"
+        "from tinygpt.kernels.cuda.runtime.jit import describe;"
         "print(describe(gemm_kernel('int8', TILES[0], 'relu').py_func))"
     )
     result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -69,7 +69,7 @@ def cache(tmp_path, monkeypatch) -> DiskCache:
     from numba.cuda import dispatcher
 
     files = KernelCache(tmp_path)
-    monkeypatch.setattr(disk_cache, "kernel_cache", lambda: files)
+    monkeypatch.setattr(jit, "kernel_cache", lambda: files)
     monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
     return DiskCache(linear_kernel("int8", 1, ADD).py_func)

@@ -9,9 +9,9 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.elementwise import ACTIVATIONS
+from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, clocks, gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.layers.linear import ADD, LOGITS, QKV, linear_kernel
+from tinygpt.kernels.cuda.layers.linear import linear_kernel
 
 pytestmark = pytest.mark.slow
 
@@ -19,10 +19,10 @@ DTYPES = ("bfloat16", "int8")
 SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
 
 
-def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, purpose):
+def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, epilogue):
     grid, sizes = tile.grid(count, weights.features), np.array([0, count], np.int32)
     arguments, shared_bytes = (target, inputs, weights, layer, width, sizes, 1), tile.shared_bytes(dtype)
-    simulate(gemm_kernel(dtype, tile, purpose), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+    simulate(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -32,9 +32,9 @@ def bits(values: np.ndarray) -> np.ndarray:
 def both(target: np.ndarray, *arguments, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
     """What linear_kernel and gemm_kernel make of a target."""
     expected, result = target.copy(), target.copy()
-    *given, dtype, purpose = arguments
-    run_linear(expected, *given, dtype, 1, purpose)
-    run_gemm(result, *given, dtype, tile, purpose)
+    *given, dtype, epilogue = arguments
+    run_linear(expected, *given, dtype, 1, epilogue)
+    run_gemm(result, *given, dtype, tile, epilogue)
     return expected, result
 
 
@@ -65,9 +65,9 @@ def test_each_tile_gives_the_same_bits(tile, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("purpose", ["gelu_tanh", "relu"])
-def test_activations_give_the_same_bits(dtype, purpose):
-    arguments = *case(33, 27, 136, dtype), 1, 64, 33, dtype, purpose
+@pytest.mark.parametrize("epilogue", ["gelu_tanh", "relu"])
+def test_activations_give_the_same_bits(dtype, epilogue):
+    arguments = *case(33, 27, 136, dtype), 1, 64, 33, dtype, epilogue
     expected, result = both(np.full(34 * 64, 7, np.uint16), *arguments, tile=SMALL)
     assert (result == expected).all()
     assert (result.reshape(34, 64)[:33, :27] != 7).all()
@@ -145,24 +145,24 @@ MOST_REGISTERS = dict(zip(TILES, (80, 80, 100, 128, 200, 248), strict=True))
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("tile", "purpose"), [*((tile, QKV) for tile in TILES), (TILES[3], ADD), (TILES[5], "gelu_tanh")]
+    ("tile", "epilogue"), [*((tile, QKV) for tile in TILES), (TILES[3], ADD), (TILES[5], "gelu_tanh")]
 )
 @pytest.mark.toolchain
-def test_everything_stays_in_registers(dtype, tile, purpose):
-    target, inputs, weights = sample_arguments(dtype, purpose)
-    compiled = compile_kernel(gemm_kernel(dtype, tile, purpose), target, inputs, weights, 1, 1, INTS, 1)
+def test_everything_stays_in_registers(dtype, tile, epilogue):
+    target, inputs, weights = sample_arguments(dtype, epilogue)
+    compiled = compile_kernel(gemm_kernel(dtype, tile, epilogue), target, inputs, weights, 1, 1, INTS, 1)
     assert compiled.spilled == compiled.stack == 0
     assert compiled.registers <= MOST_REGISTERS[tile]
     assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
     assert "cp.async.cg.shared.global" in compiled.ptx
 
 
-@pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, *ACTIVATIONS])
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, *ACTIVATIONS])
 @pytest.mark.toolchain
-def test_products_and_sums_are_fused_alike(purpose):
+def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
-    target, inputs, weights = sample_arguments("int8", purpose)
-    kernels = linear_kernel("int8", 1, purpose), gemm_kernel("int8", TILES[0], purpose)
+    target, inputs, weights = sample_arguments("int8", epilogue)
+    kernels = linear_kernel("int8", 1, epilogue), gemm_kernel("int8", TILES[0], epilogue)
     few, many = (compile_kernel(kernel, target, inputs, weights, 1, 1, INTS, 1).ptx for kernel in kernels)
     for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
         assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))

@@ -10,19 +10,18 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_linear import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.elementwise import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
-    ADD,
     LINEAR_THREADS,
-    LOGITS,
-    QKV,
     Norm,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.packing import OUT_TILE, STEP, from_bfloat16, pack, step_count, to_bfloat16
+from tinygpt.kernels.cuda.packing import OUT_TILE, STEP, pack, step_count
+from tinygpt.kernels.host import from_bfloat16, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.slow
@@ -196,17 +195,17 @@ def loads_of_numbers(ptx: str) -> int:
     return len(re.findall(r"\bld\.global(\.nc)?\.[fb]32", ptx))
 
 
-@pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.toolchain
-def test_nothing_is_asked_for_after_the_sums_are_made(purpose):
+def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
     """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
-    target, inputs, weights = sample_arguments("bfloat16", purpose)
+    target, inputs, weights = sample_arguments("bfloat16", epilogue)
     norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
-    for kernel, source in ((linear_kernel("bfloat16", 1, purpose), inputs),
-                           (normed_linear_kernel("bfloat16", 768, purpose), norm)):  # fmt: skip
+    for kernel, source in ((linear_kernel("bfloat16", 1, epilogue), inputs),
+                           (normed_linear_kernel("bfloat16", 768, epilogue), norm)):  # fmt: skip
         ptx = compile_kernel(kernel, target, source, weights, 1, 1, INTS, 1).ptx
         before, after = ptx.split("mma.sync", 1)[0], ptx.rsplit("mma.sync", 1)[1]
-        assert loads_of_numbers(before) >= (1 if purpose == LOGITS else 2)
+        assert loads_of_numbers(before) >= (1 if epilogue == LOGITS else 2)
         assert "ld.global" not in after
 
 
@@ -232,28 +231,28 @@ def test_a_norm_is_scaled_several_numbers_at_a_time():
     assert shared_loads_at_once(compiled.ptx.split("mma.sync", 1)[0]) >= 8  # as many of weights as of biases
 
 
-def most_registers(dtype: str, tiles: int, purpose: str) -> int:
+def most_registers(dtype: str, tiles: int, epilogue: str) -> int:
     """With 80 registers three blocks of 256 threads have room on a multiprocessor, with 128 two, with 255 one."""
     if dtype == "float32":
         return {1: 96, 2: 176}[tiles]
-    return {1: {ADD: 128, QKV: 96}.get(purpose, 80), 2: 128, 4: 200}[tiles]
+    return {1: {ADD: 128, QKV: 96}.get(epilogue, 80), 2: 128, 4: 200}[tiles]
 
 
-@pytest.mark.parametrize("purpose", [ADD, LOGITS, QKV, "gelu_tanh"])
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.toolchain
-def test_everything_stays_in_registers(dtype, purpose):
-    target, inputs, weights = sample_arguments(dtype, purpose)
+def test_everything_stays_in_registers(dtype, epilogue):
+    target, inputs, weights = sample_arguments(dtype, epilogue)
     for tiles in (1, 2) if dtype == "float32" else (1, 2, 4):
-        compiled = compile_kernel(linear_kernel(dtype, tiles, purpose), target, inputs, weights, 1, 1, INTS, 1)
+        compiled = compile_kernel(linear_kernel(dtype, tiles, epilogue), target, inputs, weights, 1, 1, INTS, 1)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= most_registers(dtype, tiles, purpose)
+        assert compiled.registers <= most_registers(dtype, tiles, epilogue)
         assert "ld.global.L1::no_allocate.v4" in compiled.ptx
         assert compiled.ptx.count("mma.sync") == (0 if dtype == "float32" else 8 * tiles)  # those of a group, once
     if dtype != "float32":
         norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
         for columns, registers in ((768, 80), (1600, 128)):
-            kernel = normed_linear_kernel(dtype, columns, purpose)
+            kernel = normed_linear_kernel(dtype, columns, epilogue)
             compiled = compile_kernel(kernel, target, norm, weights, 1, 1, INTS, 1)
             assert compiled.spilled == compiled.stack == 0
             assert compiled.registers <= registers

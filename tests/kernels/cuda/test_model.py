@@ -7,9 +7,9 @@ from support.cuda_device import SimulatedDevice
 from support.cuda_model import SLOTS, Model, Random, T, V
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cuda.packing import from_bfloat16
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.workspace import bytes_needed
+from tinygpt.kernels.host import from_bfloat16
 
 pytestmark = pytest.mark.slow
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tinygpt.kernels.cuda.runtime.device import Parts
+from tinygpt.kernels.cuda.step import Parts
 
 PARTS = Parts({"seeds": (2, np.uint64), "rows": (3, np.int32)})
 

@@ -1,4 +1,6 @@
-"""The CUDA kernel that changes scores: in the simulator against the reference, to the bit."""
+"""Logits processors on a simulated GPU: the bits of the reference, compiled or not."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.cuda_compile import compile_kernel
-from support.cuda_simulator import simulate
+from support.cuda_device import SimulatedDevice
 from tinygpt.engine.sampling_state import Processors, Ragged
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.sampling.processors import pack_processors, process_rows
+from tinygpt.kernels.cuda.sampling.processors import ProcessorArrays, process_rows
+from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, process_logits
 
 V = 37
 FLOATS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45, 0.1, -3.7, 12.3])
@@ -19,8 +22,8 @@ def ragged(arrays, dtype=np.int32):
     return Ragged.of([np.array(array, dtype) for array in arrays])
 
 
-def controls_of(rows):
-    """Each row a dict of what it asks for; what it leaves out is off."""
+def processors_of(rows):
+    """Return Processors of rows, each a dict of settings; a missing one is off."""
     words = [word for row in rows for word in row.get("words", [])]
     return Processors(
         rows=np.array([row["row"] for row in rows]),
@@ -39,25 +42,21 @@ def controls_of(rows):
     )
 
 
-def process(logits, controls, threads=64):
-    out, counts = logits.copy().ravel(), np.zeros(len(controls.rows) * logits.shape[1], np.int32)
-    simulate(
-        process_rows,
-        len(controls.rows),
-        threads,
-        out,
-        logits.shape[1],
-        *pack_processors(controls, controls.rows),
-        counts,
-    )
+def process(logits, processors):
+    """Return the processed rows, which lie in reverse order on the device."""
+    device, counts = SimulatedDevice(), np.zeros(logits.size, np.int32)
+    sampling = SimpleNamespace(counts=counts)
+    workspace = SimpleNamespace(device=device, logits=logits[::-1].copy().ravel(), sampling=sampling)
+    on_device = DeviceLogits(workspace, np.arange(len(logits))[::-1].copy(), V)
+    process_logits(on_device, processors)
     assert not counts.any()
-    return out.reshape(logits.shape)
+    return on_device.copy()
 
 
-def assert_as_the_reference(logits, controls):
+def assert_as_the_reference(logits, processors):
     wanted = logits.copy()
-    reference.process_logits(wanted, controls)
-    np.testing.assert_array_equal(process(logits, controls).view(np.uint32), wanted.view(np.uint32))
+    reference.process_logits(wanted, processors)
+    np.testing.assert_array_equal(process(logits, processors).view(np.uint32), wanted.view(np.uint32))
 
 
 def random_logits(rows, seed=0):
@@ -73,52 +72,39 @@ CASES = [
     {"repetition_penalty": 0.7},
     {"frequency_penalty": 0.3, "num_prompt_tokens": 7},
     {"presence_penalty": -1.7, "num_prompt_tokens": 7},
-]
-WITHOUT_EFFECT = [
-    {"frequency_penalty": 1.1, "presence_penalty": 0.7, "num_prompt_tokens": len(HISTORY)},
+    {"no_repeat_ngram_size": 3},
+    {"words": [[7], [3, 1, 0], [1, 30]]},
+    {"allowed": [2, 3, 3, 28]},
+    {"forbidden": [0, 5, 5, 36]},
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case))
-def test_each_control_equals_the_reference(case):
+def test_each_processor_equals_the_reference(case):
     logits = random_logits(3)
-    controls = controls_of([{"row": 2, "token_ids": HISTORY, **case}, {"row": 0, "token_ids": [5], **case}])
-    assert_as_the_reference(logits, controls)
-    assert not np.array_equal(process(logits, controls)[2], logits[2])
+    processors = processors_of([{"row": 2, "token_ids": HISTORY, **case}, {"row": 0, "token_ids": [5], **case}])
+    assert_as_the_reference(logits, processors)
+    assert not np.array_equal(process(logits, processors)[2], logits[2])
 
 
-@pytest.mark.parametrize("case", WITHOUT_EFFECT, ids=lambda case: " ".join(case))
-def test_what_does_not_apply_changes_nothing(case):
+def test_penalties_of_a_prompt_without_output_change_nothing():
     logits = random_logits(1)
-    controls = controls_of([{"row": 0, "token_ids": HISTORY, **case}])
-    np.testing.assert_array_equal(process(logits, controls), logits)
-
-
-def test_all_controls_at_once_and_beside_rows_without():
-    everything = {name: value for case in CASES for name, value in case.items()}
-    everything |= {"num_prompt_tokens": 5, "token_ids": HISTORY}
-    assert_as_the_reference(random_logits(4, 1), controls_of([{"row": 3, **everything}, {"row": 1}, {"row": 0}]))
-
-
-def test_nothing_to_look_back_at():
-    everything = {name: value for case in CASES for name, value in case.items()} | {"num_prompt_tokens": 0}
-    assert_as_the_reference(random_logits(1, 2), controls_of([{"row": 0, **everything}]))
-
-
-def test_a_surplus_block_changes_nothing():
-    logits = random_logits(2)
-    controls = controls_of([{"row": -1, "bias": {3: -np.inf}}, {"row": 1, "bias": {3: -np.inf}}])
-    out = process(logits, controls)
-    np.testing.assert_array_equal(out[0], logits[0])
-    assert out[1, 3] == -np.inf
+    case = {"frequency_penalty": 1.1, "presence_penalty": 0.7, "num_prompt_tokens": len(HISTORY)}
+    np.testing.assert_array_equal(process(logits, processors_of([{"row": 0, "token_ids": HISTORY, **case}])), logits)
 
 
 IDS = st.integers(0, 6) | st.integers(0, V - 1)
 
 
 @st.composite
-def rows_of_controls(draw):
+def rows_of_processors(draw):
     token_ids = draw(st.lists(IDS, max_size=90))
+    rare = {
+        "no_repeat_ngram_size": draw(st.integers(0, 4)),
+        "words": draw(st.lists(st.lists(IDS, min_size=1, max_size=3), max_size=4)),
+        "allowed": draw(st.just([]) | st.lists(IDS, max_size=9)),
+        "forbidden": draw(st.lists(IDS, max_size=3)),
+    }
     return {
         "token_ids": token_ids,
         "num_prompt_tokens": draw(st.integers(0, len(token_ids))),
@@ -126,20 +112,22 @@ def rows_of_controls(draw):
         "frequency_penalty": draw(st.sampled_from([0, 0.7, -0.1])),
         "presence_penalty": draw(st.sampled_from([0, 0.3, -2])),
         "bias": draw(st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=5)),
+        **(rare if draw(st.booleans()) else {}),
     }
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.lists(rows_of_controls(), min_size=1, max_size=3), seed=st.integers(0, 99))
-def test_any_controls_equal_the_reference(rows, seed):
-    controls = controls_of([{"row": i, **row} for i, row in enumerate(reversed(rows))])
-    assert_as_the_reference(random_logits(len(rows), seed), controls)
+@given(rows=st.lists(rows_of_processors(), min_size=1, max_size=3), seed=st.integers(0, 99))
+def test_any_processors_equal_the_reference(rows, seed):
+    processors = processors_of([{"row": i, **row} for i, row in enumerate(reversed(rows))])
+    assert_as_the_reference(random_logits(len(rows), seed), processors)
 
 
 @pytest.mark.toolchain
-def test_what_the_kernel_needs():
+def test_registers():
     floats, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
-    compiled = compile_kernel(process_rows, floats, V, ints, ints, ints, ints)
+    arrays = ProcessorArrays(ints, ints, floats, ints, ints, ints, ints, floats)
+    compiled = compile_kernel(process_rows, floats, V, arrays, ints)
     assert compiled.registers <= 64
     assert compiled.spilled == compiled.stack == 0
     # A count times its penalty is rounded before it is subtracted.

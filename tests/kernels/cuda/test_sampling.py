@@ -1,20 +1,24 @@
 """The CUDA kernels that choose tokens: in the simulator against the reference, and what they need of a GPU."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.cuda_compile import compile_kernel
+from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
 from support.logit_rows import ROWS as FINITE_ROWS
 from support.logit_rows import masked_row, random_row, tied_row
-from tinygpt.engine.sampling_state import Warpers
+from tinygpt.engine.sampling_state import TOP_P_RULES, Warpers
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling.choose import DRAW_THREADS, draw_tokens, take_greatest
-from tinygpt.kernels.cuda.sampling.sampling import RARE
-from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above, random_fraction
+from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, random_fraction, take_greatest
+from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, new_sampling_buffers, sample
+from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
+from tinygpt.kernels.cuda.step import MaxShape
 
 pytestmark = pytest.mark.slow
 
@@ -56,7 +60,8 @@ def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
     rows, token_ids = np.arange(count, dtype=np.int32), take(logits)
     scores, ids = np.full(logits.size, np.nan, np.float32), np.full(logits.size, -1, np.int32)
     draws = np.uint64(seeds), np.uint64(sample_indices), np.int32(positions)
-    settings_of_rows = np.stack(warpers, axis=1).ravel()
+    columns = warpers.temperature, warpers.top_k, warpers.top_p, warpers.min_p
+    settings_of_rows = np.stack(columns, axis=1).ravel()
     arrays = rows, settings_of_rows, *draws, scores, ids, token_ids
     simulate(draw_tokens, count, threads, logits.ravel(), vocab_size, *arrays)
     return token_ids, scores.reshape(logits.shape)
@@ -128,18 +133,13 @@ def write_least_mass(bound, masses):
 
 @given(st.floats(0, 1, width=32))
 @settings(max_examples=200, deadline=None)
-def test_a_mass_passes_a_bound_when_float32_says_so(bound):
+def test_a_mass_exceeds_a_bound_if_it_does_in_float32(bound):
     masses = np.zeros(1, np.int64)
     simulate(write_least_mass, 1, 1, np.float32(bound), masses)
-
-    def passes(mass):
-        value = np.float32(mass / UNITS)
-        return value > np.float32(bound)
-
     # A float64 holds a mass in 53 bits: it is rounded there first.
     step = max(1, int(masses[0]) >> 52)
-    assert passes(int(masses[0]) + step)
-    assert masses[0] == 1 or not passes(int(masses[0]) - step)
+    assert np.float32((int(masses[0]) + step) / UNITS) > np.float32(bound)
+    assert masses[0] == 1 or not np.float32((int(masses[0]) - step) / UNITS) > np.float32(bound)
 
 
 # The filters and the draw.
@@ -156,13 +156,11 @@ USUAL = [
     {"top_p": 1 - 1e-6},
     {"top_p": 1 - 1e-12},
 ]
-OTHERS = [{"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.03}]
+USUAL += [{"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.03}]
 
 
 @pytest.mark.parametrize("vocab", [5, 37, 130, 257])
-@pytest.mark.parametrize(
-    "setting", USUAL + OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items())
-)
+@pytest.mark.parametrize("setting", USUAL, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()))
 def test_tokens_and_filtered_scores_are_the_references(setting, vocab):
     rows = ROWS if vocab < 130 else [random_row, tied_row, masked_row]
     logits = np.stack([make_row(vocab, len(setting)) for make_row in rows])
@@ -182,16 +180,9 @@ def test_a_sum_that_meets_its_bound_exactly(make_row):
     row = make_row(37, 2)
     weights = np.exp(row.astype(np.float64) - row.max())
     probabilities = (weights / weights.sum()).astype(np.float32)
-    entropy = -np.sum(probabilities * np.log(probabilities))
-    orders = {
-        "up": np.argsort(row, kind="stable"),
-        "down": np.argsort(-row, kind="stable"),
-        "near": np.argsort(np.abs(-np.log(probabilities) - entropy), kind="stable"),
-    }
-    sums = {name: np.cumsum(probabilities[order], dtype=np.float64) for name, order in orders.items()}
-    bounds = {name: sums[name].astype(np.float32)[[0, 3, 9, 20, 33]].astype(np.float64) for name in sums}
-    logits = np.repeat(row[None], 5, axis=0)
-    assert_as_the_reference(logits, warpers_of(5, top_p=1 - bounds["up"]))
+    sums = np.cumsum(probabilities[np.argsort(row, kind="stable")], dtype=np.float64).astype(np.float32)
+    bounds = sums[[0, 3, 9, 20, 33]].astype(np.float64)
+    assert_as_the_reference(np.repeat(row[None], 5, axis=0), warpers_of(5, top_p=1 - bounds))
 
 
 def test_a_bound_near_1_is_subtracted_from_1_in_float64():
@@ -233,6 +224,8 @@ def test_a_row_that_temperature_makes_infinite_gives_no_token():
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_any_settings_give_the_references_tokens(data):
+    """Rows with rare settings, which the reference computes, next to compiled ones."""
+
     def of_rows(*values):
         return np.array([data.draw(st.sampled_from(values)) for _ in range(3)], np.float64)
 
@@ -242,27 +235,38 @@ def test_any_settings_give_the_references_tokens(data):
         temperature=of_rows(1, 0, 0.7, 2),
         top_k=of_rows(0, 1, 5, 40),
         top_p=of_rows(1, 0.1, 0.5, 0.9, 0.99),
+        top_p_rule=of_rows(0, *TOP_P_RULES.values()),
         min_p=of_rows(0, 0.02, 0.3),
-        **{name: np.full(3, off, np.float64) for name, off in RARE.items()},
+        typical_p=of_rows(1, 1, 0.3),
+        epsilon_cutoff=of_rows(0, 0, 0.03),
+        eta_cutoff=of_rows(0, 0, 0.5),
     )
-    assert_as_the_reference(logits, warpers, seed=data.draw(st.integers(0, 999)))
+    device, max_shape = SimulatedDevice(), MaxShape(3, 3, 3, 8)
+    sampling = new_sampling_buffers(device, SimpleNamespace(vocab_size=vocab), max_shape)
+    workspace = SimpleNamespace(device=device, logits=logits.ravel().copy(), sampling=sampling, max_shape=max_shape)
+    rng = np.random.default_rng(data.draw(st.integers(0, 999)))
+    draws = rng.integers(0, 2**64, 3, np.uint64), rng.integers(0, 5, 3), rng.integers(0, 1024, 3)
+    with np.errstate(all="ignore"):
+        wanted = reference.sample(logits, warpers, *draws)
+        token_ids = sample(DeviceLogits(workspace, np.arange(3), vocab), warpers, *draws)
+    np.testing.assert_array_equal(token_ids, wanted)
 
 
-# What a GPU is asked for.
+# Registers and shared memory.
 
 FLOATS, DOUBLES, INTS = np.zeros(1, np.float32), np.zeros(1), np.zeros(1, np.int32)
 LONGS, WORDS, SEEDS = np.zeros(1, np.int64), np.zeros(1, np.uint32), np.zeros(1, np.uint64)
 
 
 @pytest.mark.toolchain
-def test_what_taking_the_greatest_needs():
+def test_registers_of_the_greatest():
     compiled = compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS)
     assert compiled.registers <= 40
     assert compiled.spilled == compiled.stack == 0
 
 
 @pytest.mark.toolchain
-def test_what_a_draw_needs():
+def test_registers_of_a_draw():
     compiled = compile_kernel(draw_tokens, FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS)
     assert compiled.registers * DRAW_THREADS <= 1 << 16
     assert compiled.spilled == compiled.stack == 0

@@ -1,22 +1,21 @@
-"""What all threads of a block, 1024 at most and whole warps, compute together.
+"""Reductions over the 32 lanes of a warp, and over a block of up to 1024 threads.
 
-Kernels reserve the shared memory and hand it down: a device function that reserved its own could not be called by two
-others, whose modules numba-cuda then links twice.
+Kernels reserve the shared memory and pass it on: if a device function reserved it, two callers could not both link it.
 """
 
-from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.jit import device_function  # first: it prepares numba.cuda for NumPy 2.5
 
 from numba import cuda, int32, int64, uint32  # isort: skip
 
 WARP = 32
+LANE_BITS = 5
 ALL_LANES = 0xFFFFFFFF
 MAX_WARPS = 32
-LANE_BITS = 5
 
 
 @device_function
 def warp_sum(value):
-    """The sum of all lanes' values, in each lane, added up in one order."""
+    """Return the sum of all lanes' values, in each lane, added in one order."""
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 16)
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 8)
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 4)
@@ -26,8 +25,26 @@ def warp_sum(value):
 
 
 @device_function
+def warp_greatest(value):
+    """Return the greatest of all lanes' int64, in each lane."""
+    for i in range(LANE_BITS):
+        value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
+    return value
+
+
+@device_function
+def warp_cumulated(value):
+    """Return the sum of the int64 of this lane and the lanes before it."""
+    lane = int32(cuda.threadIdx.x) % WARP
+    for i in range(LANE_BITS):
+        before = cuda.shfl_up_sync(uint32(ALL_LANES), value, int32(1 << i))
+        value += before if lane >= 1 << i else int64(0)
+    return value
+
+
+@device_function
 def block_sum(value, partial):
-    """The sum of all threads' values, in each thread, added up in one order; `partial`: shared, MAX_WARPS like them."""
+    """Return the sum of all threads' values, in each thread, added in one order. partial: shared, (MAX_WARPS,)."""
     value = warp_sum(value)
     if int32(cuda.threadIdx.x) % WARP == 0:
         partial[int32(cuda.threadIdx.x) // WARP] = value
@@ -41,7 +58,7 @@ def block_sum(value, partial):
 
 @device_function
 def block_greatest(value, partial):
-    """The greatest of all threads' int64, in each thread; `partial`: shared, MAX_WARPS int64."""
+    """Return the greatest of all threads' int64, in each thread. partial: shared, (MAX_WARPS,) int64."""
     value = warp_greatest(value)
     if int32(cuda.threadIdx.x) % WARP == 0:
         partial[int32(cuda.threadIdx.x) // WARP] = value
@@ -51,21 +68,3 @@ def block_greatest(value, partial):
         greatest = max(greatest, partial[warp])
     cuda.syncthreads()
     return greatest
-
-
-@device_function
-def warp_greatest(value):
-    """The greatest of all lanes' int64, in each lane."""
-    for i in range(LANE_BITS):
-        value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
-    return value
-
-
-@device_function
-def warp_cumulated(value):
-    """The sum of this lane's int64 and of those of the lanes before it."""
-    lane = int32(cuda.threadIdx.x) % WARP
-    for i in range(LANE_BITS):
-        before = cuda.shfl_up_sync(uint32(ALL_LANES), value, int32(1 << i))
-        value += before if lane >= 1 << i else int64(0)
-    return value

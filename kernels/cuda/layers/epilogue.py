@@ -1,0 +1,199 @@
+"""The epilogues of linear layers: a sum becomes a part of q, k and v, an addition to the residual stream, a logit, or
+an activation by the name that kernels/reference/layers.py gives it.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+from tinygpt.kernels.cuda.packing import OUT_TILE
+from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16
+
+from numba import cuda, float32, int32, int64, uint32  # isort: skip
+
+ADD, LOGITS, QKV = "add", "logits", "qkv"  # epilogues, next to the names of activations
+
+
+class Heads(NamedTuple):
+    """The target of c_attn. attention.py has the layouts."""
+
+    q: Any
+    k_cache: Any
+    v_cache: Any
+    positions: Any  # (N,) int32
+    token_slots: Any  # (N,) int32
+    num_slots: int
+    padded_len: int
+    num_heads: int
+    head_size: int
+    padded_head: int
+
+
+class Epilogue(NamedTuple):
+    """The steps of an epilogue: put(..., read(...) + finish(...), ...)."""
+
+    locate: Any  # locate(target, weights, layer, feature): place, everything that depends on the feature alone
+    find: Any  # find(target, layer, width, token, place): the index of the sum in the target
+    finish: Any  # finish(value, place): the sum, scaled, biased and activated
+    read: Any  # read(target, at): the number that the sum is added to
+    put: Any  # put(target, at, value, place)
+
+
+@functools.cache
+def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
+    is_float32 = dtype == "float32"
+    if epilogue == QKV:
+        locate, find, put = (function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads))
+        return Epilogue(locate, find, _biased, _nothing, put)
+    if epilogue == LOGITS:
+        return Epilogue(_locate_logit, _find, _biased, _nothing, _put_float32)
+    if epilogue == ADD:
+        return Epilogue(_locate, _find, _biased, _read, _put_float32)
+    activation = ACTIVATIONS[epilogue]
+
+    @device_function
+    def activated(value, place):
+        return activation(_biased(value, place))
+
+    return Epilogue(_locate, _find, activated, _nothing, _put_float32 if is_float32 else _put_bfloat16)
+
+
+@device_function
+def _locate(target, weights, layer, feature):
+    """Return (scale, bias, part, offset): a token has this feature at `offset` of array `part`."""
+    return _scale(weights, layer, feature), weights.bias[layer * weights.features + feature], 0, feature
+
+
+@device_function
+def _locate_logit(target, weights, layer, feature):
+    return _scale(weights, layer, feature), float32(0), 0, feature
+
+
+@device_function
+def _scale(weights, layer, feature):
+    return weights.scales[layer * weights.num_panels * int32(OUT_TILE) + feature]
+
+
+@device_function
+def _biased(value, place):
+    return cuda.fma(value, place[0], place[1])  # rounded once, in every kernel
+
+
+@device_function
+def _find(target, layer, width, token, place):
+    return int64(token) * width + place[3]
+
+
+@device_function
+def _nothing(target, at):
+    return float32(-0.0)  # -0 + x is x, also if x is -0
+
+
+@device_function
+def _read(target, at):
+    return load_fresh(target, at)
+
+
+@device_function
+def _put_float32(target, at, value, place):
+    target[at] = value
+
+
+@device_function
+def _put_bfloat16(target, at, value, place):
+    store_bfloat16(target, at, value)
+
+
+def _locate_in_heads(is_float32: bool):
+    def locate(heads, weights, layer, feature):
+        scale, bias, _, _ = _locate(heads, weights, layer, feature)
+        columns = uint32(heads.num_heads * heads.head_size)
+        part = int32(uint32(feature) // columns)
+        c = uint32(uint32(feature) - uint32(part) * columns)
+        head = int32(c // uint32(heads.head_size))
+        d = int32(c) - head * heads.head_size
+        if part == 0:
+            return scale, bias, part, head * heads.padded_head + d
+        if part == 2 and not is_float32:  # values of two positions are interleaved
+            d *= 2
+        return scale, bias, part, head * heads.padded_len * heads.padded_head + d
+
+    return device_function(locate)
+
+
+def _find_in_heads(is_float32: bool):
+    def find(heads, layer, width, token, place):
+        part, offset = place[2], place[3]
+        if part == 0:
+            return int64(token) * (heads.num_heads * heads.padded_head) + offset
+        position = heads.positions[token]
+        slot = int64(layer * heads.num_slots + heads.token_slots[token])
+        at = slot * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
+        if part == 2 and not is_float32:
+            at += position % 2 * (1 - heads.padded_head)
+        return at
+
+    return device_function(find)
+
+
+def _put_in_heads(is_float32: bool):
+    put_number = _put_float32 if is_float32 else _put_bfloat16
+
+    def put(heads, at, value, place):
+        if place[2] == 0:
+            put_number(heads.q, at, value, place)
+        elif place[2] == 1:
+            put_number(heads.k_cache, at, value, place)
+        else:
+            put_number(heads.v_cache, at, value, place)
+
+    return device_function(put)
+
+
+@device_function
+def _sigmoid(x):
+    """Return 1 / (1 + exp(-x)) without overflow."""
+    small = math.exp(-abs(x))
+    return (float32(1) if x >= float32(0) else small) / (float32(1) + small)
+
+
+@device_function
+def gelu_tanh(x):
+    """Return 0.5 x (1 + tanh(y)), as x times the sigmoid of 2 y."""
+    return x * _sigmoid(float32(1.5957691216057308) * (x + float32(0.044715) * x * x * x))
+
+
+@device_function
+def gelu(x):
+    return float32(0.5) * x * (float32(1) + math.erf(x * float32(0.7071067811865476)))
+
+
+@device_function
+def quick_gelu(x):
+    return x * _sigmoid(float32(1.702) * x)
+
+
+@device_function
+def silu(x):
+    return x * _sigmoid(x)
+
+
+@device_function
+def relu(x):
+    return x if x > float32(0) or x != x else float32(0)
+
+
+@device_function
+def tanh(x):
+    return math.tanh(x)
+
+
+ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "quick_gelu": quick_gelu,
+    "relu": relu,
+    "silu": silu,
+    "tanh": tanh,
+}
