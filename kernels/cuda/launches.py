@@ -91,6 +91,11 @@ def linear(
     device.launch(linear_kernel(dtype, tiles, epilogue), grid, LINEAR_THREADS, *arguments)
 
 
+def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace) -> None:
+    """x (N, C) += linear(y)."""
+    linear(params, name, layer, x, y, shape, workspace, ADD)
+
+
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
     """attended (N, C): each new token over its sequence's keys and values up to its position."""
     if shape.tiles:

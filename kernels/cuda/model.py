@@ -1,17 +1,14 @@
 """GPT-2 on a GPU: kernels/reference/model.py as kernels that are queued one after another.
 
-Shapes: N new tokens of the step, S sequences, T cached positions, C n_embd, H heads, D head size,
-F n_inner, V vocabulary, L layers, R rows whose logits are wanted.
-
-The host queues a step without waiting for it. Arguments are arrays on the device and the step's shape, which decides
-the grids; kernels read the batch from the workspace.
+Shapes: N new tokens, S sequences, C n_embd, H heads, D head size, F n_inner, V vocabulary, L layers, R rows with
+logits. Arguments are arrays on the device, and the step's shape, which decides the grids.
 """
 
 import numpy as np
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.launches import attend, embed_tokens, heads_of, linear, normed_linear
-from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear
+from tinygpt.kernels.cuda.layers.epilogue import LOGITS, QKV
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits
 from tinygpt.kernels.cuda.step import StepShape
@@ -48,14 +45,14 @@ def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: K
     qkv, attended = heads_of(kv_cache, workspace), workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
     attend(params, layer, attended, kv_cache, shape, workspace)  # (N, C)
-    linear(params, "attn_proj", layer, x, attended, shape, workspace, ADD)  # (N, C)
+    add_projection(params, "attn_proj", layer, x, attended, shape, workspace)  # (N, C)
 
 
 def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner, activation = workspace.inner, params.config.activation
     normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
-    linear(params, "mlp_proj", layer, x, inner, shape, workspace, ADD)  # (N, C)
+    add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)  # (N, C)
 
 
 def head(params: Params, x, shape: StepShape, workspace: Workspace) -> None:

@@ -1,11 +1,10 @@
-"""The order of numbers in the device's memory: dtypes, and weights in panels of 8 features. NumPy on the host.
+"""The order of numbers in the device's memory: dtypes, and weights in panels of 8 features.
 
-A step is 64 of K. In a panel's step, lane 4 g + q (g, q: its place in a fragment of `mma_bfloat16`) holds feature g of
-the panel, 16 of the 64 numbers, so that a warp reads 512 contiguous bytes with each load:
+A step is 64 of K. In a panel's step, lane 4 g + q (as in `mma_bfloat16`) holds feature g, 16 of the 64 numbers, so that
+a warp reads 512 contiguous bytes a load:
     bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
     int8: one load of 16 numbers, in the same order
     float32: four loads of 4 numbers, k = 16 p + 4 q + i
-Features and K are padded with zeros.
 """
 
 from typing import Any
@@ -44,14 +43,13 @@ def step_count(k: int) -> int:
 
 
 def padded_columns(columns: int) -> int:
-    """Return the length of a row of activations, in whole steps."""
     return step_count(columns) * STEP
 
 
 def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return weight (N, K) float32 as flat panels, and a scale for each feature, 1 unless int8.
+    """Return weight (N, K) float32 as flat panels, padded with zeros, and a scale for each feature, 1 unless int8.
 
-    An int8 is the weight over its feature's largest absolute value, times 127, rounded to the nearest, ties to even.
+    An int8 is the weight over its feature's largest absolute value, times 127, rounded, ties to even.
     """
     n, k = weight.shape
     panels, steps = panel_count(n), step_count(k)

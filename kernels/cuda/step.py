@@ -53,7 +53,7 @@ class StepShape:
 
 
 def rounded_up(count: int) -> int:
-    """Return the next power of two: 0, 1, 2, 4, ..."""
+    """Return the next power of two, or 0."""
     return 1 << (count - 1).bit_length() if count else 0
 
 

@@ -1,26 +1,23 @@
 """Causal attention over the KV cache: a kernel for decode and one for prefill, with bit-identical results.
 
-Keys and values are taken in blocks of KEY_BLOCK absolute positions. In both kernels a warp weighs a block for a query
-by the same device functions, and blocks are merged in ascending order by the same operations: a query's result depends
-on its position and on the cache up to it alone. Later keys have weight 0, and values after the last position that a
-warp's queries see count as 0, whatever their bits. (Between the queries of one warp such a value is multiplied by 0, as
-on the CPU: it must be finite.)
+Both weigh blocks of KEY_BLOCK absolute positions by the same device functions and merge them in ascending order: a
+query's result depends on its position and the cache up to it alone. Later keys have weight 0, and values after the last
+position that a warp's queries see count as 0, whatever their bits. (Between the queries of a warp such a value is
+multiplied by 0, as on the CPU: it must be finite.)
 
-Decode is limited by the bytes of keys and values. A warp prefetches the block that it will read, 16 KiB if Dp is 64 in
-bfloat16, into the L2 cache by two instructions: an SM then has more bytes in flight than the 25 KiB that the bandwidth
-of an H200 takes, with 2 of the 20 warps that it can hold. In prefill the warps of a block read the same keys at about
-the same time, so that three of four loads hit the L1 cache.
+Decode is limited by the bytes of keys and values. A warp prefetches its block, 16 KiB if Dp is 64 in bfloat16, into L2:
+two warps of an SM then have the 25 KiB in flight that the bandwidth of an H200 takes.
 
-dtype is "float32" or "bfloat16", and size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
+dtype is "float32" or "bfloat16", size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
     q            (N, H, Dp), unscaled; bfloat16 as uint16, here and below
     k_cache      (L, num_slots, H, padded_len, Dp); padded_len is a multiple of KEY_BLOCK
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
-    attended     (N, width), head by head; columns from H * head_size on stay as they are
+    attended     (N, width), head by head
     partials     (N, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
-    merges       (N, H) int32, 0 before and after: how many of a token and head's blocks are done
-    positions, token_slots  (N,) int32: the position and KV slot of each token
-    sizes        sizes[0], int32: the number of tokens; surplus blocks return at once
-    tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence, positions ascending
+    merges       (N, H) int32, 0 before and after: blocks that are done
+    positions, token_slots  (N,) int32
+    sizes        sizes[0]: the number of tokens; surplus blocks return at once
+    tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence
 """
 
 import functools
@@ -57,8 +54,7 @@ def attend_decode_kernel(size: int, dtype: str):
     """Decode: tokens that are each the newest of their sequence.
 
     Grid (max_blocks / warps rounded up, H, N), threads 32 * warps: a warp takes a block of keys of a token and head.
-    One warp a block spreads a small batch over the most SMs; with 4, more warps of a large batch fit on each. The last
-    warp of a token and head to finish merges all blocks, in order.
+    One warp a block suits a small batch, 4 a large one. The last warp of a token and head merges all blocks.
     """
     products, ITEM = attention_products(size, dtype), 4 if dtype == "float32" else 2
     combine = _combine_function(products, size)
@@ -111,7 +107,7 @@ def attend_decode_kernel(size: int, dtype: str):
 
 @device_function
 def _is_last(merges, index, key_blocks):
-    """Return whether this warp is the last of `key_blocks` warps that call. It may then read what they wrote."""
+    """Return whether this warp is the last of `key_blocks` warps. It may then read their results."""
     cuda.syncwarp()
     arrived = int32(0)
     if cuda.threadIdx.x % WARP == 0:
@@ -124,7 +120,7 @@ def _is_last(merges, index, key_blocks):
 
 
 def _combine_function(products: Products, size: int):
-    """Return the device function of a warp that merges the partials of a token and head."""
+    """Return the device function that merges the partials of a token and head."""
     store, BLOCKS = products.store, size // DIM_BLOCK
     READ = TURNS_AT_ONCE * BLOCKS
 
@@ -163,8 +159,7 @@ def _combine_function(products: Products, size: int):
 def attend_prefill_kernel(size: int, dtype: str):
     """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS.
 
-    A warp takes some queries of a tile and a head. A tile may be empty. The last tiles start first: they have the most
-    keys.
+    A tile may be empty. The last tiles start first: they have the most keys.
     """
     products = attention_products(size, dtype)
     load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
@@ -232,5 +227,4 @@ def attend_prefill_kernel(size: int, dtype: str):
 
 @device_function
 def _cache_start(layer, num_slots, slot, num_heads, head, head_elements):
-    """Return the index of the first element of a head of a KV slot."""
     return int64((layer * num_slots + slot) * num_heads + head) * head_elements

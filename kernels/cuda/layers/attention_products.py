@@ -1,15 +1,11 @@
-"""The two products of attention for one warp, the scores of a block of keys and its weighted values, and the softmax.
+"""Products of attention for one warp: scores of a block of keys, weighted values, and the softmax between them.
 
-A warp takes `queries` queries of a head over KEY_BLOCK keys. `row_lanes` lanes share a query's row: a lane has the rows
+A warp takes `queries` queries of a head. `row_lanes` lanes share a query's row: a lane has the rows
 lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
 2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(KEY_BLOCK / row_lanes); and of each block of DIM_BLOCK
-dims those from dims * (lane % row_lanes) on.
+dims those from dims * (lane % row_lanes) on. bfloat16 has mma_bfloat16's layout: 16 queries, 4 lanes to a row.
 
-    bfloat16   16 queries, 4 lanes to a row, 2 rows to a lane: the layout of mma_bfloat16's results
-    float32    1 query, all lanes to its row
-
-Online softmax: Milakov and Gimelshein (2018). Each product that a sum takes is an explicit `fma`, and no other sum
-takes a product: the compiler cannot fuse them in one kernel and not in another.
+Online softmax: Milakov and Gimelshein (2018). Sums take products by `fma` alone, so that all kernels round alike.
 """
 
 import math
@@ -37,13 +33,11 @@ DIM_BLOCK = 32
 class Products:
     """The device functions of a dtype, and the counts that a lane holds. Dp is the padded head size.
 
-    load_queries(words, q, first, count, head, num_heads, lane): load the `count` queries from token `first` on, and
-        repeat the last; q (N, H, Dp)
-    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes) of the keys (KEY_BLOCK,
-        Dp) from element `start` on
-    pack_weights(packed, weights): pack weights, in the place of scores, for weigh_values
-    weigh_values(sums, packed, v_cache, start, block, newest, lane): sums (rows, dims), the weighted values of a block
-        of dims; values after `newest` count as 0
+    load_queries(words, q, first, count, head, num_heads, lane): `count` queries from token `first` of q (N, H, Dp)
+    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes) of keys from `start`
+    pack_weights(packed, weights): pack weights for weigh_values
+    weigh_values(sums, packed, v_cache, start, block, newest, lane): weighted values (rows, dims) of a block of dims;
+        values after `newest` count as 0
     store(attended, index, value)
     """
 
@@ -67,15 +61,14 @@ class Products:
 
 
 def attention_products(size: int, dtype: str) -> Products:
-    """Return the functions of a padded head size. dtype: "float32" or "bfloat16"."""
     return _float32_products(size) if dtype == "float32" else _bfloat16_products(size)
 
 
 def _bfloat16_products(size: int) -> Products:
     """Return the functions on tensor cores.
 
-    A product may take its dims in any order. So a lane reads 16 bytes of a query or key from dim 8 (lane % 4) of each
-    block on: the first two words serve one product, the last two another.
+    A product may take its dims in any order: a lane reads 16 bytes from dim 8 (lane % 4) of each block on, whose two
+    halves serve two products.
     """
     BLOCKS, TILES, STEPS = size // DIM_BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
 
@@ -143,7 +136,7 @@ def _kept(distance):
 
 
 def _float32_products(size: int) -> Products:
-    """Return the functions on ordinary units: lanes exchange a query's dims and the weights by shuffles."""
+    """Return the functions on ordinary units: lanes exchange dims and weights by shuffles."""
     BLOCKS = size // DIM_BLOCK
 
     @device_function
@@ -187,11 +180,10 @@ def _float32_products(size: int) -> Products:
 
 
 def weigh_keys_function(products: Products):
-    """Return the device function that turns a block's keys into packed weights for a warp's queries.
+    """Return the device function that turns a block's keys into packed weights.
 
-    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): weights are exp(score - highest) for
-    the keys up to `newest` (rows,), and 0 for later ones. highest and total (rows,) are the largest score and the sum
-    of weights; -inf and 0 if newest is negative.
+    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): weights exp(score - highest) of the
+        keys up to `newest` (rows,), 0 of later ones. highest and total (rows,): -inf and 0 if newest is negative.
     """
     multiply_keys, pack_weights = products.multiply_keys, products.pack_weights
     ROWS, ROW_LANES = products.rows, products.row_lanes
@@ -230,7 +222,7 @@ def weigh_keys_function(products: Products):
 
 @device_function
 def merge(highest, total, block_highest, block_total):
-    """Merge the softmax of earlier keys with a block's. A block without keys, -inf and 0, changes nothing.
+    """Merge the softmax of earlier keys with a block's; one without keys, -inf and 0, changes nothing.
 
     Return the new highest and total, and the factors of `blend` for the values.
     """

@@ -1,12 +1,10 @@
 """inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features, on the tensor cores.
 
-A tile's inputs and weights pass through shared memory, several steps of K ahead of the products. Each sum is made as
-in linear.py: a chain of products from zero for each segment of K, and the segments' sums in ascending order. So a token
-has the same bits from either kernel, and a lane has two registers for each sum.
+Inputs and weights pass through shared memory, several steps of K ahead. Sums are made as in linear.py, so that a token
+has the same bits from either kernel: a chain of products for each segment of K, and the segments' sums in order.
 
-By arithmetic, not measured, the L2 cache is the limit. A step of 128 tokens by 128 features takes 826 clocks of
-mma.sync, 1024 of shared memory (131 KB), and 1214 of the L2 cache (32 KB, if all multiprocessors read): 400 TFLOP/s,
-half of the rate of wgmma, whose sums might have other bits. For 1024 tokens of GPT-2 124M, `clocks` gives 0.61 ms.
+By arithmetic, not measured, the L2 cache is the limit: 400 TFLOP/s, half of the rate of wgmma, whose sums might have
+other bits. For 1024 tokens of GPT-2 124M, `clocks` gives 0.61 ms.
 """
 
 import functools
@@ -51,7 +49,7 @@ PENDING = STAGES - 2  # groups of copies that may be under way when a step is mu
 class Tile:
     """A block's grid of warps; each multiplies token_tiles * 16 tokens by `panels` panels of 8 features.
 
-    An even number of warps, and at least 8 tokens for each feature warp: 16 * token_tiles / feature_warps = 8, 16, ...
+    The number of warps is even, and 16 * token_tiles / feature_warps is a multiple of 8.
     """
 
     token_warps: int
@@ -89,7 +87,6 @@ class Tile:
         return self.warps * (self.token_tiles * ROW_TILE + self.panels * OUT_TILE) * STEP * 2
 
     def shared_bytes(self, dtype: str) -> int:
-        """Return the shared memory of a launch: the stages, then the sums in their place."""
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
 
 
@@ -99,12 +96,12 @@ TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3),
 
 
 def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
-    """Return the tile with the fewest `clocks`; of equals, the largest. tokens and features may be upper bounds."""
+    """Return the tile with the fewest `clocks`; of equals, the largest."""
     return min(reversed(TILES), key=lambda tile: clocks(tile, tokens, features, multiprocessors))
 
 
 def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
-    """Return the clocks of a step of K in a whole grid with bfloat16 weights: the slowest of four limits."""
+    """Return the clocks of a step of K in a whole grid with bfloat16 weights, by the slowest of four limits."""
     blocks = math.prod(tile.grid(tokens, features))
     rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
     return max(
@@ -117,10 +114,9 @@ def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> floa
 
 @functools.cache
 def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
-    """gemm(target, inputs, weights, layer, width, sizes, row_kind): what linear_kernel computes, to the bit.
+    """gemm(target, inputs, weights, layer, width, sizes, row_kind): the bits of linear_kernel.
 
-    dtype: of the weights, "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads,
-    tile.shared_bytes(dtype).
+    dtype: "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads, tile.shared_bytes(dtype).
     """
     copy_inputs, copy_weights = _copy_inputs_function(tile), _copy_weights_function(dtype, tile)
     multiply = _multiply_function(dtype, tile)
@@ -176,8 +172,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 def _copy_inputs_function(tile: Tile):
     """copy_inputs(stage, inputs, num_steps, first, count, step): begin to copy a step's, if there is one.
 
-    Tokens past the last are not copied: their sums are not stored. In odd tokens the two halves of a row are exchanged:
-    see _multiply_function.
+    Tokens past the last are not copied. In odd tokens the halves of a row are exchanged: see _multiply_function.
     """
     tokens_at_once = tile.threads // ROW_COPIES
     rounds = tile.tokens // tokens_at_once
@@ -199,7 +194,6 @@ def _copy_inputs_function(tile: Tile):
 
 @functools.cache
 def _copy_weights_function(dtype: str, tile: Tile):
-    """copy_weights(stage, weights, layer, first_feature, step): begin to copy a step's, if there is one."""
     input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // OUT_TILE
     panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
     panels_at_once = threads // panel_copies
@@ -226,9 +220,8 @@ def _copy_weights_function(dtype: str, tile: Tile):
 def _multiply_function(dtype: str, tile: Tile):
     """multiply(sums, stage): add the products of a step to a warp's sums.
 
-    Shared memory's 32 banks serve eight lanes at a time. Of the weights these read 128 contiguous bytes. Of the inputs
-    they read 64 bytes of one token and 64 of the next: at the same offset in both rows these would share banks, hence
-    the exchange of halves.
+    Shared memory's 32 banks serve eight lanes at a time, which read 64 bytes of one token and 64 of the next: at the
+    same offset in both rows these would share banks, hence the exchange of halves.
     """
     load_panels = _load_panels_function(dtype, tile.panels)
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
@@ -275,7 +268,7 @@ def _multiply_function(dtype: str, tile: Tile):
 def _load_panels_function(dtype: str, panels: int):
     """load_panels(words, packed, address, lane, half): a lane's weights of half a step, as bfloat16.
 
-    packed: those of the whole step as int8, which the first half loads.
+    packed: the int8 weights of the whole step, which the first half loads.
     """
     half_bytes = STEP_SIZE
 
@@ -301,7 +294,6 @@ def _load_panels_function(dtype: str, panels: int):
 
 @functools.cache
 def _write_sums_function(tile: Tile):
-    """write_sums(shared, totals): write a warp's sums to rows (tokens, features + SUM_PAD)."""
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
     row_size = tile.features + SUM_PAD
 
@@ -322,10 +314,6 @@ def _write_sums_function(tile: Tile):
 
 @functools.cache
 def _store_function(dtype: str, tile: Tile, epilogue: str):
-    """store(target, sums, weights, layer, width, first, count, first_feature): finish a block's sums.
-
-    Lanes take neighboring features, which are neighbors in memory.
-    """
     steps, tile_tokens, tile_features = epilogue_of(dtype, epilogue), tile.tokens, tile.features
     locate, find, finish, read, put = steps.locate, steps.find, steps.finish, steps.read, steps.put
     warps, row_size = tile.warps, tile.features + SUM_PAD

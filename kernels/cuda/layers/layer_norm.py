@@ -1,8 +1,7 @@
 """Layer norm, a warp for each row, with the same bits in every kernel.
 
-A row is held in registers, C / 32 numbers a lane, so that all of it is loaded at once: a round trip to the L2 cache is
-most of the time of a kernel this small. If C is a multiple of 64, as in GPT-2, a lane has pairs of neighbors, which are
-loaded, rounded and stored together.
+A row is held in registers, C / 32 numbers a lane: one round trip to the L2 cache. If C is a multiple of 64, a lane has
+pairs of neighbors.
 """
 
 import functools
@@ -49,10 +48,10 @@ def held_numbers(columns: int) -> int:
 
 @functools.cache
 def row_functions(columns: int):
-    """Return (load_row, normalize_row) for rows of this many columns.
+    """Return (load_row, normalize_row).
 
-    load_row(values, array, start, lane): array[start : start + columns] to registers, zeros after it.
-    normalize_row(values, epsilon, lane): to mean 0 and variance 1.
+    load_row(values, array, start, lane): array[start : start + columns] to registers, zeros after it
+    normalize_row(values, epsilon, lane): to mean 0 and variance 1
     """
     held, is_paired, is_whole = held_numbers(columns), columns % PAIRS == 0, columns % WARP == 0
 
@@ -92,9 +91,8 @@ def row_functions(columns: int):
 def shared_norm_functions(columns: int, threads: int):
     """Return (load_norm, store_scaled) for blocks with a norm's weight and bias in shared memory; columns: 64 n.
 
-    row, weight and bias are shared addresses of bfloat16 and float32.
-    load_norm(weight, bias, weights, layer, thread): begin to copy a layer's NormWeights, by all threads.
-    store_scaled(row, values, weight, bias, lane): scale, round and store a normalized row.
+    load_norm(weight, bias, weights, layer, thread): begin to copy a layer's NormWeights, by all threads
+    store_scaled(row, values, weight, bias, lane): scale, round and store a normalized row
     """
     pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
     turns = -(-columns // (threads * 4))
@@ -132,8 +130,7 @@ def shared_norm_functions(columns: int, threads: int):
 def layer_norm_kernel(dtype: str, columns: int):
     """layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind).
 
-    normed (n, padded columns) = layer norm of x[rows[i]] (columns,) by weight and bias (layers, columns), for the first
-    sizes[row_kind] rows; padding stays as it is. NORM_WARPS rows in a block of NORM_WARPS * WARP threads.
+    normed (n, padded columns) = layer norm of x[rows[i]] for the first sizes[row_kind] rows. Grid: n / NORM_WARPS.
     """
     held, store_row = held_numbers(columns), _store_row_function(dtype, columns)
     load_row, normalize_row = row_functions(columns)
@@ -159,7 +156,6 @@ def layer_norm_kernel(dtype: str, columns: int):
 
 
 def _store_row_function(dtype: str, columns: int):
-    """store_row(normed, start, values, lane): normed[start:] in the dtype of activations."""
     held, is_paired = held_numbers(columns), columns % PAIRS == 0
     is_float32 = dtype == "float32"
 

@@ -64,12 +64,10 @@ def fused_shared_bytes(num_steps: int) -> int:
 
 @functools.cache
 def linear_kernel(dtype: str, tiles: int, epilogue: str):
-    """linear(target, inputs, weights, layer, width, sizes, row_kind): a Weights applied to rows of inputs.
+    """linear(target, inputs, weights, layer, width, sizes, row_kind): a Weights applied to n rows of inputs.
 
-    dtype: of the weights. tiles: of 16 tokens, that a block multiplies. inputs (n, num_steps * STEP), in the dtype of
-    activations; n is sizes[row_kind]. epilogue: ADD to target (n, width) float32; LOGITS: write target (n, width)
-    float32, without a bias; QKV: target is Heads; an activation: write target (n, width), in the dtype of activations.
-    Grid (num_panels, ceil(n / (tiles * ROW_TILE))), LINEAR_THREADS threads.
+    tiles: of 16 tokens, that a block multiplies. inputs (n, num_steps * STEP); n is sizes[row_kind]. target: (n,
+    width), or Heads for QKV. Grid (num_panels, ceil(n / (tiles * ROW_TILE))), LINEAR_THREADS threads.
     """
     # ADD has the fewest features, and the most of K in c_proj of the MLP.
     has_few_blocks = epilogue == ADD and tiles == 1
@@ -145,7 +143,6 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
 
 @device_function
 def first_weight(weights, layer, panel):
-    """Return the index of a panel's first weight."""
     return (int64(layer) * weights.num_panels + panel) * weights.num_steps * int32(STEP_SIZE)
 
 
@@ -153,11 +150,13 @@ def first_weight(weights, layer, panel):
 def _store_functions(dtype: str, tiles: int, epilogue: str):
     """Return (locate_own, find_own, store).
 
-    locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes. If registers
-        suffice, it is loaded before the product: scales and biases have a long latency.
-    find_own(target, layer, width, first, count, place): the index of the thread's one sum and the number it is added
-        to, if there is one tile: loaded before the product, too.
-    store(target, partials, place, own, weights, layer, panel, width, first, count): finish each sum of a block's tiles.
+    locate_own(target, weights, layer, panel): `place` of the one feature whose sums a thread finishes, loaded before
+        the
+        product if registers suffice
+    find_own(target, layer, width, first, count, place): if there is one tile, the index of the thread's sum and the
+        number
+        it is added to, loaded before the product
+    store(target, partials, place, own, weights, layer, panel, width, first, count): finish each sum of a block's tiles
     """
     steps, IS_ONE = epilogue_of(dtype, epilogue), tiles == 1 and dtype != "float32"
     locate, find, finish, read, put = steps

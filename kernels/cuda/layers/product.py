@@ -1,11 +1,10 @@
 """inputs @ weights.T for one panel of weights: the inner loop of every linear layer.
 
-A warp multiplies up to 16 tokens by a panel's 8 features over a segment of K, so that 8 warps share a panel. Decode
-reads each weight once and is limited by memory bandwidth. So a warp's loads of weights are contiguous, 16 bytes a lane,
-and the next steps' are in flight during a product: up to 4 KB for each of 8 warps. 4.3 TB/s over 132 multiprocessors at
-700 ns of latency ask for 23 KB in flight on each; a block has 12 KB if K is 768, so two or three must be resident.
+A warp multiplies up to 16 tokens by a panel's 8 features over a segment of K. Decode reads each weight once and is
+limited by memory bandwidth: loads of weights are contiguous, 16 bytes a lane, and the next steps' are in flight during
+a product. A multiprocessor of an H200 needs 23 KB in flight; a block has 12 KB if K is 768.
 
-Each sum has one order (packing.SEGMENTS), whatever the number of tokens: a token's bits do not depend on its batch.
+Each sum has one order (packing.SEGMENTS): a token's bits do not depend on its batch.
 """
 
 import functools
@@ -35,11 +34,10 @@ WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; 
 def product_function(dtype: str, tiles: int, in_shared: bool = False, has_few_blocks: bool = False):
     """product(partials, words, inputs, first, count, weights, base, num_steps): some tiles of tokens times a panel.
 
-    partials: shared float32 (tiles, SEGMENTS, ROW_TILE, OUT_TILE), of which each warp of a block writes one segment.
-    words: local uint32 (GROUP_STEPS * WORDS[dtype],) with the warp's first weights. inputs (n, num_steps * STEP) in
-    the dtype of activations, of which rows `first` to `count` - 1 are multiplied; the rest of the tiles is undefined.
-    in_shared: inputs is an address of shared memory, with SHARED_PAD numbers after each row. weights[base]: the first
-    number of the panel. has_few_blocks: a warp loads more inputs at once, into registers that no third block needs.
+    partials: shared float32 (tiles, SEGMENTS, ROW_TILE, OUT_TILE); a warp writes one segment. words: local uint32
+    (GROUP_STEPS * WORDS[dtype],) with the first weights. inputs (n, num_steps * STEP), of which rows `first` to `count`
+    - 1 are multiplied. in_shared: inputs is an address of shared memory, with SHARED_PAD numbers after each row.
+    has_few_blocks: a warp loads more inputs at once, into registers that no third block needs.
     """
     if dtype == "float32":
         return _product_float32(tiles)
@@ -53,7 +51,7 @@ def segment_start(segment, num_steps):
 
 @device_function
 def total(partials, tile, index):
-    """Return the sum of all segments of one number, index = token * OUT_TILE + feature, of a tile."""
+    """Return the sum over segments of number index = token * OUT_TILE + feature of a tile."""
     start = tile * int32(SEGMENTS * TILE_SIZE) + index
     value = partials[start]
     for segment in range(int32(1), int32(SEGMENTS)):
@@ -63,7 +61,7 @@ def total(partials, tile, index):
 
 @functools.cache
 def load_group_function(dtype: str):
-    """load_group(words, weights, base, num_steps): load a warp's weights of its first GROUP_STEPS steps."""
+    """load_group(words, weights, base, num_steps): load a warp's first weights."""
     load_ahead = _load_ahead_function(dtype)
 
     def load_group(words, weights, base, num_steps):
@@ -104,7 +102,6 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
 
     @device_function
     def weights_of(words, ahead, half):
-        """Return the 8 weights of a lane in half a step, as bfloat16."""
         if is_int8:
             first = int8_to_bfloat16(words[ahead * 4 + half * 2])
             second = int8_to_bfloat16(words[ahead * 4 + half * 2 + 1])

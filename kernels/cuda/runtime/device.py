@@ -25,7 +25,6 @@ def the_device() -> "Device":
 
 
 def check_device() -> None:
-    """Raise DeviceError if a GPU, its driver or a compiler is missing."""
     the_device()
 
 
@@ -106,10 +105,9 @@ class Device:
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the launches of `run` as a CUDA graph. Return a function that queues the graph.
+        """Capture the launches of `run`, of kernels that have run before. Return a function that queues them.
 
-        `run` does nothing but launch kernels that have run before. In the graph a kernel begins when the kernel before
-        it calls `let_next_kernel_begin`, and must call `wait_for_kernel_before` itself.
+        A kernel begins when the one before calls `let_next_kernel_begin`, and calls `wait_for_kernel_before` itself.
         """
         from cuda.bindings import driver
 
@@ -132,7 +130,7 @@ class Device:
             self._stream.synchronize()
 
     def mark(self) -> Any:
-        """Return a mark in the queue, reached when all work queued so far is done."""
+        """Return a mark that is reached when all queued work is done."""
         with self._lock:
             event = self._cuda.event(timing=True)
             event.record(self._stream)
@@ -144,7 +142,7 @@ class Device:
         return first.elapsed_time(last) / 1e3
 
     def _grant(self, kernel: Any, arguments: tuple, shared_bytes: int) -> None:
-        """Raise the limit of dynamic shared memory. It is 48 KiB minus the kernel's static shared memory."""
+        """Raise the limit of dynamic shared memory, 48 KiB minus the kernel's static shared memory."""
         from cuda.bindings import driver
         from numba import typeof
 
@@ -163,7 +161,7 @@ class Graphs:
     _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
 
     def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Queue the launches of `step`, which are the same for every step of this kind."""
+        """Queue the launches of `step`, the same for every step of this kind."""
         if kind not in self._captured:
             step()
             while len(self._captured) >= MAX_GRAPHS:
@@ -191,7 +189,7 @@ def let_kernels_begin_early(graph: Any) -> None:
 
 
 class CapturedWork:
-    """A CUDA graph; a call queues it. It is destroyed with the last reference."""
+    """A CUDA graph; a call queues it."""
 
     def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
         from cuda.bindings import driver
@@ -215,7 +213,7 @@ def _narrowed(argument: Any) -> Any:
 
 
 def _checked(answer: tuple) -> Any:
-    """Return the result of a driver call, a tuple if it has several values. Raise RuntimeError if it failed."""
+    """Return the values of a driver call. Raise RuntimeError if it failed."""
     error, *values = answer
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")

@@ -28,8 +28,7 @@ COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
 def kernel(function):
     """Compile a kernel for the types of its arguments, once on a machine.
 
-    Arithmetic is strict, except that the compiler may fuse a product and a sum. If two kernels must agree to the bit,
-    both call `cuda.fma`.
+    The compiler may fuse a product and a sum. If two kernels must agree to the bit, both call `cuda.fma`.
     """
     compiled = cuda.jit(function)
     compiled._cache = DiskCache(function)
@@ -44,15 +43,14 @@ def device_function(function):
 class DiskCache:
     """The interface through which numba-cuda loads and saves a compiled kernel.
 
-    numba-cuda's cache looks at a kernel's file alone, and misses a kernel that closes over a function. Here the name
-    of a kernel covers the constants and functions that it closes over, and the folder covers all sources.
+    A kernel's name covers the values that it closes over, which numba-cuda's cache ignores; the folder covers all
+    sources.
     """
 
     def __init__(self, function: Callable):
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        """Return the compiled kernel for arguments of these types, or None."""
         from numba.cuda.dispatcher import _Kernel
 
         kernel = kernel_cache().load(self._name(signature), lambda states: _Kernel._rebuild(**states))
@@ -85,7 +83,6 @@ def describe(function: Callable) -> str:
 
 @functools.cache
 def kernel_cache() -> KernelCache:
-    """Return the cache of this build's kernels."""
     build = [metadata.version(name) for name in COMPILERS], sys.version, __debug__
     return open_cache(f"cuda-{fingerprint(SOURCES, build)}")
 
@@ -133,7 +130,7 @@ def need_compilers() -> None:
 
 
 def release_of_libnvvm() -> tuple[int, int]:
-    """Return the CUDA release of libNVVM, read from compiled PTX: `nvvm.version` is the interface's version."""
+    """Return the CUDA release of libNVVM, from compiled PTX: `nvvm.version` is its interface's."""
     from cuda.bindings import nvvm
     from numba.cuda.cudadrv.nvvm import NVVM
 
@@ -152,7 +149,7 @@ def release_of_libnvvm() -> tuple[int, int]:
 
 
 def _answer_of(ask):
-    """Call a function of a library. Return None if the library is not found."""
+    """Return the answer of a library, or None if it is not found."""
     try:
         return ask()
     except RuntimeError:  # the base class of cuda-pathfinder's error

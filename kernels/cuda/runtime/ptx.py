@@ -1,8 +1,7 @@
-"""What CUDA can do and numba.cuda has no name for, as inline PTX; nothing else knows the compiler so well.
+"""Instructions that numba.cuda lacks, as inline PTX (PTX ISA 9.0, sections 9.7.9, 9.7.13 and 9.7.15).
 
-A bfloat16 is the upper half of a float32; two of them lie in a uint32, the first in the low half. `index` counts
-elements of the array, of whatever size, and what is loaded from there lies on a boundary of 16 bytes.
-PTX ISA 9.0, sections 9.7.9 (data movement), 9.7.13 (atomics), 9.7.15 (mma).
+A bfloat16 is the upper half of a float32; a uint32 holds two, the first in the low half. `index` counts elements;
+16-byte loads are aligned.
 """
 
 from llvmlite import ir
@@ -17,31 +16,31 @@ FOUR_WORDS, TWO_FLOATS = ir.LiteralStructType([INT32] * 4), ir.LiteralStructType
 
 @intrinsic
 def load_weights(typing_context, array, index):
-    """16 bytes as four uint32, of memory that nothing writes to and nobody reads twice.
+    """Return 16 bytes as four uint32, of memory that is read once and not written.
 
-    Not `.nc`, though it might be: the assembler moves such a load behind a wait for what it does not depend on.
+    Not `.nc`: the assembler moves such a load after an unrelated wait.
     """
     return _load_128("ld.global.L1::no_allocate.v4.u32", array, index)
 
 
 @intrinsic
 def load_cached(typing_context, array, index):
-    """16 bytes as four uint32, of memory that nothing writes to meanwhile and other warps of the block may read too.
+    """Return 16 bytes as four uint32, of memory that other warps of the block read, too.
 
-    Not `.nc`: a kernel that begins while the one before still writes must not.
+    Not `.nc`: the kernel before may still write.
     """
     return _load_128("ld.global.v4.u32", array, index)
 
 
 @intrinsic
 def load_global(typing_context, array, index):
-    """16 bytes as four uint32, past the L1 cache: other blocks of the same kernel may have written them."""
+    """Return 16 bytes as four uint32, past the L1 cache, written by other blocks."""
     return _load_128("ld.global.cg.v4.u32", array, index)
 
 
 @intrinsic
 def load_fresh(typing_context, array, index):
-    """array[index], of 32 or 64 bits, as `load_global`. Unlike `cuda.ldcg`, it is loaded anew after each barrier."""
+    """Return array[index], of 32 or 64 bits, past the L1 cache, loaded anew after each barrier."""
     signature = array.dtype(array, index)
 
     def generate(context, builder, signature, arguments):
@@ -57,7 +56,7 @@ def load_fresh(typing_context, array, index):
 
 @intrinsic
 def load_fresh_pair(typing_context, array, index):
-    """array[index] and array[index + 1], float32 on a boundary of 8 bytes, as `load_global`."""
+    """Return two float32 on a boundary of 8 bytes, as `load_fresh`."""
     signature = types.UniTuple(types.float32, 2)(array, index)
 
     def generate(context, builder, signature, arguments):
@@ -70,7 +69,7 @@ def load_fresh_pair(typing_context, array, index):
 
 @intrinsic
 def store_bfloat16_pair(typing_context, array, index, low, high):
-    """array[index] and array[index + 1], uint16 on a boundary of 4 bytes, = two float32, rounded as by the others."""
+    """Round two float32 to array[index] and array[index + 1], uint16 on a boundary of 4 bytes."""
     return _on_element(
         "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; st.global.b32 [$0], h; }",
         types.void(array, index, types.float32, types.float32),
@@ -81,7 +80,7 @@ def store_bfloat16_pair(typing_context, array, index, low, high):
 
 @intrinsic
 def store_bfloat16(typing_context, array, index, value):
-    """array[index], uint16, = the float32 `value`, rounded to the nearest, ties to even."""
+    """Round a float32 to array[index], uint16, ties to even."""
     return _on_element(
         "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }", types.void(array, index, types.float32), FLOAT
     )
@@ -89,7 +88,7 @@ def store_bfloat16(typing_context, array, index, value):
 
 @intrinsic
 def pack_bfloat16(typing_context, low, high):
-    """Two float32 as two bfloat16, rounded to the nearest, ties to even."""
+    """Return two float32 as two bfloat16."""
     signature = types.uint32(types.float32, types.float32)
 
     def generate(context, builder, signature, arguments):
@@ -101,7 +100,6 @@ def pack_bfloat16(typing_context, low, high):
 
 @intrinsic
 def bits_to_float32(typing_context, bits):
-    """The float32 of these 32 bits."""
     signature = types.float32(types.uint32)
 
     def generate(context, builder, signature, arguments):
@@ -112,7 +110,6 @@ def bits_to_float32(typing_context, bits):
 
 @intrinsic
 def float32_to_bits(typing_context, value):
-    """The 32 bits of a float32."""
     signature = types.uint32(types.float32)
 
     def generate(context, builder, signature, arguments):
@@ -123,7 +120,7 @@ def float32_to_bits(typing_context, value):
 
 @intrinsic
 def rounded_product(typing_context, a, b):
-    """The product of two float32 as a float32: it is not made one with a sum that takes it."""
+    """Return the product of two float32, never fused with a sum."""
     signature = types.float32(types.float32, types.float32)
 
     def generate(context, builder, signature, arguments):
@@ -134,7 +131,7 @@ def rounded_product(typing_context, a, b):
 
 @intrinsic
 def int8_to_bfloat16(typing_context, word):
-    """Four int8 as two pairs of bfloat16, exactly."""
+    """Return four int8 as two pairs of bfloat16, exactly."""
     signature = types.UniTuple(types.uint32, 2)(types.uint32)
 
     def generate(context, builder, signature, arguments):
@@ -154,7 +151,7 @@ def int8_to_bfloat16(typing_context, word):
 
 @intrinsic
 def mma_bfloat16(typing_context, a, b, c):
-    """A warp's product of bfloat16: c (16, 8) float32 + a (16, 16) @ b (16, 8). Returns the new c.
+    """Return c (16, 8) float32 + a (16, 16) @ b (16, 8) of bfloat16, by a warp.
 
     Lane 4 g + q holds, a pair in each uint32,
         a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
@@ -180,7 +177,7 @@ def mma_bfloat16(typing_context, a, b, c):
 
 @intrinsic
 def shared_address(typing_context, array):
-    """Where a shared array begins, for the functions that take an address of shared memory, in bytes."""
+    """Return the address of a shared array, in bytes."""
     signature = types.uint32(array)
 
     def generate(context, builder, signature, arguments):
@@ -193,7 +190,7 @@ def shared_address(typing_context, array):
 
 @intrinsic
 def load_shared(typing_context, address):
-    """16 bytes of shared memory as four uint32."""
+    """Return 16 bytes of shared memory as four uint32."""
     signature = types.UniTuple(types.uint32, 4)(types.uint32)
 
     def generate(context, builder, signature, arguments):
@@ -206,7 +203,7 @@ def load_shared(typing_context, address):
 
 @intrinsic
 def load_shared_pair(typing_context, address):
-    """8 bytes of shared memory as two float32."""
+    """Return 8 bytes of shared memory as two float32."""
     signature = types.UniTuple(types.float32, 2)(types.uint32)
 
     def generate(context, builder, signature, arguments):
@@ -218,7 +215,7 @@ def load_shared_pair(typing_context, address):
 
 @intrinsic
 def store_shared(typing_context, address, word):
-    """4 bytes of shared memory = a uint32."""
+    """Store a uint32 to shared memory."""
     signature = types.void(types.uint32, types.uint32)
 
     def generate(context, builder, signature, arguments):
@@ -230,7 +227,7 @@ def store_shared(typing_context, address, word):
 
 @intrinsic
 def copy_async(typing_context, address, array, index):
-    """Begin to copy 16 bytes of array[index:] to an address of shared memory."""
+    """Begin to copy 16 bytes of array[index:] to shared memory."""
     signature = types.void(types.uint32, array, index)
 
     def generate(context, builder, signature, arguments):
@@ -244,13 +241,13 @@ def copy_async(typing_context, address, array, index):
 
 @intrinsic
 def commit_copies(typing_context):
-    """Make one group of the copies that this thread has begun since the last group."""
+    """Group this thread's copies since the last group."""
     return _statement("cp.async.commit_group;")
 
 
 @intrinsic
 def wait_for_copies(typing_context, pending):
-    """Wait until at most `pending` (a literal number) of this thread's groups of copies are still under way."""
+    """Wait until at most `pending` (a literal) of this thread's groups are in flight."""
     count = pending.literal_value if isinstance(pending, types.IntegerLiteral) else None
     if count is None:
         return None
@@ -259,31 +256,31 @@ def wait_for_copies(typing_context, pending):
 
 @intrinsic
 def let_next_kernel_begin(typing_context):
-    """Let the next kernel of a graph have what room there is. It goes on as far as `wait_for_kernel_before`."""
+    """Let the next kernel of a graph run up to its `wait_for_kernel_before`."""
     return _statement("griddepcontrol.launch_dependents;")
 
 
 @intrinsic
 def wait_for_kernel_before(typing_context):
-    """Wait for all that the kernel before has written, and so for all before it. Nothing may be written earlier."""
+    """Wait for all that earlier kernels have written. Write nothing before."""
     return _statement("griddepcontrol.wait;")
 
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Have the 128 bytes around array[index] brought into the L2 cache."""
+    """Prefetch the 128 bytes around array[index] into the L2 cache."""
     return _on_element("prefetch.global.L2 [$0];", types.void(array, index))
 
 
 @intrinsic
 def prefetch_run(typing_context, array, index, size):
-    """Have `size` bytes (16 n) from array[index] on brought into the L2 cache; one thread asks for all of them."""
+    """Prefetch `size` bytes (16 n) from array[index] into the L2 cache; one thread is enough."""
     return _on_element("cp.async.bulk.prefetch.L2.global [$0], $1;", types.void(array, index, types.int32), INT32)
 
 
 @intrinsic
 def arrive(typing_context, array, index):
-    """Count array[index], uint32, up by 1, after all that this thread has written; what it was before."""
+    """Count array[index], uint32, up by 1 after all writes of this thread. Return its value before."""
     return _on_element("atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;", types.uint32(array, index))
 
 
@@ -309,9 +306,9 @@ def _statement(asm: str, *argument_types):
 
 
 def _on_element(asm: str, signature, *kinds: ir.Type):
-    """An instruction on the element that the first two arguments name; others follow it, of these LLVM types.
+    """Return an instruction on the element of the first two arguments; `kinds` are the types of the others.
 
-    Operands are numbered from the result on, a uint32, where there is one.
+    Operands are numbered from the result on, a uint32, if there is one.
     """
     has_result = signature.return_type == types.uint32
     letters = ["=r"] * has_result + ["l", *("f" if kind is FLOAT else "r" for kind in kinds), "~{memory}"]
@@ -326,14 +323,14 @@ def _on_element(asm: str, signature, *kinds: ir.Type):
 
 
 def _address(context, builder, signature, arguments, first: int = 0):
-    """Of arguments[first][arguments[first + 1]], an element of global memory."""
+    """Return the address of arguments[first][arguments[first + 1]] in global memory."""
     array = context.make_array(signature.args[first])(context, builder, value=arguments[first])
     index = context.cast(builder, arguments[first + 1], signature.args[first + 1], types.intp)
     return builder.ptrtoint(builder.gep(array.data, [index]), INT64)
 
 
 def _call(builder, result, given, asm: str, constraints: str, values, side_effect=False, is_convergent=False):
-    """is_convergent: all lanes of a warp take part, so that it may not be moved to where only some of them come."""
+    """Call inline assembly. is_convergent: all lanes take part, so LLVM may not move it into a branch."""
     function = ir.InlineAsm(ir.FunctionType(result, given), asm, constraints, side_effect)
     return builder.call(function, values, attrs=("convergent",) if is_convergent else ())
 

@@ -1,6 +1,6 @@
-"""The kernels that choose tokens: the greatest logit of each row, and a draw after temperature, top-k, top-p, min-p.
+"""The kernels that choose tokens: the greatest logit, and a draw after temperature, top-k, top-p and min-p.
 
-The reference's sampling.py specifies the result. A filter sets the scores that it removes to -inf.
+A filter sets the scores that it removes to -inf.
 """
 
 import math
@@ -46,17 +46,14 @@ UNUSED_BITS = 11  # a float64 in [0, 1) has 53
 
 @kernel
 def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
-    """Write each row's token of the greatest logit, ties to the lowest id.
+    """Write each row's token of the greatest logit, ties to the lowest id; -1 if it is NaN or infinite.
 
-    -1 for a row with NaN or +inf, or of nothing but -inf. Grid: (slices of a row, R). The last block of a row to
-    arrive merges the slices.
-
-    Args:
-        logits: (any, V) float32
-        rows: (R,) int32, indices of rows of logits; a negative one leaves its token as it is
-        keys: (R, slices) int64, of any content
-        arrivals: (R,) uint32, 0 before and after
-        token_ids: (R,) int32
+    Grid: (slices of a row, R). The last block of a row to arrive merges the slices.
+    logits: (any, V) float32
+    rows: (R,) int32, indices of rows of logits; a negative one leaves its token as it is
+    keys: (R, slices) int64, of any content
+    arrivals: (R,) uint32, 0 before and after
+    token_ids: (R,) int32
     """
     let_next_kernel_begin()
     piece, pieces, r = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), int32(cuda.blockIdx.y)
@@ -107,16 +104,12 @@ def _token_of(key):
 def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, positions, scores, ids, token_ids):
     """Draw a token for each row with a temperature above 0, after `take_greatest`.
 
-    Grid: R, of 64 to DRAW_THREADS threads.
-
-    Args:
-        logits: (any, V) float32
-        rows: (R,) int32, indices of rows of logits; a negative one leaves its token as it is
-        settings: (R, NUM_SETTINGS) float64
-        seeds, sample_indices: (R,) uint64
-        positions: (R,) int32, the position in the sequence that the drawn token gets
-        scores, ids: (R, V) float32 and int32, of any content
-        token_ids: (R,) int32, the greatest logit's before; -1 after if no score is finite, divided by the temperature
+    Grid: R, of 64 to DRAW_THREADS threads. Arguments as above, and
+    settings: (R, NUM_SETTINGS) float64
+    seeds, sample_indices: (R,) uint64
+    positions: (R,) int32, the position in the sequence that the drawn token gets
+    scores, ids: (R, V) float32 and int32, of any content
+    token_ids: (R,) int32, the greatest logit's before; -1 after if no score is finite, divided by the temperature
     """
     let_next_kernel_begin()
     wait_for_kernel_before()
@@ -152,10 +145,7 @@ def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, posit
 
 @device_function
 def _filter_row(row, greatest, settings, first):
-    """Apply the filters of settings[first:]. The greatest score always stays.
-
-    A loop over the filters, as each call is inlined.
-    """
+    """Apply the filters of settings[first:], in a loop, as each call is inlined. The greatest score stays."""
     for field in range(TOP_K, NUM_SETTINGS):
         setting = settings[first + field]
         if not _is_on(field, setting, row.size):
@@ -196,7 +186,6 @@ def _total_weight(row, greatest):
 
 @device_function
 def _keep_from(row, border, first_tie):
-    """Keep scores above the border, and scores at it from id `first_tie` on."""
     cuda.syncthreads()
     for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
         score = row.scores[row.start + i]
@@ -207,7 +196,6 @@ def _keep_from(row, border, first_tie):
 
 @device_function
 def _cut_off(row, greatest, inverse_total, threshold):
-    """Keep tokens as probable as the threshold, and the most probable ones."""
     for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
         score = row.scores[row.start + i]
         if float32(-math.inf) < score < greatest and probability_of(score, greatest, inverse_total) < threshold:

@@ -1,7 +1,4 @@
-"""The kernel of logit bias and penalties; the reference's `process_row` specifies the result.
-
-It touches only tokens that are named or in the history, so a row costs as much as its history is long.
-"""
+"""The kernel of logit bias and penalties, which touches named tokens and the history's alone."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +28,7 @@ class ProcessorArrays(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The V scores of one row, logits[start:], and V counts, counts[counts_start:], which are 0 between uses."""
+    """V scores of one row, logits[start:], and V counts from counts_start, 0 between uses."""
 
     logits: Any
     start: int
@@ -60,8 +57,9 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
 def process_rows(logits, vocab_size, processors, counts):
     """Add biases and apply penalties to rows of logits (any, V) float32, in place.
 
-    Grid: P. counts: (P, V) int32, 0 before and after. A block counts a row's tokens in device memory and takes each
-    count back as it uses it: two passes over the history, in place of a comparison of each token with each other.
+    Grid: P. counts: (P, V) int32, 0 before and after. A block counts a row's tokens and takes each count back as it
+    uses
+    it: two passes over the history.
     """
     p = int32(cuda.blockIdx.x)
     a = processors

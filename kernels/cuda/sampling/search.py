@@ -1,8 +1,7 @@
 """Search in a row of scores by one block, without a sort.
 
-Masses are integers: their sum does not depend on the order, so threads add them to shared memory as they come. A
-probability is counted in units of 2**-62, exact above 2**-39. The weight of a token in a draw is its probability
-relative to the greatest one, in units so small that no sum exceeds 2**63.
+Masses are integers, whose sum does not depend on the order. A probability is counted in units of 2**-62; the weight of
+a token in a draw is relative to the greatest, in units so small that no sum exceeds 2**63.
 """
 
 import math
@@ -59,7 +58,7 @@ def value_of(key):
 
 @device_function
 def multiply_high(x, y):
-    """Return the upper 64 bits of x * y, from products of 32-bit halves."""
+    """Return the upper 64 bits of x * y."""
     low, bits = uint64(LOW_HALF), uint64(HALF_BITS)
     x_low, x_high, y_low, y_high = x & low, x >> bits, y & low, y >> bits
     middle = x_high * y_low + (x_low * y_low >> bits)
@@ -100,13 +99,11 @@ def least_mass_above(bound):
 
 @device_function
 def find_border(row, greatest, inverse_total, goal):
-    """Find the first score, from the greatest down, at which the sum of masses reaches `goal`.
+    """Return the first score, from the greatest down, at which the sum of masses reaches `goal`; -inf if none does.
 
     goal: if 0 or less, the sum of all masses is added to it; it is then at least 1.
-    inverse_total: see `mass_of`
-
-    Return the score (-inf if the sum never reaches the goal), the goal, and the sums of masses above the score and at
-    it. Buckets narrow the search down first, then the digits of keys.
+    Return with it the goal, and the sums of masses above the score and at it. Buckets narrow the search, then key
+    digits.
     """
     _clear(row.shared, BUCKETS)
     thread, threads = int32(cuda.threadIdx.x), int32(cuda.blockDim.x)
@@ -138,7 +135,7 @@ def _bucket_of(greatest, score):
 
 @device_function
 def _gather(row, greatest, bucket):
-    """Write the ids of a bucket to row.ids, in no order. Return their number."""
+    """Write the ids of a bucket to row.ids, in any order. Return their number."""
     counter = row.shared.counter
     if cuda.threadIdx.x == 0:
         counter[0] = 0
@@ -160,7 +157,7 @@ def _clear(shared, size):
 
 @device_function
 def _add_mass(shared, bucket, mass):
-    """Add a mass to a bucket as two 32-bit sums: shared memory adds these faster than one of 64 bits."""
+    """Add a mass to a bucket as two 32-bit sums, which shared memory adds faster than one of 64."""
     added, carry = uint32(mass), uint32(mass >> int64(32))
     if uint32(cuda.atomic.add(shared.low, bucket, added) + added) < added:
         carry = uint32(carry + uint32(1))
@@ -170,7 +167,7 @@ def _add_mass(shared, bucket, mass):
 
 @device_function
 def _find_bucket(shared, size, above, goal):
-    """Return the first bucket at which the sum, `above` included, reaches the goal; `size` if none does.
+    """Return the first bucket at which the sum, with `above`, reaches the goal; `size` if none does.
 
     Return with it the goal as in `find_border`, and the sums above the bucket and in it.
     """
@@ -217,7 +214,7 @@ def find_drawn(row, greatest, fraction):
 
 @device_function
 def _first_passing(row, score, scale, goal, fraction):
-    """Find the strip in which the sum exceeds the goal, then a strip of it, down to the 32 tokens of a warp."""
+    """Find the strip in which the sum exceeds the goal, then a strip of it, down to the tokens of a warp."""
     strips, found = row.shared.strips, row.shared.found
     begin, end, is_first = int32(0), int32(row.size), True
     while is_first or end - begin > WARP:
@@ -261,7 +258,6 @@ def _sum_strips(row, score, scale, begin, end):
 
 @device_function
 def _strip_length(count):
-    """Return a multiple of 32 tokens."""
     return int32((count + int32(cuda.blockDim.x) - 1) // int32(cuda.blockDim.x) * WARP)
 
 
