@@ -24,10 +24,9 @@ import numba
 import numpy as np
 
 WARP = 32
-WARP_OPERATIONS = {"syncwarp", "ballot_sync", "mma_bfloat16"}
-WARP_OPERATIONS |= {"shfl_sync", "shfl_xor_sync", "shfl_down_sync", "shfl_up_sync"}
-BLOCK_OPERATIONS = {"syncthreads", "syncthreads_or", "syncthreads_and", "syncthreads_count"}
-WAITING = WARP_OPERATIONS | BLOCK_OPERATIONS
+WARP_OPERATIONS = {"syncwarp", "mma_bfloat16", "shfl_sync", "shfl_xor_sync", "shfl_up_sync"}
+WAITING = WARP_OPERATIONS | {"syncthreads"}
+INTRINSICS: dict[str, Callable] = {}  # stand-ins for the intrinsics of ptx.py that do not wait
 
 
 class Dimensions:
@@ -147,8 +146,6 @@ class Cuda:
         self.current: Thread | None = None
         self.atomic = types.SimpleNamespace(
             add=self._atomic(lambda old, value: old + value),
-            max=self._atomic(max),
-            min=self._atomic(min),
             exch=self._atomic(lambda old, value: value),
         )
         self.local = types.SimpleNamespace(array=lambda shape, dtype: _local_array(shape, dtype))
@@ -157,7 +154,6 @@ class Cuda:
     blockIdx = property(lambda self: self.current.block.index)
     blockDim = property(lambda self: self.current.block.launch.threads)
     gridDim = property(lambda self: self.current.block.launch.grid)
-    laneid = property(lambda self: self.current.lane)
 
     def shared_array(self, site, shape, dtype, alignment=0):
         return self.current.block.shared_array(site, shape, dtype, alignment)
@@ -166,21 +162,6 @@ class Cuda:
         if isinstance(a, np.float64):
             return np.float64(a * b + c)
         return np.float32(float(a) * float(b) + float(c))
-
-    def ldcg(self, array, index):
-        return array[index]
-
-    def stcg(self, array, index, value):
-        array[index] = value
-
-    def popc(self, value):
-        return int(value).bit_count()
-
-    def threadfence(self):
-        pass
-
-    def nanosleep(self, nanoseconds):
-        pass
 
     def _atomic(self, operation):
         def change(array, index, value):
@@ -332,25 +313,10 @@ def _shuffle(source: Callable[[int, int], int]) -> Callable[[list[Thread]], None
     return operate
 
 
-def _ballot(members: list[Thread]) -> None:
-    votes = sum(1 << thread.lane for thread in members if thread.operation[2])
-    for thread in members:
-        thread.answer = votes
-
-
-def _vote(decide: Callable[[list], int]) -> Callable[[list[Thread]], None]:
-    def operate(members: list[Thread]) -> None:
-        answer = decide([bool(thread.operation[1]) for thread in members])
-        for thread in members:
-            thread.answer = int(answer)
-
-    return operate
-
-
 def _multiply(members: list[Thread]) -> None:
     """mma.m16n8k16 of bfloat16: ptx.py says which lane holds what, lane 4 g + q in group g of 8 and quad q of 4."""
     assert len(members) == WARP, "a product of a warp needs all its lanes"
-    members = sorted(members, key=_lane)
+    members = sorted(members, key=operator.attrgetter("lane"))
     of_a, of_b, of_c = zip(*(thread.operation[1:] for thread in members), strict=True)
     a = _pairs(of_a).reshape(8, 4, 2, 2, 2).transpose(3, 0, 2, 1, 4).reshape(16, 16)  # (M, K)
     b = _pairs(of_b).reshape(8, 4, 2, 2).transpose(2, 1, 3, 0).reshape(16, 8)  # (K, N)
@@ -359,9 +325,6 @@ def _multiply(members: list[Thread]) -> None:
     answers = result.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP, 4)
     for thread, answer in zip(members, answers, strict=True):
         thread.answer = tuple(answer)
-
-
-_lane = operator.attrgetter("lane")
 
 
 def _pairs(words: Sequence[Sequence[int]]) -> np.ndarray:
@@ -374,95 +337,109 @@ OPERATIONS = {
     **dict.fromkeys(("syncthreads", "syncwarp"), _no_answer),
     "shfl_xor_sync": _shuffle(lambda lane, mask: lane ^ mask),
     "shfl_sync": _shuffle(lambda lane, source: source),
-    "shfl_down_sync": _shuffle(lambda lane, count: lane + count),
     "shfl_up_sync": _shuffle(lambda lane, count: lane - count),
-    "ballot_sync": _ballot,
-    "syncthreads_or": _vote(any),
-    "syncthreads_and": _vote(all),
-    "syncthreads_count": _vote(sum),
     "mma_bfloat16": _multiply,
 }
 
 
-# What stands for the intrinsics of ptx.py that wait for nobody.
+def intrinsic(function: Callable) -> Callable:
+    INTRINSICS[function.__name__] = function
+    return function
 
 
+@intrinsic
 def load_weights(array: GlobalArray, index):
     return tuple(array.words(index))
 
 
-load_global = load_cached = load_weights
+INTRINSICS["load_global"] = INTRINSICS["load_cached"] = load_weights
 
 
+@intrinsic
 def load_fresh(array: GlobalArray, index):
     return array[index]
 
 
+@intrinsic
 def load_fresh_pair(array: GlobalArray, index):
     assert index % 2 == 0, f"8 bytes at index {index} are not on their boundary"
     return array[index], array[index + 1]
 
 
+@intrinsic
 def let_next_kernel_begin():
     pass
 
 
+@intrinsic
 def wait_for_kernel_before():
     cuda.current.has_waited = True
     if cuda.current.block.launch.touched:
         cuda.current.block.launch.touched.has_waited = True
 
 
+@intrinsic
 def store_bfloat16(array: GlobalArray, index, value):
     array[index] = pack_bfloat16(value, np.float32(0)) & 0xFFFF
 
 
+@intrinsic
 def store_bfloat16_pair(array: GlobalArray, index, low, high):
     assert index % 2 == 0, f"4 bytes at index {index} are not on their boundary"
     store_bfloat16(array, index, low)
     store_bfloat16(array, index + 1, high)
 
 
+@intrinsic
 def pack_bfloat16(low, high):
     return np.uint32(int(_rounded(low)) | int(_rounded(high)) << 16)
 
 
+@intrinsic
 def bits_to_float32(bits):
     return (bits if isinstance(bits, np.uint32) else np.uint32(bits)).view(np.float32)
 
 
+@intrinsic
 def float32_to_bits(value):
     return np.float32(value).view(np.uint32)
 
 
+@intrinsic
 def rounded_product(a, b):
     return np.float32(a) * np.float32(b)
 
 
+@intrinsic
 def int8_to_bfloat16(word):
     one, two, three, four = (_BFLOAT16_OF_INT8[byte] for byte in int(word).to_bytes(4, "little"))
     return np.uint32(one | two << 16), np.uint32(three | four << 16)
 
 
+@intrinsic
 def shared_address(array: np.ndarray) -> int:
     return cuda.current.block.address_of(array)
 
 
+@intrinsic
 def load_shared(address):
     assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
     return tuple(cuda.current.block.arena[address : address + 16].view(np.uint32))
 
 
+@intrinsic
 def load_shared_pair(address):
     assert address % 8 == 0, f"8 bytes at address {address} are not on their boundary"
     return tuple(cuda.current.block.arena[address : address + 8].view(np.float32))
 
 
+@intrinsic
 def store_shared(address, word):
     assert address % 4 == 0, f"4 bytes at address {address} are not on their boundary"
     cuda.current.block.arena[address : address + 4].view(np.uint32)[0] = word
 
 
+@intrinsic
 def copy_async(address, array: GlobalArray, index):
     assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
     arena, words = cuda.current.block.arena, array.words(index)
@@ -471,10 +448,12 @@ def copy_async(address, array: GlobalArray, index):
     )
 
 
+@intrinsic
 def commit_copies():
     cuda.current.copies.append([])
 
 
+@intrinsic
 def wait_for_copies(pending):
     copies = cuda.current.copies
     while len(copies) - 1 > pending:
@@ -482,66 +461,37 @@ def wait_for_copies(pending):
             copy()
 
 
+@intrinsic
 def prefetch(array: GlobalArray, index):
     array.need(index)
 
 
+@intrinsic
 def prefetch_run(array: GlobalArray, index, size):
     assert size % 16 == 0, f"{size} bytes are not 16 n"
     assert index * array.values.itemsize % 16 == 0, f"a run at index {index} is not on a boundary of 16 bytes"
     array.need(index, int(size) // array.values.itemsize)
 
 
+@intrinsic
 def arrive(array: GlobalArray, index):
     old = array[index]
     array[index] = old + np.uint32(1)
     return old
 
 
-INTRINSICS = {
-    function.__name__: function
-    for function in (
-        load_weights,
-        load_fresh,
-        load_fresh_pair,
-        let_next_kernel_begin,
-        wait_for_kernel_before,
-        store_bfloat16,
-        store_bfloat16_pair,
-        pack_bfloat16,
-        bits_to_float32,
-        float32_to_bits,
-        rounded_product,
-        int8_to_bfloat16,
-        shared_address,
-        load_shared,
-        load_shared_pair,
-        store_shared,
-        copy_async,
-        commit_copies,
-        wait_for_copies,
-        prefetch,
-        prefetch_run,
-        arrive,
-    )
-} | {"load_global": load_global, "load_cached": load_cached}
-
-
 class _Math:
     """`math` for numbers of NumPy: the result has the argument's precision, and nothing overflows into an error."""
 
-    pi, inf, nan = math.pi, math.inf, math.nan
+    inf = math.inf
 
     def __getattr__(self, name: str):
-        numpy_name = {"fabs": "abs"}.get(name, name)
         if name == "erf":
             return lambda x: type(x)(math.erf(x))
-        if name == "isnan":
-            return lambda x: bool(np.isnan(x))
-        return lambda x: getattr(np, numpy_name)(x)
+        return lambda x: getattr(np, name)(x)
 
 
-# Numba's types in a kernel: they convert, and their names are those of an array's types.
+# Numba's types in a kernel convert, and their names are those of an array's types.
 def int32(value):
     return int(value)
 
@@ -584,11 +534,9 @@ def _stand_in(name: str, value: Any) -> Any:
         return NUMBERS[TYPES[value]]
     if hasattr(value, "py_func"):
         return _simulated(value.py_func)
-    intrinsic = getattr(value, "_name", None) or getattr(value, "__name__", None)
     if type(value).__name__ == "_Intrinsic" or type(value).__module__.endswith("extending"):
-        if intrinsic in WAITING:
-            return value  # the rewriter knows it by its name
-        return INTRINSICS[intrinsic]
+        called = getattr(value, "_name", None) or value.__name__
+        return value if called in WAITING else INTRINSICS[called]  # the rewriter knows a waiting one by its name
     return value
 
 

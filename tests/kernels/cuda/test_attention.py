@@ -1,6 +1,6 @@
-"""The attention kernels of CUDA in the simulator, around the borders of chunks and tiles, and what they compile to.
+"""CUDA attention in the simulator, around the borders of key blocks and tiles, and its registers.
 
-Caches are NaN wherever a step has no business: in other rows and layers, and after the last position of a sequence.
+Caches are NaN in other slots and layers, and after the last position of a sequence.
 """
 
 import itertools
@@ -28,7 +28,7 @@ TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8}
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence: q, k and v of all its positions, (T, H, D) float32, as exact as the dtype keeps them."""
+    """One sequence: q, k and v of all its positions, (T, H, D) float32, rounded to the dtype."""
 
     q: np.ndarray
     k: np.ndarray
@@ -70,7 +70,7 @@ class Attention:
         return values if self.dtype == "float32" else from_bits(bfloat16_bits(values))
 
     def stored(self, values: np.ndarray) -> np.ndarray:
-        """With the dims padded with 0, in the memory of the dtype."""
+        """Return values in the dtype, with dims padded with 0."""
         padding = [(0, 0)] * (values.ndim - 1) + [(0, self.padded_size - self.size)]
         values = np.pad(values, padding)
         return values if self.dtype == "float32" else (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -82,13 +82,13 @@ class Attention:
         for tokens, _, stop in step:
             k_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.k[:stop]).swapaxes(0, 1)
             v_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.v[:stop]).swapaxes(0, 1)
-        if self.dtype == "bfloat16":  # neighbouring positions side by side
+        if self.dtype == "bfloat16":  # neighboring positions interleaved
             pairs = v_cache.reshape(*shape[:3], -1, 2, self.padded_size)
             v_cache = np.ascontiguousarray(pairs.swapaxes(-1, -2))
         return k_cache.ravel(), v_cache.ravel()
 
     def inputs(self, step):
-        """The arguments that both ways of attending begin with, then positions and token_slots."""
+        """Return the arguments that both kernels share, then positions and token_slots."""
         q = np.concatenate([self.stored(tokens.q[start:stop]) for tokens, start, stop in step])
         positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in step])
         token_slots = np.concatenate([np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step])
@@ -98,7 +98,7 @@ class Attention:
         return unwritten(count * self.width, dtype=np.float32 if self.dtype == "float32" else np.uint16)
 
     def result(self, attended: np.ndarray) -> np.ndarray:
-        """(N, H, D) float32, once it is known that nothing else was written."""
+        """Return (N, H, D) float32. Assert that nothing else was written."""
         attended = attended if self.dtype == "float32" else from_bits(attended)
         attended, used = attended.reshape(-1, self.width), self.heads * self.size
         assert np.isnan(attended[:, used:]).all()
@@ -107,13 +107,13 @@ class Attention:
     def decode(self, step, surplus: int = 0, threads: int = 64) -> np.ndarray:
         """Each of the step's runs is one token; `surplus` more tokens are launched than there are."""
         q, k_cache, v_cache, layer, rows, length, *where = self.inputs(step)
-        count, max_chunks, warps = len(step) + surplus, self.positions // KEY_BLOCK, threads // 32
+        count, max_blocks, warps = len(step) + surplus, self.positions // KEY_BLOCK, threads // 32
         sizes = np.array([len(step)], np.int32)
-        partials = unwritten(count * self.heads * max_chunks * (2 + self.padded_size))
+        partials = unwritten(count * self.heads * max_blocks * (2 + self.padded_size))
         attended, merges = self.unwritten_result(count), np.zeros(count * self.heads, np.int32)
-        grid = (-(-max_chunks // warps), self.heads, count)
+        grid = (-(-max_blocks // warps), self.heads, count)
         given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
-        given = (*given, self.heads, self.size, self.width, self.scale, max_chunks)
+        given = (*given, self.heads, self.size, self.width, self.scale, max_blocks)
         simulate(attend_decode_kernel(self.padded_size, self.dtype), grid, threads, *given)
         assert not merges.any()  # the next step counts from 0
         result = self.result(attended)
@@ -183,17 +183,10 @@ def test_decode(heads, size, dtype):
     ("heads", "size", "dtype"), [(2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")]
 )
 def test_a_mixed_step(heads, size, dtype):
-    """Whole prompts, the end of one, and single tokens, beside each other."""
+    """Whole prompts, the end of one, and single tokens."""
     attention = Attention(dtype, heads, size)
     lengths, starts = (1, 5, 64, 65, 130), (0, 0, 63, 62, 126)
     step = [(t, start, len(t.q)) for t, start in zip(attention.sequences(lengths), starts, strict=True)]
-    attention.check(attention.prefill(step), step)
-
-
-@pytest.mark.parametrize("size", [16, 64])
-def test_whole_prompts_by_products_of_warps(size):
-    attention = Attention("bfloat16", 1, size)
-    step = [(tokens, 0, len(tokens.q)) for tokens in attention.sequences(LENGTHS)]
     attention.check(attention.prefill(step), step)
 
 
@@ -228,15 +221,6 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, start, cuts):
     same_bits(np.concatenate(parts), attention.prefill([(tokens, start, len(tokens.q))]))
 
 
-def test_a_query_has_the_same_bits_in_any_tile():
-    attention = Attention("bfloat16", 1, 16)
-    (tokens,) = attention.sequences([70])
-    step = [(tokens, 0, 70)]
-    expected = attention.prefill(step)
-    for tiles in ([0, 0, 7, 70, 70], [0, 64, 65, 66, 70], [0, 15, 31, 48, 70]):
-        same_bits(attention.prefill(step, tiles), expected)
-
-
 @DTYPES
 def test_a_sequence_of_nan_spoils_itself_alone(dtype):
     attention = Attention(dtype, 2, 16)
@@ -255,8 +239,8 @@ def test_a_sequence_of_nan_spoils_itself_alone(dtype):
         same_bits(after, before)
 
 
-def test_what_a_later_chunk_holds_reaches_no_query_before_it():
-    """Of a warp's 16 queries, 8 are before the chunk's border."""
+def test_values_of_a_later_block_reach_no_query_before_it():
+    """Of a warp's 16 queries, 8 are before the block's border."""
     attention = Attention("bfloat16", 1, 16)
     (tokens,) = attention.sequences([70])
     expected = attention.prefill([(tokens, 56, 70)])
@@ -278,7 +262,7 @@ def test_a_nan_among_finite_keys_shows(dtype):
 
 @DTYPES
 def test_later_scores_dwarf_earlier_ones(dtype):
-    """The maximum rises by 1e4 at a chunk's border: what came before has weight 0. Later it may fall as much."""
+    """The maximum rises by 1e4 at a block's border: earlier keys have weight 0. Later it may fall as much."""
     attention = Attention(dtype, 1, 16)
     (tokens,) = attention.sequences([130])
     tokens.q[...], tokens.k[...] = 50, -50
@@ -298,13 +282,12 @@ NUMBERS, TABLE, SCALE = (1, 1, 1), np.zeros(1, np.int32), np.float32(1)
 def arguments(kernel: str, dtype: str) -> tuple:
     values, partials = np.zeros(1, np.float32 if dtype == "float32" else np.uint16), np.zeros(1, np.float32)
     return {
-        "chunks": (values, TABLE, partials, *[values] * 3, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE, 1),
-        "tiles": (values, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE),
+        "decode": (values, TABLE, partials, *[values] * 3, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE, 1),
+        "prefill": (values, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE),
     }[kernel]
 
 
-# A lane of attend_tiles holds queries, results and a chunk's scores, Dp / 4 + Dp / 2 + 32 registers, and what it has
-# asked for, 64 more: 3 blocks of 4 warps to an SM where Dp is 64, 2 where it is 128.
+# A lane of attend_prefill holds queries, results and a block's scores, Dp / 4 + Dp / 2 + 32 registers, and 64 of loads.
 TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
 
 
@@ -312,14 +295,14 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.toolchain
 def test_all_fits_in_registers(size, dtype):
-    kernels = {"chunks": attend_decode_kernel, "tiles": attend_prefill_kernel}
+    kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
     for name, kernel_of in kernels.items():
         compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
-        limit = TILE_REGISTERS[dtype, size] if name == "tiles" else 96
+        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 96
         assert compiled.spilled == compiled.stack == 0
         assert compiled.registers <= limit
         assert "ld.global.v4" in compiled.ptx
-        assert "ld.global.nc" not in compiled.ptx  # that may see what was there before the kernel began to wait
-        # Of a chunk, once: 16 a block of dims for its keys and 16 for its values; chunks loops over the latter.
-        products = 16 * (size // 32 + (1 if name == "chunks" else size // 32))
+        assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
+        # 16 a block of dims for keys and 16 for values; decode loops over the latter.
+        products = 16 * (size // 32 + (1 if name == "decode" else size // 32))
         assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)

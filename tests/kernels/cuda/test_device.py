@@ -75,27 +75,6 @@ def test_what_a_launch_asks_for_is_granted_beside_what_the_kernel_has_of_its_own
     assert [(granted, size) for granted, _, size in device.grants] == [(kernel, 33 << 10)]
 
 
-def test_what_was_there_at_a_mark_is_read_while_later_work_goes_on(device):
-    calls = []
-
-    class Stream:
-        def synchronize(self):
-            calls.append("synchronize")
-
-    class Mark:
-        def wait(self, stream):
-            calls.append(("wait", stream))
-
-    class Array:
-        def copy_to_host(self, stream):
-            calls.append(("copy", stream))
-            return "values"
-
-    device._reading = Stream()
-    assert device.read_at(Mark(), Array()) == "values"
-    assert calls == [("wait", device._reading), ("copy", device._reading), "synchronize"]
-
-
 @pytest.mark.toolchain
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(monkeypatch, count):

@@ -8,6 +8,7 @@ from support.cuda_model import SLOTS, Model, Random, T, V
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.step import Parts
 from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.host import from_bfloat16
 
@@ -130,3 +131,25 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
+
+
+PARTS = Parts({"seeds": (2, np.uint64), "rows": (3, np.int32)})
+
+
+def test_parts_lie_one_after_another():
+    assert PARTS.num_bytes == 2 * 8 + 3 * 4
+    whole = np.arange(PARTS.num_bytes, dtype=np.uint8)
+    parts = PARTS.split(whole)
+    assert [(name, part.size, part.dtype) for name, part in parts.items()] == [
+        ("seeds", 2, "uint64"),
+        ("rows", 3, "int32"),
+    ]
+    parts["rows"][0] = 0
+    assert (whole[16:20] == 0).all()
+
+
+def test_what_is_not_given_is_zero():
+    whole = PARTS.join({"seeds": np.array([2**63 + 1, 5], np.uint64), "rows": np.array([-1])})
+    parts = PARTS.split(whole)
+    assert parts["seeds"].tolist() == [2**63 + 1, 5]
+    assert parts["rows"].tolist() == [-1, 0, 0]

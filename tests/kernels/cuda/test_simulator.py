@@ -151,45 +151,6 @@ def test_an_index_out_of_bounds_is_refused(index):
 
 
 @kernel
-def misaligned(out):
-    out[0] = load_weights(out, 1)[0]
-
-
-def test_a_load_off_its_boundary_is_refused():
-    with pytest.raises(IndexError, match="not on their boundary"):
-        simulate(misaligned, 1, 1, np.zeros(8, np.uint32))
-
-
-@kernel
-def copied_anywhere(values):
-    copy_async(shared_address(cuda.shared.array(8, float32)), values, 0)
-
-
-@kernel
-def copied_to_the_front(values):
-    copy_async(shared_address(cuda.shared.array(0, float32)), values, 0)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "message"), [(copied_anywhere, "not on their boundary"), (copied_to_the_front, "begins anywhere")]
-)
-def test_shared_memory_without_an_alignment_begins_anywhere(kernel, message):
-    with pytest.raises(AssertionError, match=message):
-        simulate(kernel, 1, 1, np.zeros(8, np.float32), shared_bytes=32)
-
-
-@kernel
-def uninitialised(out):
-    out[0] = cuda.shared.array(4, float32)[2]
-
-
-def test_shared_memory_begins_as_nan():
-    out = np.zeros(1, np.float32)
-    simulate(uninitialised, 1, 1, out)
-    assert np.isnan(out[0])
-
-
-@kernel
 def write_first(out, values):
     wait_for_kernel_before()
     out[0] = values[0]
