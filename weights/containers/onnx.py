@@ -101,6 +101,7 @@ def read_onnx(path: Path) -> Container:
     file.release()
     reader = _Reader(file)
     try:
+        _check_strings(model)
         reader.read_graph(model.graph)
         reader.check_total()
     except CheckpointError:
@@ -115,6 +116,18 @@ def read_onnx(path: Path) -> Container:
             for name in node.outputs:
                 reader.graph.tensors.setdefault(name, reader.graph.tensors[node.inputs[0]])
     return Container("ONNX", reader.graph.tensors, graph=reader.graph)
+
+
+def _check_strings(message: Any) -> None:
+    """Raise ValueError for a name that is not UTF-8: protobuf returns such a string as bytes."""
+    for descriptor, value in message.ListFields():
+        is_single = isinstance(value, str | bytes) or hasattr(value, "ListFields")
+        values = [value] if is_single else value
+        if descriptor.type == descriptor.TYPE_STRING and any(isinstance(text, bytes) for text in values):
+            raise ValueError(f"a {descriptor.name} that is not UTF-8")
+        if descriptor.type == descriptor.TYPE_MESSAGE:
+            for inner in values:
+                _check_strings(inner)
 
 
 class _Reader:
