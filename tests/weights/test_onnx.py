@@ -309,3 +309,10 @@ def test_what_the_onnx_package_writes(tmp_path):
     graph = container.graph
     assert graph.inputs == {"past_0": (2, None, 2, None, 4)}
     assert graph.nodes[0].attributes == {"approximate": "tanh"}
+
+
+def test_a_name_that_is_not_utf8_is_damage(tmp_path):
+    path = onnx(tmp_path, TENSORS) / "decoder_model.onnx"
+    path.write_bytes(path.read_bytes().replace(b"transformer.h.0.ln_1.bias", b"\xffransformer.h.0.ln_1.bias"))
+    with pytest.raises(CheckpointError, match="not UTF-8"):
+        open_checkpoint(tmp_path)
