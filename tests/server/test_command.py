@@ -87,7 +87,7 @@ def test_a_damaged_tokenizer(run, tmp_path):
 
 
 def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
-    lines = [json.loads(line) for line in run("--port 0 --log-format json --threads 999").err.splitlines()]
+    lines = [json.loads(line) for line in run("--port 0 --log-format json").err.splitlines()]
     assert [line["message"].split()[0] for line in lines][-1:] == ["serving"]
     monkeypatch.setattr(loading, "load_llm", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
