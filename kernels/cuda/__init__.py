@@ -3,13 +3,7 @@
 `launches.py` picks the kernels of `layers/` and their grids. The reference alone is imported of other backends.
 """
 
-from tinygpt.kernels.cuda.kv_cache import (
-    copy_positions,
-    kv_cache_bytes,
-    new_kv_cache,
-    read_positions,
-    write_positions,
-)
+from tinygpt.kernels.cuda.kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from tinygpt.kernels.cuda.model import forward
 from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device

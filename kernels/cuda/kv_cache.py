@@ -36,14 +36,12 @@ class KVCache:
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
-    """Allocate a cache of zeros. dtype: "float32" or "bfloat16"."""
     device, shape = devices.the_device(), _shape(config, num_slots, max_model_len)
     k, v = (device.zeros(shape, array_type(dtype)) for _ in range(2))
     return KVCache(device, k, v, *shape, config.head_size, dtype == "float32")
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
-    """Return the size of `new_kv_cache`."""
     return 2 * item_bytes(dtype) * math.prod(_shape(config, num_slots, max_model_len))
 
 
@@ -53,7 +51,6 @@ def padded_head(head_size: int) -> int:
 
 
 def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-    """Copy positions start to stop of `source_slot` to `target_slot`, bit for bit."""
     for array, is_paired in _arrays(kv_cache):
         _move(kv_cache, COPY, is_paired, array, array, source_slot, target_slot, start, stop)
 
@@ -61,7 +58,7 @@ def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start:
 def read_positions(
     kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of a slot's keys and values, (L, H, stop - start, D) each: float32, or bfloat16 as uint16."""
+    """Return copies of keys and values, (L, H, stop - start, D): float32, or bfloat16 as uint16."""
     shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
     for array, is_paired in _arrays(kv_cache):
         buffer = kv_cache.device.zeros(shape, array.dtype)
@@ -72,7 +69,7 @@ def read_positions(
 
 
 def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Write keys and values (L, H, n, D), float32 or as `read_positions` returns them, from position `start` on."""
+    """Write keys and values (L, H, n, D), float32 or as `read_positions` returns them."""
     for (array, is_paired), values in zip(_arrays(kv_cache), (k, v), strict=True):
         if values.dtype != array.dtype:
             values = to_bfloat16(values)
@@ -104,11 +101,7 @@ def _move(
 
 @functools.cache
 def _move_kernel(direction: str, is_paired: bool):
-    """Return move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count).
-
-    Grid: (count, H, L). COPY: from a slot of the cache `array` to target_slot of it; READ: to `other` (L, H, count,
-    Dp); WRITE: from it.
-    """
+    """Return move(...), grid (count, H, L): COPY within `array`, READ to `other` (L, H, count, Dp), WRITE from it."""
 
     def move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count):
         i, head, layer = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int64(cuda.blockIdx.z)

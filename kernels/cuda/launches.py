@@ -1,7 +1,6 @@
-"""The layers as model.py calls them: each picks its kernels and their grids, and queues them.
+"""The layers as model.py calls them: each picks its kernels and their grids.
 
-A name such as "c_fc" is a layer of `Params.linears`, "ln_2" one of `Params.norms`; `epilogue` is one of
-layers/epilogue.py. Grids cover a step of `shape`; the device knows the true number of rows, and surplus blocks return.
+Grids cover a step of `shape`; the device knows the true number of rows, and surplus blocks return.
 """
 
 import math
@@ -43,7 +42,7 @@ def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> N
 def normed_linear(
     params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
-    """A linear layer of a layer norm of rows of x, in one kernel if the rows are few and made of whole steps."""
+    """A linear layer of a layer norm of rows of x: one kernel if the rows are few."""
     # The head has too many blocks to repeat the norm in each.
     is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
     if not is_fused or params.config.n_embd % STEP:
@@ -73,8 +72,7 @@ def linear(
 ) -> None:
     """A linear layer of rows of inputs.
 
-    A block of `linear_kernel` reads all inputs for 8 features; a block of `gemm_kernel` for many more, if there are
-    enough rows to fill its tiles and enough tiles to fill the GPU.
+    A block of `gemm_kernel` takes many more features than the 8 of `linear_kernel`, if rows and tiles suffice.
     """
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
     count, row_kind = rows_of(epilogue, shape)
@@ -97,7 +95,6 @@ def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape
 
 
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
-    """attended (N, C): each new token over its sequence's keys and values up to its position."""
     if shape.tiles:
         attend_prefill(params, layer, attended, kv_cache, shape, workspace)
     else:
@@ -118,7 +115,6 @@ def attend_prefill(
 def attend_decode(
     params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
 ) -> None:
-    """Decode: blocks of keys in parallel; the last to finish merges them."""
     w, inputs, c, config, family = workspace, workspace.inputs, kv_cache, params.config, family_of(params.dtype)
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS
@@ -130,25 +126,22 @@ def attend_decode(
 
 
 def heads_of(kv_cache: KVCache, workspace: Workspace) -> Heads:
-    """Return the target of c_attn."""
     c, w = kv_cache, workspace
     shapes = c.num_slots, c.padded_len, c.num_heads, c.head_size, c.padded_head
     return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
 
 
 def keys_of(kv_cache: KVCache, layer: int, workspace: Workspace) -> tuple[Any, ...]:
-    """Return the arguments that both kernels of attention read."""
     c, w = kv_cache, workspace
     return w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
 
 
 def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:
-    """Return the most rows that a linear layer may have, and the index in `sizes` of their true number."""
+    """Return the most rows of a linear layer, and the index of their true number in `sizes`."""
     return (shape.logits, NUM_LOGITS) if epilogue == LOGITS else (shape.tokens, NUM_TOKENS)
 
 
 def width_of(params: Params, epilogue: str) -> int:
-    """Return the length of a row that a linear layer writes."""
     if epilogue == LOGITS:
         return params.config.vocab_size
     return params.config.n_embd if epilogue == ADD else padded_columns(params.config.inner_size)

@@ -8,15 +8,7 @@ import numpy as np
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
 from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
 from tinygpt.kernels.cuda.layers.linear import Weights
-from tinygpt.kernels.cuda.packing import (
-    OUT_TILE,
-    array_type,
-    item_bytes,
-    pack,
-    padded_columns,
-    panel_count,
-    step_count,
-)
+from tinygpt.kernels.cuda.packing import OUT_TILE, array_type, item_bytes, pack, padded_columns, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 
 
@@ -54,7 +46,6 @@ def check_model(config: Any) -> None:
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
-    """Pack every weight and copy it to the GPU. checkpoint: see `Backend.load_params`."""
     device, config, layers = devices.the_device(), checkpoint.config, range(checkpoint.config.n_layer)
 
     def weights(names: list[str], bias: np.ndarray) -> Weights:
@@ -94,7 +85,6 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
 
 def params_bytes(config: Any, dtype: str, tied: bool) -> int:
-    """Return the size of `load_params` on the GPU."""
     C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
     shapes = [(3 * C, C), (C, C), (F, C), (C, F)]
     per_layer = sum(_linear_bytes(n, k, dtype) + 4 * n for n, k in shapes) + 4 * 4 * C

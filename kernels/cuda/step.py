@@ -1,4 +1,4 @@
-"""Sizes of a step, which decide its kernels and grids, and arrays that are transferred by one copy."""
+"""Sizes of a step, which decide its kernels and grids, and arrays in one copy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ QUERY_TILE = 64  # tokens of one sequence that a block of prefill attention take
 
 @dataclass(frozen=True)
 class MaxShape:
-    """The largest step: new tokens, rows with logits, sequences that decode, positions of the longest sequence."""
+    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence."""
 
     tokens: int
     logits: int
@@ -59,7 +59,7 @@ def rounded_up(count: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """The length and dtype of each array in a larger one. Larger items come first, so that all are aligned."""
+    """The length and dtype of each array in a larger one; larger items come first."""
 
     shapes: dict[str, tuple[int, Any]]
 
@@ -68,7 +68,6 @@ class Parts:
         return sum(length * np.dtype(dtype).itemsize for length, dtype in self.shapes.values())
 
     def split(self, whole: Any) -> dict[str, Any]:
-        """Return views of an array of num_bytes uint8."""
         found, start = {}, 0
         for name, (length, dtype) in self.shapes.items():
             stop = start + length * np.dtype(dtype).itemsize

@@ -72,7 +72,7 @@ def _queued_steps(
 
 
 def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
-    """Yield the tokens (count,) of each step. marks: after READ_STEPS steps each, and after the last."""
+    """Yield the tokens (count,) of each step. marks: every READ_STEPS steps, and the last."""
     w, size = workspace, workspace.max_shape.decode_tokens
     for number, mark in enumerate(marks):
         first = number * READ_STEPS
@@ -84,7 +84,7 @@ def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: 
 def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
     """Make the chosen tokens the next step's, and note them in history[steps done]. One block.
 
-    If no token could be chosen, the sequence continues with token 0, and its result is discarded.
+    After -1 the sequence continues with token 0, and its result is discarded.
     """
     wait_for_kernel_before()
     thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]

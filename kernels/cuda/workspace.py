@@ -19,7 +19,7 @@ from tinygpt.kernels.cuda.step import NUM_SIZES, QUERY_TILE, MaxShape, Parts
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step's batch on the device: parts of one array, transferred by one copy."""
+    """A step's batch on the device, by one copy."""
 
     whole: Any
     parts: Parts
@@ -55,7 +55,6 @@ class Workspace:
 def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
-    """Allocate buffers for steps of max_num_tokens new tokens and max_num_logits rows of logits."""
     device, max_shape = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = _input_parts(max_shape)
     whole = device.zeros((inputs.num_bytes,), np.uint8)
@@ -73,7 +72,6 @@ def new_workspace(
 
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    """Return the size of `new_workspace`."""
     shapes = _shapes(config, max_shape, family_of(dtype)).values()
     buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
     counts = 4 * (max(max_shape.tokens, max_shape.logits) + max_shape.decode_tokens * config.n_head)
@@ -83,7 +81,7 @@ def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
 def bytes_needed(
     config, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
 ) -> dict[str, int]:
-    """Return the bytes of each part of a model. step: new_workspace's tokens and logits."""
+    """Return the bytes of each part of a model. step: tokens and logits."""
     return {
         "weights": params_bytes(config, dtype, tied),
         "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
@@ -92,7 +90,7 @@ def bytes_needed(
 
 
 def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
-    """Raise DeviceError, before anything is loaded, if the model exceeds the GPU's free memory."""
+    """Raise DeviceError, before a load, if the model exceeds the GPU's free memory."""
     steps = max_num_tokens, max_num_logits
     needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
     free, total = devices.the_device().free_bytes(), sum(needed.values())
@@ -106,7 +104,6 @@ def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
 
 
 def fill(workspace: Workspace, batch) -> None:
-    """Copy the batch to the device."""
     inputs, tiles = workspace.inputs, query_tiles(batch.seq_starts, QUERY_TILE)
     bounds = np.full(inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
     bounds[: tiles.size] = tiles

@@ -145,8 +145,7 @@ class Cuda:
     def __init__(self):
         self.current: Thread | None = None
         self.atomic = types.SimpleNamespace(
-            add=self._atomic(lambda old, value: old + value),
-            exch=self._atomic(lambda old, value: value),
+            add=self._atomic(lambda old, value: old + value), exch=self._atomic(lambda old, value: value)
         )
         self.local = types.SimpleNamespace(array=lambda shape, dtype: _local_array(shape, dtype))
 
@@ -226,14 +225,7 @@ class _Rewriter(ast.NodeTransformer):
         return ast.copy_location(ast.Yield(ast.Tuple([ast.Constant(name), *node.args], ast.Load())), node)
 
 
-def simulate(
-    kernel,
-    grid,
-    threads: int,
-    *arguments,
-    shared_bytes: int = 0,
-    touched: Touched | None = None,
-) -> None:
+def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, touched: Touched | None = None) -> None:
     """Run a kernel. Arrays are changed in place.
 
     touched: what it touches is noted there.

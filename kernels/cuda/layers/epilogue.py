@@ -189,11 +189,4 @@ def tanh(x):
     return math.tanh(x)
 
 
-ACTIVATIONS = {
-    "gelu_tanh": gelu_tanh,
-    "gelu": gelu,
-    "quick_gelu": quick_gelu,
-    "relu": relu,
-    "silu": silu,
-    "tanh": tanh,
-}
+ACTIVATIONS = {"gelu_tanh": gelu_tanh, "gelu": gelu, "quick_gelu": quick_gelu, "relu": relu, "silu": silu, "tanh": tanh}

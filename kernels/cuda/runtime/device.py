@@ -56,7 +56,7 @@ class Device:
         return array
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Return flat zeros. Raise MemoryError if the GPU has no room for them."""
+        """Return flat zeros. Raise MemoryError if the GPU has no room."""
         from numba.cuda.cudadrv.driver import CudaAPIError, device_memset
 
         size = math.prod(shape)
@@ -69,7 +69,6 @@ class Device:
         return array
 
     def write(self, target: Any, values: np.ndarray) -> None:
-        """Copy values to the front of an array. The caller may change them afterwards."""
         if values.size:
             with self._lock:
                 target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
@@ -89,12 +88,7 @@ class Device:
         return values
 
     def launch(
-        self,
-        kernel: Any,
-        grid: int | Sequence[int],
-        threads: int,
-        *arguments: Any,
-        shared_bytes: int = 0,
+        self, kernel: Any, grid: int | Sequence[int], threads: int, *arguments: Any, shared_bytes: int = 0
     ) -> None:
         """Queue a kernel. Python's numbers become int32 and float32."""
         arguments = tuple(map(_narrowed, arguments))
@@ -155,7 +149,7 @@ class Device:
 
 @dataclass
 class Graphs:
-    """Captured steps. The first step of a kind compiles its kernels; the second is captured."""
+    """Captured steps: the first of a kind compiles its kernels, the second is captured."""
 
     device: Any
     _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
@@ -174,7 +168,7 @@ class Graphs:
 
 
 def let_kernels_begin_early(graph: Any) -> None:
-    """Make each kernel's dependence on the kernel before it programmatic (CUDA: programmatic dependent launch)."""
+    """Make each kernel's dependence on the one before programmatic."""
     from cuda.bindings import driver
 
     *_, count = _checked(driver.cuGraphGetEdges(graph))

@@ -1,4 +1,4 @@
-"""What this GPU can do at most: bytes read a second, and products of the kinds that the kernels multiply with."""
+"""Peak rates of this GPU: bytes read a second, and products."""
 
 import functools
 
@@ -20,7 +20,7 @@ REPETITIONS = 5
 
 
 def read_bandwidth(size: int = READ_BYTES) -> float:
-    """Bytes a second that are read from `size` bytes, the best of some repetitions."""
+    """Return the bytes a second of a read of `size` bytes, the best of some repetitions."""
     device = devices.the_device()
     blocks = READ_BLOCKS * device.multiprocessors
     threads = blocks * PEAK_THREADS
@@ -31,7 +31,7 @@ def read_bandwidth(size: int = READ_BYTES) -> float:
 
 
 def tile_rate(kind: str, rounds: int = ROUNDS) -> float:
-    """Operations a second: "bfloat16" of tensor cores by mma.sync, "float32" of ordinary units. All in registers."""
+    """Return operations a second: "bfloat16" by mma.sync, "float32" on ordinary units."""
     device = devices.the_device()
     blocks = MULTIPLY_BLOCKS * device.multiprocessors
     out = device.zeros((blocks * PEAK_THREADS,), np.float32)
@@ -51,10 +51,7 @@ def _best_seconds(run) -> float:
 
 @functools.cache
 def read_kernel(loads: int):
-    """read(out, words, rounds): all of `words`, PEAK_THREADS threads a block, each with `loads` of 16 bytes under way.
-
-    out: of each thread, the exclusive or of what it has read. words: rounds * loads * 4 for each thread.
-    """
+    """read(out, words, rounds): read `words`, rounds * loads * 4 for each thread. out: their exclusive or."""
     held_words = 4 * loads
 
     def read(out, words, rounds):
@@ -75,7 +72,7 @@ def read_kernel(loads: int):
 
 @functools.cache
 def multiply_kernel(kind: str):
-    """multiply(out, rounds): CHAINS products a round in each warp; out: a sum of each thread's sums."""
+    """multiply(out, rounds): CHAINS products a round in each warp."""
     is_bfloat16, sums_size = kind == "bfloat16", CHAINS * 4
 
     def multiply(out, rounds):

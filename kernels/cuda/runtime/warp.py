@@ -1,6 +1,6 @@
 """Reductions over the 32 lanes of a warp, and over a block of up to 1024 threads.
 
-Kernels reserve the shared memory and pass it on: if a device function reserved it, two callers could not both link it.
+Kernels reserve shared memory: two callers cannot link one device function that does.
 """
 
 from tinygpt.kernels.cuda.runtime.jit import device_function  # first: it prepares numba.cuda for NumPy 2.5
@@ -15,7 +15,7 @@ MAX_WARPS = 32
 
 @device_function
 def warp_sum(value):
-    """Return the sum of all lanes' values, in each lane, added in one order."""
+    """Return the sum of all lanes' values, added in one order."""
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 16)
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 8)
     value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 4)
@@ -26,7 +26,7 @@ def warp_sum(value):
 
 @device_function
 def warp_greatest(value):
-    """Return the greatest of all lanes' int64, in each lane."""
+    """Return the greatest of all lanes' int64."""
     for i in range(LANE_BITS):
         value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
     return value
@@ -44,7 +44,7 @@ def warp_cumulated(value):
 
 @device_function
 def block_sum(value, partial):
-    """Return the sum of all threads' values, in each thread, added in one order. partial: shared, (MAX_WARPS,)."""
+    """Return the sum of all threads' values, added in one order. partial: shared, (MAX_WARPS,)."""
     value = warp_sum(value)
     if int32(cuda.threadIdx.x) % WARP == 0:
         partial[int32(cuda.threadIdx.x) // WARP] = value
@@ -58,7 +58,7 @@ def block_sum(value, partial):
 
 @device_function
 def block_greatest(value, partial):
-    """Return the greatest of all threads' int64, in each thread. partial: shared, (MAX_WARPS,) int64."""
+    """Return the greatest of all threads' int64. partial: shared, (MAX_WARPS,) int64."""
     value = warp_greatest(value)
     if int32(cuda.threadIdx.x) % WARP == 0:
         partial[int32(cuda.threadIdx.x) // WARP] = value

@@ -15,7 +15,7 @@ NUM_PENALTIES = 3
 
 
 class ProcessorArrays(NamedTuple):
-    """Settings of P rows on the device, parts of one array: one copy transfers them."""
+    """Settings of P rows on the device, by one copy."""
 
     rows: Any  # (P,) int32, indices of rows of logits; a negative one stays as it is
     num_prompt_tokens: Any  # (P,) int32
@@ -37,7 +37,6 @@ class Row(NamedTuple):
 
 
 def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> ProcessorArrays:
-    """Copy the compiled settings to the device."""
     p = processors
     values = {
         "rows": rows.astype(np.int32),
@@ -109,5 +108,5 @@ def _count(row, token_ids, begin, end):
 
 @device_function
 def _take_count(row, token_id):
-    """Return the token's count and set it to 0, so that one thread alone gets it."""
+    """Return the token's count and set it to 0: one thread alone gets it."""
     return cuda.atomic.exch(row.counts, row.counts_start + token_id, int32(0))

@@ -1,8 +1,7 @@
-"""From logits to tokens on the device; the reference's sampling.py specifies the results.
+"""From logits to tokens on the device.
 
-Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias. A row with any other setting is copied
-to the host and goes through the reference.
-Shapes: R rows, one for each token to choose, V vocabulary.
+Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias; the reference does the rest on copied
+rows. R rows, V vocabulary.
 """
 
 import math
@@ -55,7 +54,6 @@ class DeviceLogits:
         return (self[r] for r in range(len(self)))
 
     def copy(self) -> np.ndarray:
-        """Return all rows, (R, V), on the host."""
         return np.stack(list(self)) if len(self) else np.empty((0, self.vocab_size), np.float32)
 
     def _part(self, row: int) -> Any:
@@ -105,7 +103,6 @@ def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> Sampl
 
 
 def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
-    """Return the size of `new_sampling_buffers`."""
     arrays = (math.prod(shape) * np.dtype(kind).itemsize for shape, kind in _shapes(config, max_shape).values())
     return sum(arrays) + _parts(max_shape).num_bytes
 
@@ -123,7 +120,7 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
 
 
 def process_logits(logits: Any, processors: Any) -> None:
-    """Apply logits processors in place to rows of DeviceLogits, or of an array (R, V) float32 on the host."""
+    """Process rows of DeviceLogits, or of an array on the host, in place."""
     p = processors
     if isinstance(logits, np.ndarray):
         reference.process_logits(logits, p)
@@ -140,17 +137,15 @@ def process_logits(logits: Any, processors: Any) -> None:
 
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:
-    """Return the reference's result: the caller wants the rows on the host."""
     return reference.filter_logits(logits.copy(), warpers)
 
 
 def is_greedy(warpers: Any) -> bool:
-    """Return whether no row draws a token."""
     return bool((warpers.temperature == 0).all())
 
 
 def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> None:
-    """Queue the choice of a token for up to `count` rows, as `SamplingBuffers.write` set them."""
+    """Queue the choice of a token for up to `count` rows."""
     w, s, count = workspace, workspace.sampling, min(rounded_up(count), workspace.max_shape.logits)
     slices = min(-(-vocab_size // (CHOOSE_THREADS * PER_THREAD)), SLICES)
     found = s.keys, s.arrivals, s.token_ids

@@ -52,7 +52,6 @@ def key_of(value):
 
 @device_function
 def value_of(key):
-    """Return the float32 of a key."""
     return bits_to_float32(uint32(key ^ uint32(SIGN)) if key >= uint32(SIGN) else uint32(key ^ uint32(ALL_ONES)))
 
 
@@ -68,19 +67,17 @@ def multiply_high(x, y):
 
 @device_function
 def weight_of(score, greatest):
-    """Return a float64 in proportion to the probability, 1 for the greatest score."""
     return math.exp(float64(score) - float64(greatest))
 
 
 @device_function
 def probability_of(score, greatest, inverse_total):
-    """Return the probability in float32, the precision that filters compare in."""
     return float32(weight_of(score, greatest) * inverse_total)
 
 
 @device_function
 def mass_of(score, greatest, inverse_total):
-    """Return the probability in UNITS; 1 if inverse_total is 0, to count tokens."""
+    """Return the probability in UNITS, or 1 if inverse_total is 0."""
     if inverse_total == 0.0:
         return int64(1)
     return int64(float64(probability_of(score, greatest, inverse_total)) * UNITS)
@@ -202,13 +199,13 @@ def _mass_at(shared, i):
 
 @device_function
 def find_tie(row, value, number):
-    """Return the id of a token with the score `value`, of which `number` others have lower ids."""
+    """Return the id of a token with the score `value`, of which `number` have lower ids."""
     return _first_passing(row, value, 0.0, int64(number), uint64(0))
 
 
 @device_function
 def find_drawn(row, greatest, fraction):
-    """Return the first token, by id, at which the sum of weights exceeds their total times fraction * 2**-64."""
+    """Return the first token at which the sum of weights exceeds their total times fraction * 2**-64."""
     return _first_passing(row, greatest, UNITS / row.size, int64(0), fraction)
 
 
@@ -263,7 +260,7 @@ def _strip_length(count):
 
 @device_function
 def _draw_mass(row, i, score, scale):
-    """Return the weight of token i if `score` is the greatest; with scale 0, whether token i has this score."""
+    """Return the weight of token i; with scale 0, whether it has this score."""
     its_score = row.scores[row.start + i]
     if scale == 0.0:
         return int64(its_score == score)

@@ -207,11 +207,7 @@ def test_a_token_has_the_same_bits_in_decode_and_in_prefill(dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "start", "cuts"),
-    [
-        ("float32", 60, (64, 66)),
-        ("bfloat16", 0, (1, 63, 64, 66)),
-        ("bfloat16", 0, (40, 104, 129)),
-    ],
+    [("float32", 60, (64, 66)), ("bfloat16", 0, (1, 63, 64, 66)), ("bfloat16", 0, (40, 104, 129))],
 )
 def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, start, cuts):
     attention = Attention(dtype, 1, 40)
