@@ -17,6 +17,7 @@ def download(repo_id: str) -> Path:
     Safetensors are preferred to pytorch_model.bin, and never are both fetched. Of an adapter, only the configuration
     is fetched. Raises CheckpointError if the id does not exist, access is denied, or the Hub cannot be reached.
     """
+    folder = Path()
     for name in FILES:
         folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
         if (folder / name).exists():

@@ -39,7 +39,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     """
     tensors = list(family.named(source))
     found = _Found(family, tensors, family.parts(source))
-    rules = family.rules(source, config)
+    rules = dict(family.rules(source, config))
     if config.tie_word_embeddings and HEAD in rules:
         if not found.has(rules[HEAD].sources):
             rules = {name: rule for name, rule in rules.items() if name != HEAD}
@@ -81,7 +81,7 @@ class _Found:
         return all(name in self.tensors for name in names)
 
     def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
-        if self._is_left_out(rule):
+        if rule.default is not None and self._is_left_out(rule):
             return DefaultTensor(shape, rule.default)
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
@@ -150,9 +150,9 @@ def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _have_equal_values(one: Tensor, other: Tensor) -> bool:
-    pair = np.atleast_1d(one.float32(), other.float32())
+    a, b = np.atleast_1d(one.float32(), other.float32())
     # By a few rows: one may lie transposed, and most that differ do so at once.
-    equal = all(np.array_equal(*(array[i : i + ROWS] for array in pair)) for i in range(0, len(pair[0]), ROWS))
+    equal = all(np.array_equal(a[i : i + ROWS], b[i : i + ROWS]) for i in range(0, len(a), ROWS))
     one.release()
     other.release()
     return equal

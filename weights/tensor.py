@@ -12,6 +12,7 @@ class Tensor(Protocol):
 
     def float32(self) -> np.ndarray:
         """Return the elements: a view of memory if possible, otherwise a copy."""
+        ...
 
     def release(self) -> None:
         """Let the file's pages leave memory; they are read again when they are touched."""

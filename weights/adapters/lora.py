@@ -190,9 +190,11 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
     }
     if any(problems.values()) or not stored:
         raise CheckpointError(_explain(files.path, problems))
-    pairs = {name: [stored[file_name] for file_name in pair] for name, pair in factors.items()}
     return _Contents(
-        {name: _update(name, *pair, lora.scale(modules[name]), model) for name, pair in pairs.items()},
+        {
+            name: _update(name, stored[a], stored[b], lora.scale(modules[name]), model)
+            for name, (a, b) in factors.items()
+        },
         {name: stored[file_name] for name, file_name in whole.items()},
         saved,
         tuple(ignored),

@@ -78,11 +78,12 @@ class LoraConfig:
             problems.append("layers_to_transform needs a list of names as target_modules, not a regular expression")
         if problems:
             raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}.")
-        known = {name: values[name] for name in CHECKS if name in values}
+        known: dict[str, Any] = {name: values[name] for name in CHECKS if name in values}
         for name in known.keys() & {"target_modules", "exclude_modules", "layers_to_transform"}:
             if isinstance(known[name], list):
                 known[name] = frozenset(known[name])
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in known.items()})
+        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return cls(**known)
 
     def is_target(self, module: str) -> bool:
         """Return whether `module` has two factors."""

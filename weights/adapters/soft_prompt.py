@@ -37,7 +37,10 @@ class SoftPrompt:
     values: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return len(self.embeds) if self.kind == "prompt" else self.keys.shape[2]
+        if self.embeds is not None:
+            return len(self.embeds)
+        assert self.keys is not None
+        return self.keys.shape[2]
 
 
 def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> SoftPrompt:

@@ -78,7 +78,9 @@ class Float8Tensor:
 def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, MappedTensor | Float8Tensor]:
     """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
-    joined = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}}
+    joined: dict[str, MappedTensor | Float8Tensor] = {
+        name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}
+    }
     for name in scaled:
         codes, scales = tensors[name], tensors.get(name + SCALE)
         if scales is None or scales.dtype != "float32" or not _fits(scales.shape, codes.shape):

@@ -41,6 +41,7 @@ class StoredTensor(Tensor, Protocol):
     @property
     def dtype(self) -> str:
         """NumPy's name or "bfloat16" if it can be read, else the format's."""
+        ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -48,10 +49,12 @@ class StoredTensor(Tensor, Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes in the file; 0 if unknown."""
+        ...
 
     @property
     def is_floating(self) -> bool:
         """Whether `float32` can read it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,11 @@ class VerifiedTensor(MappedTensor):
 class Part(Protocol):
     """Bytes of a file with a checksum: an archive's entry or a variable."""
 
-    name: str
-    data: range
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def data(self) -> range: ...
 
     def verify(self) -> None:
         """Raise CheckpointError unless the bytes have their checksum."""

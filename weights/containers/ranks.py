@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, cast
 
 from tinygpt.weights.containers.mapped_file import Container, Peek
 from tinygpt.weights.containers.torch import read_training_checkpoint
@@ -170,7 +170,7 @@ def read_nemo(path: Path) -> Container:
     """Return a .nemo archive's tensors, read in place. Raise CheckpointError if it is damaged or another archive."""
     members: dict[str, Member] = {}
     try:
-        with open_regular(path) as source, tarfile.open(fileobj=_Bounded(source), mode="r:") as archive:
+        with open_regular(path) as source, tarfile.open(fileobj=cast(Any, _Bounded(source)), mode="r:") as archive:
             for count, info in enumerate(archive):
                 name = info.name.removeprefix("./")
                 if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):

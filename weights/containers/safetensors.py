@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -65,17 +66,18 @@ def read_safetensors(path: Path) -> Container:
     return Container("safetensors", tensors, metadata)
 
 
-def _tensor(file: MappedFile, start: int, entry: dict) -> MappedTensor:
+def _tensor(file: MappedFile, start: int, entry: dict[str, Any]) -> MappedTensor:
     shape = tuple(entry["shape"])
     if not is_possible_shape(shape):  # the library allows any sizes if one is 0
         raise CheckpointError(f"{file.path} holds a tensor of an impossible shape: download it again.")
-    dtype = DTYPES.get(entry["dtype"], entry["dtype"])
+    dtype: str = DTYPES.get(entry["dtype"]) or entry["dtype"]
     return MappedTensor(file, dtype, shape, contiguous_strides(shape), start + entry["data_offsets"][0])
 
 
 def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], boundary: int = 8) -> None:
     """Write a safetensors file tensor by tensor and flush it. The data begins at a multiple of `boundary`."""
-    header, start = {"__metadata__": dict(metadata)}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
     for name, entry in entries.items():
         offsets = [start, start := start + entry.nbytes]
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}

@@ -166,7 +166,7 @@ def _num_shards(path: Path, header: bytes) -> int:
     return num_shards
 
 
-def _shape(message: int | bytes) -> tuple[int, ...]:
+def _shape(message: Any) -> tuple[int, ...]:
     """Read TensorShapeProto: its repeated second field is a size, each."""
     shape = tuple(dict(_fields(value)).get(1, 0) for field, value in _fields(message) if field == 2)
     if not is_possible_shape(shape):
@@ -188,7 +188,7 @@ def _read_table(data: bytes, crc32c: Callable[[Any], int]) -> dict[bytes, bytes]
         numbers.append(number)
     records: dict[bytes, bytes] = {}
     end = length = 0
-    for _, handle in _records_of(data, *numbers[2:], crc32c):
+    for _, handle in _records_of(data, numbers[2], numbers[3], crc32c):
         start, place = _varint(handle, 0, len(handle))
         size, _ = _varint(handle, place, len(handle))
         if start < end:
@@ -229,7 +229,7 @@ def _records_of(data: bytes, start: int, size: int, crc32c: Callable[[Any], int]
         start += length
 
 
-def _fields(message: int | bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(message: Any) -> Iterator[tuple[int, Any]]:
     """Yield number and value of each field of a protobuf message. Raise ValueError if it is damaged.
 
     Format: https://protobuf.dev/programming-guides/encoding

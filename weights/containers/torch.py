@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tinygpt.weights.checks import listed, shown
 from tinygpt.weights.containers.mapped_file import (
@@ -208,7 +208,7 @@ class TorchUnpickler(pickle.Unpickler):
         return view
 
 
-def load_pickle(file: BinaryIO, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
+def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
     """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged.
 
     Instructions are checked first: Python allocates what a damaged program claims.
@@ -216,7 +216,9 @@ def load_pickle(file: BinaryIO, path: Path, has_stubs: bool) -> tuple[Any, dict[
     start = file.tell()
     try:
         for pushed, (opcode, argument, _) in enumerate(pickletools.genops(file)):
-            if pushed >= MAX_INSTRUCTIONS or (opcode.name in ("PUT", "LONG_BINPUT") and argument > MAX_INSTRUCTIONS):
+            if pushed >= MAX_INSTRUCTIONS or (
+                opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > MAX_INSTRUCTIONS
+            ):
                 raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
         stop = file.tell()
         file.seek(start)

@@ -62,6 +62,10 @@ def as_named(source: Source) -> Iterable[NamedTensor]:
     return named_by(lambda name: name, source)
 
 
+def _no_way_back(array: np.ndarray, n: int) -> list[np.ndarray]:
+    raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class Transform:
     """How parts become a parameter: `of_part` of each, joined along `axis`, then `of_whole`. Axis None: one part.
@@ -73,7 +77,7 @@ class Transform:
     of_part: Callable[[np.ndarray], np.ndarray] | None = None
     axis: int | None = None
     of_whole: Callable[[np.ndarray], np.ndarray] | None = None
-    to_parts: Callable[[np.ndarray, int], list[np.ndarray]] | None = None
+    to_parts: Callable[[np.ndarray, int], list[np.ndarray]] = _no_way_back
 
     def of(self, parts: tuple[Tensor, ...]) -> Tensor:
         if len(parts) == 1 and self.of_part is None and self.of_whole is None:

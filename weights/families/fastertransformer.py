@@ -121,7 +121,7 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     return structure
 
 
-def _number(text: str | None) -> Any:
+def _number(text: Any) -> Any:
     for kind in (int, float):
         try:
             return kind(text)

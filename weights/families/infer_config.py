@@ -4,13 +4,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.family import NamedTensor, Source
 
 # No tensor shows these. If a file does not say them either, they come from a config.json next to it.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
-GPT2_END = ModelConfig.bos_token_id  # the id of <|endoftext|>, which begins and ends texts
+GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
 
 
 def from_config_json(source: Source) -> dict[str, Any]:

@@ -130,7 +130,7 @@ OPT = ModelType(
 MAX_POSITIONS = 2**16  # a table of as many rows is made, whatever the size of the file
 
 
-def sinusoids(shape: tuple[int, int], pad_token_id: int | None) -> np.ndarray:
+def sinusoids(shape: tuple[int, ...], pad_token_id: int | None) -> np.ndarray:
     """Return embeddings (n_positions, C) of positions, which begin at row 2 of a table with a zero row of padding.
 
     Rounded to float32 at the same steps as in transformers: angles of some thousands depend on it.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +56,8 @@ def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
 def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
     """Write model.npz into the folder: an array for each tensor, float32 or float16."""
     with (folder / NPZ).open("wb") as file:
-        np.savez(file, **{part.name: _read(part, dtype) for part in parts_of(checkpoint)})
+        arrays: dict[str, Any] = {part.name: _read(part, dtype) for part in parts_of(checkpoint)}
+        np.savez(file, **arrays)
     return folder / NPZ
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class PackedCheckpoint:
             packed = read_safetensors(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
-        metadata, stored = packed.metadata, packed.tensors
+        metadata, stored = packed.metadata, cast(Mapping[str, MappedTensor], packed.tensors)
         _check_metadata(file, metadata)
         checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
         return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored, checksum)
@@ -112,7 +113,7 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
         for name, array in ordered
     }
     write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
-    if crc32_of([_data(read_safetensors(path).tensors)]) != checksum:
+    if crc32_of([_data(cast(Mapping[str, MappedTensor], read_safetensors(path).tensors))]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 

@@ -29,7 +29,9 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
             fields = read_json_object(folder / "config.json")
             _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
-        _write(folder / "config.json", layout_of(checkpoint).config_json(config))
+        config_json = layout_of(checkpoint).config_json
+        assert config_json is not None  # of families that come without a config.json
+        _write(folder / "config.json", config_json(config))
     try:
         spec = checkpoint.read_tokenizer()
     except NoTokenizerError:  # token ids work without it, there as here
