@@ -40,6 +40,13 @@ class Task:
     prompt: "Prompt"
     params: "SamplingParams"
 
+    def answer(self, model: str, dtype: str, found: "RequestOutput | FailedRequestError") -> "Answer":
+        if isinstance(found, FailedRequestError):
+            given = {"prompt": self.prompt.text, "prompt_token_ids": self.prompt.token_ids, "error": str(found)}
+            return Answer(self.index, _json_line({"id": self.record_id, "model": model, "dtype": dtype, **given}), True)
+        line = record_line(self.record_id, model, dtype, found)
+        return Answer(self.index, line, False, found.num_truncated_tokens > 0, num_cut(self.params, found))
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -50,14 +57,6 @@ class Answer:
     is_failed: bool = False  # the record has an error in place of samples
     is_truncated: bool = False
     num_cut: int = 0  # guided samples that a limit ended
-
-    @classmethod
-    def of(cls, task: Task, model: str, dtype: str, found: "RequestOutput | FailedRequestError") -> "Answer":
-        if isinstance(found, FailedRequestError):
-            given = {"prompt": task.prompt.text, "prompt_token_ids": task.prompt.token_ids, "error": str(found)}
-            return cls(task.index, _json_line({"id": task.record_id, "model": model, "dtype": dtype, **given}), True)
-        line = record_line(task.record_id, model, dtype, found)
-        return cls(task.index, line, False, found.num_truncated_tokens > 0, num_cut(task.params, found))
 
 
 def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:
@@ -126,7 +125,7 @@ def _answer(
     before = llm.engine.throughput
     prompts, params = [task.prompt for task in tasks], [task.params for task in tasks]
     outputs = llm.generate_as_finished(prompts, params, return_exceptions=True)
-    num_failed = write_all((Answer.of(tasks[i], args.model, llm.dtype, found) for i, found in outputs), len(tasks))
+    num_failed = write_all((tasks[i].answer(args.model, llm.dtype, found) for i, found in outputs), len(tasks))
     done = f"{counted(len(tasks), 'prompt')}: {rates(llm.engine.throughput - before)}"
     log(f"{done}; load {load_seconds:.2f} s; seeds in their records")
     return num_failed

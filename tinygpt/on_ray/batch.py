@@ -10,14 +10,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.batch import Answer, Task
 from tinygpt.cli.flags import llm_arguments
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
+
+if TYPE_CHECKING:
+    from tinygpt.cli.batch import Answer, Task
 
 ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
@@ -83,16 +85,16 @@ class Actor:
         asked = [(task, self._llm.submit(task.prompt, task.params)) for task in tasks]  # all run together
         return {"answer": [pickle.dumps(self._answer(task, future)) for task, future in asked]}
 
-    def _answer(self, task: Task, future: Any) -> Answer:
+    def _answer(self, task: "Task", future: Any) -> "Answer":
         try:
             found = future.result()
         except FailedRequestError as error:
             found = error
-        return Answer.of(task, self._model, self._llm.dtype, found)
+        return task.answer(self._model, self._llm.dtype, found)
 
 
 @contextmanager
-def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Iterator[Answer]]:
+def answers_on_ray(count: int, setup: Setup, tasks: "list[Task]") -> "Iterator[Iterator[Answer]]":
     """Yield an iterator of answers, the longest tasks first. Ray retries a lost actor's batches.
 
     Raise RequestError if the cluster has no room, TinyGPTError if an actor raises or Ray gives up.
@@ -111,7 +113,7 @@ def answers_on_ray(count: int, setup: Setup, tasks: list[Task]) -> Iterator[Iter
         ray.shutdown()
 
 
-def _answers(ray: Any, count: int, setup: Setup, tasks: list[Task]) -> Iterator[Answer]:
+def _answers(ray: Any, count: int, setup: Setup, tasks: "list[Task]") -> "Iterator[Answer]":
     longest_first = sorted(tasks, key=_num_tokens, reverse=True)
     rows = [{"task": pickle.dumps(task)} for task in longest_first]
     # A batch may take long, and hosts may be long in coming: Ray notices a lost actor anyway.
@@ -128,7 +130,7 @@ def _answers(ray: Any, count: int, setup: Setup, tasks: list[Task]) -> Iterator[
         yield pickle.loads(row["answer"])
 
 
-def _num_tokens(task: Task) -> int:
+def _num_tokens(task: "Task") -> int:
     """Return the number of tokens that a task may take."""
     samples = max(task.params.best_of or task.params.n, task.params.num_beams)
     return len(task.prompt.token_ids) + samples * task.params.max_tokens
