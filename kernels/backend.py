@@ -38,7 +38,7 @@ class Backend(Protocol):
     ) -> None: ...
 
     def load_params(self, checkpoint, dtype: str, threads: int) -> Any:
-        """Pack the weights of a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
+        """Pack a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
 
     def kv_cache_dtypes(self, dtype: str) -> tuple[str, ...]:
         """Return the KV cache's dtypes for weights of `dtype`, the default first."""
@@ -49,15 +49,14 @@ class Backend(Protocol):
     def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any: ...
 
     def forward(self, params, batch: Batch, kv_cache, workspace) -> Any:
-        """Run a step, which writes to the cache. Return logits (R, V) float32, valid until the next step."""
+        """Run a step. Return logits (R, V) float32, valid until the next step."""
 
     def multi_step(
         self, params, batch: Batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps: int, ends
     ) -> Iterable[np.ndarray]:
         """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 if logits are not finite.
 
-        A token in `ends` (E,) int32 or `stop_early` makes a step the last. The cache then lacks the last tokens. A
-        backend may have None instead of this function.
+        The last step is the first with a token in `ends` (E,) int32. The cache lacks the last tokens. May be None.
         """
 
     def stop_early(self, workspace, is_wanted: bool) -> None:
@@ -80,7 +79,7 @@ class Backend(Protocol):
     def read_positions(
         self, kv_cache, slot: int, start: int, stop: int, head_size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of keys and values, (L, H, stop - start, D) in the cache's dtype, int8 as rows of host.py."""
+        """Return copies (L, H, stop - start, D) in the cache's dtype, int8 as rows of host.py."""
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """Write keys and values, float32 or as read. Later positions become undefined."""

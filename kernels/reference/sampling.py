@@ -33,21 +33,20 @@ def add_bias(scores, token_ids, biases):
 
 
 def penalize_repetition(scores, token_ids, penalty):
-    """Divide the scores of all tokens in token_ids (T,) once, multiply negative ones (Keskar et al., "CTRL", 2019)."""
+    """Divide scores of all tokens in token_ids once, multiply negative ones (Keskar et al., "CTRL", 2019)."""
     present = np.unique(token_ids)
     was = scores[present]
     scores[present] = np.where(was < 0, was * penalty, was / penalty)
 
 
 def penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty):
-    """Subtract each new token's count times one penalty, then the other penalty."""
     present, counts = np.unique(new_token_ids, return_counts=True)
     scores[present] -= frequency_penalty * counts.astype(np.float32)
     scores[present] -= presence_penalty
 
 
 def forbid_ngrams(scores, token_ids, size):
-    """Forbid tokens that complete a run of `size` tokens in token_ids (T,); 0: none."""
+    """Forbid tokens that complete a run of `size` tokens in token_ids; 0: none."""
     if size == 0 or token_ids.size < size:
         return
     windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)  # (T - size + 1, size)
@@ -64,7 +63,6 @@ def forbid_word(scores, token_ids, word):
 
 
 def allow(scores, token_ids):
-    """Forbid all other tokens; an empty token_ids forbids none."""
     if token_ids.size:
         kept = scores[token_ids].copy()
         scores[:] = -np.inf
@@ -74,15 +72,14 @@ def allow(scores, token_ids):
 def filter_logits(logits, warpers):
     """Return scores (R, V) float32 after temperature and all filters, -inf for removed tokens.
 
-    logits: (R, V) float32, no NaN and no +inf
-    warpers: arrays (R,) float64:
+    logits: (R, V) float32, no NaN and no +inf. warpers: arrays (R,) float64:
         temperature: 0 keeps the row
-        top_k: 0 is off; all tokens tied with the k-th stay
-        top_p: in (0, 1]; 1 is off; one token always stays
-        top_p_rule: 0 (Hugging Face): the token that crosses p stays; ties: the highest ids, a stable ascending sort.
+        top_k: 0 is off; tokens tied with the k-th stay
+        top_p: 1 is off; one token always stays
+        top_p_rule: 0 (Hugging Face): the token that crosses p stays; ties: the highest ids, as in a stable sort.
             1 (openai/gpt-2): tokens within p, and all tied with the last. 2 (FasterTransformer): the token that crosses
-            p keeps its part within p; ties: the lowest ids min_p: times the greatest probability, is the least; 0 is
-            off typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
+            p keeps its part within p; ties: the lowest ids min_p: the least share of the greatest probability; 0 is off
+            typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
             epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off eta_cutoff: the same with
             min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
     """
@@ -209,10 +206,7 @@ def sample(logits, warpers, seeds, sample_indices, positions):
 
 
 def top_logprobs(logits, token_id, n):
-    """Return the n most probable ids (int32), their log-probabilities (float64), best first, and token_id's.
-
-    logits: (V,) float32. Ties go to the lowest id.
-    """
+    """Return the n most probable ids, ties to the lowest, their log-probabilities, and that of token_id."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     values = scores - np.log(np.exp(scores).sum())

@@ -36,7 +36,7 @@ class BFloat16Operand(NamedTuple):
 
 
 class Int8Operand(NamedTuple):
-    """x[n, k] = values[n, k] * scales[n, k / SCALE_GROUP, 0]: quantized per token, independent of its neighbors."""
+    """x[n, k] = values[n, k] * scales[n, k / SCALE_GROUP, 0], quantized per token."""
 
     values: np.ndarray  # (N, K rounded up to SCALE_GROUP) int8, or int16: see targets.py
     # (N, G, 4) float32: scale; -128 times the group's sum (int32 bits); scale times the sum of each half
@@ -62,7 +62,7 @@ class PostNorm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A matrix between the width of the embeddings, E, and the model's."""
+    """A matrix between the width of the embeddings and the model's."""
 
     linear: Linear
     segments: np.ndarray  # (2,)  all of its K

@@ -6,8 +6,7 @@ bfloat16     it lies              2 bfloat16           two products, in float32 
              float32, two steps   1 float32            a product, fused                              WIDENED
 int8         it lies              4 int8               four products, in int32                       FOURS
              int16, two steps     2 int16              two products, in int32                        SHORTS
-int4         uint8, two steps     4 int8               four products, in int32                       FOURS
-                                  4 int8               two products in either of two int16           BYTES
+int4         uint8, two steps     4 int8               as FOURS, or two products in int16            BYTES
              int16, four steps    2 int16              two products, in int32                        SHORTS
 """
 
