@@ -179,29 +179,6 @@ def test_a_changed_source_is_compiled_anew(folder):
     assert run(folder) == "72 1"
 
 
-HASHES = """
-from tinygpt.kernels.cpu import jit
-
-@jit.jit
-def hashes(text):
-    found = {"king": 1, "queen": 2}
-    return hash(text), hash("wolf"), found[text], hash(("king", 2))
-"""
-RUN_HASHES = """
-from support.compiled import compiled_kernels
-with compiled_kernels() as compiled:
-    import tiny
-    print(tiny.hashes("queen") == (hash("queen"), hash("wolf"), 2, hash(("king", 2))), len(compiled.names))
-"""
-
-
-def test_no_process_finds_the_secret_of_another_in_a_kernel(folder):
-    """Python hashes texts by a secret of each process's own."""
-    (folder / "tiny.py").write_text(HASHES)
-    found = [run(folder, RUN_HASHES, PYTHONHASHSEED=seed) for seed in ("1", "2", "random")]
-    assert found == ["True 1", "True 0", "True 0"]
-
-
 def last_field(record):
     return record[-1]
 
@@ -324,33 +301,6 @@ def test_what_a_part_may_not_have_is_refused():
     for function, says in ((in_object_mode, "a block in object mode"), (factorial, "re-entrant")):
         with pytest.raises(NumbaError, match=says):
             jit.jit(lambda x, function=function: function(x) + 1)(3)
-
-
-def new_errors():
-    """Two kernels and their part; what it says of a value needs Python."""
-
-    @jit.jit
-    def checked(x):
-        if x > 100:
-            raise ValueError("more than a hundred", x)
-        return x
-
-    @jit.jit
-    def negative(x):
-        return -checked(x)
-
-    @jit.jit
-    def doubled(x):
-        return 2 * checked(x)
-
-    return negative, doubled, checked
-
-
-def test_an_error_of_a_part_tells_values_whichever_kernel_it_is_a_part_of():
-    for kernel in new_errors():
-        with pytest.raises(ValueError, match="more than a hundred") as raised:
-            kernel(101)
-        assert raised.value.args == ("more than a hundred", 101)
 
 
 def test_numba_has_the_internals_that_the_cache_and_parts_use():
