@@ -110,7 +110,6 @@ def _mac_cores() -> int:
 
 
 def cpu_name() -> str:
-    """Return the CPU's name, such as "AMD EPYC 9B14"."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor())

@@ -73,7 +73,6 @@ class Session:
         return self._stream(chunks, self._token_ids, prompt.token_ids)
 
     def fork(self) -> "Session":
-        """Return another session with the same tokens."""
         self._check_open()
         return Session(self._llm, list(self._token_ids))
 

@@ -114,7 +114,6 @@ class BeamSearch:
         self.beams = [beam for group in self._groups for beam in group.beams]
 
     def end(self) -> None:
-        """End all running beams as they are."""
         for group in self._groups:
             group.end()
         self.beams = []
@@ -245,7 +244,6 @@ class Beams:
 
     @property
     def first(self) -> Sequence:
-        """The sequence that the search begins with. The others read the same prompt."""
         return self._sequences[0]
 
     def take(self, sequence: Sequence, prediction: Prediction) -> None:

@@ -86,7 +86,6 @@ class Engine:
 
     @property
     def throughput(self) -> Throughput:
-        """The work of all steps so far."""
         return self._steps.throughput
 
     @property
@@ -149,7 +148,6 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Fail pending requests and free the memory."""
         self.refuse_own_thread()
         with self._lock:
             self._end()

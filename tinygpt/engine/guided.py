@@ -70,7 +70,6 @@ def grammar_of(field: str, value: Any) -> str:
 
 
 def refuse(field: str, value: Any, problem: str) -> None:
-    """Raise RequestError if the package has found a problem."""
     if problem:
         shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
         reason = in_short(problem, field == "guided_grammar")
@@ -97,7 +96,6 @@ class Guidance:
         self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
     def check(self, field: str, value: Any) -> None:
-        """Raise RequestError unless the grammar can be followed."""
         self._grammar(field, value)
 
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
@@ -145,7 +143,6 @@ class _Grammar:
         return self.first.deep_copy()
 
     def can_only_end(self, end_bit: int) -> bool:
-        """Return whether no token may come first."""
         matcher = self.matcher()
         if not matcher.is_accepting():
             return False
@@ -166,7 +163,6 @@ class Guide:
         self.restart()
 
     def restart(self) -> None:
-        """Go back to the beginning."""
         with self._lock:
             self._matcher, self._is_alone = self._grammar.matcher(), False
             self._token_ids: list[int] = []
@@ -192,7 +188,6 @@ class Guide:
             self.take(token_id)
 
     def copy(self) -> "Guide":
-        """Return another guide in the same state."""
         with self._lock:
             other = copy(self)
             other._matcher, other._token_ids, other._lock = self._matcher.deep_copy(), list(self._token_ids), Lock()

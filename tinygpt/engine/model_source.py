@@ -127,7 +127,6 @@ def check_tokenizer(checkpoint: Checkpoint) -> None:
 
 
 def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the tokenizer in the form of a tokenizer.json."""
     spec = checkpoint.read_tokenizer()
     return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
 
@@ -155,7 +154,6 @@ def load_backend(device: str, dtype: str) -> ModuleType:
 
 
 def name_of(backend: ModuleType) -> str:
-    """Return the device of a backend."""
     return backend.__name__.rpartition(".")[2]
 
 

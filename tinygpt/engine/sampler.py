@@ -195,12 +195,10 @@ class PromptLogprobs:
 
     @property
     def logprobs(self) -> list[float]:
-        """The log probability of each target so far."""
         return [found[target] for target, found in zip(self.targets, self.found, strict=False)]
 
     @property
     def error(self) -> str | None:
-        """The reason why a token has no probability."""
         wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))
         return next((NOT_FINITE.format(self.first + i) for i in wrong), None)
 

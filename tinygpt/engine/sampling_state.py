@@ -95,7 +95,6 @@ class SamplingState:
         self._num_new = 0
 
     def update(self, new_token_ids: list[int]) -> None:
-        """Add the tokens sampled since the last call."""
         added = new_token_ids[self._num_new :]
         if not added:
             return
@@ -127,7 +126,6 @@ class SamplingState:
 
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
-    """Return one row of Warpers."""
     given = {name: getattr(params, name) for name in Warpers._fields}
     return tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
 

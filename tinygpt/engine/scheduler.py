@@ -71,7 +71,6 @@ class SlotTable:
 
     @property
     def num_free(self) -> int:
-        """The number of slots that can be taken."""
         return len(self._empty) + len(self.prefixes) - self.prefix_cache_seqs
 
     def take(self, prompt: list[int]) -> tuple[int, int]:
@@ -102,7 +101,6 @@ class SlotTable:
             self._evict(next(iter(self.prefixes)))
 
     def touch(self, slot: int) -> None:
-        """Make a cached prefix the most recently used one."""
         self.prefixes[slot] = self.prefixes.pop(slot)
 
     def _evict(self, slot: int) -> None:
@@ -150,7 +148,6 @@ class Scheduler:
 
     @property
     def finished(self) -> list[Sequence]:
-        """The running sequences that have ended."""
         return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:

@@ -76,7 +76,6 @@ def scoring_request(
 
 
 def score_of(request: Request) -> ContinuationScore:
-    """Return the score that a finished `scoring_request` has found."""
     wanted = request.sequences[0].prompt_logprobs
     best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
     return ContinuationScore(wanted.targets, wanted.logprobs, is_greedy=wanted.targets == best)

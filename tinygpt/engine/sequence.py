@@ -105,7 +105,6 @@ class Sequence:
         return self.finish_reason is not None or self.error is not None
 
     def next_token_ids(self, count: int) -> list[int]:
-        """Return the `count` tokens after the cached ones."""
         if self.new_token_ids and self.num_uncached == 1:  # decode, the common case
             return self.new_token_ids[-1:]
         return self.context_token_ids[self.num_cached : self.num_cached + count]
@@ -113,7 +112,6 @@ class Sequence:
     # Its place in the KV cache.
 
     def enter(self, slot: int, num_cached: int) -> None:
-        """Run in `slot`, which holds the first `num_cached` tokens."""
         self.scheduled_time = time.perf_counter()
         self.slot, self.num_cached, self.num_reused = slot, num_cached, num_cached
 
@@ -153,7 +151,6 @@ class Sequence:
             self._give(text, token)
 
     def extend(self, token_id: int) -> None:
-        """Append a drafted token, which ends nothing."""
         self.new_token_ids.append(token_id)
         if self.guide is not None:
             self.guide.take(token_id)
@@ -326,7 +323,6 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
 
 
 def copied(logprobs: dict[int, float] | None) -> dict[int, float] | None:
-    """Return a copy, which its receiver may change."""
     return None if logprobs is None else dict(logprobs)
 
 

@@ -120,7 +120,6 @@ class DraftModel:
         self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
-        """Return at most counts[i] tokens that may follow sequences[i]."""
         ends = [len(s) + self._num_possible(s, count) for s, count in zip(sequences, counts, strict=True)]
         drafts = [self._draft(sequence) for sequence in sequences]
         wanting = [(draft, end) for draft, end in zip(drafts, ends, strict=True) if len(draft) < end]

@@ -71,7 +71,6 @@ class StepLoop:
         self.scheduler.add(*sequences)
 
     def remove(self, sequences: list[Sequence]) -> None:
-        """Forget sequences, ended or not, and free their slots."""
         for sequence in sequences:
             sequence.on_end = None
             self._timed.discard(sequence)
