@@ -135,14 +135,15 @@ def _answer_on_ray(
     args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[..., int]
 ) -> int:
     """As `_answer`, by actors of a Ray cluster."""
-    from tinygpt.on_ray.batch import Setup, answers_on_ray
+    from tinygpt.on_ray.batch import Setup, outputs_on_ray
 
     started = time.perf_counter()
     setup, inputs = Setup.of(args)
     check_dtype(args.output, earlier, setup.dtype)
     tasks = read_tasks(args.input, pending, inputs.read_prompt, inputs.request)
     count = min(args.ray, len(tasks))
-    with answers_on_ray(count, setup, tasks) as answers:
+    with outputs_on_ray(count, setup, [(task.index, task.prompt, task.params) for task in tasks]) as outputs:
+        answers = (tasks[i].answer(args.model, setup.dtype, found) for i, found in outputs)
         num_failed = write_all(answers, len(tasks))
     seconds = time.perf_counter() - started
     log(f"{counted(len(tasks), 'prompt')} by {counted(count, 'actor')} in {seconds:.2f} s; seeds in their records")

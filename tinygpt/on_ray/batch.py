@@ -10,16 +10,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinygpt.cli import loading
 from tinygpt.cli.flags import llm_arguments
 from tinygpt.cli.output import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
-
-if TYPE_CHECKING:
-    from tinygpt.cli.batch import Answer, Task
 
 ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
 OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
@@ -28,12 +25,14 @@ SECONDS_TO_ANSWER = 5
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 
 
+Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
+
+
 @dataclass(frozen=True)
 class Setup:
-    """LLM's arguments for each actor, on other hosts and in other folders, and the model's name in the records."""
+    """LLM's arguments for each actor, on other hosts and in other folders."""
 
     arguments: dict[str, Any]
-    model: str
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
@@ -54,7 +53,7 @@ class Setup:
         for name in ("model", "lora", "draft_model"):
             arguments[name] = _whole_path(arguments[name])
         arguments["soft_prompts"] = {name: _whole_path(path) for name, path in soft_prompts.items()}
-        return cls(arguments, args.model), inputs
+        return cls(arguments), inputs
 
     @property
     def dtype(self) -> str:
@@ -72,31 +71,32 @@ def _whole_path(name: str | None) -> str | None:
 
 
 class Actor:
-    """One of the pool: an LLM that answers batches of tasks. These are pickled, as Arrow has no such types."""
+    """One of the pool: an LLM that answers batches of requests. These are pickled, as Arrow has no such types."""
 
     def __init__(self, setup: Setup):
         loading.set_thread_pools(setup.arguments["threads"])
         from tinygpt.llm import LLM
 
-        self._llm, self._model = LLM(**setup.arguments), setup.model
+        self._llm = LLM(**setup.arguments)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        tasks: list[Task] = [pickle.loads(task) for task in batch["task"]]
-        asked = [(task, self._llm.submit(task.prompt, task.params)) for task in tasks]  # all run together
-        return {"answer": [pickle.dumps(self._answer(task, future)) for task, future in asked]}
+        requests = [pickle.loads(request) for request in batch["request"]]
+        asked = [(i, self._llm.submit(prompt, params)) for i, prompt, params in requests]  # all run together
+        return {"found": [pickle.dumps((i, _found(future))) for i, future in asked]}
 
-    def _answer(self, task: "Task", future: Any) -> "Answer":
-        try:
-            found = future.result()
-        except FailedRequestError as error:
-            found = error
-        return task.answer(self._model, self._llm.dtype, found)
+
+def _found(future: Any) -> Any:
+    try:
+        return future.result()
+    except FailedRequestError as error:
+        return error
 
 
 @contextmanager
-def answers_on_ray(count: int, setup: Setup, tasks: "list[Task]") -> "Iterator[Iterator[Answer]]":
-    """Yield an iterator of answers, the longest tasks first. Ray retries a lost actor's batches.
+def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterator[Iterator[tuple[int, Any]]]:
+    """Yield an iterator of (index, RequestOutput or FailedRequestError), the longest requests first.
 
+    Ray retries a lost actor's batches.
     Raise RequestError if the cluster has no room, TinyGPTError if an actor raises or Ray gives up.
     """
     ray = _import_ray()
@@ -106,16 +106,16 @@ def answers_on_ray(count: int, setup: Setup, tasks: "list[Task]") -> "Iterator[I
         _join(ray, count, setup.arguments["threads"])
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
         with redirect_stdout(sys.stderr):  # Ray prints when actors end; records have the stdout of before
-            yield _answers(ray, count, setup, tasks)
+            yield _outputs(ray, count, setup, requests)
     except ray.exceptions.RayError as error:
         raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
     finally:
         ray.shutdown()
 
 
-def _answers(ray: Any, count: int, setup: Setup, tasks: "list[Task]") -> "Iterator[Answer]":
-    longest_first = sorted(tasks, key=_num_tokens, reverse=True)
-    rows = [{"task": pickle.dumps(task)} for task in longest_first]
+def _outputs(ray: Any, count: int, setup: Setup, requests: list[Request]) -> Iterator[tuple[int, Any]]:
+    longest_first = sorted(requests, key=_num_tokens, reverse=True)
+    rows = [{"request": pickle.dumps(request)} for request in longest_first]
     # A batch may take long, and hosts may be long in coming: Ray notices a lost actor anyway.
     ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
     dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.batch_size))
@@ -127,13 +127,13 @@ def _answers(ray: Any, count: int, setup: Setup, tasks: "list[Task]") -> "Iterat
         num_cpus=setup.arguments["threads"],
     )
     for row in done.iter_rows():
-        yield pickle.loads(row["answer"])
+        yield pickle.loads(row["found"])
 
 
-def _num_tokens(task: "Task") -> int:
-    """Return the number of tokens that a task may take."""
-    samples = max(task.params.best_of or task.params.n, task.params.num_beams)
-    return len(task.prompt.token_ids) + samples * task.params.max_tokens
+def _num_tokens(request: Request) -> int:
+    """Return the number of tokens that a request may take."""
+    _, prompt, params = request
+    return len(prompt.token_ids) + max(params.best_of or params.n, params.num_beams) * params.max_tokens
 
 
 def _import_ray() -> Any:
