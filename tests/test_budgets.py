@@ -53,7 +53,9 @@ def test_budgets():
     texts = {file: file.read_text(encoding="utf-8") for file in python_files(*PACKAGES)}
     lines = {file: text.count("\n") for file, text in texts.items()}
     words, code = map(sum, zip(*map(words_and_code, texts.values()), strict=True))
-    readmes = [p for p in ROOT.rglob("README.md") if not any(q.is_symlink() or q.name == ".venv" for q in p.parents)]
+    folders = (ROOT, *(ROOT / name for name in (*PACKAGES, "tests")))
+    found = [file for folder in folders for file in folder.glob("README.md" if folder == ROOT else "**/README.md")]
+    readmes = [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
     imported = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True)
     found = {
         "lines of Python": sum(lines.values()),

@@ -153,8 +153,8 @@ def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("opt-350m", "layer norms behind its blocks, no layer norm before its head, embeddings of another width"),
-        ("bloom-6", "ALiBi in place of position embeddings, a layer norm behind its embeddings"),
+        ("opt-350m", "layer norms after its blocks, no layer norm before its head, embeddings of another width"),
+        ("bloom-6", "ALiBi in place of position embeddings, a layer norm after its embeddings"),
         ("xglm", "embeddings that are multiplied by a number"),
         ("experts", "experts"),
     ],

@@ -50,7 +50,7 @@ def test_a_text_is_told_the_file_each_time(damaged, way):
 @pytest.mark.parametrize("field", NEEDS)
 def test_what_needs_a_tokenizer_for_ids_is_told_too(damaged, field):
     llm, said = damaged
-    with pytest.raises(RequestError, match="need a tokenizer: ") as raised:
+    with pytest.raises(RequestError, match="needs a tokenizer: ") as raised:
         llm.generate([IDS], SamplingParams(**NEEDS[field]))
     assert said in str(raised.value)
 

@@ -154,7 +154,7 @@ def test_what_is_refused_adds_nothing(llm):
         (lambda: session.stream(SamplingParams(max_tokens=5000)), "the prompt has 5 tokens"),
         (lambda: session.extend([1, 9999]), "token id 9999 is outside the vocabulary"),
         (lambda: session.extend(7), "must be a text or a list of token ids"),
-        (lambda: session.rewind(6), "position is 6 and the session has 5 tokens"),
+        (lambda: session.rewind(6), "position is 6 and must be a whole number from 0 to 5"),
         (lambda: session.rewind(-1), "position is -1"),
     ):
         with pytest.raises(RequestError, match=message):

@@ -165,8 +165,9 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     prompts, problems = [], {}
     for record in read_prompts(path, SamplingParams()):
         try:
-            given = record.prompt, llm.config, lambda: llm.tokenizer, llm.max_model_len, record.split_special_tokens
-            prompts.append(read_ids("logits", *given))
+            prompt, split = record.prompt, record.split_special_tokens
+            given = prompt if split is None else llm.read_prompt(prompt, split).token_ids
+            prompts.append(read_ids("logits", given, llm.config, lambda: llm.tokenizer, llm.max_model_len))
         except TinyGPTError as error:
             problems[record.line] = str(error)
     refuse_lines(path, problems)
