@@ -417,3 +417,24 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
     except CheckpointError:
         return
     assert all(tensor.dtype == np.float32 for tensor in tensors)
+
+
+def zip_of_pickle(path, program: bytes):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", program)
+    return path
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        b"\x80\x02})" + b"2\x86" * 60 + b"Ns.",  # a key that is a tuple of 2**60 nodes, all of which are hashed
+        b"\x80\x02}(" + b")" + b"2\x86" * 60 + b"Nu.",
+        b"\x80\x04\x8f(" + b")" + b"2\x86" * 60 + b"\x90.",  # a set
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b.",  # attributes for a function
+    ],
+    ids=["key", "keys", "set", "attributes"],
+)
+def test_a_pickle_neither_hangs_nor_changes_what_was_checked(tmp_path, program):
+    with pytest.raises(CheckpointError):
+        read_torch(zip_of_pickle(tmp_path / "pytorch_model.bin", program))

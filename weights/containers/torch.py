@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tinygpt.weights.checks import listed, shown
 from tinygpt.weights.containers.mapped_file import (
@@ -145,8 +145,18 @@ class StateDict(dict):
         """Ignore the attributes."""
 
 
-class TorchUnpickler(pickle.Unpickler):
-    """An unpickler that knows the names of a state dict alone. has_stubs: other names become Stubs."""
+def is_key(key: Any) -> bool:
+    """Return whether a dictionary may have the key: to hash nested tuples or colliding ints takes for ever."""
+    return type(key) is str or (type(key) is int and abs(key) < 2**31)
+
+
+class TorchUnpickler(pickle._Unpickler):
+    """An unpickler that knows the names of a state dict alone. has_stubs: other names become Stubs.
+
+    It is the one in Python, whose instructions can be overridden.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, program: bytes, path: Path, has_stubs: bool, pushed: int):
         super().__init__(io.BytesIO(program), encoding="latin1")
@@ -187,11 +197,46 @@ class TorchUnpickler(pickle.Unpickler):
             raise ValueError("one storage of two dtypes or sizes")
         return storage
 
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Stub | StateDict):  # a checked view would take other numbers
+            raise ValueError("attributes for an object that has none")
+        super().load_build()
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        if self._items([key, value]):
+            self.stack[-1][key] = value
+
+    def load_setitems(self) -> None:
+        self.stack[:] = self._items(self.stack)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        self.stack[:] = self._items(self.stack)
+        super().load_dict()
+
+    def refuse_set(self) -> None:
+        raise ValueError("a set, which no state dict has")
+
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    dispatch |= {pickle.DICT[0]: load_dict, pickle.EMPTY_SET[0]: refuse_set, pickle.ADDITEMS[0]: refuse_set}
+    dispatch[pickle.FROZENSET[0]] = refuse_set
+
+    def _items(self, items: list) -> list:
+        """Return keys and values in turn, in a training checkpoint without the keys that no state dict has."""
+        if all(map(is_key, items[::2])):
+            return items
+        if not self.has_stubs:
+            raise ValueError("a key of a dictionary that is no string")
+        pairs = zip(items[::2], items[1::2], strict=True)
+        return [part for pair in pairs if is_key(pair[0]) for part in pair]
+
     def _ordered_dict(self, pairs: Any = ()) -> StateDict:
         self._unspent -= len(pairs)
         if self._unspent < 0:
             raise ValueError("one list that is given to many dictionaries")
-        return StateDict(pairs)
+        items = self._items([part for key, value in pairs for part in (key, value)])
+        return StateDict(zip(items[::2], items[1::2], strict=True))
 
     def _strided_view(self, storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> Any:
         if isinstance(storage, Stub):

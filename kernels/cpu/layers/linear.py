@@ -18,7 +18,7 @@ from tinygpt.kernels.cpu.layers.formats import (
     Int8Weight,
     Linear,
 )
-from tinygpt.kernels.cpu.layers.ranks import add_partials, exchange
+from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
 from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANDS,
@@ -108,17 +108,33 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
     finish_phase(team)
 
 
-@kernel
+@inline
 def add_projection(team, x, y, linears, layer, segments, ranks):
     """x (N, C) += y @ weight.T + bias. ranks: a Ranks, whose sum precedes the bias, or None."""
-    rows, columns = x.shape
-    if ranks is None:
-        for_each_tile(team, x, y, linears, layer, segments, NONE, ADD, rows, columns)
-    else:
-        without_bias = Linear(linears.weight, ranks.no_bias, linears.factors)
-        for_each_tile(team, ranks.partial, y, without_bias, layer, segments, NONE, REPLACE, rows, columns)
-        exchange(team, ranks, ranks.partial, x.size)
-        add_partials(team, x, ranks.gathered, ranks.status.size, linears.bias, layer)
+    out, bias, add = _summand(ranks, x, linears.bias)
+    linear(team, out, y, Linear(linears.weight, bias, linears.factors), layer, segments, NONE, add)
+    _sum_over(team, ranks, x, linears.bias, layer)
+
+
+def _whole_sum(ranks, x, bias):
+    return x, bias, ADD
+
+
+def _partial_sum(ranks, x, bias):
+    return ranks.partial[: x.shape[0]], ranks.no_bias, REPLACE
+
+
+def _nothing_to_sum(team, ranks, x, bias, layer):
+    pass
+
+
+def _sum_partials(team, ranks, x, bias, layer):
+    exchange(team, ranks, ranks.partial, x.size)
+    add_partials(team, x, ranks.gathered, ranks.status.size, bias, layer)
+
+
+_summand = overload_by_dtype({Ranks: _partial_sum}, otherwise=_whole_sum)
+_sum_over = overload_by_dtype({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=1)
 
 
 @kernel
