@@ -8,7 +8,6 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -95,11 +94,6 @@ def in_a_thread(work: Callable[[], Any]) -> Future:
     future = reader.submit(work)
     reader.shutdown(wait=False)
     return future
-
-
-def free_path(path: Path) -> Path:
-    numbered = (path.with_stem(f"{path.stem}-{number}") for number in count(2))
-    return next(free for free in chain([path], numbered) if not os.path.lexists(free))
 
 
 def sync(descriptor: int) -> None:

@@ -34,11 +34,6 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     return read_checkpoint(path)
 
 
-def is_here(model: str | os.PathLike[str]) -> bool:
-    """Return whether opening `model` downloads nothing."""
-    return is_random(model) or _is_demo(model) or os.path.exists(os.path.expanduser(model))
-
-
 def resolve(model: str | os.PathLike[str]) -> Path:
     """Return the path of `model`: "demo", a local folder or file, or a Hub id, which is downloaded.
 

@@ -139,30 +139,3 @@ if __name__ == "__main__":
     asking = [str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)]
     options = ["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)]
     sys.exit(pytest.main(options, [Recorder(is_whole=len(sys.argv) == 1)]))
-
-
-class Recorder:
-    """A pytest plugin that writes the answers heard by the `recorded` functions of all collected modules."""
-
-    def __init__(self, is_whole: bool):
-        self.is_whole, self.modules = is_whole, set()
-
-    def pytest_collection_finish(self, session):
-        self.modules = {item.module for item in session.items}
-
-    def pytest_sessionfinish(self, session, exitstatus):
-        functions = {f for module in self.modules for f in vars(module).values() if hasattr(f, "recordings")}
-        for function in functions if not exitstatus else ():
-            function.recordings.write(self.is_whole)
-            print(f"\n{function.recordings.path.name}: {len(function.recordings.heard)} answers", end="")
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    if not HAS_TRANSFORMERS:
-        sys.exit(f"Recording {MISSING}.")
-    os.environ[IS_RECORDING] = "1"
-    asking = [str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)]
-    sys.exit(
-        pytest.main(["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)], [Recorder(not sys.argv[1:])])
-    )
