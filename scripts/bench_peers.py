@@ -15,7 +15,6 @@ the machine are measured in the same turns. A peer that cannot be installed or f
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import time
@@ -23,24 +22,16 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 # tinygpt is next to scripts/, installed or not.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare
+from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
+from tinygpt.bench import work
 from tinygpt.bench.report import parameters_text, table, threads_text
-from tinygpt.bench.work import (
-    CACHE_BYTES,
-    CACHES,
-    TILES,
-    block_operations,
-    head_operations,
-    kv_cache_bytes,
-    num_parameters,
-    weight_bytes,
-)
 from tinygpt.hardware import cpu_name
 from tinygpt.weights.families.gpt2 import model_config
 
@@ -105,15 +96,15 @@ class Results:
 
 def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None) -> tuple[float, str]:
     """Return the shortest time in milliseconds and its limit: reading all bytes once, or multiplying at the peak."""
-    model, (in_blocks, in_head) = model_config(config), (limits[kind] for kind in TILES[dtype])
+    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.TILES[dtype])
     # A prefill attends to half of its positions on average; it reads keys and values from the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
     tokens = case.batch * (case.prompt if case.is_prefill else 1)
-    cached = 0 if case.is_prefill else kv_cache_bytes(model, cache or CACHES[dtype], case.batch * positions)
-    operations = block_operations(model, tokens, positions) / in_blocks + head_operations(model, case.batch) / in_head
+    cached = 0 if case.is_prefill else work.kv_cache_bytes(model, cache or work.CACHES[dtype], case.batch * positions)
+    in_blocks = work.block_operations(model, tokens, positions) / block_rate
     seconds = {
-        "bandwidth": (weight_bytes(model, dtype) + cached) / limits["bandwidth"],
-        "tile peak": operations,
+        "bandwidth": (work.weight_bytes(model, dtype) + cached) / limits["bandwidth"],
+        "tile peak": in_blocks + work.head_operations(model, case.batch) / head_rate,
     }
     limit = max(seconds, key=seconds.__getitem__)
     return 1e3 * seconds[limit], limit
@@ -126,9 +117,7 @@ class Engines:
         logs.mkdir(parents=True, exist_ok=True)
         self.setup, self.dtype, self.limits = setup, dtype, {}
         places = {name: place for (name, kind), place in setup.places.items() if kind == dtype}
-        self.workers = {
-            name: Worker(place, dtype, threads, logs / f"{name}-{dtype}.log", cache) for name, place in places.items()
-        }
+        self.workers = {name: Worker(at, dtype, threads, logs / f"{name}.log", cache) for name, at in places.items()}
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -169,15 +158,14 @@ class Engines:
             self.workers.pop(name).close()
 
     def _token_ids(self, batch: int, prompt: int) -> list[list[int]]:
-        generator = random.Random(0)
-        return [[generator.randrange(self.setup.config["vocab_size"]) for _ in range(prompt)] for _ in range(batch)]
+        return np.random.default_rng(0).integers(self.setup.config["vocab_size"], size=(batch, prompt)).tolist()
 
 
 def agreement(logits: list[float], reference: list[float]) -> str:
     """Describe the distance of an engine's logits from the reference's."""
-    same = max(range(len(logits)), key=logits.__getitem__) == max(range(len(logits)), key=reference.__getitem__)
-    largest, std = max(abs(a - b) for a, b in zip(logits, reference, strict=True)), statistics.pstdev(reference)
-    return f"{'the same' if same else 'another'} top-1, largest difference {largest:.2g} (logits' std {std:.2g})"
+    top = "the same" if np.argmax(logits) == np.argmax(reference) else "another"
+    largest = np.abs(np.subtract(logits, reference)).max()
+    return f"{top} top-1, largest difference {largest:.2g} (logits' std {np.std(reference):.2g})"
 
 
 def markdown(rows: Iterable[Row], engines: list[str], absent: dict[tuple[str, str], str]) -> str:
@@ -225,25 +213,18 @@ def draw(setup: Setup, results: Results, threads: int, path: Path) -> None:
                 line.points += [(row.batch, [1e3 * row.batch / ms for ms in times])] if times else []
         drawn = [line for line in lines.values() if line.points]
         panels.append(plot.Panel(dtype, "batch size (sequences)", "tokens/s", drawn))
-    size = parameters_text(num_parameters(model_config(setup.config)))
-    plot.draw(
-        path, f"Generating with GPT-2 {size}", panels, f"{cpu_name()}, {threads_text(threads)}. Points are medians."
-    )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    title = f"Generating with GPT-2 {parameters_text(work.num_parameters(model_config(setup.config)))}"
+    plot.draw(path, title, panels, f"{cpu_name()}, {threads_text(threads)}. Points are medians.")
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--model", default="random:124M", help="a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
-    )
+    source = "a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
+    parser.add_argument("--model", default="random:124M", help=source)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
     parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
-    parser.add_argument("--kv-cache-dtype", choices=CACHE_BYTES, help="of tinygpt and llama.cpp; others have no choice")
+    parser.add_argument("--kv-cache-dtype", choices=work.CACHE_BYTES, help="of tinygpt and llama.cpp")
     parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
     parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024, two repeats")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
@@ -258,17 +239,17 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    work = arguments.work.resolve()
+    folder = arguments.work.resolve()
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
     if arguments.isa == "avx2":
         os.environ.update(AVX2)  # for every process that is started
         peers = held_to_avx2(peers)
-    setup = prepare(work, arguments.model, peers, arguments.dtypes, say)
+    setup = prepare(folder, arguments.model, peers, arguments.dtypes)
     if arguments.prepare_only:
         return
-    results, kept = Results(), arguments.json or work / "results.json"
+    results, kept = Results(), arguments.json or folder / "results.json"
     for dtype in arguments.dtypes:
-        run(setup, dtype, arguments, work / "logs", results, kept)
+        run(setup, dtype, arguments, folder / "logs", results, kept)
     print(report(setup, results, arguments.threads))
     say(f"every time is in {kept}")
     if arguments.plot:
@@ -294,23 +275,13 @@ def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, res
                 results.limits[dtype] = engines.limits
                 row.floor_ms, row.limit = floor(case, setup.config, dtype, engines.limits, arguments.kv_cache_dtype)
             results.rows.append(row)
-            kept.write_text(json.dumps(content(setup, results, arguments), indent=1))
+            about = {"command": sys.argv, "cpu": cpu_name(), "threads": arguments.threads, "config": setup.config}
+            absent = [{"engine": name, "dtype": dtype, "why": why} for (name, dtype), why in setup.absent.items()]
+            rows = [{**asdict(row), "best_peer": row.best_peer, "ratio": row.ratio} for row in results.rows]
+            found = {"rows": rows, "limits": results.limits, "absent": absent, "agreement": results.agreement}
+            kept.write_text(json.dumps({**about, **found}, indent=1))
     finally:
         engines.close()
-
-
-def content(setup: Setup, results: Results, arguments: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "command": sys.argv,
-        "cpu": cpu_name(),
-        "threads": arguments.threads,
-        "config": setup.config,
-        "peers": {peer.name: {"requirements": peer.requirements, "forms": peer.forms} for peer in PEERS},
-        "rows": [{**asdict(row), "best_peer": row.best_peer, "ratio": row.ratio} for row in results.rows],
-        "limits": results.limits,
-        "absent": [{"engine": e, "dtype": d, "why": why} for (e, d), why in setup.absent.items()],
-        "agreement": results.agreement,
-    }
 
 
 if __name__ == "__main__":

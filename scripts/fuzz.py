@@ -13,16 +13,17 @@ the last bit. hypothesis shrinks a failure and prints how to reproduce it; the e
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
@@ -33,17 +34,20 @@ import numpy as np
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load
+from tokenizers import AddedToken
 
 # tinygpt and the tests' writers of checkpoints are next to scripts/.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
 
+from support import library_tokenizers
 from support.foreign import WRITERS
 from support.golden_adapters import write_lora, write_soft_prompt
 from support.golden_models import write_model
 from support.tiny_checkpoint import CONFIG, random_tensors
+from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.parity import Golden, load_goldens, save_goldens
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.open import open_checkpoint
@@ -52,93 +56,54 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS, MEMORY = 20, 2 << 30  # of a load: CPU time, and bytes on top of the memory that is in use
 Files = Mapping[str, bytes]
 TEXTS = ("the theme there", " \n\t of Ångström's 12 日本", "<|endoftext|>then", "")
-VALUES = [
-    None,
-    True,
-    "",
-    "a",
-    "\0",
-    "../canary",
-    "/etc/passwd",
-    "é" * 300,
-    r"(\w+\.?)+!",
-    0.5,
-    -0.0,
-    1e308,
-    float("nan"),
-]
-VALUES += [0, 1, 7, 255, 65536, 2**31, 2**32 - 1, 2**63, 10**18, -1, -(2**31), 10**400, [], {}, [[]], [None], {"a": {}}]
+VALUES = [None, True, "", "a", "\0", "../canary", "/etc/passwd", "é" * 300, r"(\w+\.?)+!", [], {}, [[]], [None]]
+VALUES += [{"a": {}}, 0.5, -0.0, 1e308, float("nan"), 0, 1, 7, 255, 65536, 2**31, 2**32 - 1, 2**63, 10**18, -1]
+VALUES += [-(2**31), 10**400]
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("r", "e"), ("Ġ", "o"), ("Ġo", "f"), ("1", "2"), ("Ã", "ħ")]
 
 
 @dataclass(frozen=True)
 class Format:
-    """Undamaged files, a reader, and a check of its result against the damaged files."""
+    """Undamaged files, a reader, and check(folder, loaded, undamaged)."""
 
     files: Callable[[], Files]
     load: Callable[[Path], Any]
     check: Callable[[Path, Any, Any], bool] = lambda folder, loaded, undamaged: True
 
 
-# --- undamaged files
-
-
-def read_files(folder: Path) -> Files:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 def made(make: Callable[[Path], Any]) -> Files:
     with tempfile.TemporaryDirectory() as name:
         make(Path(name))
-        return read_files(Path(name))
+        paths = sorted(path for path in Path(name).rglob("*") if path.is_file())
+        return {path.relative_to(name).as_posix(): path.read_bytes() for path in paths}
 
 
 def foreign(form: str) -> Files:
     return made(lambda folder: WRITERS[form](folder, random_tensors(prefix="")))
 
 
-def torch_file(is_zip: bool) -> Files:
-    import torch
-
-    buffer = io.BytesIO()
-    tensors = {name: torch.from_numpy(array) for name, array in random_tensors(prefix="").items()}
-    torch.save(tensors, buffer, _use_new_zipfile_serialization=is_zip)
-    return {"config.json": to_json(CONFIG), "pytorch_model.bin": buffer.getvalue()}
+def torch_file(is_legacy: bool) -> Files:
+    data = torch_bytes(random_tensors(prefix=""), is_legacy)
+    return {"config.json": json.dumps(CONFIG).encode(), "pytorch_model.bin": data}
 
 
 def packed(dtype: str) -> Files:
+    from tinygpt.cli.main import main
+
     def convert(folder: Path) -> None:
-        from tinygpt.cli.main import main
+        folder.rmdir()  # convert makes it
+        assert main(["convert", base_model(), str(folder), "--dtype", dtype]) == 0
 
-        assert main(["convert", base_model(), str(folder / "packed"), "--dtype", dtype]) == 0
-
-    files = made(convert)
-    return {name.removeprefix("packed/"): data for name, data in files.items() if name.startswith("packed/")}
+    return made(convert)
 
 
-def vocabulary() -> dict[str, int]:
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's characters for the 256 bytes
-    alphabet = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    return {token: i for i, token in enumerate([*alphabet, *map("".join, MERGES)])}
-
-
-def tokenizer_files(name: str) -> Files:
-    """Return a few merges in the form of tokenizer.json, or of vocab.json and merges.txt."""
-    options = {"tokenizer_config.json": to_json({"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>"})}
-    if name == "vocab.json":
-        merges = ("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in MERGES)).encode()
-        added = to_json({"<|endoftext|>": 264, "<a1>": 265})
-        return {"vocab.json": to_json(vocabulary()), "merges.txt": merges, "added_tokens.json": added, **options}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    added = {"id": 264, "content": "<|endoftext|>", "single_word": False, "lstrip": False, "rstrip": True}
-    added |= {"normalized": False, "special": True}
-    model = {"type": "BPE", "unk_token": None, "vocab": vocabulary(), "merges": [f"{a} {b}" for a, b in MERGES]}
-    spec = {"version": "1.0", "added_tokens": [added], "normalizer": None, "model": model}
-    return {
-        "tokenizer.json": to_json(spec | dict.fromkeys(("pre_tokenizer", "post_processor", "decoder"), byte_level)),
-        **options,
-    }
+def tokenizer_files(write: Callable) -> Files:
+    """Return a few merges and an end of text, written by write(library, folder, **files)."""
+    library = library_tokenizers.bpe(MERGES)
+    library.add_special_tokens([AddedToken("<|endoftext|>", rstrip=True)])
+    added = {"<|endoftext|>": library.get_vocab_size() - 1, "<a1>": library.get_vocab_size()}
+    options = {"tokenizer_class": "GPT2Tokenizer", "bos_token": "<|endoftext|>"}
+    return made(lambda folder: write(library, folder, added_tokens=added, tokenizer_config=options))
 
 
 def golden_file(folder: Path) -> None:
@@ -146,16 +111,8 @@ def golden_file(folder: Path) -> None:
     save_goldens(folder / "golden.npz", [Golden([1, 2], logits, [3], [0.5], None)])
 
 
-def to_json(value: Any) -> bytes:
-    return json.dumps(value).encode()
-
-
-# --- readers and checks
-
-
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    checkpoint = open_checkpoint(folder)
-    return {name: tensor.float32().copy() for name, tensor in checkpoint.stored.items()}
+    return {name: tensor.float32().copy() for name, tensor in open_checkpoint(folder).stored.items()}
 
 
 def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.ndarray:
@@ -214,8 +171,8 @@ def is_small(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> boo
 FORMATS = {
     "safetensors": Format(partial(foreign, "hugging_face"), tensors_of, is_as_read_elsewhere),
     "config": Format(partial(foreign, "hugging_face"), logits_of),
-    "torch": Format(partial(torch_file, True), tensors_of, is_as_read_elsewhere),
-    "torch-legacy": Format(partial(torch_file, False), tensors_of, is_as_read_elsewhere),
+    "torch": Format(partial(torch_file, False), tensors_of, is_as_read_elsewhere),
+    "torch-legacy": Format(partial(torch_file, True), tensors_of, is_as_read_elsewhere),
     "packed-float32": Format(partial(packed, "float32"), partial(logits_of, device="cpu"), is_undamaged),
     "packed-int4": Format(partial(packed, "int4"), partial(logits_of, device="cpu"), is_undamaged),
     "lora": Format(
@@ -223,14 +180,11 @@ FORMATS = {
         lambda folder: logits_of(Path(base_model()), lora=folder / "x"),
     ),
     "soft-prompt": Format(lambda: made(lambda folder: write_soft_prompt(folder / "x", "prompt", 3)), load_soft_prompt),
-    "tokenizer.json": Format(partial(tokenizer_files, "tokenizer.json"), load_tokenizer),
-    "vocab.json": Format(partial(tokenizer_files, "vocab.json"), load_tokenizer),
+    "tokenizer.json": Format(partial(tokenizer_files, library_tokenizers.save), load_tokenizer),
+    "vocab.json": Format(partial(tokenizer_files, library_tokenizers.write_pair), load_tokenizer),
     "golden.npz": Format(partial(made, golden_file), lambda folder: load_goldens(folder / "golden.npz")),
     **{form: Format(partial(foreign, form), tensors_of, is_small) for form in WRITERS if form != "hugging_face"},
 }
-
-
-# --- damage
 
 
 def edit_bytes(draw: Callable, data: bytes) -> bytes:
@@ -285,10 +239,11 @@ def edit_zip(draw: Callable, data: bytes) -> bytes:
     return out.getvalue()
 
 
+UNREADABLE = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, RecursionError, NotImplementedError)
+
+
 @dataclass(frozen=True)
 class Damage:
-    """A damaged file."""
-
     name: str
     data: bytes = field(repr=False)
 
@@ -300,14 +255,9 @@ def damaged(draw: Callable, files: Files) -> Damage:
     kinds += [edit_json] * 3 * name.endswith("json")
     kinds += [edit_header] * 2 * name.endswith("safetensors") + [edit_zip] * 2 * data.startswith(b"PK")
     for _ in range(draw(st.integers(1, 3))):
-        with suppress(
-            ValueError, zipfile.BadZipFile, zlib.error, EOFError, RecursionError, NotImplementedError
-        ):  # damaged too much before
+        with suppress(*UNREADABLE):  # damaged too much before
             data = draw(st.sampled_from(kinds))(draw, data)
     return Damage(name, data)
-
-
-# --- loading under watch
 
 
 class Watch:
@@ -356,12 +306,12 @@ def write_all(folder: Path, files: Files) -> None:
         path.write_bytes(data)
 
 
-def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watch: Watch) -> None:
+def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watch: Watch | None = None) -> None:
     """Raise AssertionError, or the reader's own exception, for damage that a reader does not survive.
 
     The smallest such damage is kept in the folder `findings`.
     """
-    form = FORMATS[name]
+    form, watch = FORMATS[name], watch or Watch()
     files = form.files()
     base_model()
     with tempfile.TemporaryDirectory() as scratch:
@@ -400,9 +350,6 @@ def check_load(form: Format, folder: Path, undamaged: Any, watch: Watch) -> None
         assert form.check(folder, loaded, undamaged), "loaded something else than the file holds"
 
 
-# --- requests
-
-
 VALUES_OF = {
     "max_tokens": [1, 5, 9, 16],
     "stop": ["e", ["th", "re"], "\n"],
@@ -425,10 +372,10 @@ NUMBERS = [0, 1, 2, 5, 0.0, 0.3, 0.5, 0.9, 1.0, 1.5, -1, 100, True, "raw", "open
 def possible_values(name: str) -> list[Any]:
     found = []
     for value in VALUES_OF.get(name, NUMBERS):
-        with suppress(RequestError):
+        with suppress(TinyGPTError):
             SamplingParams(**{name: value})
             found.append(value)
-    return found
+    return found or NUMBERS
 
 
 @st.composite
@@ -439,26 +386,23 @@ def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]
     names = [f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")]
     chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
     is_possible = draw(st.integers(0, 9)) > 0
-    values = {
-        name: draw(st.sampled_from((possible_values(name) if is_possible else NUMBERS) or NUMBERS)) for name in chosen
-    }
+    values = {name: draw(st.sampled_from(possible_values(name) if is_possible else NUMBERS)) for name in chosen}
     return prompt, {"max_tokens": 8, "seed": draw(st.integers(0, 999)), **values}
 
 
-def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Callable[[], str]:
-    """Return a function that waits for the result, and returns it without times, or the refusal, as text."""
+def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Future | TinyGPTError:
     try:
-        future = llm.submit(prompt, SamplingParams(**values))
-    except RequestError as error:
-        return lambda error=error: str(error)
+        return llm.submit(prompt, SamplingParams(**values))
+    except TinyGPTError as error:
+        return error
 
-    def answer() -> str:
-        try:
-            return repr(future.result(timeout=300).outputs)
-        except TinyGPTError as error:
-            return str(error)
 
-    return answer
+def answer(submitted: Future | TinyGPTError) -> str:
+    """Wait for the result, and return it without times, or the refusal, as text."""
+    try:
+        return repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
+    except TinyGPTError as error:
+        return str(error)
 
 
 def fuzz_requests(examples: int, seed_number: int, model: str = "demo") -> None:
@@ -468,8 +412,8 @@ def fuzz_requests(examples: int, seed_number: int, model: str = "demo") -> None:
         @run_settings(examples, seed_number)
         @given(st.lists(requests(shared.config.vocab_size), min_size=2, max_size=8))
         def run(batch: list[tuple[list[int], dict[str, Any]]]) -> None:
-            for waiting, request in zip([submit(shared, *request) for request in batch], batch, strict=True):
-                assert waiting() == submit(alone, *request)(), request
+            for submitted, request in zip([submit(shared, *request) for request in batch], batch, strict=True):
+                assert answer(submitted) == answer(submit(alone, *request)), request
 
         run()
 
@@ -481,22 +425,19 @@ def main() -> int:
     parser.add_argument("--examples", type=int, default=200, help="of each format (default: 200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--findings", type=Path, default=Path("findings"), help="for the files of failures")
-    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)  # one format, in this process
     args = parser.parse_args()
     if args.kind == "requests":
         fuzz_requests(args.examples, args.seed)
         return 0
-    if args.alone:
-        fuzz_format(args.formats[0], args.examples, args.seed, args.findings, Watch())
-        return 0
-    failed = []
+    failed = 0
     for name in args.formats:
-        flags = ["files", "--alone", "--formats", name, "--examples", str(args.examples), "--seed", str(args.seed)]
-        flags += ["--findings", str(args.findings)]
-        status = subprocess.run([sys.executable, __file__, *flags], check=False).returncode
-        print(f"{name}: {'fine' if status == 0 else f'FAILED with {status}'}", flush=True)
-        failed += [name] * (status != 0)
-    return int(bool(failed))
+        arguments = name, args.examples, args.seed, args.findings
+        process = multiprocessing.get_context("spawn").Process(target=fuzz_format, args=arguments)
+        process.start()
+        process.join()
+        print(f"{name}: {f'FAILED with {process.exitcode}' if process.exitcode else 'fine'}", flush=True)
+        failed += process.exitcode != 0
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """tinygpt, transformers, onnxruntime and CTranslate2 as engines of the benchmark. Each imports its library itself.
 
-An engine has prefill_ms(ids), step_ms(ids, new), last_logits(ids), and, if it needs a form of its own of the
-checkpoint, make(source, folder, dtype). ids: lists of token ids, of shape (batch, prompt). Decoding is greedy, without
-an end of text. A new peer is a class here or in a module next to it, and a row of PEERS in setup.py.
+An engine has prefill_ms(ids), step_ms(ids, new), last_logits(ids), and, if it needs another form of the checkpoint,
+make(source, folder, dtype). ids: lists of token ids (batch, prompt). Decoding is greedy, without an end of text. A new
+peer is a class here or in a module next to it, and a row of PEERS in setup.py.
 """
 
 import json
@@ -33,12 +33,7 @@ class SteppingEngine:
 
     def step_ms(self, ids: list[list[int]], new: int) -> float:
         self.start(ids)
-
-        def run() -> None:
-            for _ in range(new - 1):
-                self.step()
-
-        return milliseconds(run) / (new - 1)
+        return milliseconds(lambda: [self.step() for _ in range(new - 1)]) / (new - 1)
 
 
 class Tinygpt:
@@ -105,11 +100,9 @@ class Onnxruntime(SteppingEngine):
 
     @staticmethod
     def make(source: Path, folder: Path, dtype: str) -> None:
-        converter, precision = (
-            "onnxruntime.transformers.models.gpt2.convert_to_onnx",
-            {"float32": "fp32", "int8": "int8"},
-        )
-        flags = ["-o", "-p", precision[dtype], "--overwrite", "--test_cases", "1", "--test_runs", "1"]
+        converter = "onnxruntime.transformers.models.gpt2.convert_to_onnx"
+        precision = {"float32": "fp32", "int8": "int8"}[dtype]
+        flags = ["-o", "-p", precision, "--overwrite", "--test_cases", "1", "--test_runs", "1"]
         command = [sys.executable, "-m", converter, "-m", str(source), *flags, "--output", str(folder / "model.onnx")]
         subprocess.run(command, check=True, cwd=folder)  # it leaves files in the working directory
         shutil.copy(source / "config.json", folder)

@@ -1,5 +1,14 @@
-"""The peers, their virtual environments, their forms of a checkpoint, and the processes that run them."""
+"""The peers, their virtual environments, their forms of a checkpoint, and the processes that run them.
 
+A process of one engine, in the engine's environment, is this module as a program:
+
+    python -m peers.setup make MODULE CLASS SOURCE FOLDER DTYPE     write the peer's form of a checkpoint
+    python -m peers.setup serve MODULE CLASS FOLDER DTYPE THREADS [KV_CACHE_DTYPE]
+
+`serve` answers requests, a JSON object a line: {"call": METHOD, ...} gets {"result": ...} or {"error": ...}.
+"""
+
+import importlib
 import json
 import os
 import re
@@ -85,20 +94,20 @@ AVX2 = {
 }
 
 
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
     """Return the peers as on a CPU without AVX-512.
 
     onnxruntime has no switch, and torch in bfloat16 would take a second a step: both are left out.
     """
-    flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
-    held = []
-    for peer in peers:
+    flags, held = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON", []
+    for peer in [peer for peer in peers if peer.name != "onnxruntime"]:
         build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
-        forms = {
-            dtype: form for dtype, form in peer.forms.items() if (peer.name, dtype) != ("transformers", "bfloat16")
-        }
-        if peer.name != "onnxruntime":
-            held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
+        forms = {dtype: form for dtype, form in peer.forms.items() if (peer.name, form) != ("transformers", "bfloat16")}
+        held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
     return held
 
 
@@ -112,7 +121,7 @@ class Setup:
     absent: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
-def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str], say: Callable[[str], None]) -> Setup:
+def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
     """Make everything under `work` that is not there yet."""
     folder = work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
     checkpoint = provide_folder(folder / "safetensors", lambda to: make_checkpoint(model, to))
@@ -173,7 +182,7 @@ def provide_form(peer: Peer, python: Path, checkpoint: Path, dtype: str) -> Path
         source = provide_folder(checkpoint.with_name("gguf"), lambda to: convert(checkpoint, to, "gguf"))
 
     def make(folder: Path) -> None:
-        command = [str(python), "-m", "peers", "make", *peer.engine, str(source), str(folder), dtype]
+        command = [str(python), "-m", "peers.setup", "make", *peer.engine, str(source), str(folder), dtype]
         run_logged(command, folder.with_name(folder.name + ".log"), {})
 
     return provide_folder(checkpoint.with_name(f"{peer.name}-{dtype}"), make)
@@ -196,10 +205,9 @@ def provide_python(peer: Peer, work: Path) -> Path:
 
 def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None:
     """Run a command in scripts/. Raise PeerError with its last line if it fails."""
+    options = {"env": os.environ | variables, "cwd": SCRIPTS}
     with log.open("w") as output:
-        status = subprocess.run(
-            command, stdout=output, stderr=output, env=os.environ | variables, cwd=SCRIPTS
-        ).returncode
+        status = subprocess.run(command, stdout=output, stderr=output, **options).returncode
     if status:
         raise PeerError(f"{' '.join(command[1:5])} ... failed with {status}: {last_line(log)} (all of it in {log})")
 
@@ -218,7 +226,7 @@ class Worker:
         variables = {**dict.fromkeys(POOLS, str(threads)), **peer.variables.get(dtype, {})}
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
-        command = [str(python), "-m", "peers", "serve", *peer.engine, str(folder), dtype, str(threads), *caches]
+        command = [str(python), "-m", "peers.setup", "serve", *peer.engine, str(folder), dtype, str(threads), *caches]
         self._log, pipe = log, subprocess.PIPE
         with log.open("w") as errors:
             pipes = {"stdin": pipe, "stdout": pipe, "stderr": errors, "text": True}
@@ -243,3 +251,28 @@ class Worker:
         """Kill the process: some engines hang or abort when their input ends."""
         self._process.kill()
         self._process.communicate()
+
+
+def main(job: str, module: str, name: str, *arguments: str) -> None:
+    engine_class = getattr(importlib.import_module(f"peers.{module}"), name)
+    if job == "make":
+        source, folder, dtype = arguments
+        engine_class.make(Path(source), Path(folder), dtype)
+        return
+    folder, dtype, threads, *kv_cache_dtype = arguments
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # prints of the engine go to stderr
+    engine = engine_class(Path(folder), dtype, int(threads), *kv_cache_dtype)
+    for line in sys.stdin:
+        print(json.dumps(answer(engine, json.loads(line))), file=answers, flush=True)
+
+
+def answer(engine: Any, request: dict) -> dict:
+    try:
+        return {"result": getattr(engine, request.pop("call"))(**request)}
+    except Exception as error:  # of any library: this engine is absent, and the others go on
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

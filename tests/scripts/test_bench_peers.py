@@ -117,7 +117,7 @@ def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path, mon
 
     monkeypatch.setattr("peers.setup.provide_python", provide)
     gone = Peer("gone", ("gone", "Gone"), ("gone==1",), {"float32": "F32", "int8": "Q8_0"})
-    setup = prepare(tmp_path, "random:tiny", [gone], ["int8", "int4"], lambda text: None)
+    setup = prepare(tmp_path, "random:tiny", [gone], ["int8", "int4"])
     assert setup.absent == {("gone", "int8"): "no wheel for this Python"}
     assert set(setup.places) == {("tinygpt", "int8"), ("tinygpt", "int4")}
 

@@ -1,1 +1,0 @@
-"""The first run on an unknown GPU: what the CUDA kernels rely on, one item after another."""
