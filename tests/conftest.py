@@ -1,5 +1,6 @@
 """Settings for every test."""
 
+import ast
 import functools
 import gc
 import re
@@ -13,9 +14,14 @@ from support.golden_models import write_small_demo
 from tinygpt.engine.step_loop import StepTimer
 from tinygpt.weights import open as checkpoints
 
-# A test file with one of these words asks a library of the extra `parity`, or compares a recorded answer with it.
+# A statement of a test file with one of these words asks a library of the extra `parity`.
 LIBRARIES = re.compile(
-    r"@recorded|support\.oracles|HAS_TRANSFORMERS|needs_transformers|skip\(.(torch|transformers|peft|openai)\b"
+    r"@recorded|support\.oracles|HAS_TRANSFORMERS|needs_transformers"
+    r"|(import |from |skip\(.)(torch|transformers|peft|openai)\b"
+)
+NEEDED_BY_FILE = re.compile(
+    r"^(\w+ = )?pytest\.importorskip\(.(torch|transformers|peft|openai)\b|^pytestmark = needs_transformers",
+    re.MULTILINE,
 )
 
 
@@ -34,14 +40,28 @@ def single_steps(monkeypatch):
 
 
 @functools.cache
-def asks_libraries(path: Path) -> bool:
-    return bool(LIBRARIES.search(path.read_text(encoding="utf-8")))
+def asking_names(path: Path) -> set[str]:
+    """Return the names of a test file that ask a library, themselves or by another such name of the file."""
+    text = path.read_text(encoding="utf-8")
+    lines, asking, uses = text.splitlines(), set(), {}
+    for node in ast.parse(text).body:
+        first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+        source = "\n".join(lines[first - 1 : node.end_lineno])
+        bound = {alias.asname or alias.name for alias in getattr(node, "names", ())} | {getattr(node, "name", "")}
+        bound |= {target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)}
+        for name in bound - {"", "pytestmark"}:
+            uses[name] = set(re.findall(r"\w+", source))
+            if LIBRARIES.search(source):
+                asking.add(name)
+    while found := {name for name, words in uses.items() if words & asking} - asking:
+        asking |= found
+    return asking | ({"pytestmark"} if NEEDED_BY_FILE.search(text) else set())
 
 
 def pytest_collection_modifyitems(config, items):
     """What runs by its own name, `-m gpu` or `-m toolchain`, needs no --slow."""
     for item in items:
-        if asks_libraries(item.path):
+        if asking_names(item.path) & {"pytestmark", item.originalname, *item.fixturenames}:
             item.add_marker("parity")
     if not config.getoption("--slow"):
         for item in items:
