@@ -4,10 +4,10 @@
     python scripts/bench_serving.py --model gpt2 --dtype int8 --rates 2 8
     python scripts/bench_serving.py --other llama.cpp http://127.0.0.1:8080 '{"ignore_eos": true}'
 
-`tinygpt serve` is started for the measurement; other servers with OpenAI's /v1/completions run already and are named
-by --other, with the fields that keep a text from ending early. Every load goes to each of them in turn, with the same
-prompts: closed loops (each client asks again as soon as it is answered) and open loops (requests arrive by chance, at a
-rate). Client and servers share this machine. The table has medians of the repeats.
+`tinygpt serve` is started for the measurement; --other names running servers with OpenAI's /v1/completions, and the
+fields that keep a text from ending early. Every load goes to each server in turn, with the same prompts: closed loops
+(each client sends its next request after a reply) and open loops (requests arrive at random, at a rate). Client and
+servers share this machine. The table has medians of the repeats.
 """
 
 import argparse
@@ -104,30 +104,19 @@ def read_event(event: dict[str, Any], arrived: float, reply: Reply) -> None:
         if choice.get("text") or choice.get("token_ids"):
             reply.token_times.append(arrived)
             reply.text += choice.get("text") or ""
-    reply.num_tokens = (event.get("usage") or {}).get("completion_tokens") or max(
-        reply.num_tokens, len(reply.token_times)
-    )
+    usage = event.get("usage") or {}
+    reply.num_tokens = usage.get("completion_tokens") or max(reply.num_tokens, len(reply.token_times))
 
 
-@dataclass(frozen=True)
-class Work:
-    """Prompts of random words, continued greedily by `new_tokens`: the same for every server."""
-
-    prompt_words: int
-    new_tokens: int
-
-    def prompts(self) -> Iterator[str]:
-        generator = random.Random(0)
-        while True:
-            yield " ".join(generator.choice(WORDS) for _ in range(self.prompt_words))
-
-    def bodies(self, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        fixed = {"max_tokens": self.new_tokens, "temperature": 0, "stream": True, **fields}
-        return ({"prompt": prompt, **fixed} for prompt in self.prompts())
+def random_prompts(num_words: int) -> Iterator[str]:
+    """Yield the same prompts of random words for every server."""
+    generator = random.Random(0)
+    while True:
+        yield " ".join(generator.choices(WORDS, k=num_words))
 
 
 async def closed_loop(url: str, bodies: Iterator[dict[str, Any]], clients: int, count: int) -> list[Reply]:
-    """So many clients ask again as soon as they are answered, until `count` requests were sent."""
+    """Run clients that each send the next request after a reply, until `count` requests were sent."""
     found, left = [], iter(range(count))
 
     async def ask_again() -> None:
@@ -139,7 +128,7 @@ async def closed_loop(url: str, bodies: Iterator[dict[str, Any]], clients: int, 
 
 
 async def open_loop(url: str, bodies: Iterator[dict[str, Any]], rate: float, count: int) -> list[Reply]:
-    """Requests arrive at `rate` a second on average (Poisson), answered or not."""
+    """Send requests at `rate` a second on average (Poisson)."""
     generator, tasks, arrival = random.Random(0), [], time.perf_counter()
     for _ in range(count):
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
@@ -165,29 +154,29 @@ def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
     return found
 
 
-def library_figures(llm: LLM, work: Work, clients: int, count: int) -> dict[str, float]:
+def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[str, float]:
     """Return tokens/s of LLM.generate with as many prompts at once as there are clients."""
-    prompts, start = work.prompts(), time.perf_counter()
-    params = SamplingParams(max_tokens=work.new_tokens, temperature=0.0, ignore_eos=True)
-    for _ in range(count // clients):
+    prompts, start = random_prompts(args.prompt_words), time.perf_counter()
+    params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
+    for _ in range(args.each):
         llm.generate([next(prompts) for _ in range(clients)], params, use_tqdm=False)
-    return {"failed": 0, "tokens/s": count // clients * clients * work.new_tokens / (time.perf_counter() - start)}
+    return {"failed": 0, "tokens/s": args.each * clients * args.new_tokens / (time.perf_counter() - start)}
 
 
 def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return a row for each load and server: medians of the repeats, after a warm-up."""
-    work, rows = Work(args.prompt_words, args.new_tokens), []
+    rows, fixed = [], {"max_tokens": args.new_tokens, "temperature": 0, "stream": True}
     loads = [(f"{n} clients", closed_loop, n, n * args.each) for n in args.clients]
     loads += [(f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates]
     for name, run, size, count in loads:
         found: dict[str, list[dict[str, float]]] = {}
         for turn in range(1 + args.repeats):
             for server, (url, fields) in servers.items():
-                replies = asyncio.run(run(url, work.bodies(fields), size, count))
+                bodies = ({"prompt": prompt, **fixed, **fields} for prompt in random_prompts(args.prompt_words))
+                replies = asyncio.run(run(url, bodies, size, count))
                 found.setdefault(server, []).extend([figures(replies, args.ttft, args.tpot)] * (turn > 0))
             if run is closed_loop:
-                turns = [library_figures(llm, work, size, count)] * (turn > 0)
-                found.setdefault(LIBRARY, []).extend(turns)
+                found.setdefault(LIBRARY, []).extend([library_figures(llm, args, size)] * (turn > 0))
         for server, runs in found.items():
             medians = {key: statistics.median(values[key] for values in runs) for key in runs[0]}
             rows.append({"load": name, "server": server, **medians})
@@ -196,9 +185,8 @@ def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, di
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     titles = list(max(rows, key=len))
-    cells = [
-        [f"{row[t]:.4g}" if isinstance(row.get(t), float) else str(row.get(t, "")) for t in titles] for row in rows
-    ]
+    values = [[row.get(title, "") for title in titles] for row in rows]
+    cells = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in line] for line in values]
     return table(titles, cells, titles[2:])
 
 

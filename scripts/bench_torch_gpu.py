@@ -201,9 +201,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["124M"])
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
-    parser.add_argument(
-        "--engines", nargs="+", choices=["tinygpt", *TORCH_ENGINES], default=["tinygpt", *TORCH_ENGINES]
-    )
+    engines = ["tinygpt", *TORCH_ENGINES]
+    parser.add_argument("--engines", nargs="+", choices=engines, default=engines)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=128, help="timed together (default: 128)")
     parser.add_argument("--repeats", type=int, default=9)

@@ -26,13 +26,15 @@ A small GPT-2 that writes little stories in simple words, embedded so that a fir
 
 | | |
 |---|---|
-| architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, {activation}; tied |
+| architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, \
+{activation_function}; tied |
 | parameters | {parameters:.1f} million, stored as bfloat16: {megabytes:.1f} MB |
 | tokenizer | byte-level BPE, {vocab_size} tokens, made from the same stories |
 | corpus | a part of TinyStories, {corpus_tokens:.1f} million tokens; stories are set apart by the end-of-text token |
-| trained on | {tokens_seen:.1f} million tokens of it, {passes:.1f} passes, by AdamW: {steps}, dropout {dropout:g} |
+| trained on | {tokens_seen:.1f} million tokens of it, {passes:.1f} passes, by AdamW: {batch_tokens} tokens a step, \
+learning rate {learning_rate:g}, dropout {dropout:g} |
 | trained with | {trained_with} |
-| validation loss | {loss:.3f} per token, {bits:.3f} bits per byte |
+| validation loss | {validation_loss:.3f} per token, {bits_per_byte:.3f} bits per byte |
 | measured | on held-out stories in windows of {window}, float32 weights |
 | licence | MIT, as the project |
 
@@ -66,28 +68,15 @@ def embed(source: Path, output: Path) -> None:
 
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
     """Return the card of a training.json and the fields of a config.json."""
-    config = model_config(values)
-    # Records of older runs lack tokens_seen_before.
-    tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)
-    return CARD.format(
-        n_layer=config.n_layer,
-        n_embd=config.n_embd,
-        n_head=config.n_head,
-        n_positions=config.n_positions,
-        activation=config.activation_function,
-        vocab_size=config.vocab_size,
-        parameters=num_parameters / 1e6,
-        megabytes=2 * num_parameters / 1e6,
-        corpus_tokens=training["corpus_tokens"] / 1e6,
-        tokens_seen=tokens_seen / 1e6,
-        passes=tokens_seen / training["corpus_tokens"],
-        steps=f"{training['batch_tokens']} tokens a step, learning rate {training['learning_rate']:g}",
-        dropout=training["dropout"],
-        trained_with=training["trained_with"],
-        loss=training["validation_loss"],
-        bits=training["bits_per_byte"],
-        window=training["window"],
-    )
+    tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)  # in the records of older runs
+    derived = {
+        "parameters": num_parameters / 1e6,
+        "megabytes": 2 * num_parameters / 1e6,
+        "corpus_tokens": training["corpus_tokens"] / 1e6,
+        "tokens_seen": tokens_seen / 1e6,
+        "passes": tokens_seen / training["corpus_tokens"],
+    }
+    return CARD.format(**{**vars(model_config(values)), **training, **derived})
 
 
 if __name__ == "__main__":

@@ -231,25 +231,16 @@ def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
 
 def quality_table(results: dict[str, dict[str, Quality]]) -> str:
     """Return results[checkpoint][dtype] as markdown."""
-    header = (
-        "checkpoint",
-        "dtype",
-        "perplexity",
-        "change",
-        "KL",
-        "logits: mean difference",
-        "largest",
-        "same greedy token",
-    )
+    header = ["checkpoint", "dtype", "perplexity", "change", "KL"]
+    header += ["logits: mean difference", "largest", "same greedy token"]
     rows = []
     for name, qualities in results.items():
         for dtype, quality in qualities.items():
             change = f"{100 * (quality.perplexity / qualities['float32'].perplexity - 1):+.3f} %"
             differences = f"{quality.difference / quality.positions:.4f}", f"{quality.largest:.3f}"
             same = f"{100 * quality.agreements / quality.positions:.2f} %"
-            rows.append(
-                [name, dtype, f"{quality.perplexity:.3f}", change, f"{quality.mean_kl:.6f}", *differences, same]
-            )
+            kl = f"{quality.kl / quality.positions:.6f}"
+            rows.append([name, dtype, f"{quality.perplexity:.3f}", change, kl, *differences, same])
     return table(header, rows, header[2:])
 
 
@@ -271,12 +262,10 @@ def main() -> None:
         models, folder = {arguments.model: arguments.model}, Path(scratch)
         for name, edit in {**OUTLIERS, **EXTREMES}.items() if arguments.outliers else ():
             models[name] = write_outliers(arguments.model, edit, windows[0], folder / name)
-        results = {
-            name: measure(
-                model, windows, converted=convert(model, folder / f"{Path(name).name} converted", arguments.calibrate)
-            )
-            for name, model in models.items()
-        }
+        results = {}
+        for name, model in models.items():
+            converted = convert(model, folder / f"{Path(name).name} converted", arguments.calibrate)
+            results[name] = measure(model, windows, converted=converted)
     print(quality_table(results))
 
 

@@ -19,7 +19,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +38,21 @@ ALLOWED_GROWTH = 1.02
 SETTLED = 0.2  # of the requests: by then every buffer has its size
 BEGINNINGS = ("Once upon a time", "The little dog", "Anna and Tom went to the", "In a deep dark wood there was")
 IMPOSSIBLE = ({"n": 0}, {"temperature": -1.0}, {"max_tokens": 10**6}, {"top_p": 2.0})
+
+
+FIELDS = {
+    "max_tokens": range(1, 41),
+    "temperature": [0.0, 0.7, 1.2],
+    "top_k": [0, 5, 40],
+    "top_p": [0.5, 0.9, 1.0],
+    "repetition_penalty": [1.0, 1.2],
+    "no_repeat_ngram_size": [0, 3],
+    "n": [1, 1, 1, 3],
+    "logprobs": [None, None, 2],
+    "stop": [None, ".", ["the", "!"]],
+    "max_time": [None, None, None, 0.05],
+    "seed": range(1000),
+}
 
 
 @dataclass
@@ -63,22 +78,6 @@ class Report:
         return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def random_fields(generator: random.Random) -> dict:
-    return {
-        "max_tokens": generator.randint(1, 40),
-        "temperature": generator.choice([0.0, 0.7, 1.2]),
-        "top_k": generator.choice([0, 5, 40]),
-        "top_p": generator.choice([0.5, 0.9, 1.0]),
-        "repetition_penalty": generator.choice([1.0, 1.2]),
-        "no_repeat_ngram_size": generator.choice([0, 3]),
-        "n": generator.choice([1, 1, 1, 3]),
-        "logprobs": generator.choice([None, None, 2]),
-        "stop": generator.choice([None, ".", ["the", "!"]]),
-        "max_time": generator.choice([None, None, None, 0.05]),
-        "seed": generator.randrange(1000),
-    }
-
-
 def run_thread(llm: LLM | RemoteLLM, count: int, seed: int, pids: list[int], report: Report, bar: tqdm) -> None:
     generator = random.Random(seed)
     for _ in range(count):
@@ -99,7 +98,8 @@ def run_request(llm: LLM | RemoteLLM, generator: random.Random, report: Report) 
         fields = {"max_tokens": generator.choice([4, 8]), "temperature": generator.choice([0.0, 1.1]), "seed": 5}
     else:
         prompt += f" {'and so ' * generator.randrange(40)}{generator.randrange(100)}"
-        fields = random_fields(generator) | (generator.choice(IMPOSSIBLE) if kind > 0.96 else {})
+        fields = {name: generator.choice(values) for name, values in FIELDS.items()}
+        fields |= generator.choice(IMPOSSIBLE) if kind > 0.96 else {}
     while True:
         try:
             future = llm.submit(prompt, **fields)
@@ -158,22 +158,16 @@ def main() -> int:
     with ExitStack() as stack:
         if args.server:
             server = stack.enter_context(served(args.model, args.dtype, sizes))
-            llm, pids, url = (
-                stack.enter_context(RemoteLLM(server.url, max_connections=THREADS)),
-                [server.pid],
-                server.url,
-            )
+            llm = stack.enter_context(RemoteLLM(server.url, max_connections=THREADS))
+            pids, url = [server.pid], server.url
         else:
             ranks = args.tensor_parallel
             llm = stack.enter_context(LLM(args.model, args.dtype, **sizes, tensor_parallel_size=ranks))
             pids = rank_pids(ranks)
         bar = stack.enter_context(tqdm(total=each * THREADS, disable=None))
-        arguments = [(llm, each, i, pids, report, bar) for i in range(THREADS)]
-        threads = [threading.Thread(target=run_thread, args=given) for given in arguments]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(THREADS) as pool:
+            for i in range(THREADS):
+                pool.submit(run_thread, llm, each, i, pids, report, bar)
         left = num_left(llm, url)
     found = report.problems(each * THREADS) + [f"{left} samples still run or wait"] * (left > 0)
     ends = ", ".join(f"{count} {end}" for end, count in report.ends.most_common())

@@ -2,26 +2,24 @@
 
     python scripts/train_demo.py --corpus FOLDER --corpus-note "a part of TinyStories" --out trained
 
-trains on 500 million tokens; --minutes 9 ends it earlier, --resume continues a run, and --init MODEL starts from the
-weights and the tokenizer of a checkpoint.
+trains on 500 million tokens; --minutes 9 ends it earlier, and --resume continues a run.
 
 The corpus is train.txt.xz and val.txt, documents separated by <|endoftext|>. OUT becomes a checkpoint in Hugging Face's
-layout with training.json, the record of the run; it always holds the weights that were best on val.txt. OUT/state holds
-what --resume needs. Ctrl-C and SIGTERM end a run as --minutes does. embed_demo.py makes the checkpoint the demo. Needs
-torch, transformers and tokenizers.
+layout with training.json, the record of the run; it always holds the weights that were best on val.txt. OUT/state is
+for --resume. Ctrl-C and SIGTERM end a run as --minutes does. embed_demo.py makes the checkpoint the demo. Needs torch,
+transformers and tokenizers.
 """
 
 import argparse
 import json
 import lzma
 import math
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
@@ -42,13 +40,12 @@ START = time.monotonic()
 SIZES = {"merges": 7935, "layers": 7, "width": 384, "heads": 6, "positions": 1024}
 END_OF_TEXT = "<|endoftext|>"
 TRAIN, VALIDATION, STATE, RECORD = "train.txt.xz", "val.txt", "state.pt", "training.json"
-TOKENIZER_FILES = ("vocab.json", "merges.txt")
 SECONDS_TO_FINISH = 15
 CLIP = 1.0  # largest norm of all gradients together
 VALIDATION_WINDOWS = 16  # of a forward pass
 STEPS_BETWEEN_WAITS = 10  # the host may run ahead of a GPU by so many steps
 # Settings that a resumed run shares with its beginning.
-FIXED = ("merges", "layers", "width", "heads", "positions", "batch_tokens", "dropout", "seed")
+FIXED = (*SIZES, "batch_tokens", "dropout", "seed")
 
 
 def read_documents(path: Path) -> list[str]:
@@ -84,15 +81,9 @@ def prepare_tokens(args: argparse.Namespace, state: Path) -> dict[str, np.ndarra
     """Return token ids "train" and "validation", documents joined by the end of text, and keep them in `state`."""
     path = state / "tokens.npz"
     if not args.resume:
-        documents = {
-            "train": read_documents(args.corpus / TRAIN),
-            "validation": read_documents(args.corpus / VALIDATION),
-        }
-        if args.init is None:
-            train_tokenizer(documents["train"], args.merges, args.out)
-        else:
-            for name in TOKENIZER_FILES:
-                shutil.copyfile(args.init / name, args.out / name)
+        files = {"train": TRAIN, "validation": VALIDATION}
+        documents = {kind: read_documents(args.corpus / name) for kind, name in files.items()}
+        train_tokenizer(documents["train"], args.merges, args.out)
         tokenizer, end = Tokenizer.from_folder(args.out), vocabulary_size(args.out) - 1
         ids = {kind: [i for text in texts for i in (*tokenizer.encode(text), end)] for kind, texts in documents.items()}
         np.savez(path, **{kind: np.array(found[:-1], np.int32) for kind, found in ids.items()})
@@ -138,10 +129,7 @@ def new_model(args: argparse.Namespace) -> GPT:
     torch.manual_seed(args.seed)
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = args.dropout
     config.use_cache = False
-    model = GPT(config)
-    if args.init is not None:
-        model.gpt2.load_state_dict(GPT2LMHeadModel.from_pretrained(args.init, dtype=torch.float32).state_dict())
-    return model
+    return GPT(config)
 
 
 @dataclass(frozen=True)
@@ -280,24 +268,6 @@ class Trainer:
         self.step, self.best = state["step"], state["best"]
 
 
-@dataclass(frozen=True)
-class Training:
-    """The record of a run. tokens_seen_before: of the runs that made the weights of --init. Losses: nats a token."""
-
-    corpus: str
-    corpus_tokens: int
-    tokens_seen: int
-    tokens_seen_before: int
-    validation_loss: float
-    bits_per_byte: float
-    window: int
-    dropout: float
-    seed: int
-    learning_rate: float
-    batch_tokens: int
-    trained_with: str
-
-
 def run(args: argparse.Namespace) -> None:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - START:6.1f} s] {text}", flush=True)
@@ -314,13 +284,11 @@ def run(args: argparse.Namespace) -> None:
     about = {name: getattr(args, name) for name in FIXED}
     how = {name: getattr(args, name) for name in ("learning_rate", "warmup_steps", "weight_decay", "bfloat16")}
     trainer = Trainer(model, batches, args.tokens, **how)
-    seen_before = tokens_seen_by(args.init)
     if args.resume:
         kept = torch.load(state / STATE, map_location=args.device, weights_only=True)
         if changed := [f"--{name.replace('_', '-')} {kept[name]}" for name in FIXED if kept[name] != about[name]]:
             raise SystemExit(f"the run was started with {', '.join(changed)}: give the same, or another --out.")
         trainer.load(kept)
-        seen_before = kept["tokens_seen_before"]
         say(f"continuing after {trainer.tokens_seen} tokens; the best validation was {trainer.best:.4f}")
 
     def evaluate(progress: float, loss: float) -> None:
@@ -330,7 +298,7 @@ def run(args: argparse.Namespace) -> None:
             trainer.best = found
             model.write_weights(args.out)
         partial = state / f"{STATE}.partial"
-        torch.save(trainer.state() | about | {"tokens_seen_before": seen_before}, partial)
+        torch.save(trainer.state() | about, partial)
         partial.replace(state / STATE)
 
     begin = time.monotonic()
@@ -345,30 +313,19 @@ def run(args: argparse.Namespace) -> None:
         trainer.run(torch.compile(model) if args.compile else model, evaluate, args.evaluations)
     num_bytes = (args.corpus / VALIDATION).stat().st_size
     device = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
-    training = Training(
-        corpus=args.corpus_note,
-        corpus_tokens=len(tokens["train"]),
-        tokens_seen=trainer.tokens_seen,
-        tokens_seen_before=seen_before,
-        validation_loss=trainer.best,
-        bits_per_byte=trainer.best * len(tokens["validation"]) / math.log(2) / num_bytes,
-        window=args.positions,
-        dropout=args.dropout,
-        seed=args.seed,
-        learning_rate=args.learning_rate,
-        batch_tokens=args.batch_tokens,
-        trained_with=f"torch {torch.__version__} on {device}",
-    )
-    (args.out / RECORD).write_text(json.dumps(asdict(training), indent=2) + "\n", encoding="utf-8")
+    record = {
+        "corpus": args.corpus_note,
+        "corpus_tokens": len(tokens["train"]),
+        "tokens_seen": trainer.tokens_seen,
+        "validation_loss": trainer.best,  # nats a token
+        "bits_per_byte": trainer.best * len(tokens["validation"]) / math.log(2) / num_bytes,
+        "window": args.positions,
+        **{name: getattr(args, name) for name in ("dropout", "seed", "learning_rate", "batch_tokens")},
+        "trained_with": f"torch {torch.__version__} on {device}",
+    }
+    (args.out / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     say(f"the best validation was {trainer.best:.4f}; {args.out} holds its weights")
     print(f"To embed it as the demo: python scripts/embed_demo.py {args.out}")
-
-
-def tokens_seen_by(folder: Path | None) -> int:
-    if folder is None or not (folder / RECORD).is_file():
-        return 0
-    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    return record["tokens_seen"] + record.get("tokens_seen_before", 0)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -378,16 +335,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--corpus-note", required=True, metavar="TEXT", help="a description for the record")
     add("--out", type=Path, required=True, metavar="DIR")
     add("--resume", action="store_true", help="continue the run in OUT")
-    add(
-        "--init",
-        type=Path,
-        metavar="DIR",
-        help="a checkpoint of train_demo.py to start from: sizes, tokenizer, weights",
-    )
     add("--tokens", type=int, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--minutes", type=float, help="bound of this run, everything included")
     for name, default in SIZES.items():
-        add(f"--{name}", type=int, help=f"default: that of --init or --resume, else {default}")
+        add(f"--{name}", type=int, default=default, help="default: %(default)s")
     add("--batch-tokens", type=int, default=65_536, help="of a step")
     add("--dropout", type=float, default=0.1)
     add("--learning-rate", type=float, default=1.5e-3)
@@ -400,33 +351,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--bfloat16", action=argparse.BooleanOptionalAction, default=has_gpu, help="multiply in bfloat16")
     add("--compile", action=argparse.BooleanOptionalAction, default=has_gpu, help="compile the model, for a minute")
     args = parser.parse_args()
-    if args.init is not None and args.resume:
-        parser.error("--init starts a run and --resume continues one: give one of them.")
     has_run = (args.out / "state" / STATE).exists()
     if has_run != args.resume:
         parser.error(f"{args.out} holds {'a' if has_run else 'no'} run: {'add' if has_run else 'omit'} --resume.")
-    sizes = sizes_of(args.out if args.resume else args.init, parser)
-    for name, size in sizes.items():
-        if args.init is not None and getattr(args, name) not in (None, size):
-            parser.error(f"--{name} is {getattr(args, name)} and {args.init} has {size}: omit it.")
-        setattr(args, name, getattr(args, name) or size)
     if missing := [name for name in (TRAIN, VALIDATION) if not (args.corpus / name).is_file()]:
         parser.error(f"--corpus {args.corpus} holds no {' and no '.join(missing)}.")
     if args.width % args.heads or args.batch_tokens % args.positions:
         parser.error("--width must be a multiple of --heads, and --batch-tokens of --positions.")
     return args
-
-
-def sizes_of(folder: Path | None, parser: argparse.ArgumentParser) -> dict[str, int]:
-    """Return the sizes of a checkpoint by the names of the flags."""
-    if folder is None:
-        return SIZES
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        names = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "positions": "n_positions"}
-        return {"merges": vocabulary_size(folder) - 257, **{flag: config[name] for flag, name in names.items()}}
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(f"{folder} is no checkpoint of train_demo.py: {error}.")
 
 
 if __name__ == "__main__":

@@ -22,8 +22,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.parallel import cut, runner
 from tinygpt.parallel.cut import part_of_rank
-from tinygpt.parallel.driver import RankZeroDriver
-from tinygpt.parallel.follower import follow
+from tinygpt.parallel.driver import RankZeroDriver, follow
 from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.rank_model import RankModel
 from tinygpt.parallel.runner import Ranks

@@ -51,7 +51,7 @@ def stage():
 
 
 def open_model(lead: RankZeroDriver) -> None:
-    with lead.opening(), lead.order():
+    with lead.order(opens_model=True):
         lead.tell(Command.OPEN)
         lead.note_model(SIZES)
 
@@ -217,12 +217,11 @@ def test_of_two_threads_that_open_a_model_one_does(stage):
 
     thread = threading.Thread(target=other)
     thread.start()
-    with lead.opening():
+    with lead.order(opens_model=True):
         is_opening.set()
         thread.join(0.05)  # the other would get in here
-        with lead.order():
-            lead.tell(Command.OPEN)
-            lead.note_model(SIZES)
+        lead.tell(Command.OPEN)
+        lead.note_model(SIZES)
     assert "another LLM of several ranks is open" in second.result(PATIENCE)
     thread.join()
     lead.end()

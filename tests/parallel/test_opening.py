@@ -15,9 +15,8 @@ from tinygpt.cli.main import main
 from tinygpt.config import EngineConfig
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError
-from tinygpt.parallel import follower, runner
-from tinygpt.parallel.driver import RankZeroDriver
-from tinygpt.parallel.follower import LoadCommand, follow
+from tinygpt.parallel import driver, runner
+from tinygpt.parallel.driver import LoadCommand, RankZeroDriver, follow
 from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.runner import ParallelRunner
 
@@ -38,7 +37,7 @@ def opened(monkeypatch):
         def open_there(*given):
             return opens(*others) if given == tuple(arguments) else opens(*given)
 
-        monkeypatch.setattr(follower.ModelSource, "open", open_there)
+        monkeypatch.setattr(driver.ModelSource, "open", open_there)
         leads.append(RankZeroDriver(running(Threads(layout.size), follow)))
         sizes = SIZES.for_model(own.config, 16)
         return ParallelRunner(leads[-1], own, LoadCommand(tuple(arguments), layout, sizes, 1))

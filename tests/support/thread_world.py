@@ -76,7 +76,7 @@ class Threads:
 
 
 class ThreadWorld:
-    """One rank's view: see tinygpt/parallel/world.py."""
+    """One rank's view: the interface of tinygpt.parallel.mpi.World."""
 
     host = "here"
 

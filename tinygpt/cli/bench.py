@@ -121,7 +121,7 @@ def _is_on_ranks(args: argparse.Namespace) -> bool:
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
     if args.threads is None and _is_on_ranks(args):
-        from tinygpt.parallel.follower import rank_threads
+        from tinygpt.parallel.driver import rank_threads
         from tinygpt.parallel.mpi import process_world
 
         args.threads = (rank_threads(None, process_world()),)

@@ -1,5 +1,5 @@
 """One model on several ranks: processes, perhaps of several hosts, each with a part of the layers.
 
-Belongs here: who holds what, what ranks send one another, and how they start and end. Nobody above knows of ranks: rank
-0 runs the engine over a `ParallelRunner`, which has the face of a ModelRunner, and the others follow it.
+Belongs here: the parts, the messages between ranks, and how ranks start and end. The engine of rank 0 runs over a
+`ParallelRunner`, which has the interface of a ModelRunner.
 """

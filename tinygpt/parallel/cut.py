@@ -5,7 +5,7 @@ Groups in flight are several decode steps of a pipeline, with each stage at work
     stage 0   A1 B1 A2 B2 A3 B3        A1: group A's first step
     stage 1      A1 B1 A2 B2 A3 B3
 
-A group's next step needs only its own tokens: with as many groups as stages, no stage waits except at the ends.
+A group's next step needs only that group's tokens: with as many groups as stages, stages wait at the ends alone.
 """
 
 import math
@@ -21,15 +21,14 @@ from tinygpt.kernels.cpu.rank import Part, can_share, part_of
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 
-# Fields of ModelConfig that ranks know, whatever their value: sizes, switches, and what each rank does alike. What
-# another one adds to a model would have to be cut, too.
+# Fields of ModelConfig that ranks support with any value: sizes, switches, and steps that each rank does alike.
 KNOWN = {
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "tie_word_embeddings"),
     *("activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_ids"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
     *("embed_norm", "final_norm", "embed_scale"),
 }
-# Those of which ranks know these values, each of which tests have run on several.
+# Fields with these supported values, each of which has a test on several ranks.
 KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "alibi")}
 
 
@@ -73,7 +72,7 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Return the layers of each stage, with the bytes of the largest stage as few as possible.
+    """Return the layers of each stage so that the largest stage has the fewest bytes.
 
     The last stage also has the head: that of GPT-2 124M is as large as 5.5 layers.
     """
@@ -112,7 +111,7 @@ def run_groups(
             if step:
                 tokens[step - 1, rows] = choose(waits[i](), rows, step - 1)
             if step < steps:
-                # Where none could be chosen, the sequence goes on with token 0, and nobody looks at it.
+                # If the logits were not finite, the token is 0 and is discarded.
                 given = np.maximum(tokens[step - 1, rows], 0) if step else batch.token_ids[rows]
                 waits[i] = begin(_decode(given, batch.positions[rows] + np.int32(step), batch.slots[rows]), rows.start)
     return tokens
@@ -123,16 +122,14 @@ def _decode(token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> 
     return Batch(token_ids, positions, bounds, slots, positions + np.int32(1), bounds[:-1], NO_EMBEDS)
 
 
-# As many tokens are computed in the time that a stage takes to read its weights, which it does for each run.
-TOKENS_OF_A_READING = 16
+TOKENS_OF_A_READING = 16  # computed in the time in which a stage reads its weights, once for each run
 
 
 def micro_batches(batch: Batch, stages: int) -> list[Batch]:
-    """Return the runs of tokens that finish soonest, in order; each stage works on one while the next has the one
-    before.
+    """Return the runs of tokens that pass the stages soonest, in order, a stage at work on each.
 
-    G runs of N tokens pass P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, which is least for G**2 = (P -
-    1) N / TOKENS_OF_A_READING. No run changes a bit of another: a prompt may be cut anywhere.
+    G runs of N tokens pass P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, least for G**2 = (P - 1) N /
+    TOKENS_OF_A_READING. A prompt may be cut anywhere without a change of bits.
     """
     tokens = batch.token_ids.size
     count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)

@@ -1,12 +1,14 @@
-"""RankZeroDriver: the commands of rank 0 to the other ranks, each an array of integers of one size for a model."""
+"""Commands of rank 0 to the other ranks, each an array of integers of one size for a model, and how ranks follow."""
 
 import atexit
 import gc
+import logging
 import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import pairwise
@@ -14,9 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from tinygpt.config import EngineConfig
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.engine.model_source import ModelSource
+from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.hardware import physical_cores
 from tinygpt.kernels.batch import Batch
+from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.mpi import EndAtOnce, World, end_all
+from tinygpt.parallel.rank_model import RankModel
 
 
 class Command(IntEnum):
@@ -26,8 +32,18 @@ class Command(IntEnum):
     READ = 4  # slot, start, stop
     WRITE = 5  # slot, start; an object follows: keys and values
     CLOSE = 6  # forget the model
-    OPEN = 7  # an object follows: an LoadCommand
+    OPEN = 7  # an object follows: a LoadCommand
     END = 8  # there will be no other model
+
+
+@dataclass(frozen=True)
+class LoadCommand:
+    """A model that all ranks load."""
+
+    source: tuple  # arguments of ModelSource.open
+    layout: Layout
+    sizes: EngineConfig  # as its `for_model` gives it
+    threads: int | None
 
 
 HEAD = 8  # integers before a batch
@@ -40,13 +56,9 @@ def plan_size(sizes: EngineConfig) -> int:
     return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
 
 
-def put_numbers(plan: np.ndarray, order: Command, *numbers: int) -> None:
-    plan[: 1 + len(numbers)] = order, *numbers
-
-
-def put_batch(plan: np.ndarray, order: Command, batch: Batch) -> None:
+def put_batch(plan: np.ndarray, command: Command, batch: Batch) -> None:
     """Write a batch without its embeds, which only rank 0 needs."""
-    put_numbers(plan, order, batch.token_ids.size, batch.slots.size, batch.logit_rows.size)
+    plan[:4] = command, batch.token_ids.size, batch.slots.size, batch.logit_rows.size
     arrays = batch.token_ids, batch.positions, batch.seq_starts, batch.slots, batch.context_lens, batch.logit_rows
     whole = np.concatenate(arrays)
     plan[HEAD : HEAD + whole.size] = whole
@@ -61,30 +73,33 @@ def batch_of(plan: np.ndarray) -> Batch:
 
 
 class RankZeroDriver:
-    """Sends commands to the other ranks, which hold one model at a time. They end with this process or a failed
-    command.
-    """
+    """Sends commands to the other ranks, which hold one model at a time and end with this process or an error."""
 
     def __init__(self, world: World):
         self.world = world
         self._plan = np.zeros(NO_PLAN, np.int32)
         self._process = os.getpid()
         self._turn = threading.Lock()  # of the thread that gives an order
-        self._opener = threading.Lock()  # of the thread that opens a model
         self._model_is_open = self._model_is_forgotten = self._has_ended = False
         atexit.register(self.end)
 
     @contextmanager
-    def order(self) -> Iterator[None]:
+    def order(self, opens_model: bool = False) -> Iterator[None]:
         """Run a block that all ranks take part in. If it fails, all ranks end.
 
-        Ctrl-C and SIGTERM are deferred to the end. Raise TinyGPTError after the ranks have ended.
+        SIGINT and SIGTERM are deferred until the block exits. Raise TinyGPTError after the ranks have ended, and
+        RequestError if a second model would be opened.
         """
         with _interrupts_put_off():
             with self._turn:
                 self._close_forgotten()
                 if self._has_ended:
                     raise TinyGPTError("the other ranks have ended with this program.")
+                if opens_model and self._model_is_open:
+                    gc.collect()  # an LLM is a cycle of objects
+                    self._close_forgotten()
+                    if self._model_is_open:
+                        raise RequestError("another LLM of several ranks is open in this program: close it first.")
                 try:
                     yield
                 except BaseException as error:
@@ -92,34 +107,17 @@ class RankZeroDriver:
                     end_all(self.world, error)
             self._try_to_close_forgotten()
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Let one thread at a time open a model. Raise RequestError while another model is open."""
-        with self._opener:
-            self._check_no_model()
-            yield
-
-    def _check_no_model(self) -> None:
-        if self._model_is_open:
-            gc.collect()  # it may have been forgotten
-            self._try_to_close_forgotten()
-        if self._model_is_open:
-            raise RequestError("another LLM of several ranks is open in this program: close it first.")
-
-    # In an order.
-
-    def tell(self, order: Command, *numbers: int, batch: Batch | None = None) -> None:
+    def tell(self, command: Command, *numbers: int, batch: Batch | None = None) -> None:
         """Broadcast a command, within `order`."""
         if batch is None:
-            put_numbers(self._plan, order, *numbers)
+            self._plan[: 1 + len(numbers)] = command, *numbers
         else:
-            put_batch(self._plan, order, batch)
+            put_batch(self._plan, command, batch)
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
+        """Make room for the plans of a model that was opened, within `order`."""
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
-
-    # From anywhere.
 
     def forget_model(self) -> None:
         """Close the model now, or after the current command, which may be of this thread: a finalizer calls this."""
@@ -166,25 +164,105 @@ def driver_of(world: World) -> RankZeroDriver:
 
 @contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-    """Defer signals whose Python handlers may raise, in the main thread: other ranks would wait in the middle of a
-    command.
-    """
-    with ExitStack() as stack:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if callable(handler) and not isinstance(handler, EndAtOnce):
-                    stack.enter_context(_put_off(number))
-        yield
-
-
-@contextmanager
-def _put_off(number: int) -> Iterator[None]:
-    seen: list[tuple] = []
-    handler = signal.signal(number, lambda *arguments: seen.append(arguments))
+    """Defer signals with Python handlers in the main thread: after an exception other ranks would wait forever."""
+    seen, handlers = [], {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, EndAtOnce):
+                handlers[number] = signal.signal(number, lambda *arguments: seen.append(arguments))
     try:
         yield
     finally:
-        signal.signal(number, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if seen:
-        handler(*seen[0])
+        handlers[seen[0][0]](*seen[0])
+
+
+def rank_threads(threads: int | None, world: World) -> int:
+    """Return the threads of a rank: by default its share of the host's cores."""
+    return max(physical_cores() // world.local_size, 1) if threads is None else threads
+
+
+def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> RankModel | TinyGPTError:
+    """Load the part of this rank. Return it, or the first error of any rank, on all ranks.
+
+    All ranks read their files whole and compare checksums: files that differ in a few values would mix two models.
+    source: already open on rank 0.
+    """
+    layout = opening.layout
+    group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
+    model = about = weights = error = None
+    try:
+        source = source or ModelSource.open(*opening.source)
+        checksum = source.begin_checksum()
+        about = source.config, source.dtype, source.kv_cache_dtype
+        model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
+        weights = checksum.result()
+    except Exception as caught:  # of any kind: the other ranks wait
+        error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
+    found = world.gather_objects((error, about, weights, world.host))
+    return world.broadcast_object(None if found is None else _first_failure(found)) or model
+
+
+def _first_failure(found: list[tuple]) -> TinyGPTError | None:
+    first_error, first_about, first_weights, _ = found[0]
+    if first_error is not None:
+        return first_error
+    for rank, (error, about, weights, host) in enumerate(found):
+        place = f"rank {rank} of {len(found)}, on {host}"
+        if error is not None:
+            kinds = CheckpointError, RequestError, TinyGPTError
+            return next(kind for kind in kinds if isinstance(error, kind))(f"{place}: {error}")
+        if (about, weights) != (first_about, first_weights):
+            what = "another model" if about != first_about else "other weights"
+            return CheckpointError(f"{place}, has {what} than rank 0: give all hosts the same files.")
+    return None
+
+
+def follow(world: World) -> None:
+    """Take part in all commands of rank 0. If this rank fails, all ranks end."""
+    try:
+        plan = np.zeros(NO_PLAN, np.int32)
+        world.broadcast(plan)
+        while plan[0] != Command.END:
+            opening: LoadCommand = world.broadcast_object()
+            loaded = load_together(world, opening)
+            if isinstance(loaded, RankModel):
+                _take_part(world, loaded, opening.sizes)
+            del loaded
+            world.broadcast(plan)
+    except BaseException as error:
+        end_all(world, error)
+
+
+def follow_as_process(world: World) -> None:
+    """Run `follow` in a process that leaves stdin, signals and logging to rank 0."""
+    logging.getLogger("tinygpt").setLevel(logging.ERROR)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    follow(world)
+
+
+def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
+    plan = np.zeros(plan_size(sizes), np.int32)
+    while True:
+        world.broadcast(plan)
+        command, numbers = plan[0], plan[1:5].tolist()
+        if command == Command.CLOSE:
+            return
+        model.check_file()
+        if command == Command.FORWARD:
+            model.forward(batch_of(plan))
+        elif command == Command.TRACE:
+            model.trace(batch_of(plan))
+        elif command == Command.COPY:
+            model.copy_positions(*numbers)
+        elif command == Command.READ:
+            model.read_positions(*numbers[:3])
+        elif command == Command.WRITE:
+            model.write_positions(*numbers[:2])
+        else:
+            raise ValueError(f"unexpected command while a model is loaded: {command}")

@@ -9,11 +9,11 @@ from typing import Any
 
 from tinygpt.errors import invalid
 
-# Under these names a process finds its rank and how many there are: those of MPICH and its kin, Open MPI, PMIx, Slurm.
+# Rank and size variables set by MPICH and derivatives, Open MPI, PMIx and Slurm.
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one task may be somebody's shell
+SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
 
 
 def mpiexec_beside() -> str | None:

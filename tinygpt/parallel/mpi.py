@@ -1,4 +1,4 @@
-"""World, the interface between ranks, and MpiWorld: ranks that mpiexec has started."""
+"""The ranks that mpiexec has started, and what they send one another."""
 
 import logging
 import os
@@ -10,70 +10,27 @@ from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 from tinygpt.parallel.launch import Layout, launched_size, mpiexec_beside
 
-
-class Group(Protocol):
-    """Ranks that share the layers of a stage."""
-
-    # (3,) int64: the address of MPI_Allgather, or of a C function that is called as it is; its datatype for float32,
-    # and its communicator
-    allgather: np.ndarray
-
-
-class World(Protocol):
-    """All ranks. Every rank makes the same calls in the same order, except `send`, `receive` and `abort`."""
-
-    rank: int
-    size: int
-    local_size: int  # ranks on this host
-    host: str
-
-    def broadcast(self, values: np.ndarray) -> None:
-        """Fill int32 values with those of rank 0. Other ranks sleep while they wait."""
-
-    def broadcast_object(self, value: Any = None) -> Any: ...
-
-    def gather_objects(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, None elsewhere."""
-
-    def scatter_objects(self, values: list[Any] | None = None) -> Any:
-        """Return one of the values of rank 0 to each rank."""
-
-    def send(self, values: np.ndarray, rank: int) -> None: ...
-
-    def receive(self, values: np.ndarray, rank: int) -> None:
-        """Fill float32 values with those that a rank sends."""
-
-    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
-        """Start to receive; return a function that waits."""
-
-    def group(self, ranks: list[int]) -> Group:
-        """Return the group of these ranks, which include this one."""
-
-    def abort(self, status: int) -> NoReturn:
-        """End all ranks at once."""
-
-
 FAILED, TERMINATED = 1, 143  # 128 + SIGTERM, as a shell reports it
 
 logger = logging.getLogger(__name__)
 
 
-def end_all(world: World, error: BaseException) -> NoReturn:
+def end_all(world: "World", error: BaseException) -> NoReturn:
     """Print the error of this rank to stderr and end all ranks."""
     logger.debug("a step over several ranks has failed", exc_info=error)
     what = str(error) if isinstance(error, TinyGPTError) else repr(error)
-    with suppress(OSError, ValueError):  # closed, or a disk that is full
+    with suppress(OSError, ValueError):  # closed, or a full disk
         sys.stdout.flush()
     with suppress(OSError, ValueError):
-        where = f"rank {world.rank} of {world.size}, on {world.host}"
-        print(f"tinygpt: error: {where}: {what}", file=sys.stderr, flush=True)
+        place = f"rank {world.rank} of {world.size}, on {world.host}"
+        print(f"tinygpt: error: {place}: {what}", file=sys.stderr, flush=True)
     world.abort(FAILED)
 
 
@@ -81,18 +38,18 @@ def end_all(world: World, error: BaseException) -> NoReturn:
 class EndAtOnce:
     """A SIGTERM handler that ends all ranks."""
 
-    world: World
+    world: "World"
 
     def __call__(self, *_: Any) -> NoReturn:
         self.world.abort(TERMINATED)
 
 
-SPIN_SECONDS = 0.005  # for which an idle rank asks again and again: a step follows another sooner than that
+SPIN_SECONDS = 0.005  # of polling without a nap: a step usually follows another sooner
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
-SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH's, which it would leave behind when ranks are killed
+SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH leaves it behind when ranks are killed
 
 
-def world_of(layout: Layout) -> "MpiWorld":
+def world_of(layout: Layout) -> "World":
     """Return `process_world`. Raise RequestError if its size is not the layout's."""
     world = process_world()
     if world.size != layout.size:
@@ -104,11 +61,11 @@ def world_of(layout: Layout) -> "MpiWorld":
 
 
 @cache
-def process_world() -> "MpiWorld":
+def process_world() -> "World":
     """Return the world of this process.
 
-    Raise RequestError if mpi4py or an MPI library is missing, or another MPI's mpiexec has started the processes: each
-    would be a world by itself.
+    Raise RequestError without mpi4py or an MPI library, or if another MPI's mpiexec has started the processes: each
+    would see itself alone.
     """
     try:
         import mpi4py
@@ -128,23 +85,27 @@ def process_world() -> "MpiWorld":
             f"{launched_size()} processes were started, and {name}, the MPI of mpi4py, sees each of them alone: start "
             f"them with the mpiexec of {name}{its_mpiexec}, or install mpi4py for the other MPI."
         )
-    return MpiWorld(MPI)
+    return World(MPI)
 
 
-class MpiWorld:
-    """A World on duplicated communicators, so that a program may use MPI as well."""
+class World:
+    """All ranks of the program, on duplicated communicators: a program may use MPI as well.
+
+    Every rank makes the same calls in the same order, except `send`, `receive`, `receive_later` and `abort`.
+    """
 
     def __init__(self, mpi: Any):
         self._mpi, self._all = mpi, mpi.COMM_WORLD.Dup()
-        local = self._all.Split_type(mpi.COMM_TYPE_SHARED)
+        local = self._all.Split_type(mpi.COMM_TYPE_SHARED)  # of this host
         self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
         self.host = mpi.Get_processor_name()
-        self._groups: dict[tuple[int, ...], MpiGroup] = {}  # kept: MPI has some thousand, and a bench opens many models
-        local.Barrier()  # all have it open: its name is needed no longer
+        self._groups: dict[tuple[int, ...], Group] = {}  # kept: MPI has some thousand, and a bench opens many models
+        local.Barrier()  # all ranks have the shared memory open: its name is no longer needed
         if local.rank == 0:
             _unlink_shared_memory()
 
     def broadcast(self, values: np.ndarray) -> None:
+        """Fill int32 values with those of rank 0. Other ranks sleep while they wait."""
         request = self._all.Ibcast(values, 0)
         if self.rank == 0:
             request.Wait()
@@ -159,37 +120,46 @@ class MpiWorld:
         return self._all.bcast(value, 0)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, None elsewhere."""
         return self._all.gather(value, 0)
 
     def scatter_objects(self, values: list[Any] | None = None) -> Any:
+        """Return one of the values of rank 0 to each rank."""
         return self._all.scatter(values, 0)
 
     def send(self, values: np.ndarray, rank: int) -> None:
         self._all.Send(values, rank)
 
     def receive(self, values: np.ndarray, rank: int) -> None:
+        """Fill float32 values with those that a rank sends."""
         self._all.Recv(values, rank)
 
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+        """Start to receive; return a function that waits."""
         return self._all.Irecv(values, rank).Wait
 
-    def group(self, ranks: list[int]) -> "MpiGroup":
+    def group(self, ranks: list[int]) -> "Group":
+        """Return the group of these ranks, which include this one."""
         key = tuple(ranks)
-        if key not in self._groups:  # for one number of ranks in each, all have theirs or none has
-            self._groups[key] = MpiGroup(self._mpi, self._all.Split(ranks[0], self.rank))
+        if key not in self._groups:  # Split is collective: groups of one size are made on all ranks at once
+            self._groups[key] = Group(self._mpi, self._all.Split(ranks[0], self.rank))
         return self._groups[key]
 
     def abort(self, status: int) -> NoReturn:
-        with suppress(OSError):  # MPI would say once more that it was told to
+        """End all ranks at once."""
+        with suppress(OSError):  # MPI would print a second message
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._all.Abort(status)
 
 
-class MpiGroup:
-    """A Group. Kernels call the library function directly, without the GIL."""
+class Group:
+    """Ranks that share the layers of a stage. Kernels call MPI's function directly, without the GIL.
+
+    allgather: (3,) int64, the address of MPI_Allgather, its datatype for float32, and the communicator.
+    """
 
     def __init__(self, mpi: Any, communicator: Any):
-        self._communicator = communicator  # kept, because kernels have its handle
+        self._communicator = communicator  # kept alive: kernels have its handle
         function = cast(CDLL(mpi.__file__).MPI_Allgather, c_void_p).value
         handles = mpi._handleof(mpi.FLOAT), mpi._handleof(communicator)
         # MPICH's handles are ints, whose sign a 64-bit register carries on.

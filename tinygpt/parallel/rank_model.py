@@ -1,4 +1,4 @@
-"""RankModel: what one rank has of a model, and its share of each step. All ranks call the same methods in one order."""
+"""RankModel: the part of a model on one rank. All ranks call the same methods in one order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -110,7 +110,6 @@ class RankModel:
         return [np.ascontiguousarray(array[layers, heads]) for array in whole]
 
     def _with_input(self, batch: Batch) -> Batch:
-        """Return the batch with the input of this rank's first layer."""
         count = batch.token_ids.size
         if self._stage > 0:
             x = self._rows[:count]
@@ -122,7 +121,6 @@ class RankModel:
         return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
-        """Send the residual stream to the next stage."""
         if self._group is not None and self._workspace.buffers.ranks.status[0]:
             raise TinyGPTError("another rank is gone.")
         if not self.part.is_last:
@@ -130,9 +128,7 @@ class RankModel:
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
-        """Start to receive other ranks' parts of the logits (R, V), before the step: rank 0 and the last stage would
-        wait for each other.
-        """
+        """Start to receive the parts of the logits (R, V) before the step, to avoid a deadlock."""
         last = self._layout.pipeline_size - 1
         sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
         return [
@@ -150,7 +146,7 @@ class RankModel:
             found[:, : len(self.part.vocab)] = logits
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
-        """Join the arrays of all ranks along `axis` within a stage, then stage after stage."""
+        """Join arrays along `axis` within a stage, then stage after stage."""
         size = self._layout.tensor_size
         stages = [np.concatenate(parts[i : i + size], axis=axis) for i in range(0, len(parts), size)]
         return np.concatenate(stages)

@@ -1,4 +1,4 @@
-"""ParallelRunner: a model on several ranks, seen from rank 0 as a ModelRunner; and how ranks are joined."""
+"""ParallelRunner: a model on several ranks with the interface of a ModelRunner; and how ranks are joined."""
 
 import os
 import sys
@@ -18,15 +18,21 @@ from tinygpt.errors import RequestError
 from tinygpt.hardware import thread_count
 from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.cut import check_cut, run_groups
-from tinygpt.parallel.driver import Command, RankZeroDriver, driver_of
-from tinygpt.parallel.follower import LoadCommand, Loaded, follow_as_process, load_together, rank_threads
+from tinygpt.parallel.driver import (
+    Command,
+    LoadCommand,
+    RankZeroDriver,
+    driver_of,
+    follow_as_process,
+    load_together,
+    rank_threads,
+)
 from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.mpi import World
 from tinygpt.parallel.rank_model import RankModel
 
-# Decode steps of a pipeline at once. A newcomer waits for all of them; with fewer, more is lost at both ends.
-GROUP_STEPS = 4
-LEAST_GROUP = 8  # sequences: smaller ones take nearly as long as all together, because each reads the weights
+GROUP_STEPS = 4  # decode steps of a pipeline at once; a new sequence waits for all of them
+LEAST_GROUP = 8  # sequences: a smaller group takes nearly as long, because each group reads the weights
 
 
 class ParallelRunner(ModelRunner):
@@ -38,18 +44,18 @@ class ParallelRunner(ModelRunner):
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
-        with lead.opening(), lead.order():
+        with lead.order(opens_model=True):
             lead.tell(Command.OPEN)
             lead.world.broadcast_object(opening)
             loaded = load_together(lead.world, opening, source)
-            if isinstance(loaded, Loaded):
+            if isinstance(loaded, RankModel):
                 lead.note_model(opening.sizes)
-                # Here, as an interrupt is felt behind the order. Once, and also where nobody calls `close`.
+                # Within the order, after which an interrupt is raised. Runs once, also without a call of `close`.
                 self._close = weakref.finalize(self, lead.forget_model)
-                self._close.atexit = False  # the lead ends by itself then
-        if not isinstance(loaded, Loaded):
+                self._close.atexit = False  # the driver ends at exit
+        if not isinstance(loaded, RankModel):
             raise loaded
-        self._params = loaded.model
+        self._params = loaded
 
     def forward(self, batch: Batch) -> Any:
         return self._ordered(lambda model: model.forward(batch), Command.FORWARD, batch=batch)
