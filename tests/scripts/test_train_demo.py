@@ -1,11 +1,13 @@
 """scripts/train_demo.py, in small, on the CPU: what it writes, how it goes on, and what it refuses."""
 
+import contextlib
+import io
 import json
 import lzma
 import random
 import re
 import runpy
-import subprocess
+import signal
 import sys
 import time
 from itertools import pairwise
@@ -47,18 +49,25 @@ def corpus(tmp_path_factory):
     return folder
 
 
-def run(corpus: Path, out: Path, *more: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "scripts/train_demo.py", "--corpus", str(corpus), "--out", str(out), *SETTINGS, *more]
-    return subprocess.run(command, cwd=ROOT, env={"PYTHONPATH": "."}, capture_output=True, text=True, timeout=120)
+def run(corpus: Path, out: Path, *more: str) -> str:
+    """Return the printed text of a run in this process, which loads torch and transformers once."""
+    words = ["train_demo.py", "--corpus", str(corpus), "--out", str(out), *SETTINGS, *more]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(sys, "argv", words)
+        try:
+            train_demo.run(train_demo.parse_arguments())
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return printed.getvalue()
 
 
 @pytest.fixture(scope="module")
 def trained(corpus, tmp_path_factory):
     """A finished run of 40 steps, and what it printed."""
     out = tmp_path_factory.mktemp("trained")
-    result = run(corpus, out, "--tokens", "10240")
-    assert result.returncode == 0, result.stderr
-    return out, result.stdout
+    return out, run(corpus, out, "--tokens", "10240")
 
 
 def test_tinygpt_computes_the_logits_that_transformers_does(trained):
@@ -99,23 +108,19 @@ def record_of(out: Path) -> dict:
     return json.loads((out / "training.json").read_text(encoding="utf-8"))
 
 
-def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(trained, corpus, monkeypatch):
+def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(trained, corpus):
     out, _ = trained
     before = record_of(out)
-    result = run(corpus, out, "--tokens", "15360", "--resume", "--minutes", "30")
-    assert result.returncode == 0, result.stderr
-    assert "continuing after 10240 tokens" in result.stdout
+    printed = run(corpus, out, "--tokens", "15360", "--resume", "--minutes", "30")
+    assert "continuing after 10240 tokens" in printed
     after, weights = record_of(out), (out / "model.safetensors").read_bytes()
     assert after["tokens_seen"] == 15360
     assert after["validation_loss"] < before["validation_loss"]
-    result = run(corpus, out, "--tokens", "15872", "--resume", "--learning-rate", "1e6")
-    assert result.returncode == 0, result.stderr
+    run(corpus, out, "--tokens", "15872", "--resume", "--learning-rate", "1e6")
     assert record_of(out)["validation_loss"] == after["validation_loss"]
     assert (out / "model.safetensors").read_bytes() == weights
-    command = ["train_demo.py", "--corpus", str(corpus), "--out", str(out), *SETTINGS, "--resume", "--seed", "7"]
-    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit, match="started with --seed 0"):
-        train_demo.run(train_demo.parse_arguments())
+        run(corpus, out, "--tokens", "15360", "--resume", "--seed", "7")
 
 
 def test_a_pass_shows_every_window_once_and_the_next_one_in_another_order():
