@@ -260,6 +260,57 @@ def test_a_step_that_fails_ends_every_request_and_the_next_step_works(llm, monke
     llm.check_health()
 
 
+def test_cancelling_resolves_every_future_if_the_backend_cannot_copy(llm, monkeypatch):
+    with llm.engine.wrapped(Gate) as gate, monkeypatch.context() as patch:
+        with paused(llm):  # the second waits for keys and values of the first
+            futures = [llm.submit([703] * 40, LONG), llm.submit([703] * 40 + [1], LONG)]
+        gate.wait_until_asked(1)
+        patch.setattr(llm.engine.scheduler, "_copy_positions", raiser(MemoryError("copy_positions")))
+        assert futures[0].cancel()
+        gate.allow(1)
+        assert wait(futures, SECONDS).not_done == set()
+    with pytest.raises(MemoryError, match="copy_positions"):
+        futures[1].result()
+
+
+@pytest.mark.parametrize("error", [MemoryError("no more"), SystemExit(1)], ids=repr)
+def test_a_thread_that_cannot_go_on_refuses_later_calls_with_the_error(small_demo, monkeypatch, error):
+    llm = LLM(small_demo)
+    with paused(llm):
+        monkeypatch.setattr(llm.engine.runner, "forward", raiser(RuntimeError("first")))
+        monkeypatch.setattr(llm.engine.scheduler, "remove", raiser(error))
+        futures = [llm.submit([i], LONG) for i in range(3)]
+    for future in futures:
+        with pytest.raises(RuntimeError, match="first"):
+            future.result(SECONDS)
+    llm.engine._thread.join(SECONDS)
+    for use in (lambda: llm.submit([1]), lambda: llm.generate([1]), lambda: llm.logits([1]), llm.check_health):
+        with pytest.raises(TinyGPTError, match="the engine has failed: "):
+            use()
+    llm.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_closing_resolves_every_future_if_the_backend_cannot_be_closed(small_demo, monkeypatch):
+    llm = LLM(small_demo)
+    futures = [llm.submit([i], LONG) for i in range(3)]
+    monkeypatch.setattr(llm.engine.runner, "close", raiser(MemoryError("no more")))
+    llm.engine._inbox.put(None)
+    llm.engine._thread.join(SECONDS)
+    assert not llm.engine._thread.is_alive()
+    llm.close()
+    assert wait(futures, SECONDS).not_done == set()
+
+
+@pytest.mark.parametrize("part", ["_write_prefix", "add"])
+def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, part):
+    scheduler, embeds = llm.engine.scheduler, np.zeros((1, llm.config.n_embd))
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, part, raiser(MemoryError("no more")))
+        with pytest.raises(MemoryError, match="no more"):
+            llm.generate([[1], [2]], SamplingParams(prompt_embeds=embeds))
+
+
 @pytest.mark.parametrize("where", ["on_chunk", "processor"])
 @pytest.mark.parametrize("call", [lambda llm: llm.close(), lambda llm: llm.generate([2]), lambda llm: llm.logits([2])])
 def test_a_function_called_in_a_step_may_submit_but_not_run_or_close(llm, where, call):

@@ -8,7 +8,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -66,6 +66,7 @@ class Engine:
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pending: set[RequestFuture] = set()  # the thread's alone
         self._failure: BaseException | None = None  # of the last step
+        self._is_broken = False  # whether that ended the thread
         self._num_queued, self._pid = 0, os.getpid()
         # Reentrant: garbage collection can close a generator, which cancels its future, at any line.
         self._lock = threading.RLock()
@@ -93,8 +94,10 @@ class Engine:
         return not self._end.alive
 
     def check_open(self) -> None:
-        """Raise RequestError once the engine is closed, and in a forked child."""
+        """Raise RequestError once the engine is closed or in a forked child, TinyGPTError if it cannot go on."""
         check_process(self._pid)
+        if self._is_broken:
+            self._raise_failure()
         if self.is_closed:
             raise RequestError(CLOSED)
 
@@ -102,7 +105,10 @@ class Engine:
         """Raise TinyGPTError if the last step failed."""
         self.check_open()
         if self._failure is not None:
-            raise TinyGPTError(f"the engine has failed: {self._failure!r}.") from self._failure
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        raise TinyGPTError(f"the engine has failed: {self._failure!r}.") from self._failure
 
     # Commands.
 
@@ -187,32 +193,52 @@ class Engine:
     # In the engine's thread.
 
     def _work(self) -> None:
-        while True:
-            try:
-                while not self._pending or not self._inbox.empty():
-                    command = self._inbox.get()
-                    if command is None:
-                        self._fail_pending(RequestError("this LLM was closed before the request was finished."))
-                        self._steps.close()
-                        return
+        error: Exception = RequestError("this LLM was closed before the request was finished.")
+        try:
+            while self._take_turn():
+                pass
+        except BaseException as failure:  # the requests of a failed step could not be removed: no step can follow
+            error = _plain(failure)
+            with self._lock:
+                self._failure, self._is_broken = failure, True
+                self._end()
+            while (command := self._inbox.get()) is not None:
+                with suppress(BaseException):
                     command()
-                self.runner.stop_early(False)
-                if self._inbox.empty():  # otherwise a command came between
-                    self._steps.step(CALL_SECONDS)
-                    self._failure = None
-                for call in self.after_step:
-                    call()
-            except BaseException as error:  # no caller may wait for a thread that has ended
-                self._failure = error
-                is_plain = isinstance(error, Exception)  # a SystemExit would end the caller's thread
-                self._fail_pending(error if is_plain else RuntimeError(f"a step was broken off by {error!r}."))
+        finally:  # no caller may wait for a thread that has ended
+            try:
+                self._fail_pending(error)
+            finally:
+                self._steps.close()
+
+    def _take_turn(self) -> bool:
+        """Run the commands and then a step, whose failure is its requests' alone. Return False at the inbox's end."""
+        try:
+            while not self._pending or not self._inbox.empty():
+                command = self._inbox.get()
+                if command is None:
+                    return False
+                command()
+            self.runner.stop_early(False)
+            if self._inbox.empty():  # otherwise a command came between
+                self._steps.step(CALL_SECONDS)
+                self._failure = None
+            for call in self.after_step:
+                call()
+        except BaseException as error:
+            self._failure = error
+            self._fail_pending(_plain(error))
+        return True
 
     def _start(self, futures: list[RequestFuture]) -> None:
+        running = []
         for future in futures:
             if future.cancelled():
                 future.set_running_or_notify_cancel()
-                continue
-            self._pending.add(future)
+            else:
+                running.append(future)
+        self._pending.update(running)  # before any can fail
+        for future in running:
             future.request.when_finished(partial(self._finish, future))
             self._steps.add(future.request.sequences)
 
@@ -222,18 +248,23 @@ class Engine:
 
     def _forget(self, future: RequestFuture) -> None:
         if future in self._pending:
-            self._pending.discard(future)
             self._steps.remove(future.request.sequences)
+            self._pending.discard(future)
             future.set_running_or_notify_cancel()
 
     def _fail_pending(self, error: Exception) -> None:
         def fail() -> RequestOutput:
             raise error
 
-        while self._pending:
-            future = self._pending.pop()
-            self._steps.remove(future.request.sequences)
-            _settle(future, fail)
+        futures, self._pending = self._pending, set()
+        sequences = [sequence for future in futures for sequence in future.request.sequences]
+        for sequence in sequences:  # before any is removed: a failed sequence gives nothing to the others
+            sequence.error = sequence.error or "it was cancelled."
+        try:
+            self._steps.remove(sequences)
+        finally:
+            for future in futures:
+                _settle(future, fail)
 
 
 def check_process(pid: int) -> None:
@@ -250,3 +281,8 @@ def _settle(future: Future, work: Callable[[], Any]) -> None:
             future.set_exception(error)
         else:
             future.set_result(result)
+
+
+def _plain(error: BaseException) -> Exception:
+    """Return the error as callers get it: a SystemExit would end a caller's thread."""
+    return error if isinstance(error, Exception) else RuntimeError(f"a step was broken off by {error!r}.")

@@ -177,9 +177,9 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.context_token_ids[: sequence.num_reusable + 1]))
+        self.running.append(sequence)  # first: if a copy fails, `remove` finds the slot
         if sequence.soft_prompt is not None and not sequence.num_cached:
             self._write_prefix(sequence)
-        self.running.append(sequence)
         self._share(sequence)
 
     def _slide(self, sequence: Sequence) -> None:
