@@ -150,8 +150,8 @@ def test_what_is_refused_adds_nothing(llm):
     session.extend(TEXT[:5])
     for call, message in (
         (lambda: session.generate(SamplingParams(n=2)), "n is 2 and a session goes on with one sample"),
-        (lambda: session.generate(SamplingParams(max_tokens=5000)), "the prompt has 5 tokens"),
-        (lambda: session.stream(SamplingParams(max_tokens=5000)), "the prompt has 5 tokens"),
+        (lambda: session.generate(SamplingParams(max_tokens=5000)), "prompt has 5 tokens"),
+        (lambda: session.stream(SamplingParams(max_tokens=5000)), "prompt has 5 tokens"),
         (lambda: session.extend([1, 9999]), "token id 9999 is outside the vocabulary"),
         (lambda: session.extend(7), "must be a text or a list of token ids"),
         (lambda: session.rewind(6), "position is 6 and must be a whole number from 0 to 5"),

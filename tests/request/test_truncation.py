@@ -48,7 +48,7 @@ def test_clamp_cuts_max_tokens(llm):
 
 @pytest.mark.parametrize("length", [SIZE, SIZE + 1])
 def test_clamp_needs_room_for_a_token(llm, length):
-    with pytest.raises(RequestError, match=rf"the prompt has {length} tokens .*: shorten the prompt\."):
+    with pytest.raises(RequestError, match=rf"prompt has {length} tokens .*: shorten the prompt\."):
         llm.generate([TEXT[:length]], SamplingParams(max_tokens=8, overflow="clamp"))
 
 
@@ -67,14 +67,14 @@ def test_truncate_leaves_a_token(llm):
         == 39
     )
     ways = "shorten the prompt, or set max_tokens to at most 23"
-    message = f"the prompt has 40 tokens and max_tokens is 24, together 64, .*: {ways}[.]"
+    message = f"prompt has 40 tokens and max_tokens is 24, together 64, .*: {ways}[.]"
     with pytest.raises(RequestError, match=message):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
 
 
 @pytest.mark.parametrize("overflow", ["truncate", "slide"])
 def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
-    with pytest.raises(RequestError, match="prompt_logprobs need the whole prompt"):
+    with pytest.raises(RequestError, match="prompt_logprobs needs the whole prompt"):
         llm.generate([TEXT[:40]], SamplingParams(max_tokens=4, overflow=overflow, prompt_logprobs=0))
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from functools import cached_property
 
@@ -155,3 +156,22 @@ def test_embeddings_and_scores_are_refused_too(llm, path, body):
         server.api.is_draining = True
         reply = server.ask(path, body)
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+
+
+def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypatch):
+    embed, begun, proceed = llm.embed, threading.Event(), threading.Event()
+
+    def embed_when_allowed(*given):
+        begun.set()
+        assert proceed.wait(60)
+        return embed(*given)
+
+    monkeypatch.setattr(llm, "embed", embed_when_allowed)
+    with served(llm, drain_seconds=0.05) as server:
+        client = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
+        assert begun.wait(60)
+        server.terminate()
+        until(lambda: server.api._stopped)
+        proceed.set()
+        assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
+        client.close()

@@ -1,6 +1,7 @@
 """What is not possible is refused before any work, in OpenAI's shape, with the name of the field."""
 
 import http.client
+import json
 
 import numpy as np
 import pytest
@@ -220,3 +221,12 @@ def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
         assert (reply.status, reply.error["type"]) == (500, "server_error")
         assert b"ZeroDivision" not in reply.body
         assert server.ended()["status"] == 500
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_request_that_fails_on_the_way_is_a_server_error(server, is_streamed):
+    """The processors of the request leave no token; the same error, whole or as the last event of a stream."""
+    forbidding = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}
+    reply = server.complete(prompt="a", max_tokens=2, stream=is_streamed, **forbidding)
+    error = json.loads(reply.body.split(b"\n\n")[-3][6:])["error"] if is_streamed else reply.error
+    assert (reply.status, error["type"], error["param"]) == (200 if is_streamed else 500, "server_error", None)

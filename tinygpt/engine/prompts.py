@@ -234,8 +234,9 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
         )
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
-            f"prompt_logprobs need the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} "
-            f"leaves out {fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it."
+            f"needs the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} leaves out "
+            f"{fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it.",
+            "prompt_logprobs",
         )
     return fitted
 
@@ -261,8 +262,9 @@ def _too_long(count: int, num_virtual: int, params: SamplingParams, max_model_le
     if params.overflow == "refuse":
         ways.append("set overflow to 'clamp', 'truncate' or 'slide'")
     return RequestError(
-        f"the prompt has {size} and max_tokens is {params.max_tokens}, together {count + params.max_tokens}, but "
-        f"{positions}: {', or '.join(['shorten the prompt', *ways])}."
+        f"has {size} and max_tokens is {params.max_tokens}, together {count + params.max_tokens}, but {positions}: "
+        f"{', or '.join(['shorten the prompt', *ways])}.",
+        "prompt",
     )
 
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 import tinygpt
 from tinygpt.engine.prompts import Prompt, encode
-from tinygpt.errors import CheckpointError, TinyGPTError
+from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
@@ -66,6 +66,7 @@ class Api:
         self.model_name = config.served_model_names[0]
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
+        self._stopped: ApiError | None = None
         self._works: WeakSet[Work] = WeakSet()
         self._first: dict[int, float] | None = None
         self._num_in_turn = 0
@@ -227,9 +228,10 @@ class Api:
 
     def stop_all(self) -> None:
         """End all work; each client is told why."""
-        reason = ApiError(503, "the server was shut down before this was finished: ask again.", code="shutting_down")
+        message = "the server was shut down before this was finished: ask again."
+        self._stopped = ApiError(503, message, code="shutting_down")
         for work in list(self._works):
-            work.stop(reason)
+            work.stop(self._stopped)
 
     # Reading requests
 
@@ -246,7 +248,7 @@ class Api:
 
         try:
             return read() if _num_bytes(request) <= LARGE else await asyncio.to_thread(read)
-        except TinyGPTError as error:
+        except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
 
     async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
@@ -319,6 +321,8 @@ class Api:
             results = []
             for call in calls:
                 async with self.turn:
+                    if self._stopped is not None:
+                        raise self._stopped
                     results.append(await asyncio.to_thread(call))
             return results
         finally:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.server.errors import BUG, ApiError, error_body
+from tinygpt.server.errors import BUG, ApiError, error_body, from_engine
 from tinygpt.server.replies import DONE, event
 
 log = logging.getLogger("tinygpt.server")
@@ -81,7 +81,7 @@ class EventStream(Response):
         except ApiError as error:
             last = event(error_body(error)) + DONE
         except TinyGPTError as error:
-            last = event(error_body(ApiError(500, str(error)))) + DONE
+            last = event(error_body(from_engine(error))) + DONE
         except Exception:
             log.exception("a bug ended a stream")
             last = event(error_body(BUG)) + DONE

@@ -6,7 +6,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tinygpt.errors import QueueFullError, RequestError, TinyGPTError, suggest
+from tinygpt.errors import NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
 from tinygpt.server.protocol import Strict
 from tinygpt.server.replies import to_json
 
@@ -68,14 +68,16 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
 
 
 def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
-    """Return the refusal of a request that the engine does not take; `param` is the name that the form has for it."""
+    """Return the reply to an error of the engine: status 400 or 429 for a refusal, and 500 for a failure.
+
+    `param` is the form's name for the refused field.
+    """
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
-    if form is None or not isinstance(error, RequestError):
-        return ApiError(400, str(error))
-    first_word = str(error).removeprefix("the ").partition(" ")[0]  # a field, in a sentence about several
-    param = form.name_of(error.field or first_word)
-    return ApiError(400, str(error.named(param) if error.field and param else error), param)
+    if not isinstance(error, RequestError):
+        return ApiError(400 if isinstance(error, NoTokenizerError) else 500, str(error))
+    param = form.name_of(error.field) if form and error.field else None
+    return ApiError(400, str(error.named(param) if param else error), param)
 
 
 def _path(place: tuple[str | int, ...], given: Any) -> list[str]:
