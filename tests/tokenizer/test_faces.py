@@ -34,9 +34,7 @@ def test_another_byte_level_tokenizer_has_bytes_too(tmp_path):
 def test_tokens_that_are_no_bytes_cannot_guide(tmp_path):
     tokenizer = saved(tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)), tmp_path)
     assert (len(tokenizer), tokenizer.eos_token_id) == (2, None)
-    with pytest.raises(
-        RequestError, match=r"are not bytes, as guided texts need them: use a checkpoint with byte-level"
-    ):
+    with pytest.raises(RequestError, match="are not bytes, as guided texts need them"):
         tokenizer.token_bytes(1)
 
 

@@ -41,8 +41,8 @@ class TestCutShort:
         first = lines[1 + kept].decode().replace(" ", "").strip()
         assert refusal(folder) == (
             f"{folder / 'merges.txt'} seems to have been cut short: none of its {kept} merges makes {first!r}, nor "
-            f"{FEW} more tokens of the vocabulary; download it again, or give token ids. If it is whole, load the "
-            "tokenizer with transformers and save it with save_pretrained, which writes a tokenizer.json."
+            f"{FEW} more tokens of the vocabulary; download it again, or give token ids. If it is whole, save "
+            "the tokenizer with transformers' save_pretrained, which writes a tokenizer.json."
         )
 
     @pytest.mark.parametrize("size", [*range(0, 20), *range(20, len(WHOLE) - 200, 1999)])

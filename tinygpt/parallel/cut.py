@@ -1,6 +1,6 @@
-"""How a model and its steps are cut: the layers of a stage, a rank's part, micro-batches, and groups in flight.
+"""How a model and its steps are cut: the layers of a stage, a rank's part, micro-batches, and groups.
 
-Groups in flight are several decode steps of a pipeline, with each stage at work on other sequences:
+Groups are several decode steps of a pipeline, with each stage at work on other sequences:
 
     stage 0   A1 B1 A2 B2 A3 B3        A1: group A's first step
     stage 1      A1 B1 A2 B2 A3 B3
@@ -41,10 +41,8 @@ def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> 
 def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
     """Raise RequestError if a model cannot be split this way."""
     if device != "cpu":
-        raise RequestError(
-            f"device is {device!r}, tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is "
-            f"{layout.pipeline_size}: ranks compute on the CPU alone, so leave device at 'cpu', or both sizes at 1."
-        )
+        sizes = f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}"
+        raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU alone.")
     unlike = {
         field.name: value
         for field in fields(config)
@@ -52,10 +50,8 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
         and (value := getattr(config, field.name)) not in KNOWN_VALUES.get(field.name, (field.default,))
     }
     if unlike:
-        raise RequestError(
-            f"this model's {', '.join(f'{name} is {value!r}' for name, value in unlike.items())}, which several ranks "
-            "cannot run: leave tensor_parallel_size and pipeline_parallel_size at 1."
-        )
+        named = ", ".join(f"{name} is {value!r}" for name, value in unlike.items())
+        raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
     if layout.pipeline_size > config.n_layer:
         raise RequestError(
             f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
@@ -63,10 +59,9 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
         )
     if layout.tensor_size > 1 and not can_share(config, dtype):
         raise RequestError(
-            f"is {layout.tensor_size} and this model's {config.n_head} heads of "
-            f"{config.head_size} and {config.inner_size} hidden units cannot be shared in {dtype} with the same "
-            "results: it takes 4 heads or more, and sizes that are whole pairs in bfloat16 and whole groups of 64 in "
-            "int8 and int4: use another dtype, or pipeline_parallel_size.",
+            f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
+            f"{config.inner_size} hidden units cannot be shared in {dtype} with the same results: use another dtype, "
+            "or pipeline_parallel_size.",
             "tensor_parallel_size",
         )
 

@@ -17,7 +17,7 @@ SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one
 
 
 def mpiexec_beside() -> str | None:
-    """Return the mpiexec next to this Python, where MPICH's wheel puts it."""
+    """Return the mpiexec of MPICH's wheel, next to this Python."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
@@ -38,7 +38,7 @@ def is_first_of_host() -> bool:
 
 
 def launched_size() -> int:
-    """Return how many processes were started together."""
+    """Return the number of processes that were started together."""
     return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
 
 
@@ -76,7 +76,6 @@ class Layout:
         return divmod(rank, self.tensor_size)
 
     def tensor_group(self, rank: int) -> list[int]:
-        """Return the ranks of the same stage."""
         stage, _ = self.place_of(rank)
         return [self.rank_at(stage, t) for t in range(self.tensor_size)]
 

@@ -1,4 +1,4 @@
-"""Added tokens: strings that are one token each, read from several files and found in a text before BPE."""
+"""Added tokens: strings that are one token each, read from several files and split off before BPE."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -29,11 +29,7 @@ class AddedToken:
 
 
 class AddedTokenSplitter:
-    """Splits a text at its added tokens, as Hugging Face's `tokenizers` does.
-
-    Tokens with normalized=False are found first, then the others in the rest; of tokens that start at one position, the
-    longest.
-    """
+    """Splits a text at its added tokens, as Hugging Face's `tokenizers` does: normalized=False first, longest first."""
 
     def __init__(self, tokens: Iterable[AddedToken]):
         tokens = list(tokens)
@@ -48,7 +44,7 @@ class AddedTokenSplitter:
         parts: list[str | int] = [text] if text else []
         for matcher in self._passes:
             if split_special_tokens and matcher.are_all_special:
-                continue  # it would find nothing: GPT-2's own vocabulary has no other kind
+                continue
             split = (matcher.split(part, split_special_tokens) if isinstance(part, str) else [part] for part in parts)
             parts = [*chain.from_iterable(split)]
         return iter(parts)
@@ -75,7 +71,7 @@ class _Pass:
                 end += 1
             if start < begin:
                 yield text[start:begin]
-            # A token of white space may lie wholly in what the one before it has stripped.
+            # The token before may have stripped all of a token of white space.
             if not token.lstrip or max(begin, start) < end:
                 yield token.id
             start = end
@@ -83,30 +79,31 @@ class _Pass:
             yield text[start:]
 
 
-# Looking for tokens that are longer than this takes time in the square of their length.
-MAX_CHARACTERS = 1000
+MAX_CHARACTERS = 1000  # the search takes time in the square of a token's length
 _NAMES = [field.name for field in fields(AddedToken)]
 
 
 def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each added token once, as tokenizer.json lists them.
 
-    spec: a tokenizer.json. options: tokenizer_config.json, for older checkpoints with special_tokens_map.json in it and
-        added_tokens.json as `added_tokens`.
-
-    Raise CheckpointError if a file gives a token another id than Hugging Face's libraries do.
+    spec: a tokenizer.json. options: tokenizer_config.json, merged with special_tokens_map.json and with
+    added_tokens.json as `added_tokens`. Raise CheckpointError for another id than Hugging Face's libraries give.
     """
     tokens: dict[str, AddedToken] = {}
-    ids = _Ids(spec["model"].get("vocab"))
+    vocab = spec["model"].get("vocab")
+    ids = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab or ())}
+    next_id = len(ids)
     for entry in _entries(spec, options):
         content = content_of(entry)
         if content and content not in tokens:
-            tokens[content] = added_token(entry, ids.of(content))
+            token_id = ids.get(content, next_id)
+            next_id = max(next_id, token_id + 1)
+            tokens[content] = added_token(entry, token_id)
     return [asdict(token) for token in tokens.values()]
 
 
 def content_of(token: Any) -> str:
-    """Return the text of a token that a file gives as a string or an object. Raise CheckpointError."""
+    """Return the text of a token, a string or an object in files. Raise CheckpointError."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")
@@ -118,7 +115,7 @@ def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str
     named = list(_special_tokens(options))
     special = {content_of(token) for token in named}
     decoder = {int(i): entry for i, entry in options.get("added_tokens_decoder", {}).items()}
-    # Where both list a token, it has the flags that tokenizer_config.json gives it.
+    # The flags of tokenizer_config.json win.
     listed_again = {content_of(entry): entry for entry in decoder.values()}
     for entry in spec.get("added_tokens") or ():
         yield {**listed_again.get(content_of(entry), entry), "id": entry["id"]}
@@ -137,47 +134,27 @@ def _named_entry(token: Any) -> dict[str, Any]:
 
 
 def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
-    yield from (value for name, value in options.items() if name.endswith("_token") and _is_token(value))
+    for name, value in options.items():
+        if name.endswith("_token") and isinstance(value, (str, dict)):  # add_bos_token and the like are true or false
+            yield value
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = options.get(name) or ()
         yield from more.values() if isinstance(more, dict) else more
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, (str, dict))  # add_bos_token and the like are true or false
 
 
 def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
     """Return the added token of an entry with this id. Raise CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
-            f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files, where "
-            f"Hugging Face's tokenizers give it {token_id}; correct the file, or give token ids."
+            f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files and {token_id} in "
+            "Hugging Face's tokenizers; correct the file, or give token ids."
         )
     if len(entry["content"]) > MAX_CHARACTERS:
         raise CheckpointError(
-            f"the tokenizer's files name an added token of {len(entry['content'])} characters, beginning with "
-            f"{entry['content'][:40]!r}, and at most {MAX_CHARACTERS} are taken; correct the file, or give token ids."
+            f"the added token {entry['content'][:40]!r}... has {len(entry['content'])} characters; at most "
+            f"{MAX_CHARACTERS} are taken."
         )
     flags = {name: entry[name] for name in _NAMES if name in entry}
     if not all(isinstance(flags[name], bool) for name in flags.keys() - {"id", "content"}):
         raise CheckpointError(f"the added token {entry!r} has flags that are not true or false.")
     return AddedToken(**{"normalized": not entry.get("special", False), **flags, "id": token_id})
-
-
-class _Ids:
-    """Assigns ids as `tokenizers` does: a token of the vocabulary keeps its id, another gets the next one."""
-
-    def __init__(self, vocab: Any):
-        entries = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab or ())}
-        self._vocab = entries
-        self._next = len(entries)
-
-    def of(self, content: str) -> int:
-        token_id = self._vocab.get(content)
-        if token_id is None:
-            token_id = self._next
-        # Counting goes on from the highest id given, where that lies past the vocabulary.
-        if token_id >= self._next:
-            self._next = token_id + 1
-        return token_id

@@ -1,8 +1,7 @@
 """Read the tokenizer files of a checkpoint folder, in any form, into the content of a tokenizer.json.
 
-That is `model`, `normalizer`, `pre_tokenizer`, `post_processor`, `decoder` and `added_tokens`. Files that make no sense
-for any tokenizer are refused here. Merges that were cut short are still a list of merges, and would give other tokens
-than the model's: `check_none_is_missing` finds them.
+Files that fit no tokenizer are refused. Merges that were cut short are still a list of merges, and would give other
+tokens than the model's: `check_none_is_missing` finds them.
 """
 
 import json
@@ -39,10 +38,10 @@ def read_text(path: Path) -> str:
 
 
 END_OF_WORD = "</w>"
-# A list counts as cut short where more tokens than FEW lack their merges, nearly all of those that none makes: people
-# have written words and special tokens into vocabularies, most of which are not two others, and no merge ever made.
+# A list counts as cut short if more than FEW tokens lack their merge, and NEARLY_ALL of the tokens that no merge makes
+# are two others joined: words that somebody has added to a vocabulary usually are not.
 FEW, NEARLY_ALL = 16, 0.9
-MAX_CHARACTERS = 256  # of a token that may lack its merge: GPT-2's longest has 128, and each of them is a place to cut
+MAX_CHARACTERS = 256  # of a token that may lack its merge: GPT-2's longest has 128
 
 Pair = tuple[str, str]
 
@@ -74,12 +73,9 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
 
 
 def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
-    """Raise CheckpointError if tokens are left that no pair of the file makes.
-
-    A trainer makes each token but single characters by a merge. added: tokens that need none.
-    """
+    """Raise CheckpointError if many tokens are left that no pair of the file makes. added: tokens that need none."""
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
-    if num_longer - len(pairs) <= FEW:  # a quick look, as each makes one token
+    if num_longer - len(pairs) <= FEW:  # each merge makes one token
         return
     made = {*map("".join, pairs), *added}
     unmade = [token for token in filterfalse(made.__contains__, vocab) if len(token.removesuffix(END_OF_WORD)) > 1]
@@ -88,8 +84,7 @@ def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[st
         raise CheckpointError(
             f"{path} seems to have been cut short: none of its {len(pairs)} merges makes {lacking[0]!r}, nor "
             f"{len(lacking) - 1} more tokens of the vocabulary; {how_to_replace(path)}, or give token ids. If it is "
-            "whole, load the tokenizer with transformers and save it with save_pretrained, which writes a "
-            "tokenizer.json."
+            "whole, save the tokenizer with transformers' save_pretrained, which writes a tokenizer.json."
         )
 
 
@@ -102,10 +97,10 @@ def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
     return any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
 
 
-# What is raised by files that do not have the form of a tokenizer.
+# Raised for files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
-THEIR_ENDS = {"<s>", "</s>"}  # in the vocabularies of others than GPT-1 that mark ends of words
+BIOGPT_ENDS = {"<s>", "</s>"}  # not in GPT-1's vocabulary
 GPT1_UNKNOWN, SPACE = "<unk>", "\u0120"
 BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
 
@@ -113,15 +108,14 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """Return the tokenizer of a folder as a tokenizer.json, with merges as pairs and all added tokens.
 
-    `eos_token` is the text of the end-of-text token: GPT-2's by default. The first of these is read: tokenizer.json;
-    vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt. tokenizer_config.json, special_tokens_map.json and
-    added_tokens.json add to it, as in transformers.
-
-    Raise CheckpointError, or NoTokenizerError if there is none or it is not implemented.
+    The first of these is read: tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
+    tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers. `eos_token` is
+    the text of the end-of-text token: GPT-2's by default. Raise CheckpointError, or NoTokenizerError if there is none
+    or it is not implemented.
     """
     options = _read_options(folder)
     if (folder / "tokenizer.json").exists():
-        spec = _from_tokenizer_json(folder / "tokenizer.json", options)
+        spec = checked_spec(read_json(folder / "tokenizer.json"), folder / "tokenizer.json", options)
     elif pair := _vocab_and_merges(folder):
         spec = _from_vocab_and_merges(*pair, options)
     elif (folder / "vocab.txt").exists():
@@ -152,14 +146,10 @@ def _no_tokenizer(folder: Path) -> str:
     parts = sorted(path.name for path in folder.glob("*") if path.name in names or path.suffix == ".model")
     found = f"only {' and '.join(parts)}" if parts else "none of them"
     return (
-        f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json "
-        f"with vocab.bpe, or vocab.txt is needed, and {found} is there. Load the tokenizer with transformers "
-        "and save it into this folder with save_pretrained, which writes a tokenizer.json; until then, token ids work."
+        f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json with "
+        f"vocab.bpe, or vocab.txt is needed, and {found} is there. Save the tokenizer with transformers' "
+        "save_pretrained, which writes a tokenizer.json; until then, token ids work."
     )
-
-
-def _from_tokenizer_json(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    return checked_spec(read_json(path), path, options)
 
 
 def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
@@ -187,9 +177,12 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
     """Return GPT-2's or GPT-1's tokenizer: the two files hold only the model."""
     ids = read_json(vocab)
     _check_vocabulary(ids, vocab)
-    is_gpt1s = _marks_ends_of_words(ids)
-    if is_gpt1s:
-        _check_is_gpt1s(ids, vocab)  # first: BioGPT's merges have a third column
+    is_gpt1s = not any(SPACE in token for token in ids) and any(token.endswith(END_OF_WORD) for token in ids)
+    if is_gpt1s and ids.keys() >= BIOGPT_ENDS:  # before its merges are read, which have a third column
+        raise NoTokenizerError(
+            f"{vocab} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
+            "not implemented: tokenize with transformers; token ids work."
+        )
     pairs = read_merges(merges, ids)
     _check_merges(pairs, ids, vocab)
     spec = (_gpt1 if is_gpt1s else _gpt2)({"type": "BPE", "vocab": ids, "merges": pairs}, options)
@@ -200,30 +193,12 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     options = GPT2_SPECIAL_TOKENS | options
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    spec = {
-        "version": "1.0",
-        "model": model,
-        "normalizer": None,
-        "pre_tokenizer": dict(byte_level),
-        "decoder": byte_level,
-    }
+    spec = {"version": "1.0", "model": model, "normalizer": None}
+    spec |= {"pre_tokenizer": dict(byte_level), "decoder": byte_level}
     spec["added_tokens"] = read_added_tokens(spec, options)
     before = options["bos_token"] if options.get("add_bos_token") else None
     after = options["eos_token"] if options.get("add_eos_token") else None
     return spec | {"post_processor": _template(before, after, spec["added_tokens"])}
-
-
-def _marks_ends_of_words(vocab: dict[str, int]) -> bool:
-    return not any(SPACE in token for token in vocab) and any(token.endswith(END_OF_WORD) for token in vocab)
-
-
-def _check_is_gpt1s(vocab: dict[str, int], path: Path) -> None:
-    """Raise NoTokenizerError for a tokenizer that splits words by other rules."""
-    if vocab.keys() >= THEIR_ENDS:
-        raise NoTokenizerError(
-            f"{path} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
-            "not implemented: tokenize with transformers; token ids work."
-        )
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -232,13 +207,7 @@ def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     spec = {
         "version": "1.0",
         "model": {**model, "unk_token": content_of(options["unk_token"]), "end_of_word_suffix": END_OF_WORD},
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": True,
-            "strip_accents": None,
-            "lowercase": True,
-        },
+        "normalizer": _bert_normalizer(),
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "post_processor": None,
         "decoder": {"type": "BPEDecoder", "suffix": END_OF_WORD},
@@ -259,18 +228,21 @@ def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
         },
-        "normalizer": {
-            "type": "BertNormalizer",
-            "clean_text": True,
-            "handle_chinese_chars": options.get("tokenize_chinese_chars", True),
-            "strip_accents": options.get("strip_accents"),
-            "lowercase": options.get("do_lower_case", True),
-        },
+        "normalizer": _bert_normalizer(
+            options.get("tokenize_chinese_chars", True),
+            options.get("strip_accents"),
+            options.get("do_lower_case", True),
+        ),
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
     }
     spec["added_tokens"] = read_added_tokens(spec, options)
     return spec | {"post_processor": _template(options["cls_token"], options["sep_token"], spec["added_tokens"])}
+
+
+def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lowercase: bool = True) -> dict[str, Any]:
+    cases = {"strip_accents": strip_accents, "lowercase": lowercase}
+    return {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, **cases}
 
 
 def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str, Any]:
@@ -306,10 +278,7 @@ def _check_vocabulary(vocab: Any, path: Path) -> None:
 def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -> None:
     used = chain(chain.from_iterable(pairs), map("".join, pairs))
     if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
-        raise CheckpointError(
-            f"the vocabulary in {path} lacks {lacking!r}, which a merge uses or makes: vocabulary and merges "
-            "must come from one tokenizer."
-        )
+        raise CheckpointError(f"the vocabulary in {path} lacks {lacking!r}, which a merge of another tokenizer uses.")
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:

@@ -1,12 +1,11 @@
 """Byte-level BPE as GPT-2 has it, run by tiktoken.
 
-A token has a rank in tiktoken (when it is merged), an id in the model (the row of wte), and a place in the merges file.
-The rank comes from the place; the id is looked up afterwards, because a vocabulary may number its tokens in any way.
+A token has a rank in tiktoken, its place in the merges file, and an id in the model, the row of wte.
 
 Hugging Face's `tokenizers` merges the adjacent *pair* with the lowest rank; tiktoken merges the adjacent tokens whose
 *joined bytes* have the lowest rank, and takes a whole word that is a token without merging. They agree on every text if
-merging the characters of each ranked token ends in that token: a trainer's list has this property, and any other list
-runs on `tokenizers`.
+merging the characters of each ranked token ends in that token. A trainer's list has this property; any other list runs
+on `tokenizers`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -21,8 +20,8 @@ from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
 from tinygpt.tokenizer.stream import ByteDetokenizer
 
 NUM_BYTES = 256
-NEVER = 2**62  # the rank of what no merge makes
-NUM_SLOTS = 2**19  # a power of two, some ten times as many as there are merges
+NEVER = 2**62  # the rank of a token that no merge makes
+NUM_SLOTS = 2**19  # a power of two, about ten times the number of merges
 Pair = tuple[str, str]
 
 
@@ -46,8 +45,7 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     """Return whether some merge joins across the border of a pair while its two tokens are still being built.
 
     Walk back in time, for all merges at once: x and y are the tokens that touch at the border, each used up at some
-    rank. Of equal merges the leftmost goes first, hence < for x and <= for y.
-    left, right (M,): the ranks of the two tokens of each merge.
+    rank. Of equal merges the leftmost goes first, hence < for x and <= for y. left, right (M,): ranks of the tokens.
     """
     merges = _MergeRanks(left, right)
     x, y = left, right  # (N,), of the walks that go on
@@ -79,36 +77,35 @@ class _MergeRanks:
         """Return the rank of the merge of each pair (N,), NEVER if there is none."""
         keys = left * self._num_ranks + right
         ranks = np.full(len(keys), NEVER)
-        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth: to search for all takes long
+        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth, because a search is slow
         places = np.searchsorted(self._keys[:-1], keys[hits])
         is_there = self._keys[places] == keys[hits]
         ranks[hits[is_there]] = self._ranks[places[is_there]]
         return ranks
 
 
-# GPT-2's pattern, written so that a run of white space of any length needs little of the regex engine's
-# stack: all of it at the end of a text, else all but its last character, by the thousand and then one by one.
+# GPT-2's pattern, with little use of the regex engine's stack for long runs of white space: all of a run at the end of
+# a text, else all but its last character, by the thousand and then one by one.
 WORDS = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
 )
 
 MAX_TEMPLATE = 1000  # tokens on either side of a text
-# GPT-2 writes a byte as the character of its number where that is printable, else as one from 256 on.
+# GPT-2 writes a byte as the character of its number if that is printable, else as a character from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
 _CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
-# Characters of other bytes than their own number go back to it; those bytes' own characters are not in use,
-# and U+FFFF makes them fail to encode as Latin-1.
+# Characters from 256 on go back to their byte; unprintable characters below 256 become U+FFFF, which Latin-1 refuses.
 _TO_LATIN1 = {ord(_CHARACTERS[byte]): byte for byte in _OTHERS} | dict.fromkeys(_OTHERS, 0xFFFF)
-# The byte of each character's number; the last entry stands for all that is past it.
+# The byte of each character's number; the last entry is for all characters past it.
 _NO_BYTE = -1
 _BYTE_OF = np.full(max(map(ord, _CHARACTERS.values())) + 2, _NO_BYTE, np.int16)
 _BYTE_OF[[*map(ord, _CHARACTERS.values())]] = [*_CHARACTERS]
 
 
 class UnlikeGPT2(Exception):
-    """A tokenizer is not byte-level BPE like GPT-2's. The message gives the reason."""
+    """The reason for which a tokenizer does not run here."""
 
 
 def token_to_bytes(token: str) -> bytes:
@@ -128,6 +125,11 @@ def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
     return [data[start:stop] for start, stop in pairwise(accumulate(map(len, tokens), initial=0))]
 
 
+def no_token_for(characters: Sequence[str]) -> RequestError:
+    named = ", ".join(map(repr, characters[:10]))
+    return RequestError(f"the tokenizer of this checkpoint has no token for {named}; leave it out of the text.")
+
+
 class Vocabulary(NamedTuple):
     bytes_of: dict[int, bytes]  # by token id
     id_of_rank: dict[int, int]  # the token id of each of tiktoken's ranks that is a token
@@ -143,10 +145,7 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteLevelBPE:
-    """Runs a tokenizer of `read_tokenizer`. Raise UnlikeGPT2 for other kinds.
-
-    vocabulary: replaces that of spec["model"].
-    """
+    """A tokenizer of `read_tokenizer` on tiktoken. Raise UnlikeGPT2 for other kinds. vocabulary: of spec["model"]."""
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
         _check_pipeline(spec)
@@ -177,10 +176,7 @@ class ByteLevelBPE:
         ids = [*map(self._id_of_rank.get, self._encoding.encode_ordinary(text))]
         if None in ids:
             lacking = sorted({c for c in text if not self._id_of_rank.keys() >= {*c.encode()}})
-            raise RequestError(
-                f"the tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; "
-                "leave such characters out of the text."
-            )
+            raise no_token_for(lacking)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -248,10 +244,7 @@ def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise ValueError(f"the template's ids of {piece['SpecialToken']['id']!r} are no token ids")
         if len(side) + len(ids) > MAX_TEMPLATE:
-            raise CheckpointError(
-                f"the tokenizer of this checkpoint puts more than {MAX_TEMPLATE} tokens around every text: correct the "
-                "post_processor in its tokenizer.json, or give token ids."
-            )
+            raise CheckpointError(f"the tokenizer's post_processor puts more than {MAX_TEMPLATE} tokens around a text.")
         side += ids
     return before, after
 

@@ -1,7 +1,6 @@
-"""What is slow to make of a tokenizer's files, kept beside them: `convert` writes it, and every start reads it.
+"""The vocabulary of a tokenizer's files, prepared: `convert` writes it into the folder, and every start reads it.
 
-The file holds a digest of itself and of the files that it was made from, and then JSON. Where the digest is another
-one, whatever the reason, the file is not used: the tokenizer is made of its own files, as ever.
+The file holds a digest of its JSON and of the files that it was made from. With another digest it is not used.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
 from tinygpt.tokenizer.gpt2_bpe import NUM_BYTES, ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
 from tinygpt.weights.files import PREPARED_FILE, TOKENIZER_FILES, open_regular
 
-FORMAT = b"tinygpt tokenizer 1\n"  # another number whenever the same files are to give something else
+FORMAT = b"tinygpt tokenizer 1\n"  # with the number of the format
 NUMBERS = "<u4"
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,8 @@ def read_prepared(folder: Path) -> ByteLevelBPE | None:
         if digest == _digest(folder, payload):
             content = json.loads(payload)
             return ByteLevelBPE(_checked(content["spec"]), _vocabulary(content))
-        logger.debug("%s does not belong to the files beside it, which are read instead", file)
-    except FileNotFoundError:  # as beside most checkpoints
+        logger.debug("%s does not belong to the files in its folder, which are read instead", file)
+    except FileNotFoundError:  # of most checkpoints
         pass
     except (OSError, CheckpointError, UnlikeGPT2, *MALFORMED) as error:
         logger.debug("%s is not used (%r)", file, error)

@@ -2,35 +2,24 @@
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
-
-
-class Detokenizer(Protocol):
-    """All texts pushed, with that of `finish`, are decode(ids, skip_special_tokens=True)."""
-
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes: whole characters, often none."""
-
-    def push_all(self, token_ids: Sequence[int]) -> str: ...
-
-    def finish(self) -> str:
-        """Return the rest: U+FFFD for an incomplete character."""
 
 
 class ByteDetokenizer:
-    """Decodes UTF-8 incrementally, for tokens that are bytes."""
+    """Decodes UTF-8 incrementally, for tokens that are bytes. All texts joined are decode(ids, True)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes: whole characters, often none."""
         return self._decoder.decode(self._token_bytes(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def finish(self) -> str:
+        """Return the rest: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
@@ -45,8 +34,7 @@ class PrefixDetokenizer:
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        # A run of byte tokens becomes characters only if all of it is UTF-8, so it waits for its end, which
-        # no token is that gives no text.
+        # A run of byte tokens becomes characters only if all of it is UTF-8, so it waits for a plain token.
         if not self._is_plain(token_id):
             return ""
         return self._new(self._decode(self._ids).rstrip("\ufffd"))
@@ -54,7 +42,7 @@ class PrefixDetokenizer:
     def push_all(self, token_ids: Sequence[int]) -> str:
         if not token_ids:
             return ""
-        self._ids += token_ids[:-1]  # what they complete comes with the last, or after it
+        self._ids += token_ids[:-1]
         return self.push(token_ids[-1])
 
     def finish(self) -> str:
@@ -66,11 +54,14 @@ class PrefixDetokenizer:
         return new
 
 
+Detokenizer = ByteDetokenizer | PrefixDetokenizer
+
+
 class TextStream:
     """A text that grows by the results of `push` and `finish`.
 
     stop: strings that end the text, cut off unless is_stop_included. A stop string that is complete within the first
-        min_tokens tokens is ignored.
+    min_tokens tokens is ignored.
     """
 
     def __init__(
@@ -78,8 +69,8 @@ class TextStream:
     ):
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop, is_stop_included)
-        self._num_early = min_tokens  # tokens to come with which no stop string may be complete
-        self._is_early = False  # whether the last token was one of them
+        self._num_early = min_tokens  # next tokens after which stop strings are ignored
+        self._is_early = False  # whether the last token was such a token
         self._parts: list[str] = []
         self._later: list[int] = []
 
@@ -102,7 +93,6 @@ class TextStream:
         self._later.append(token_id)
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         later, self._later = self._later, []
         text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish(), self._is_early)
         return self._give(text + self._stop_strings.finish())
@@ -113,10 +103,9 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, however the text is cut.
+    """Passes text on up to the first stop string, however the text is cut; text that may begin one is held back.
 
-    The first stop string is the one that is complete first, and of two that end at one character the longer: `matched`.
-    Text that may begin a stop string is held back.
+    `matched` is the stop string that is complete first, and of two that end at one character the longer.
     """
 
     def __init__(self, stop: Sequence[str], is_included: bool = False):
@@ -127,9 +116,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, is_early: bool = False) -> str:
-        """Return the text that is certain; nothing after a match. is_early: ignore stop strings that are complete in
-        it.
-        """
+        """Return the certain text, none after a match. is_early: ignore stop strings that are complete in `text`."""
         if not self._stop:
             return text
         if self.matched is not None:

@@ -5,18 +5,18 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
-from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_to_bytes
+from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, no_token_for, token_to_bytes
 from tinygpt.tokenizer.prepared import read_prepared
 from tinygpt.tokenizer.stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 from tinygpt.weights.files import how_to_replace
 
 
 class CharacterTokenizer:
-    """Runs a tokenizer whose words are single characters, as nanoGPT's smallest models have."""
+    """A tokenizer with a token for each character, as nanoGPT's smallest models have."""
 
     special_ids: frozenset[int] = frozenset()
     eos_token_id = None  # texts end by their length
@@ -32,10 +32,7 @@ class CharacterTokenizer:
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         lacking = sorted(set(text) - self._ids.keys())
         if lacking:
-            raise RequestError(
-                f"the tokenizer of this checkpoint has no token for {', '.join(map(repr, lacking[:10]))}; leave such "
-                "characters out of the text."
-            )
+            raise no_token_for(lacking)
         return [self._ids[character] for character in text]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -52,7 +49,6 @@ class CharacterTokenizer:
 
 
 def is_characters(spec: dict[str, Any]) -> bool:
-    """Return whether the words are single characters, and texts are only looked up."""
     model, splitter = spec["model"], spec["pre_tokenizer"] or {}
     nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
     return (
@@ -69,18 +65,17 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class LibraryTokenizer:
-    """Runs a tokenizer of `read_tokenizer` on Hugging Face's `tokenizers`. Raise CheckpointError if it is refused."""
+    """A tokenizer of `read_tokenizer` on Hugging Face's `tokenizers`. Raise CheckpointError if it is refused."""
 
     def __init__(self, spec: dict[str, Any]):
-        import tokenizers  # here: GPT-2 itself does without
+        import tokenizers  # takes time, and GPT-2's own tokenizer does not need it
 
         own = {name: part for name, part in spec.items() if name != "eos_token"}  # unknown to the library
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(own))
         except Exception as error:  # the library raises nothing narrower
-            raise CheckpointError(
-                f"the tokenizer of this checkpoint is refused by the package tokenizers: {error}. Token ids still work."
-            ) from error
+            why = f"is refused by the package tokenizers: {error}. Token ids still work."
+            raise CheckpointError(f"the tokenizer of this checkpoint {why}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._lock = threading.Lock()
@@ -92,14 +87,12 @@ class LibraryTokenizer:
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         try:
-            with self._lock:  # the library has the switch in the tokenizer, which several threads may be using
+            with self._lock:  # the switch is a state of the library's tokenizer
                 self._tokenizer.encode_special_tokens = split_special_tokens
                 return self._tokenizer.encode(text).ids
-        except Exception as error:  # the library raises nothing narrower: a vocabulary without its unknown token, say
-            raise RequestError(
-                f"the tokenizer of this checkpoint cannot encode the text: {error}. Give token ids, or load the "
-                "tokenizer with transformers and save it again."
-            ) from error
+        except Exception as error:  # the library raises nothing narrower, as without the unknown token
+            why = f"cannot encode the text: {error}. Give token ids."
+            raise RequestError(f"the tokenizer of this checkpoint {why}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
@@ -110,10 +103,7 @@ class LibraryTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         if not self._is_byte_level:
-            raise RequestError(
-                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them: use a checkpoint "
-                "with byte-level BPE, or leave out the guided field."
-            )
+            raise RequestError("the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them.")
         return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
 
     def detokenizer(self) -> ByteDetokenizer | PrefixDetokenizer:
@@ -127,31 +117,17 @@ class LibraryTokenizer:
         return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
 
 
-class TokenizerModel(Protocol):
-    """The interface of the three kinds of tokenizers; `Tokenizer` checks arguments."""
-
-    vocab_size: int
-    num_tokens: int
-    special_ids: frozenset[int]
-    eos_token_id: int | None
-
-    def encode(self, text: str, split_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
-
-    def detokenizer(self) -> Detokenizer: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def ids_from(self, first: int) -> list[int]: ...
+TokenizerModel = (
+    ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
+)  # with one interface; `Tokenizer` checks arguments
 
 
 class Tokenizer:
     """Text to token ids and back.
 
     vocab_size: the highest token id + 1; further rows of a model decode to nothing. len(): the number of tokens.
-        eos_token_id: of the end-of-text token, or None. special_ids: the ids that skip_special_tokens leaves out.
-        split_special_tokens: the default of `encode`.
+    eos_token_id: of the end-of-text token, or None. special_ids: the ids that skip_special_tokens leaves out.
+    split_special_tokens: the default of `encode`.
     """
 
     def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
@@ -171,16 +147,15 @@ class Tokenizer:
     def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
         """Load the tokenizer of a checkpoint folder.
 
-        Byte-level BPE as GPT-2's runs on tiktoken, all else on `tokenizers`. split_special_tokens: the default of
-        `encode`.
-
-        Raise NoTokenizerError if there is none that runs, CheckpointError if it is damaged.
+        Byte-level BPE as GPT-2's runs on tiktoken, all else on `tokenizers`. Raise NoTokenizerError if there is none
+        that runs, CheckpointError if it is damaged.
         """
-        return cls._made_of(lambda: _load_folder(Path(path)), path, split_special_tokens)
+        folder = Path(path)
+        return cls._made_of(lambda: read_prepared(folder) or _load(read_tokenizer(folder)), path, split_special_tokens)
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """Return a tokenizer from the content of a tokenizer.json that stood in the file `path`."""
+        """Return a tokenizer from the content of a tokenizer.json, found in the file `path`."""
         return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
 
     @classmethod
@@ -191,18 +166,14 @@ class Tokenizer:
         except TinyGPTError:
             raise
         except MALFORMED as error:
-            raise CheckpointError(
-                f"the tokenizer's files in {path} do not have the form of a tokenizer ({error!r}); "
-                f"{how_to_replace(Path(path), 'them')}, or give token ids."
-            ) from error
+            why = f"do not have the form of a tokenizer ({error!r}); {how_to_replace(Path(path), 'them')}"
+            raise CheckpointError(f"the tokenizer's files in {path} {why}, or give token ids.") from error
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text, with the tokens that the tokenizer adds around every text.
 
-        split_special_tokens: read a special token such as <|endoftext|> in the text as plain text, for texts of unknown
-            origin; None is the default of the tokenizer.
-
-        Raise RequestError for a value that is no string or holds lone surrogates.
+        split_special_tokens: read special tokens in the text, such as <|endoftext|>, as plain text; None is the default
+        of the tokenizer. Raise RequestError for a value that is no string or holds lone surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
@@ -212,10 +183,8 @@ class Tokenizer:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
-                "which is half of a character; decode the text again from its source, or remove it."
-            ) from None
+            half = f"a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
+            raise RequestError(f"the text holds {half}, which is half of a character; remove it.") from None
         return self._model.encode(text, split_special_tokens)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
@@ -234,10 +203,7 @@ class Tokenizer:
         return self._model.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, often part of a character; none for an unknown id.
-
-        Raise RequestError if the tokens are not bytes: text then depends on neighboring tokens.
-        """
+        """Return the bytes of a token, none for an unknown id. Raise RequestError if the tokens are not bytes."""
         _check_token_id(token_id, 0)
         return self._model.token_bytes(token_id)
 
@@ -248,10 +214,6 @@ class Tokenizer:
     def detokenizer(self) -> Detokenizer:
         """Return a new stream: `push` token ids, then `finish`."""
         return self._model.detokenizer()
-
-
-def _load_folder(folder: Path) -> TokenizerModel:
-    return read_prepared(folder) or _load(read_tokenizer(folder))
 
 
 def _load(spec: dict[str, Any]) -> TokenizerModel:
@@ -270,6 +232,5 @@ def check_switch(split_special_tokens: Any) -> None:
 
 
 def _check_token_id(token_id: Any, position: int) -> None:
-    # __index__ admits NumPy's integers.
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
         raise RequestError(f"a token id must be a whole number from 0; {token_id!r} was given at position {position}.")
