@@ -42,8 +42,7 @@ sys.path.insert(2, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import library_tokenizers
 from support.foreign import WRITERS
-from support.golden_adapters import write_lora, write_soft_prompt
-from support.golden_models import write_model
+from support.golden_models import write_lora, write_model, write_soft_prompt
 from support.tiny_checkpoint import CONFIG, random_tensors
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams

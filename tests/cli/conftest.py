@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from support.commands import Result
+from support.processes import Result
 from tinygpt import LLM, SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from support.demo import EOS, VOCAB_SIZE
-from support.paths import DEMO
+from support.paths import DEMO, EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import batch, output
 from tinygpt.cli import main as cli

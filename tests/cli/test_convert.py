@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
-from support.demo import VOCAB_SIZE
-from support.paths import ROOT
+from support.paths import ROOT, VOCAB_SIZE
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 import pytest
 
-from support.commands import STATS
-from support.demo import EOS
+from support.paths import EOS
+from support.processes import STATS
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.kernels import cpu as kernels

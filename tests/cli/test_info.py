@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from support import foreign, tiny_checkpoint
-from support.demo import EOS, VOCAB_SIZE
 from support.gguf_writer import gguf_bytes
-from support.paths import DEMO
+from support.paths import DEMO, EOS, VOCAB_SIZE
 from tinygpt import hardware
 from tinygpt.cli import main as cli
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from support import tiny_checkpoint
-from support.commands import STATS, Outcome, run_process
 from support.paths import ROOT
+from support.processes import STATS, Outcome, run_process
 from tinygpt.cli import generate
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, LostFileError, RequestError, TinyGPTError

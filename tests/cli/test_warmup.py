@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from support.commands import run_process
 from support.paths import ROOT
+from support.processes import run_process
 from tinygpt import compile_ahead
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.kernel_cache import KernelCache
 
 REQUESTS = """
-from support.compiled import compiled_kernels
+from support.kernel_tools import compiled_kernels
 from tinygpt import LLM, SamplingParams
 words = "It was the king and it was the king and it was"
 with compiled_kernels() as compiled:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
-from support.demo import EOS, VOCAB_SIZE
 from support.gate import Gate, paused
+from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, FailedRequestError, RequestError, TinyGPTError
 

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
-from support.demo import VOCAB_SIZE
 from support.gate import Gate, paused
-from support.paths import ROOT
+from support.paths import ROOT, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 

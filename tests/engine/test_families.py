@@ -142,7 +142,7 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
-    from support.commands import Result
+    from support.processes import Result
 
     assert Result(capsys, "convert", [folder, str(tmp_path / "packed"), "--dtype", dtype]).code == 0
     ids = golden_ids(30, "dtypes", V)

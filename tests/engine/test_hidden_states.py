@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.demo import EOS, VOCAB_SIZE
 from support.golden_models import golden_ids, write_model
 from support.oracles import live_model
+from support.paths import EOS, VOCAB_SIZE
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError

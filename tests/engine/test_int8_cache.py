@@ -9,9 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.demo import EOS
-from support.golden_adapters import write_soft_prompt
-from support.golden_models import golden_ids, write_model
+from support.golden_models import golden_ids, write_model, write_soft_prompt
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 
 INT8 = {"dtype": "int8", "kv_cache_dtype": "int8"}

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.bits import assert_same_bits
 from support.examples import examples
 from support.golden_models import write_model
+from support.kernel_tools import same_bits
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
@@ -153,7 +153,7 @@ def check_step(lab: Lab, threads: int, now: list[tuple[Feed, tuple[int, int]]]) 
     starts = [start for _, (start, _) in now]
     logits = lab.machines[threads].step(chunks, starts, [feed.slot for feed, _ in now])  # (N, V)
     expected = np.concatenate([lab.alone[feed.sequence][start:end] for feed, (start, end) in now])  # (N, V)
-    assert_same_bits(logits, expected)
+    same_bits(logits, expected)
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -165,7 +165,7 @@ def test_decode_steps_equal_one_prefill(lab, threads):
     for step in range(40):
         at = [n + step for n in lengths]
         logits = machine.step([[ids[i]] for ids, i in zip(lab.sequences, at, strict=True)], at, rows)  # (S, V)
-        assert_same_bits(logits, np.stack([alone[i] for alone, i in zip(lab.alone, at, strict=True)]))
+        same_bits(logits, np.stack([alone[i] for alone, i in zip(lab.alone, at, strict=True)]))
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -173,9 +173,9 @@ def test_logits_of_some_tokens_equal_logits_of_all(lab, threads):
     machine, rows = lab.machines[threads], list(range(SEQUENCES))
     chunks = [ids[: 20 + 7 * s] for s, ids in enumerate(lab.sequences)]
     ends = np.stack([alone[len(chunk) - 1] for alone, chunk in zip(lab.alone, chunks, strict=True)])  # (S, V)
-    assert_same_bits(machine.step(chunks, [0] * SEQUENCES, rows, "last"), ends)
+    same_bits(machine.step(chunks, [0] * SEQUENCES, rows, "last"), ends)
     flags = [True, False, False, True, False]
-    assert_same_bits(machine.step(chunks, [0] * SEQUENCES, rows, flags), ends[flags])
+    same_bits(machine.step(chunks, [0] * SEQUENCES, rows, flags), ends[flags])
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -183,14 +183,14 @@ def test_a_step_without_logits_still_fills_the_cache(lab, threads):
     """The first chunks of a long prompt: nothing is sampled yet."""
     machine, ids = lab.machines[threads], lab.sequences[0]
     assert machine.step([ids[:70]], [0], [5], [False]).shape[0] == 0
-    assert_same_bits(machine.step([ids[70:80]], [70], [5]), lab.alone[0][70:80])
+    same_bits(machine.step([ids[70:80]], [70], [5]), lab.alone[0][70:80])
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 16, 31, 63, 64, 65])
 def test_chunks_of_every_size(lab, block):
     machine, ids = lab.machines[2], lab.sequences[0]
     logits = [machine.step([ids[i : i + block]], [i], [3]) for i in range(0, lab.length, block)]
-    assert_same_bits(np.concatenate(logits), lab.alone[0])
+    same_bits(np.concatenate(logits), lab.alone[0])
 
 
 def test_the_measure_is_sensitive(lab):
@@ -213,9 +213,9 @@ def test_llm_logits_with_any_threads(choice):
         with LLM(**choice, threads=threads) as llm:
             ids = prompts_for(llm)[-1]
             seen.append(llm.logits(ids))
-            assert_same_bits(llm.logits(ids[:11]), seen[0][:11])
+            same_bits(llm.logits(ids[:11]), seen[0][:11])
     for logits in seen:
-        assert_same_bits(logits, seen[0])
+        same_bits(logits, seen[0])
 
 
 def test_llm_tokens_alone_and_in_any_batch(choice):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
-from support.demo import EOS
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.outputs import CompletionOutput

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.demo import VOCAB_SIZE as V
+from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 

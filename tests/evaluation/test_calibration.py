@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.demo import EOS
+from support.paths import EOS
 from support.recorded import needs_transformers
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError, RequestError

@@ -9,9 +9,8 @@ import random
 import numpy as np
 import pytest
 
-from support.demo import EOS
 from support.oracles import read_model
-from support.paths import DATA, DEMO
+from support.paths import DATA, DEMO, EOS
 from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli

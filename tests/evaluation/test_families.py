@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from support.commands import Result
 from support.family_models import CHARACTERS, FAMILY_MODELS, T, V, write_characters, write_family
 from support.golden_models import golden_ids
 from support.oracles import TOLERANCE, family_greedy_of, family_logits_of
+from support.processes import Result
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
 from tinygpt.evaluation.perplexity import perplexity

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.demo import EOS
+from support.paths import EOS
 from support.recorded import MISSING
 
 pytest.importorskip("transformers", reason=MISSING)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from support.commands import Result
+from support.processes import Result
 from tinygpt import LLM
 from tinygpt.errors import RequestError
 from tinygpt.evaluation import summaries

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from support.demo import VOCAB_SIZE
 from support.gate import paused
+from support.paths import VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import FailedRequestError, RequestError
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, measure, write_outliers
-from support.bits import assert_same_bits
+from support.kernel_tools import same_bits
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
@@ -131,7 +131,7 @@ def logits_of(token_ids: list[int], **choices: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("dtype", "same"), [("float32", "float32"), ("int8", "bfloat16")])
 def test_the_cache_follows_the_weights(dtype, same, window):
-    assert_same_bits(logits_of(window, dtype=dtype, kv_cache_dtype=same), logits_of(window, dtype=dtype))
+    same_bits(logits_of(window, dtype=dtype, kv_cache_dtype=same), logits_of(window, dtype=dtype))
 
 
 @pytest.mark.slow  # each compiles a step of its own

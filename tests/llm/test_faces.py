@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from support.demo import EOS, VOCAB_SIZE
+from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from support.demo import EOS
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import guided
 from tinygpt.engine.guided import Guidance, Mask

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.golden_adapters import live_peft_model, write_lora
-from support.golden_models import golden_ids, write_model
+from support.golden_models import golden_ids, live_peft_model, write_lora, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli.main import main

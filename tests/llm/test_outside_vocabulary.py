@@ -2,7 +2,7 @@
 
 import pytest
 
-from support.demo import VOCAB_SIZE
+from support.paths import VOCAB_SIZE
 from support.tiny_checkpoint import write_with_demo_tokenizer
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from support.demo import VOCAB_SIZE
-from support.paths import DEMO
+from support.paths import DEMO, VOCAB_SIZE
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 

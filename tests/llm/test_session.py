@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.demo import EOS
 from support.gate import paused
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 

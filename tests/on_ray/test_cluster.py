@@ -16,9 +16,8 @@ import pytest
 pytest.importorskip("ray", reason="ray, of the extra of that name, is not installed")
 
 
-from support.commands import run_process
 from support.paths import ROOT
-from support.processes import below
+from support.processes import below, run_process
 
 # Without the tokens that clusters share by a file in the home folder, which is nothing of these tests'.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}

@@ -10,9 +10,8 @@ import pytest
 
 pytest.importorskip("ray", reason="ray, of the extra of that name, is not installed")
 
-from support.commands import run_process
 from support.paths import ROOT
-from support.processes import ray_processes, until
+from support.processes import ray_processes, run_process, until
 
 OF_THE_RUN = ("metrics", "num_cached_tokens")
 FLAGS = ["--seed", "5", "--max-num-seqs", "2", "-t", "1"]

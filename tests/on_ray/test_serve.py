@@ -20,9 +20,9 @@ pytest.importorskip("prometheus_client", reason="the extra `serve` is not instal
 import ray
 from ray import serve
 
-from support.http_client import RawRequest, ask
 from support.paths import ROOT
 from support.processes import SECONDS, ray_processes, until
+from support.serving import RawRequest, ask
 from tinygpt import LLM
 from tinygpt.on_ray.application import Arguments, build
 

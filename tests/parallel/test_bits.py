@@ -15,8 +15,7 @@ import pytest
 import tinygpt.llm
 from support.family_models import bloom, mpt, openai_gpt, xglm
 from support.family_models import write_model as write_fields
-from support.golden_adapters import SOFT_PROMPTS, write_lora, write_soft_prompt
-from support.golden_models import golden_array, write_model
+from support.golden_models import SOFT_PROMPTS, golden_array, write_lora, write_model, write_soft_prompt
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError

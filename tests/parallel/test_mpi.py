@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from support.golden_models import write_model
-from support.http_client import ask
 from support.paths import ROOT
 from support.processes import below, read_to, until
+from support.serving import ask
 from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
 from tinygpt.parallel.launch import find_mpiexec
 

@@ -8,8 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from support.golden_adapters import write_lora
-from support.golden_models import write_model
+from support.golden_models import write_lora, write_model
 from support.thread_world import Threads, running
 from tinygpt.cli.main import main
 from tinygpt.config import EngineConfig

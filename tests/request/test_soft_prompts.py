@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.golden_adapters import SOFT_PROMPTS, live_peft_model, write_soft_prompt
-from support.golden_models import golden_ids, write_model
+from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams

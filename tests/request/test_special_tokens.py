@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from support.demo import VOCAB_SIZE
+from support.paths import VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.tokenizer.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.demo import EOS
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.prompts import Window, fit
 from tinygpt.errors import RequestError

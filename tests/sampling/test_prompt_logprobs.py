@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
-from support.demo import VOCAB_SIZE as V
+from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.config import LOGIT_ROWS
 from tinygpt.engine.sampler import PromptLogprobs

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 import re
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.bare_runner import BareRunner
 from support.examples import examples
 from support.golden_models import write_model
 from support.oracles import live_model
@@ -17,11 +17,21 @@ from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import NOT_FINITE, Sampler
 from tinygpt.engine.sequence import Sequence
-from tinygpt.kernels import cpu, reference
+from tinygpt.kernels import cpu, host, reference
 
 V = 40
 EOS = (7, 11)
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
+
+
+class BareRunner:
+    """As much of a ModelRunner as the sampler needs."""
+
+    def __init__(self, backend: ModuleType, vocab_size: int):
+        self.config = SimpleNamespace(vocab_size=vocab_size)
+        self.sample, self.process_logits = backend.sample, backend.process_logits
+        self.filter_logits, self.top_logprobs = backend.filter_logits, backend.top_logprobs
+        self.log_softmax = host.log_softmax
 
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):

@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import tinygpt.server.serve
-from support.commands import Result
 from support.paths import ROOT
+from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt.cli import loading
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from support.demo import VOCAB_SIZE
-from support.paths import DEMO
+from support.paths import DEMO, VOCAB_SIZE
 from tinygpt import SamplingParams
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput

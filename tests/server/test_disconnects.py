@@ -72,7 +72,7 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
 
 
 def test_a_client_that_is_killed(server, llm, gate):
-    code = "import sys; sys.path[:0] = sys.argv[2:]; from support.http_client import RawRequest; " + (
+    code = "import sys; sys.path[:0] = sys.argv[2:]; from support.serving import RawRequest; " + (
         f"request = RawRequest(int(sys.argv[1]), '/v1/completions', {LONG | {'stream': True}!r}); "
         "print(next(request.events()), flush=True); sys.stdin.read()"
     )

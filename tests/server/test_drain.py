@@ -13,10 +13,9 @@ from functools import cached_property
 import pytest
 
 from support.gate import Gate
-from support.http_client import RawRequest, ask
 from support.paths import ROOT
 from support.processes import read_to
-from support.serving import served, until
+from support.serving import RawRequest, ask, served, until
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 

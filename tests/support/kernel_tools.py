@@ -1,13 +1,16 @@
-"""What tests of single CPU kernels share: arrays as the kernels expect them, a team of one, and the tolerances.
+"""Arrays as CPU kernels expect them, a team of one, tolerances, compiled kernels by name, and rows of logits.
 
-Outputs and scratch start as NaN: a kernel writes its result in full and reads nothing that nobody wrote.
+Outputs and scratch start as NaN: a kernel writes its result in full and reads only what was written.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+from numba.core import event
 
-from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.jit import DiskCache, jit
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
@@ -166,3 +169,59 @@ def values_of(operand, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         return as_float32(operand.values).astype(np.float64)
     return operand.values * np.repeat(operand.scales[:, :, 0].astype(np.float64), SCALE_GROUP, axis=1)
+
+
+class Compiled(event.Listener):
+    """A listener of Numba. names: the kernels, in the order in which they began to compile."""
+
+    def __init__(self):
+        self.names: list[str] = []
+
+    def on_start(self, event) -> None:
+        dispatcher = event.data["dispatcher"]
+        if isinstance(getattr(dispatcher, "_cache", None), DiskCache):
+            self.names.append(dispatcher.py_func.__name__)
+
+    def on_end(self, event) -> None:
+        pass
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[Compiled]:
+    with event.install_listener("numba:compile", listener := Compiled()):
+        yield listener
+
+
+# Rows of logits (V,) on which a choice of tokens may go wrong: ties, removed tokens, extremes.
+
+
+def random_row(vocab, seed, spread=3.0):
+    return (np.random.default_rng(seed).standard_normal(vocab) * spread).astype(np.float32)
+
+
+def tied_row(vocab, seed):
+    return np.random.default_rng(seed).integers(-3, 4, vocab).astype(np.float32)
+
+
+def masked_row(vocab, seed):
+    row = random_row(vocab, seed)
+    row[np.random.default_rng(seed).random(vocab) < 0.7] = -np.inf
+    row[seed % vocab] = 1.0
+    return row
+
+
+def one_hot_row(vocab, seed):
+    row = np.full(vocab, -np.inf, np.float32)
+    row[seed % vocab] = -3.0
+    return row
+
+
+def extreme_row(vocab, seed):
+    return np.random.default_rng(seed).choice(np.float32([-1e4, 1e4, 0, -0.0, 9999.5]), vocab)
+
+
+def uniform_row(vocab, seed):
+    return np.full(vocab, seed - 2.5, np.float32)
+
+
+ROWS = [random_row, tied_row, masked_row, one_hot_row, extreme_row, uniform_row]

@@ -1,14 +1,19 @@
-"""Processes that a test has started, and their descendants (Linux)."""
+"""The command line, in this process or another, and processes that a test has started (Linux)."""
 
 import os
+import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
+
+from support.paths import ROOT
+from tinygpt.cli import main as cli
 
 SECONDS = 120  # limit of a wait
 
@@ -67,3 +72,35 @@ def ray_processes(root: int, name: str) -> list[int]:
             title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
             found += [pid] * title.startswith(f"ray::{name}")
     return found
+
+
+# What `generate` ends with on stderr: the number of tokens after the first, and the seed.
+STATS = re.compile(
+    r"tinygpt: prompt \d+ tokens?(?:, [\d.]+ tokens/s)?; generation (\d+) tokens?(?:, [\d.]+ tokens/s)?; "
+    r"load [\d.]+ s(?:; seed (\d+))?\n"
+)
+
+
+class Outcome:
+    """How a command line ended that was run in this process."""
+
+    def __init__(self, capsys, words: list[str]):
+        capsys.readouterr()
+        try:
+            self.code = cli.main(words)
+        except SystemExit as exit_:  # argparse
+            self.code = exit_.code
+        self.out, self.err = capsys.readouterr()
+
+
+class Result(Outcome):
+    """That of one command. `arguments` may be one string of words without spaces."""
+
+    def __init__(self, capsys, command: str, arguments: str | list[str]):
+        super().__init__(capsys, [command, *(arguments.split() if isinstance(arguments, str) else arguments)])
+
+
+def run_process(*arguments, **options) -> subprocess.CompletedProcess:
+    """`python -m tinygpt` as a user starts it."""
+    options = {"cwd": ROOT, "capture_output": True, **options}
+    return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], **options)

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from support.demo import VOCAB_SIZE
-from support.paths import DEMO
+from support.paths import DEMO, VOCAB_SIZE
 
 V, T, C, F, LAYERS = 11, 6, 8, 20, 2
 CONFIG = {

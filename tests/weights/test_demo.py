@@ -9,9 +9,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from support.demo import EOS, VOCAB_SIZE
 from support.kernel_tools import bfloat16_bits
-from support.paths import DEMO, ROOT
+from support.paths import DEMO, EOS, ROOT, VOCAB_SIZE
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.open import open_checkpoint

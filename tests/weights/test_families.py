@@ -20,7 +20,7 @@ TENSORS = random_tensors(prefix="")
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
 
 
-def assert_same_bits(checkpoint, expected):
+def same_bits(checkpoint, expected):
     assert len(expected) == 4 + 12 * LAYERS
     for name, array in expected.items():
         found = checkpoint.tensor(name)
@@ -32,12 +32,12 @@ def assert_same_bits(checkpoint, expected):
 @pytest.mark.parametrize("form", WRITERS)
 def test_one_model_is_the_same_bits_in_every_form(tmp_path, form):
     checkpoint = open_checkpoint(WRITERS[form](tmp_path / "there", TENSORS))
-    assert_same_bits(checkpoint, TENSORS)
+    same_bits(checkpoint, TENSORS)
     assert [getattr(checkpoint.config, name) for name in SIZES] == [CONFIG[name] for name in SIZES]
     assert checkpoint.config.inner_size == CONFIG["n_inner"]
     for name in TENSORS:
         checkpoint.release(name)
-    assert_same_bits(checkpoint, TENSORS)
+    same_bits(checkpoint, TENSORS)
 
 
 def test_what_a_file_is_called_says_nothing(tmp_path):
@@ -47,12 +47,12 @@ def test_what_a_file_is_called_says_nothing(tmp_path):
         file = max((path for path in (tmp_path / form).iterdir()), key=lambda path: path.stat().st_size)
         for name in ("model.safetensors", "weights", "x.gguf", "x.onnx", "pytorch_model.bin"):
             file = file.rename(file.with_name(name))
-            assert_same_bits(open_checkpoint(file), TENSORS)
+            same_bits(open_checkpoint(file), TENSORS)
             is_strict = name == "pytorch_model.bin" and form.startswith(
                 "nanogpt"
             )  # of which that holds the model alone
             if name in FILES and not is_strict:
-                assert_same_bits(open_checkpoint(file.parent), TENSORS)
+                same_bits(open_checkpoint(file.parent), TENSORS)
         assert there.exists() == there.is_dir()
 
 
@@ -109,7 +109,7 @@ def test_a_nanogpt_without_biases_has_zeros_for_them(tmp_path):
     arrays = {name: array for name, array in TENSORS.items() if not name.endswith(".bias")}
     checkpoint = open_nanogpt(tmp_path, arrays, bias=False)
     biases = {name: np.zeros_like(array) for name, array in TENSORS.items() if name.endswith(".bias")}
-    assert_same_bits(checkpoint, arrays | biases)
+    same_bits(checkpoint, arrays | biases)
     assert "which the files leave out" in checkpoint.quirks[0]
 
 

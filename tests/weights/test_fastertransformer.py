@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from support.commands import Result
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
 from support.megatron_writer import Form, megatron, rank_file
+from support.processes import Result
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
@@ -17,7 +17,7 @@ from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 TENSORS = random_tensors(prefix="")
 
 
-def assert_same_bits(checkpoint):
+def same_bits(checkpoint):
     for name, array in TENSORS.items():
         expected = array.T if is_transposed(name) else array
         np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
@@ -26,7 +26,7 @@ def assert_same_bits(checkpoint):
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_folder_for_any_number_of_gpus(tmp_path, gpus):
     checkpoint = open_checkpoint(fastertransformer(tmp_path, TENSORS, gpus))
-    assert_same_bits(checkpoint)
+    same_bits(checkpoint)
     config = checkpoint.config
     assert (config.bos_token_id, config.eos_token_ids, config.activation) == (1, (2,), "gelu_tanh")
     assert checkpoint.tied
@@ -155,7 +155,7 @@ def open_megatron(folder, **fields):
 @pytest.mark.parametrize("version", [1, 2])
 def test_1_versions_1_and_2_of_megatron_are_brought_into_order(tmp_path, version):
     """It does so with version 3 alone."""
-    assert_same_bits(open_megatron(tmp_path, version=version))
+    same_bits(open_megatron(tmp_path, version=version))
 
 
 def test_7_heads_that_are_not_tied(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
-from support.bits import assert_same_bits
+from support.kernel_tools import same_bits
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt import LLM
 from tinygpt.cli import main as cli
@@ -74,7 +74,7 @@ def test_it_computes_what_bfloat16_makes_of_the_same_weights(target, tmp_path):
     plain = tiny_checkpoint.write_checkpoint(tmp_path / "plain", tensors)
     with LLM(str(target), max_num_seqs=1) as float8, LLM(str(plain), "bfloat16", max_num_seqs=1) as bfloat16:
         assert (float8.dtype, bfloat16.dtype) == ("bfloat16", "bfloat16")
-        assert_same_bits(float8.logits([3, 1, 4, 1]), bfloat16.logits([3, 1, 4, 1]))
+        same_bits(float8.logits([3, 1, 4, 1]), bfloat16.logits([3, 1, 4, 1]))
 
 
 def test_a_tensor_without_its_scales_is_refused(target):

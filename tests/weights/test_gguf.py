@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from support.commands import Result
 from support.family_models import write_family
 from support.foreign import GGUF_KEYS, gguf_name, linear
 from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
+from support.processes import Result
 from support.tiny_checkpoint import random_tensors
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError

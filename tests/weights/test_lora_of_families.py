@@ -7,8 +7,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from support.family_models import T, V, write_family
-from support.golden_adapters import NEED_PEFT
-from support.golden_models import golden_array, golden_ids
+from support.golden_models import NEED_PEFT, golden_array, golden_ids
 from support.oracles import TOLERANCE
 from support.recorded import MISSING
 from tinygpt import LLM

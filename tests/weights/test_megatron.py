@@ -32,7 +32,7 @@ def form(**fields):
     return Form(heads=6, **fields)
 
 
-def assert_same_bits(checkpoint, arrays=ARRAYS):
+def same_bits(checkpoint, arrays=ARRAYS):
     for name, array in arrays.items():
         expected = array.T if is_transposed(name) else array
         np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
@@ -45,7 +45,7 @@ def assert_same_bits(checkpoint, arrays=ARRAYS):
 @pytest.mark.parametrize("era", ["2020", "2021", "mixed"])
 def test_every_version_cut_for_any_number_of_gpus(tmp_path, version, tp, pp, era):
     checkpoint = open_checkpoint(megatron(tmp_path, ARRAYS, form(version=version, tp=tp, pp=pp, **ERAS[era])))
-    assert_same_bits(checkpoint)
+    same_bits(checkpoint)
     sizes = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner")
     assert all(getattr(checkpoint.config, name) == getattr(CONFIG, name) for name in sizes)
     assert f"checkpoint_version {version}:" in checkpoint.quirks[0]
@@ -55,12 +55,12 @@ def test_every_version_cut_for_any_number_of_gpus(tmp_path, version, tp, pp, era
 @pytest.mark.parametrize("era", ["core", "core fused"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2)])
 def test_megatron_cores_names(tmp_path, era, tp, pp):
-    assert_same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=tp, pp=pp, **ERAS[era]))))
+    same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=tp, pp=pp, **ERAS[era]))))
 
 
 @pytest.mark.parametrize("era", ["2021", "core"])
 def test_stages_that_alternate(tmp_path, era):
-    assert_same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=2, pp=2, vpp=2, **ERAS[era]))))
+    same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=2, pp=2, vpp=2, **ERAS[era]))))
 
 
 def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
@@ -72,7 +72,7 @@ def test_a_file_alone_of_the_old_form_without_arguments(tmp_path):
         open_checkpoint(tmp_path)
     write_json(tmp_path / "config.json", {"n_head": 6})
     checkpoint = open_checkpoint(tmp_path / "model_optim_rng.pt")
-    assert_same_bits(checkpoint)
+    same_bits(checkpoint)
     assert (checkpoint.config.activation, checkpoint.config.layer_norm_epsilon) == ("gelu_tanh", 1e-5)
 
 
@@ -201,12 +201,12 @@ def test_a_version_that_is_not_known(tmp_path, version):
 @pytest.mark.parametrize("prefix", ["model.", "model.module.", "state_dict.model."])
 def test_an_archive_and_what_it_was_unpacked_into(tmp_path, tp, pp, prefix):
     path = nemo(tmp_path / "packed", ARRAYS, form(tp=tp, pp=pp), prefix=prefix)
-    assert_same_bits(open_checkpoint(path))
+    same_bits(open_checkpoint(path))
     for name, data in nemo_members(ARRAYS, form(tp=tp, pp=pp), prefix=prefix).items():
         place = tmp_path / "unpacked" / name
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(data)
-    assert_same_bits(open_checkpoint(tmp_path / "unpacked"))
+    same_bits(open_checkpoint(tmp_path / "unpacked"))
 
 
 def test_its_tokenizer_and_its_settings(tmp_path):

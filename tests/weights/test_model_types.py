@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from support.commands import Result
 from support.family_models import FAMILY_MODELS, write_family
+from support.processes import Result
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.families.config_file import read_config

@@ -30,7 +30,7 @@ def write_model(folder, tensors, nodes=None, inputs=PAST):
     return write(folder, onnx_nodes(tensors) if nodes is None else nodes, written, inputs)
 
 
-def assert_same_bits(checkpoint, arrays=TENSORS):
+def same_bits(checkpoint, arrays=TENSORS):
     for name, array in arrays.items():
         expected = array.T if is_transposed(name) else array
         np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
@@ -164,7 +164,7 @@ def test_equal_tensors_that_were_merged_are_followed(tmp_path):
 
 @pytest.mark.parametrize("prefix", ["", "transformer.", "m.transformer.", "/model/transformer/"])
 def test_wrappers(tmp_path, prefix):
-    assert_same_bits(open_checkpoint(write_model(tmp_path, onnx_tensors(TENSORS, prefix))))
+    same_bits(open_checkpoint(write_model(tmp_path, onnx_tensors(TENSORS, prefix))))
 
 
 @pytest.mark.parametrize("how", ["transB", "Transpose"])
@@ -174,7 +174,7 @@ def test_matrices_that_an_operation_transposes(tmp_path, how):
     if how == "Transpose":
         nodes += [w.node("Transpose", [name], [name + ".T"]) for name in tensors if name.endswith(".weight")]
         nodes.append(w.node("MatMul", ["x", "onnx::MatMul_523"], ["logits"]))
-    assert_same_bits(open_checkpoint(write_model(tmp_path, tensors, nodes)))
+    same_bits(open_checkpoint(write_model(tmp_path, tensors, nodes)))
 
 
 def test_the_head_is_tied_unless_it_differs(tmp_path):
@@ -283,7 +283,7 @@ def test_functions_of_a_files_own_are_given_no_matrix(tmp_path):
         (tmp_path / f"{called}.onnx").write_bytes(w.model(graph) + function)
     with pytest.raises(CheckpointError, match=r"gives weights to functions or operations of its own \(Turned\)"):
         open_checkpoint(tmp_path / "Turned.onnx")
-    assert_same_bits(open_checkpoint(tmp_path / "Rank.onnx"))
+    same_bits(open_checkpoint(tmp_path / "Rank.onnx"))
 
 
 def test_weights_whose_names_are_lost(tmp_path):

@@ -27,7 +27,7 @@ def convert(source, target, *flags):
     return cli.main(["convert", str(source), str(target), *flags])
 
 
-def assert_same_bits(one, other):
+def same_bits(one, other):
     for name in parameter_shapes(one.config):
         np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
 
@@ -39,7 +39,7 @@ def test_every_form_becomes_every_other(tmp_path, form, to):
     source = open_checkpoint(WRITERS[form](tmp_path / "source", TENSORS))
     assert convert(source.path, tmp_path / "there", "--to", to) == 0
     there = open_checkpoint(tmp_path / "there")
-    assert_same_bits(there, source)
+    same_bits(there, source)
     assert there.config.activation == source.config.activation
     assert there.config.layer_norm_epsilon == source.config.layer_norm_epsilon
 

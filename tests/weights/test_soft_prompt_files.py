@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from support.golden_adapters import NEED_PEFT
+from support.golden_models import NEED_PEFT
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt

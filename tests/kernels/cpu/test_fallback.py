@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from llvmlite import binding
 
-from support.demo import EOS
 from support.kernel_tools import operand_of, packed, random_values, solo_team, unwritten
-from support.paths import ROOT
+from support.paths import EOS, ROOT
 from tinygpt import LLM
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
@@ -159,9 +158,9 @@ def test_a_cpu_without_avx512(name, dtype, tmp_path):
     if not can_run(name):
         pytest.skip("this CPU has no AVX-VNNI")
     whole, pieces = computed_on(name, dtype, tmp_path)
-    assert_same_bits(pieces, whole)
+    same_bits(pieces, whole)
     # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
-    assert_same_bits(whole, whole_logits(dtype))
+    same_bits(whole, whole_logits(dtype))
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -169,7 +168,7 @@ def test_a_cpu_without_avx512(name, dtype, tmp_path):
 def test_a_part_of_a_step_on_a_cpu_without_avx512(name, part, tmp_path):
     found, _ = computed_on(name, part, tmp_path)
     compute, _ = PARTS[part]
-    assert_same_bits(found, compute())
+    same_bits(found, compute())
 
 
 def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -180,7 +179,7 @@ def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.nda
     return whole, pieces
 
 
-def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
+def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     assert actual.dtype == expected.dtype == np.float32
     np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
 

@@ -17,7 +17,7 @@ from numba.core.compiler import Compiler, CompileResult, DefaultPassBuilder
 from numba.core.errors import NumbaError
 from numba.core.runtime import rtsys
 
-from support.compiled import compiled_kernels
+from support.kernel_tools import compiled_kernels
 from support.paths import ROOT
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
@@ -37,7 +37,7 @@ def triple(x):
 """
 # Prints the result, and how many kernels were compiled for it.
 RUN = """
-from support.compiled import compiled_kernels
+from support.kernel_tools import compiled_kernels
 with compiled_kernels() as compiled:
     import tiny
     print(tiny.triple(4), len(compiled.names))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.cuda_compile import compile_kernel
-from support.cuda_linear import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
+from support.cuda_device import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile

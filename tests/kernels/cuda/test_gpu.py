@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.cuda_device import on_a_gpu
-from support.demo import EOS
+from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 
 BITS = ["float32", pytest.param("bfloat16", marks=pytest.mark.smoke), "int8"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.cuda_compile import compile_kernel
-from support.cuda_linear import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
+from support.cuda_device import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
 from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV

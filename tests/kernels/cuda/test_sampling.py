@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
-from support.logit_rows import ROWS as FINITE_ROWS
-from support.logit_rows import masked_row, random_row, tied_row
+from support.kernel_tools import ROWS as FINITE_ROWS
+from support.kernel_tools import masked_row, random_row, tied_row
 from tinygpt.engine.sampling_state import TOP_P_RULES, Warpers
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
