@@ -156,8 +156,6 @@ def text_of(record: str) -> str:
     [
         (("--tensor-parallel", "2", "-m", "/nowhere", "x"), None, "/nowhere"),
         (("--tensor-parallel", "2", "x"), 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
-        (("--tensor-parallel", "5", "x"), None, "--tensor-parallel is 5 and must be a whole number from 1 to 4"),
-        (("--tensor-parallel", "2", "--device", "reference", "x"), None, "ranks compute on the CPU alone"),
         (("--pipeline-parallel", "7", "x"), None, "--pipeline-parallel is 7 and this model has 6 layers"),
     ],
 )
@@ -214,11 +212,9 @@ while True:
 @pytest.mark.parametrize(
     ("rank", "how", "call"),
     [
-        ("0", "raise", "generate"),
         ("0", "raise", "submit"),
         ("0", "kill", ""),
-        ("1", "raise", "submit"),
-        ("1", "kill", ""),
+        ("1", "raise", "generate"),
     ],
 )
 def test_when_a_rank_ends_all_do(rank, how, call):
@@ -290,7 +286,7 @@ sys.exit(3)
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("exited", 3), ("raised", 1), ("forgotten", 3)])
+@pytest.mark.parametrize(("how", "status"), [("raised", 1), ("forgotten", 3)])
 def test_a_program_that_ends_without_close_ends_all(how, status):
     """While its engine's thread takes steps, with the program's own status; and what is forgotten makes room."""
     found, out, err = run("-c", UNCLOSED, how, ranks=2)
@@ -328,12 +324,8 @@ def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
     ("words", "status", "said"),
     [
         (["generate", "--nonsense", "x"], 2, "--nonsense"),
-        (["generate", "--tensor-parallel", "two", "x"], 2, "--tensor-parallel"),
         (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel is 5"),
-        (["nonsense"], 2, "unknown command nonsense"),
-        (["--version"], 0, "tinygpt "),
         (["generate", "--help"], 0, "usage: tinygpt generate"),
-        ([], 2, "usage: tinygpt"),
     ],
 )
 def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said):
@@ -347,7 +339,6 @@ def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said)
     ("words", "said"),
     [
         (["generate", "--top-k", "-4", "x"], "--top-k is -4 and must be"),
-        (["generate", "--input", "no-such-file.jsonl"], "no-such-file.jsonl"),
         (["eval", "ppl", "no-such-file.txt"], "no-such-file.txt"),
         (["serve", "--port", "99999"], "--port is 99999"),
     ],
@@ -397,8 +388,7 @@ def test_that_mpi_is_missing_is_said_before_anything_takes_long():
     assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
 
 
-@pytest.mark.parametrize("whom", ["mpiexec", "rank 0"])
-@pytest.mark.parametrize("command", ["generate", "serve"])
+@pytest.mark.parametrize(("command", "whom"), [("generate", "mpiexec"), ("generate", "rank 0"), ("serve", "rank 0")])
 def test_sigterm_ends_all(tmp_path, five, command, whom):
     """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
     given = tmp_path / "in.jsonl"
