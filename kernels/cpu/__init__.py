@@ -9,11 +9,10 @@ from tinygpt.kernels.cpu.kv_cache import (
     read_positions,
     write_positions,
 )
-from tinygpt.kernels.cpu.model import forward
+from tinygpt.kernels.cpu.model import forward, multi_step, stop_early, trace
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.params import load_params
-from tinygpt.kernels.cpu.sampling.sampling import filter_logits, process_logits, sample, top_logprobs
-from tinygpt.kernels.cpu.steps import multi_step, stop_early, trace
+from tinygpt.kernels.cpu.sampling import filter_logits, process_logits, sample, top_logprobs
 from tinygpt.kernels.cpu.workspace import new_workspace
 
 MAX_STEP_TOKENS = 512

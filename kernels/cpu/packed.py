@@ -3,10 +3,9 @@
 import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS
-from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
-from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, weight_layout
+from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, panel_count, weight_layout
 from tinygpt.kernels.cpu.params import (
     FACTORS_BEFORE,
     PROJECTIONS,

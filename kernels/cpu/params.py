@@ -9,10 +9,17 @@ from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE, NORMS
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
 from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
-from tinygpt.kernels.cpu.packing.pack import panel_count
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
-from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, Packers, head_dtype_of, new_weight, pack_layers
+from tinygpt.kernels.cpu.packing.weights import (
+    FORMATS,
+    K_UNIT,
+    Packers,
+    head_dtype_of,
+    new_weight,
+    pack_layers,
+    panel_count,
+)
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 # The smoothing factors of a c_proj's input.

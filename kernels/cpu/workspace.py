@@ -11,13 +11,13 @@ from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
 from tinygpt.kernels.cpu.packing.weights import head_dtype_of
-from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
-from tinygpt.kernels.cpu.sampling.greatest import MAX_ENDS, Choices
+from tinygpt.kernels.cpu.sampling_rows import MAX_ENDS, Choices
 from tinygpt.kernels.cpu.simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
 from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
+from tinygpt.kernels.cpu.team import TeamThreads
 
 MAX_STEPS = 16  # of a call
 

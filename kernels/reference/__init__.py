@@ -1,16 +1,16 @@
 """The NumPy backend: the readable specification and oracle of the others. Read `model.py` first."""
 
 from tinygpt.kernels.backend import accept
-from tinygpt.kernels.reference.kv_cache import (
+from tinygpt.kernels.reference.model import forward, trace
+from tinygpt.kernels.reference.sampling import filter_logits, process_logits, sample, top_logprobs
+from tinygpt.kernels.reference.state import (
     copy_positions,
     kv_cache_bytes,
+    load_params,
     new_kv_cache,
     read_positions,
     write_positions,
 )
-from tinygpt.kernels.reference.model import forward, trace
-from tinygpt.kernels.reference.params import load_params
-from tinygpt.kernels.reference.sampling import filter_logits, process_logits, sample, top_logprobs
 
 DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 
-from tinygpt.kernels.reference.kv_cache import to_int8
-from tinygpt.kernels.reference.params import Params
+from tinygpt.kernels.reference.state import Params, to_int8
 
 INT8_BLOCK = 64
 WEIGHT_LEVELS = 2**14 - 1

@@ -7,7 +7,6 @@ Learners".
 
 import numpy as np
 
-from tinygpt.kernels.reference.kv_cache import KVCache, write_kv
 from tinygpt.kernels.reference.layers import (
     ACTIVATIONS,
     add_projection,
@@ -21,7 +20,7 @@ from tinygpt.kernels.reference.layers import (
     norm_behind,
     queries_keys_values,
 )
-from tinygpt.kernels.reference.params import Params
+from tinygpt.kernels.reference.state import KVCache, Params, write_kv
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndarray:

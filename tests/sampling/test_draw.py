@@ -5,8 +5,8 @@ import pytest
 
 from tinygpt.engine.sampling_state import Warpers, warpers_of
 from tinygpt.kernels import reference
-from tinygpt.kernels.cpu.sampling.sampling import STRIDE
-from tinygpt.kernels.cpu.sampling.sampling import _draw as draw
+from tinygpt.kernels.cpu.sampling import STRIDE
+from tinygpt.kernels.cpu.sampling import _draw as draw
 from tinygpt.sampling_params import SamplingParams
 
 GREATEST = np.nextafter(1.0, 0.0)  # of the numbers that are drawn

@@ -264,7 +264,7 @@ def test_cpu_equals_the_reference_on_a_full_vocabulary(make_row):
 
 
 def test_cpu_exponential_is_as_good_as_libm():
-    from tinygpt.kernels.cpu.sampling.rows import exponential
+    from tinygpt.kernels.cpu.sampling_rows import exponential
 
     x = np.concatenate([-np.geomspace(1e-18, 699, 5000), [0.0, -0.5, -np.log(2), -700.0]])
     np.testing.assert_allclose([exponential(value) for value in x], np.exp(x), rtol=5e-16)
@@ -277,7 +277,7 @@ def test_cpu_exponential_is_as_good_as_libm():
 @BACKENDS
 def test_uniform_numbers_are_numpys_philox(backend):
     if backend is cpu:
-        from tinygpt.kernels.cpu.sampling.sampling import uniform
+        from tinygpt.kernels.cpu.sampling import uniform
     else:
         from tinygpt.kernels.reference.sampling import uniform
     for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
@@ -290,7 +290,7 @@ def test_uniform_numbers_are_numpys_philox(backend):
 
 def test_philox_equals_its_published_vector():
     """Philox4x64-10 of all ones, from Random123's known-answer tests (kat_vectors)."""
-    from tinygpt.kernels.cpu.sampling.sampling import uniform
+    from tinygpt.kernels.cpu.sampling import uniform
 
     ones = np.uint64(2**64 - 1)
     vector = np.random.Philox(key=[ones, ones], counter=np.array([ones - np.uint64(1), ones, ones, ones]))

@@ -14,12 +14,11 @@ from tinygpt.kernels.cpu.jit import DiskCache, jit
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.packing.pack import panel_count
-from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
-from tinygpt.kernels.cpu.runtime.team import Team, begin_step, new_teams
+from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight, panel_count
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
+from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
 from tinygpt.kernels.cpu.workspace import new_operand
 
 EPS = 2.0**-24  # half a unit in the last place of a float32 near 1

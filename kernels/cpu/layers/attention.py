@@ -14,7 +14,6 @@ from tinygpt.kernels.cpu.jit import inline, kernel, overload_by_dtype
 from tinygpt.kernels.cpu.layers import int8_cache
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import (
     LINE_BYTES,
@@ -37,6 +36,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     uint16_at,
     uint32_at,
 )
+from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 
 KEY_BLOCK = OUT_TILE  # a block of keys is a tile's panel
 KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES

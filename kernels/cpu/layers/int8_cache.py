@@ -9,8 +9,15 @@ import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel
 from tinygpt.kernels.cpu.layers.activations import ZERO
-from tinygpt.kernels.cpu.simd.cache_tiles import HEADER_BYTES, HIGH_BITS, IN_FOURS, PLANE_BYTES, SCORE_STEP_BYTES
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, STEP_BYTES
+from tinygpt.kernels.cpu.simd.tiles import (
+    HEADER_BYTES,
+    HIGH_BITS,
+    IN_FOURS,
+    OUT_TILE,
+    PLANE_BYTES,
+    SCORE_STEP_BYTES,
+    STEP_BYTES,
+)
 from tinygpt.kernels.cpu.simd.vector_ir import (
     ROUNDING,
     ROUNDING_BITS,

@@ -19,7 +19,6 @@ from tinygpt.kernels.cpu.layers.formats import (
     Linear,
 )
 from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
-from tinygpt.kernels.cpu.runtime.team import claim, complete, finish_phase
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANDS,
     EXPANSION,
@@ -44,6 +43,7 @@ from tinygpt.kernels.cpu.simd.tiles import (
     panel_add,
 )
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
+from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
 # NumPy scalars: Numba compiles one more `linear` for each Python constant.

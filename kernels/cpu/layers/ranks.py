@@ -12,8 +12,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.runtime.team import claim, claim_rows, complete, complete_rows, finish_phase
 from tinygpt.kernels.cpu.simd.vector_ir import I32, address, float32_at
+from tinygpt.kernels.cpu.team import claim, claim_rows, complete, complete_rows, finish_phase
 
 FUNCTION, DATATYPE, COMMUNICATOR = 0, 1, 2  # indices into Ranks.allgather
 ONE_ITEM = np.int64(1)

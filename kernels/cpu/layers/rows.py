@@ -1,12 +1,13 @@
-"""Phases over rows: layer norm, in float32 with sums in a fixed order of 16 lanes, and copies."""
+"""Phases over rows: embeddings, layer norm and copies. Sums are float32, in a fixed order of 16 lanes."""
 
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers.formats import PostNorm
-from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.runtime.team import claim_rows, complete_rows, finish_phase
+from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight, PostNorm
+from tinygpt.kernels.cpu.layers.operands import from_bfloat16, put
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
+from tinygpt.kernels.cpu.team import claim_rows, complete_rows, finish_phase
 
 ONE_LAYER = np.int64(0)  # a NumPy scalar: Numba compiles anew for each Python constant
 
@@ -108,3 +109,56 @@ def keep_rows(team, kept, layer, rows):
         complete_rows(team, rows.shape[0])
         first, last = claim_rows(team, rows.shape[0])
     finish_phase(team)
+
+
+@kernel
+def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
+    """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) for tokens below 0. A phase."""
+    first, last = claim_rows(team, token_ids.size)
+    while first >= 0:
+        for n in range(first, last):
+            if token_ids[n] < 0:
+                for c in range(x.shape[1]):
+                    x[n, c] = embeds[n, c] + position_at(wpe, positions[n], c)
+                continue
+            panel, column = token_ids[n] // OUT_TILE, token_ids[n] % OUT_TILE
+            for c in range(x.shape[1]):
+                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(wpe, positions[n], c)
+        complete_rows(team, token_ids.size)
+        first, last = claim_rows(team, token_ids.size)
+    finish_phase(team)
+
+
+@kernel
+def add_positions(team, x, positions, wpe):
+    first, last = claim_rows(team, positions.size)
+    while first >= 0:
+        for n in range(first, last):
+            for c in range(x.shape[1]):
+                x[n, c] += position_at(wpe, positions[n], c)
+        complete_rows(team, positions.size)
+        first, last = claim_rows(team, positions.size)
+    finish_phase(team)
+
+
+@kernel
+def position_at(wpe, position, c):
+    if wpe is None:
+        return np.float32(0)
+    return wpe[position, c]
+
+
+def _float32_at(weight, panel, k, column):
+    return weight.panels[0, panel, k, column]
+
+
+def _bfloat16_at(weight, panel, k, column):
+    return from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
+
+
+def _int8_at(weight, panel, k, column):
+    level = np.int32(weight.panels[0, panel, k // 4, column, k % 4]) - np.int32(128)
+    return np.float32(level) * weight.scales[0, panel * OUT_TILE + column]
+
+
+weight_at = overload_by_dtype({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})

@@ -1,4 +1,4 @@
-"""The arrays of a weight in each dtype, and packing them in several threads."""
+"""Packing weights into panels: the kernel of each dtype, the arrays that it fills, and the threads that share it."""
 
 import itertools
 from collections.abc import Callable
@@ -6,11 +6,137 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
-from tinygpt.kernels.cpu.packing.pack import pack_bfloat16, pack_float32, pack_int4, pack_int8, panel_count
+from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
+from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING
+
+LEVELS = np.float32(15)
+NAN = np.uint16(0x7FC0)  # as bfloat16
+# Shares of a group's range that int4 tries: smaller steps, with clipping.
+SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
+
+
+@jit
+def pack_float32(weight, is_transposed, factors, panels, first, last):
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, panels[p])
+
+
+@jit
+def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
+    block = np.empty((panels.shape[1] * 2, OUT_TILE), np.float32)
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, block)
+        for k in range(block.shape[0]):
+            for j in range(OUT_TILE):
+                panels[p, k // 2, j, k % 2] = to_bfloat16(block[k, j])
+
+
+@jit
+def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
+    block = np.empty((panels.shape[1] * 4, OUT_TILE), np.float32)
+    largest, inverse, unfinite = (
+        np.empty(OUT_TILE, np.float32),
+        np.empty(OUT_TILE, np.float32),
+        np.empty(OUT_TILE, np.float32),
+    )
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, block)
+        largest[:] = 0
+        unfinite[:] = 0
+        for k in range(block.shape[0]):
+            for j in range(OUT_TILE):
+                largest[j] = max(largest[j], abs(block[k, j]))
+                unfinite[j] += block[k, j] * np.float32(0)
+        for j in range(OUT_TILE):
+            inverse[j] = np.float32(127) / largest[j] if largest[j] > 0 else np.float32(0)
+            # A maximum ignores NaN; 0 * x is NaN if x is not finite.
+            scales[p * OUT_TILE + j] = largest[j] / np.float32(127) + unfinite[j]
+        for k in range(block.shape[0]):
+            for j in range(OUT_TILE):
+                nearest = (block[k, j] * inverse[j] + ROUNDING) - ROUNDING
+                panels[p, k // 4, j, k % 4] = np.int32(nearest) + 128
+
+
+@jit
+def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last):
+    block = np.empty((panels.shape[1] * 8, OUT_TILE), np.float32)
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, block)
+        panels[p] = 0
+        for g in range(group_scales.shape[1]):
+            group = block[g * WEIGHT_GROUP : (g + 1) * WEIGHT_GROUP]
+            _choose_scales(group, group_scales[p, g])
+            for i in range(WEIGHT_GROUP):
+                step, byte = (g * WEIGHT_GROUP + i) // 4, i % 4
+                for j in range(OUT_TILE):
+                    scale, offset = from_bfloat16(group_scales[p, g, 0, j]), from_bfloat16(group_scales[p, g, 1, j])
+                    level = np.int32(_level(group[i, j], scale, offset))
+                    panels[p, step // 2, j, byte] |= np.uint8(level << (4 * (step % 2)))
+
+
+@jit
+def _level(x, scale, offset):
+    nearest = ((x - offset) / scale + ROUNDING) - ROUNDING
+    return min(max(nearest, np.float32(0)), LEVELS)
+
+
+@jit
+def _choose_scales(group, group_scales):
+    """Find each column's bfloat16 scale and offset with the least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
+    low, high = np.zeros(OUT_TILE, np.float32), np.zeros(OUT_TILE, np.float32)  # 0 is always in range
+    least = np.full(OUT_TILE, np.inf, np.float32)
+    error, scale, offset = (
+        np.empty(OUT_TILE, np.float32),
+        np.empty(OUT_TILE, np.float32),
+        np.empty(OUT_TILE, np.float32),
+    )
+    for i in range(WEIGHT_GROUP):
+        for j in range(OUT_TILE):
+            low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
+    group_scales[0] = NAN  # stays where no error is finite, so that a damaged weight is seen in the logits
+    for share in SHARES:
+        for j in range(OUT_TILE):
+            step = (high[j] - low[j]) * share / LEVELS
+            middle = (high[j] + low[j]) * np.float32(0.5)
+            scale[j] = from_bfloat16(to_bfloat16(step)) if step > np.float32(1e-30) else np.float32(1)
+            offset[j] = from_bfloat16(to_bfloat16(middle - np.float32(0.5) * LEVELS * step))
+            error[j] = 0
+        for i in range(WEIGHT_GROUP):
+            for j in range(OUT_TILE):
+                miss = _level(group[i, j], scale[j], offset[j]) * scale[j] + offset[j] - group[i, j]
+                error[j] += miss * miss
+        for j in range(OUT_TILE):
+            if error[j] < least[j]:
+                least[j] = error[j]
+                group_scales[0, j], group_scales[1, j] = to_bfloat16(scale[j]), to_bfloat16(offset[j])
+
+
+@jit
+def _read_panel(weight, is_transposed, factors, p, block):
+    n, inputs = (weight.shape[1], weight.shape[0]) if is_transposed else weight.shape
+    columns = min(OUT_TILE, n - p * OUT_TILE)
+    for k in range(inputs):
+        if is_transposed:
+            for j in range(columns):
+                block[k, j] = weight[k, p * OUT_TILE + j] * factors[k]
+        else:
+            for j in range(columns):
+                block[k, j] = weight[p * OUT_TILE + j, k] * factors[k]
+        for j in range(columns, OUT_TILE):
+            block[k, j] = 0
+    for k in range(inputs, block.shape[0]):
+        for j in range(OUT_TILE):
+            block[k, j] = 0
+
+
+def panel_count(columns: int) -> int:
+    return -(-columns // OUT_TILE)
+
 
 PACK_SHARES = 16  # of a matrix
 

@@ -4,7 +4,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.lane_grouped_tiles import (
+from tinygpt.kernels.cpu.simd.arm_tiles import (
     ROWS_TOGETHER,
     expand_lanes,
     make_lane_grouped_code,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from support.kernel_tools import aligned, from_bits, operand_of, packed, random_values, same_bits, unpacked, unwritten
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.packing.pack import SHARES, panel_count
-from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
+from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, SHARES, panel_count
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANDS,

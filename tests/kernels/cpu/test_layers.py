@@ -24,9 +24,8 @@ from support.kernel_tools import (
 )
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
-from tinygpt.kernels.cpu.layers.embedding import embed_tokens
 from tinygpt.kernels.cpu.layers.formats import Float32Operand, Norm
-from tinygpt.kernels.cpu.layers.rows import layer_norm
+from tinygpt.kernels.cpu.layers.rows import embed_tokens, layer_norm
 from tinygpt.kernels.cpu.packing.weights import DTYPES
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE

@@ -28,8 +28,7 @@ from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand, quarters, whole
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, quantize_activations, to_bfloat16
-from tinygpt.kernels.cpu.packing.pack import pack_float32, panel_count
-from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT
+from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, pack_float32, panel_count
 from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE

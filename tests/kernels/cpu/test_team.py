@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.runtime.team import (
+from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.team import (
     GROUP,
     OPEN,
     PHASE,
     Team,
+    TeamThreads,
     atomic_add,
     begin_step,
     claim,
@@ -24,8 +26,6 @@ from tinygpt.kernels.cpu.runtime.team import (
     new_teams,
     pause,
 )
-from tinygpt.kernels.cpu.runtime.team_threads import TeamThreads
-from tinygpt.kernels.cpu.simd.vector_ir import address
 
 PATIENCE = 60  # seconds before something that must happen, some time, has failed to
 MEMBERS = [1, 2, 4, 7]  # more than this machine's cores may be among them

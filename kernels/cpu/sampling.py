@@ -11,7 +11,7 @@ import numpy as np
 
 from tinygpt.kernels import reference
 from tinygpt.kernels.cpu.jit import inline, jit, kernel
-from tinygpt.kernels.cpu.sampling.rows import (
+from tinygpt.kernels.cpu.sampling_rows import (
     divide,
     exponentials,
     find_border,

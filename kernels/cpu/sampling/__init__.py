@@ -1,1 +1,0 @@
-"""From rows of logits to tokens: processors, warpers, the draw. May import simd and runtime."""
