@@ -19,7 +19,7 @@ class DeviceError(Exception):
 
 
 class Backend(Protocol):
-    """A package of functions. Its Params, KV cache and workspace are opaque to callers.
+    """The functions of a backend's package. Its Params, KV cache and workspace are opaque to callers.
 
     N new tokens, S sequences, R rows of logits, V vocabulary, L layers, H heads, D head size.
     """
@@ -54,16 +54,16 @@ class Backend(Protocol):
     def multi_step(
         self, params, batch: Batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps: int, ends
     ) -> Iterable[np.ndarray]:
-        """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 if logits are not finite.
+        """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 for a row that is not finite.
 
-        The last step is the first with a token in `ends` (E,) int32. The cache lacks the last tokens. May be None.
+        A token in `ends` (E,) int32 makes its step the last. The cache lacks the last tokens. May be None.
         """
 
     def stop_early(self, workspace, is_wanted: bool) -> None:
         """Make the current step the last one. Any thread may call this."""
 
     def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step. Return Hugging Face's hidden states (L + 1, N, C), and queries (L, N, C), float32."""
+        """Run a step. Return Hugging Face's hidden states (L + 1, N, C) and queries (L, N, C), float32."""
 
     def sample(self, logits, warpers, seeds, sample_indices, positions) -> np.ndarray: ...
 
@@ -74,12 +74,12 @@ class Backend(Protocol):
     def top_logprobs(self, logits, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]: ...
 
     def copy_positions(self, kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        """Copy positions start to stop, bit for bit. Later positions become undefined."""
+        """Copy positions start to stop bit for bit. Later positions become undefined."""
 
     def read_positions(
         self, kv_cache, slot: int, start: int, stop: int, head_size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies (L, H, stop - start, D) in the cache's dtype, int8 as rows of host.py."""
+        """Return copies (L, H, stop - start, D) in the cache's dtype; int8 as rows of host.py."""
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """Write keys and values, float32 or as read. Later positions become undefined."""

@@ -31,7 +31,7 @@ class Batch:
     ) -> "Batch":
         """Lay the next tokens of each sequence, chunks[s] from position starts[s], end to end.
 
-        logits_of: "all" (every token), "last" (each sequence's last), or a number of last tokens for each sequence
+        logits_of: "all" tokens, the "last" of each sequence, or a count of last tokens for each sequence
         """
         starts = np.array(starts, np.int32)  # (S,)
         if all(len(chunk) == 1 for chunk in chunks):  # decoding needs no array for each sequence
@@ -52,7 +52,7 @@ class Batch:
         return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
 
     def next_step(self, token_ids: np.ndarray) -> "Batch":
-        """Return the decode step after this one, with its tokens (S,); -1 becomes 0."""
+        """Return the decode step of these tokens (S,), with 0 for -1."""
         context_lens = self.context_lens + np.int32(1)
         return replace(self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens)
 
@@ -62,7 +62,7 @@ class Batch:
 
 
 def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:
-    """Cut each sequence's new tokens into runs of up to `size`. Return the bounds, (tiles + 1,)."""
+    """Cut each sequence's new tokens into runs of up to `size`. Return the bounds (tiles + 1,)."""
     starts, stops = seq_starts[:-1], seq_starts[1:]
     if stops[-1] == starts.size:  # one token each, as in decoding
         return seq_starts

@@ -21,7 +21,7 @@ def from_bfloat16(bits: np.ndarray) -> np.ndarray:
 
 
 def to_rows(x: np.ndarray) -> np.ndarray:
-    """Quantize float32 (..., D) to rows, as the CPU's kernel does. An infinite row has scale NaN."""
+    """Quantize float32 (..., D) to rows. An infinite row has scale NaN."""
     largest = np.abs(x).max(-1, keepdims=True)  # (..., 1)
     is_finite = np.isfinite(largest)
     is_some = is_finite & (largest >= LEAST_ROW)
@@ -37,7 +37,7 @@ def from_rows(rows: np.ndarray) -> np.ndarray:
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return the log-softmax of rows (R, V), in float32 as transformers. Infinite rows give NaN."""
+    """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
     with np.errstate(invalid="ignore"):
         rows = [row - row.max() for row in logits]  # (V,) each
         return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
@@ -46,7 +46,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def attention_maps(
     queries: np.ndarray, keys: np.ndarray, scales: list[float], slopes: tuple[float, ...] = ()
 ) -> np.ndarray:
-    """Return softmax(scale q·k), (L, H, T, T): queries (L, T, C), keys (L, H, T, D) as read of a KV cache."""
+    """Return softmax(scale q·k) (L, H, T, T) of queries (L, T, C) and a KV cache's keys (L, H, T, D)."""
     layers, heads, length, _ = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)
     is_past = np.tri(length, dtype=bool)  # (T, T)
@@ -65,13 +65,13 @@ def attention_maps(
 
 
 def is_rare_draw(warpers) -> np.ndarray:
-    """Return which rows (R,) draw with a setting that the reference alone computes."""
+    """Return a mask (R,) of rows that only the reference can draw."""
     rare = warpers.top_p_rule, warpers.typical_p, warpers.epsilon_cutoff, warpers.eta_cutoff
     return (np.array(rare) != np.array([[0], [1], [0], [0]])).any(0) & (warpers.temperature != 0)
 
 
 def is_rare_edit(processors) -> np.ndarray:
-    """Return which rows (P,) have a logits processor that the reference alone computes."""
+    """Return a mask (P,) of rows whose logits processors only the reference has."""
     p = processors
     is_rare = p.no_repeat_ngram_size > 0
     for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):

@@ -27,8 +27,8 @@ class KernelCache:
     """The compiled kernels of one build.
 
     folder: None if no folder is usable
-    note: the reason if it is not below the user's cache folder
-    is_keeping: whether all kernels that this process compiled are on disk
+    note: the reason for another folder than the user's
+    is_keeping: whether every compiled kernel is on disk
     """
 
     def __init__(self, folder: Path | None, note: str = ""):
@@ -67,7 +67,7 @@ class KernelCache:
             self.is_keeping = False
 
     def _read(self, name: str) -> bytes | None:
-        """Return the content of a file that only this user can have written, or None."""
+        """Return a file's content, or None if another user may have written it."""
         if self.folder is None:
             return None
         try:
@@ -96,7 +96,7 @@ class KernelCache:
 
 
 def open_cache(name: str) -> KernelCache:
-    """Return the cache in a folder of this name, below the user's cache folder, else below the temporary folder."""
+    """Return the cache of this name in the user's cache folder, else in the temporary folder."""
     base = user_cache()
     if not (reason := _make_private(base / name)):
         return KernelCache(base / name)
@@ -110,7 +110,7 @@ def open_cache(name: str) -> KernelCache:
 
 
 def fingerprint(sources: Path, build: Any) -> str:
-    """Return 16 hex digits of all Python files below a folder, and of `build`."""
+    """Return 16 hex digits of a folder's Python files and of `build`."""
     digest = hashlib.sha256(MAGIC)
     for file in sorted(sources.rglob("*.py")):
         digest.update(f"{file.relative_to(sources).as_posix()}\0".encode() + file.read_bytes() + b"\0")
@@ -147,7 +147,7 @@ def _make_private(folder: Path) -> str:
 
 
 def _distrust(status: os.stat_result) -> str:
-    """Return the reason why another user may have written a file or folder, or ""."""
+    """Return why another user may have written a file or folder, or ""."""
     if not hasattr(os, "geteuid"):  # Windows: the user's cache folder is private
         return ""
     if status.st_uid != os.geteuid():

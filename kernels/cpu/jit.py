@@ -73,8 +73,7 @@ PART_OPTIONS = OPTIONS | {"no_cpython_wrapper": True, "pipeline_class": PartComp
 def jit(function):
     """Compile a module-level function, as a kernel if Python calls it and as a part if a kernel does.
 
-    A part may not call itself. Outside of this package it belongs into the file of its kernel. Floating point is strict
-    IEEE: LLVM neither reorders a sum nor fuses operations.
+    A part may not call itself. Floating point is strict IEEE: LLVM neither reorders a sum nor fuses operations.
     """
     return _kernel_or_part(function)
 
@@ -82,7 +81,7 @@ def jit(function):
 def kernel(function):
     """Compile as `jit` does, without reference counts: for functions that make no array.
 
-    Numba's counters are atomic and shared by all threads: they took 150 ns of the 300 ns of a tile.
+    Numba's counters are atomic and shared by all threads: 150 ns of a tile's 300 ns.
     """
     return _kernel_or_part(function, _nrt=False)
 
@@ -108,8 +107,7 @@ def _kernel_or_part(function, **options):
 def overload_by_dtype(choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0) -> Callable:
     """Return one name, for compiled code, of several functions: the type of an argument chooses.
 
-    Keys: a NamedTuple's class, the dtype of an array, or None. An optional part needs no table: Numba removes `if x is
-    None` when it compiles.
+    Keys: a NamedTuple's class, an array's dtype, or None. Numba itself removes `if x is None`.
     """
 
     def name_only(*arguments):
@@ -162,7 +160,7 @@ class DiskCache:
         raise NotImplementedError("kernels are compiled with this cache or without any")
 
     def _name(self, signature: Any, codegen: Any) -> str | None:
-        """Return the name of the file, or None if another process would not find the kernel by it."""
+        """Return the file's name, or None if another process would not find the kernel by it."""
         function = self._function
         source = _digest_of(function.__code__.co_filename)
         known = repr((function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature))
@@ -173,7 +171,7 @@ class DiskCache:
 
 
 def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
-    """Rebuild a compiled function. LLVM takes long to compile Numba's runtime: only if it is called."""
+    """Rebuild a compiled function. Numba's runtime compiles slowly: only if it is called."""
     (_, _, (machine_code, _)), *_ = parts
     if b"NRT_" in machine_code:
         rtsys.initialize(target_context)
@@ -181,7 +179,7 @@ def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:
 
 
 def _for_python(reduced: tuple) -> tuple:
-    """Drop a compiled function's LLVM code, except stubs of two names: loading takes half the time."""
+    """Replace LLVM code by stubs of two names, which halves the loading time."""
     (library, kind, (machine_code, _)), descriptor, *rest = reduced
     names = descriptor.llvm_func_name, descriptor.llvm_cpython_wrapper_name
     stubs = "".join(f'define void @"{name}"() {{ unreachable }}\n' for name in names)
@@ -190,7 +188,7 @@ def _for_python(reduced: tuple) -> tuple:
 
 @functools.cache
 def _digest_of(file: str) -> str | None:
-    """Return a digest of a source outside of this package, whose own sources name the folder."""
+    """Return a digest of a source outside of this package; the folder's name has the others."""
     path = Path(file).resolve()
     try:
         return "" if path.is_relative_to(SOURCES) else hashlib.sha256(path.read_bytes()).hexdigest()

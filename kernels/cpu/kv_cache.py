@@ -23,7 +23,7 @@ class KVCache(NamedTuple):
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
-    """Reserve a cache: pages cost memory when they are first written. dtype: a key of KINDS."""
+    """Reserve a cache of a dtype in KINDS: pages take memory once they are written."""
     blocks, shapes = -(-max_model_len // KEY_BLOCK), _block_shapes(config, dtype)
     k_size, v_size = map(math.prod, shapes)
     whole = (num_slots, blocks, config.n_layer, config.n_head, k_size + v_size)

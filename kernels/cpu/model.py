@@ -42,7 +42,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> n
 
 @kernel
 def take_steps(team, leads, params, kv_cache, buffers):
-    """Take as many steps as tokens are wanted; a follower takes one step after another until none comes.
+    """Take as many steps as tokens are wanted; a follower takes steps until none comes.
 
     One function for both, so that it is compiled once.
     """
@@ -176,7 +176,7 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tup
 
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
-    """Return ln_f of x (N, C), without the head's smoothing, which divided its weight and bias."""
+    """Return ln_f of x (N, C) without the head's smoothing, which divided its weight and bias."""
     if params.ln_f is None:
         return x
     x = normalize(x, params.ln_f.weight[0], params.ln_f.bias[0], params.epsilon)

@@ -6,15 +6,7 @@ from tinygpt.kernels.backend import KINDS, LINEARS, NORMS
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE
 from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, panel_count, weight_layout
-from tinygpt.kernels.cpu.params import (
-    FACTORS_BEFORE,
-    PROJECTIONS,
-    Params,
-    new_params,
-    no_head,
-    no_positions,
-    to_panels,
-)
+from tinygpt.kernels.cpu.params import FACTORS_BEFORE, PROJECTIONS, Params, new_params, no_head, no_positions, to_panels
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
@@ -23,7 +15,7 @@ PACKING = {"packing": 3, "panel": OUT_TILE, "group": SCALE_GROUP, "weight_group"
 
 
 def arrays_of(params: Params) -> dict[str, np.ndarray]:
-    """Return the arrays of a checkpoint, a weight's as c_attn.panels and so on. A tied wte is left out."""
+    """Return a packed file's arrays, a weight's as c_attn.panels; a tied wte is left out."""
     arrays = {name: getattr(params, name) for name in ("wte_factors", "head_factors")}
     arrays |= {} if params.wpe is None else {"wpe": params.wpe}
     once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
@@ -62,7 +54,7 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
 
 
 def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
-    """Return the Params whose `arrays_of` these are, without copies: panels must start on a vector's boundary."""
+    """Return the Params of `arrays_of`, without copies: panels must start on a vector's boundary."""
     given = {name: array for name, array in arrays.items() if "." not in name}
     for name in [*LINEARS, *PROJECTIONS, "lm_head", "wte"]:
         record, _ = FORMATS[head_dtype_of(dtype) if name in ("lm_head", "wte") else dtype]

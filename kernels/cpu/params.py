@@ -30,7 +30,7 @@ PROJECTIONS = ("project_in", "project_out")
 
 
 class Params(NamedTuple):
-    """Packed weights, one record for all layers of a kind. An optional part that a model lacks is None."""
+    """Packed weights, a record for all layers of a kind; None for a part that a model lacks."""
 
     wte: Any  # (V, E)  a weight, one layer
     wte_factors: np.ndarray  # (E,)    embed_scale, without the smoothing of a tied head
@@ -149,7 +149,7 @@ def _experts(checkpoint, dtype: str, packers: Packers) -> Experts:
 
 
 def no_positions(config) -> np.ndarray:
-    """Return positions for a stage that is given its input: -0 adds nothing to any number."""
+    """Return positions of a stage that is given its input: -0 adds nothing to any number."""
     return np.full((config.n_positions, config.n_embd), -0.0, np.float32)
 
 
@@ -158,7 +158,7 @@ def no_head(config, dtype: str):
 
 
 def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = None) -> Params:
-    """Build Params from a checkpoint's arrays, under their names in `packed.py`. part: the arrays' part; None: all."""
+    """Build Params from arrays under their names in `packed.py`. part: None for all."""
     part = part or part_of(config, dtype)
     norm_record = PostNorm if config.norm_placement == "post" else Norm
     norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
@@ -200,7 +200,7 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
 
 
 def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> Part:
-    """Return a rank's part of a model, all of it by default. Ranks share the segments of K."""
+    """Return a rank's part of a model, by default all. Ranks share the segments of K."""
     layers = range(config.n_layer) if layers is None else layers
     heads, inner = head_segments(config, dtype), inner_segments(config, dtype)
     segments = _share(4, tensor_rank, tensor_size)
@@ -250,7 +250,7 @@ def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np
 
 
 def _corrections(checkpoint, dtype: str, name: str, record, factors: np.ndarray, means) -> np.ndarray:
-    """(L, N) to add to the biases of a kind of linear layer, whose inputs have these means (K,) by the layer's name."""
+    """Return (L, N) to add to biases of linear layers whose inputs have these means (K,)."""
     corrections = []
     for i in range(checkpoint.config.n_layer):
         weight = checkpoint.tensor(f"h.{i}.{name}.weight")  # (N, K)

@@ -25,7 +25,7 @@ __all__ = [
 
 
 def can_share(config, dtype: str) -> bool:
-    """Return whether both sums over K have segments, which ranks can share without other bits."""
+    """Return whether both sums over K have segments, so that ranks compute the same bits."""
     return all(
         bounds.size == MAX_SEGMENTS + 1 for bounds in (head_segments(config, dtype), inner_segments(config, dtype))
     )
@@ -53,7 +53,7 @@ def hidden_rows(workspace: Workspace, count: int) -> np.ndarray:
 
 
 def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
-    """Note the owners of a step's tokens (N,). Return this rank's ids. starts: each rank's first token."""
+    """Note the owners of tokens (N,). Return this rank's ids. starts: each rank's first token."""
     owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
     workspace.buffers.ranks.owners[: owners.size] = owners
     return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)

@@ -36,7 +36,7 @@ LOW_HALF, HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
 
 
 class Warpers(NamedTuple):
-    """The compiled warpers, (R,) float64 each. temperature is 0 for a row that is not drawn here."""
+    """The compiled warpers, (R,) float64 each; temperature is 0 for a row that is not drawn here."""
 
     temperature: np.ndarray
     top_k: np.ndarray
@@ -100,7 +100,7 @@ def _greatest(logits):
 
 @kernel
 def _warp_rows(logits, warpers, numbers, token_ids, filtered, buffers):
-    """Filter the rows that are not greedy into `filtered` (R, V), or draw token_ids (R,) if that is (0, 0)."""
+    """Filter drawn rows into `filtered` (R, V), or draw token_ids (R,) if `filtered` is (0, 0)."""
     work = work_in(buffers)
     for r in range(logits.shape[0]):
         if warpers.temperature[r] == 0:
@@ -145,7 +145,7 @@ def keep_greatest(ids, scores, k, work):
 
 @kernel
 def _keep_top_p(limit, count, work):
-    """Remove the least probable of `count` candidates, up to `limit` = 1 - p; of ties the first ones."""
+    """Remove the least probable candidates up to `limit` = 1 - p; of ties the first."""
     scores, probabilities = work.scores[:count], work.probabilities
     _normalize(work.weights[:count], probabilities)
     border, removed = find_border(scores, probabilities, limit, work)
@@ -190,10 +190,7 @@ def _normalize(weights, probabilities):
 
 @kernel
 def _keep_most_probable(logits, n, buffers):
-    """Make the n most probable tokens, with ties, candidates.
-
-    Return their number, and the terms of a log-probability: greatest logit, log of the total.
-    """
+    """Keep the n most probable tokens, with ties. Return their number, the greatest logit and the total's log."""
     work = work_in(buffers)
     divide(logits, np.float32(1), work.ids, work.scores)
     exponentials(work.scores, work.weights)
@@ -224,7 +221,7 @@ def _draw(weights, number):
 
 @kernel
 def uniform(seed, sample_index, position):
-    """Return the first number in [0, 1) of Philox4x64-10: see the reference's `uniform`."""
+    """Return the reference's `uniform`."""
     a, b, c, d = position + np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
     key_0, key_1 = seed, sample_index
     for _ in range(ROUNDS):
@@ -250,7 +247,7 @@ def _multiply_high(x, y):
 def _process_rows(
     logits, is_rare, rows, token_ids, num_prompt_tokens, repetition, frequency, presence, bias_ids, biases
 ):
-    """Apply bias and penalties. `seen` (V,) counts tokens, and is all 0 between rows."""
+    """Apply bias and penalties. `seen` (V,) counts tokens; between rows it is 0."""
     counts = np.any(repetition != 1) or np.any(frequency != 0) or np.any(presence != 0)
     seen = np.zeros(logits.shape[1] if counts else 0, np.int32)
     for i in range(rows.size):

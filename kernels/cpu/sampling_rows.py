@@ -30,7 +30,7 @@ EXP_MIN = -700.0
 
 
 class Work(NamedTuple):
-    """A row's candidates in order of token id, and room for searches."""
+    """A row's candidates in order of token id, and scratch of searches."""
 
     ids: np.ndarray  # (V,) int32
     scores: np.ndarray  # (V,) float32
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """The memory of `Work`: a call from Python pays for each array that it makes or hands over."""
+    """The memory of `Work`: a call from Python pays for each array."""
 
     ids: np.ndarray  # (V,) int32
     singles: np.ndarray  # (4, V) float32
@@ -74,7 +74,7 @@ def divide(logits, temperature, ids, scores):
 
 @kernel
 def greatest_of(scores):
-    """Return the greatest score, by keys: LLVM does not vectorize a maximum of floats, which may be NaN."""
+    """Return the greatest score by keys: LLVM does not vectorize a maximum of floats, which may be NaN."""
     greatest = np.int32(LEAST_KEY)
     for i in range(scores.size):
         key = key_of(scores[i])
@@ -129,7 +129,7 @@ def value_of(key):
 
 @intrinsic
 def _partial_sums(typingctx):
-    """Return an array of PARTIAL_SUMS float64 on the caller's stack, which LLVM keeps in registers."""
+    """Return an array of PARTIAL_SUMS float64 on the stack, which LLVM keeps in registers."""
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):
@@ -191,7 +191,7 @@ def exponentials(scores, weights):
 
 @inline
 def exponential(x):
-    """Return e**x for x <= 0 within 2 units in the last place, 0 below EXP_MIN: 2**n * e**r by its Taylor series."""
+    """Return e**x for x <= 0 within 2 units in the last place: 2**n * e**r by its Taylor series."""
     held = max(x, EXP_MIN)
     n = np.floor(held * LOG2_E + 0.5)
     r = held - n * LN2_HIGH - n * LN2_LOW
@@ -214,7 +214,7 @@ def exponential(x):
 
 @kernel
 def find_border(scores, masses, limit, work):
-    """Return the score at which masses, summed from the least score up, exceed `limit`, and the sum before it."""
+    """Return the score at which masses, summed from the least score, exceed `limit`, and the sum before it."""
     greatest, sums = greatest_of(scores), work.sums
     sums[:] = 0
     for i in range(scores.size):
@@ -276,7 +276,7 @@ class Choices(NamedTuple):
 
 @kernel
 def choose_greatest(team, step, choices, logits):
-    """Make the greatest of each row's logits (R, V) the next token of its sequence. A phase."""
+    """Make each row's greatest logit of (R, V) the next token. A phase."""
     rows = logits.shape[0] if choices.wanted[0] else 0
     items = max(rows, ONE)  # late threads count phases, so an unwanted one has an item
     row = claim(team, items)
@@ -309,7 +309,7 @@ def is_last_step(choices):
 
 @kernel
 def greatest(scores):
-    """Return the first of the greatest scores (V,); -1 if one is NaN or +inf, or all are -inf."""
+    """Return the first greatest score's index; -1 if a score is NaN or +inf, or all are -inf."""
     best, first = np.int32(LEAST_KEY), np.int64(0)
     for start in range(0, scores.size, SCAN_BLOCK):
         key = _greatest_key(float32_at(address(scores) + start * 4, min(SCAN_BLOCK, scores.size - start)))

@@ -85,7 +85,7 @@ def complete(team, items):
 
 @kernel
 def _take(team, share, may_begin):
-    """Take the next item of a share; NO_ITEM: all are taken; NOT_BEGUN: its own thread has not begun it."""
+    """Take the next item of a share. Return NO_ITEM, or NOT_BEGUN if its own thread has not begun."""
     own, word_at = team.own, address(team.board) + (SHARES + share * LINE) * EIGHT
     first = _first_item(own, share)
     size = _first_item(own, share + ONE) - first
@@ -151,7 +151,7 @@ def _count(team, share, count):
 
 @kernel
 def claim_rows(team, rows):
-    """Claim the next few of `rows` rows. Return their bounds; the first is -1 if none are left."""
+    """Claim some of `rows` rows. Return their bounds; the first is -1 if none are left."""
     item = claim(team, _row_items(rows))
     return item * ROWS_PER_ITEM if item >= 0 else item, min((item + 1) * ROWS_PER_ITEM, rows)
 
@@ -168,7 +168,6 @@ def _row_items(rows):
 
 @kernel
 def finish_phase(team):
-    """Wait for the last item of this phase."""
     _count_own(team)
     is_open, spins = address(team.board) + OPEN * EIGHT, 0
     while atomic_load(is_open) <= team.own[PHASE]:
@@ -196,7 +195,7 @@ def begin_step(team):
 
 @kernel
 def join_step(team):
-    """Wait a while for a new step. Return whether one came."""
+    """Wait a while for a new step. Return whether it came."""
     published = address(team.board) + PUBLISHED * EIGHT
     for spins in range(IDLE_SPINS):
         first = atomic_load(published)
@@ -268,7 +267,7 @@ def pause(typingctx):
 
 @intrinsic
 def ticks(typingctx):
-    """Return a clock of 1 to 5 GHz, possibly the core's own; 0: there is none."""
+    """Return a clock of 1 to 5 GHz, possibly the core's own, or 0 without a clock."""
 
     def codegen(context, builder, signature, args):
         if "x86" not in builder.module.triple:  # ARM's counter is privileged
@@ -290,10 +289,7 @@ def yield_core(typingctx):
 
 
 class TeamThreads:
-    """`threads` members: the calling thread leads, the others follow in threads of their own.
-
-    A step is right with any number of followers present.
-    """
+    """A leader, which is the calling thread, and followers. A step is right with any number of followers present."""
 
     def __init__(self, threads: int, scratch: np.ndarray):
         self.leader, *others = new_teams(scratch)
@@ -322,7 +318,7 @@ class TeamThreads:
 
 
 class _Follower:
-    """A thread: asleep until woken, then follows steps until none comes for a while."""
+    """A thread that sleeps until woken and follows steps until none comes for a while."""
 
     def __init__(self, team: Team):
         self.team = team
@@ -349,7 +345,7 @@ class _Follower:
 
 
 class _Shared:
-    """The followers' state. It does not refer to TeamThreads, so that a forgotten team is collected."""
+    """The followers' state, without a reference to TeamThreads, so that a forgotten team is collected."""
 
     def __init__(self, followers: list[_Follower]):
         self.followers = followers

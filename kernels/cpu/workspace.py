@@ -55,7 +55,7 @@ class Buffers(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The buffers of layers with experts, k for each token. Without experts they have no rows."""
+    """The buffers of layers with k experts a token; no rows without experts."""
 
     normed: Float32Operand  # (N, C)
     scores: np.ndarray  # (N, experts) float64
@@ -149,7 +149,7 @@ def new_operand(dtype: str, n: int, k: int):
 
 
 def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
-    """Copy the batch to the buffers. num_steps: steps that each choose the next one's tokens; 0: one step's logits."""
+    """Copy the batch to the buffers. num_steps: steps that choose tokens; 0: logits alone."""
     step, tiles = buffers.step, query_tiles(batch.seq_starts, ROW_TILE)
     n, r = batch.token_ids.size, batch.logit_rows.size
     step.token_ids[:n] = batch.token_ids

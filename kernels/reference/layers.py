@@ -29,7 +29,7 @@ def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
 
 
 def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """Attend over an int8 cache: queries become int8, weights of INT8_BLOCK positions whole numbers."""
+    """Attend over an int8 cache: int8 queries, weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
     weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
@@ -49,17 +49,16 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray) -> None:
-    """x (N, C) += linear(y): the end of each block, where tensor-parallel ranks sum."""
+    """x (N, C) += linear(y): the end of a block, where tensor-parallel ranks sum."""
     x += linear(params, name, y)
 
 
 def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    """Return a block's input: the layer norm of x (N, C), unless it stands after the block."""
+    """Return a block's input: the layer norm of x (N, C), or x if the norm is after the block."""
     return layer_norm(params, name, x) if params.config.norm_placement == "pre" else x
 
 
 def norm_behind(params: Params, name: str, x: np.ndarray) -> None:
-    """Apply a layer norm at the end of a block to x (N, C), in place."""
     if params.config.norm_placement == "post":
         x[:] = layer_norm(params, name, x)
 
@@ -80,7 +79,7 @@ def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: floa
 
 
 def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.ndarray]:
-    """Return c_attn(ln_1(x)) of x (N, C), in three parts (N, H, D)."""
+    """Return c_attn(ln_1(x)) of x (N, C) in three parts (N, H, D)."""
     heads = (len(x), params.config.n_head, params.config.head_size)
     normed = norm_before(params, f"h.{layer}.ln_1", x)  # (N, C)
     qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
@@ -88,7 +87,7 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
 
 
 def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
-    """x (N, C) += the experts of each row, weighted."""
+    """x (N, C) += each row's experts, weighted."""
     name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each
     y = np.zeros_like(x)  # (N, C)
@@ -102,7 +101,7 @@ def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
 
 
 def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the most probable experts of each row of x (N, C), ties to the first, and weights, (N, k) each."""
+    """Return each row's most probable experts, ties to the first, and weights, (N, k) each."""
     config = params.config
     scores = x @ params[f"{name}.gate.weight"].T  # (N, E)
     probabilities = np.exp(scores - scores.max(-1, keepdims=True))
@@ -113,7 +112,7 @@ def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray
 
 
 def gelu_tanh(x):
-    """The tanh approximation of GELU (Hendrycks and Gimpel, 2016), as in GPT-2."""
+    """Return the tanh approximation of GELU (Hendrycks and Gimpel, 2016)."""
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 

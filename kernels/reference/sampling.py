@@ -33,7 +33,7 @@ def add_bias(scores, token_ids, biases):
 
 
 def penalize_repetition(scores, token_ids, penalty):
-    """Divide scores of all tokens in token_ids once, multiply negative ones (Keskar et al., "CTRL", 2019)."""
+    """Divide scores of tokens in token_ids, multiply negative ones (Keskar et al., "CTRL", 2019)."""
     present = np.unique(token_ids)
     was = scores[present]
     scores[present] = np.where(was < 0, was * penalty, was / penalty)
@@ -56,7 +56,7 @@ def forbid_ngrams(scores, token_ids, size):
 
 
 def forbid_word(scores, token_ids, word):
-    """Forbid the last id of `word` if token_ids (T,) ends in the ids before it."""
+    """Forbid the last id of `word` after the ids before it."""
     begun = word[:-1]
     if token_ids.size >= begun.size and np.array_equal(token_ids[token_ids.size - begun.size :], begun):
         scores[word[-1]] = -np.inf
@@ -72,16 +72,18 @@ def allow(scores, token_ids):
 def filter_logits(logits, warpers):
     """Return scores (R, V) float32 after temperature and all filters, -inf for removed tokens.
 
-    logits: (R, V) float32, no NaN and no +inf. warpers: arrays (R,) float64:
+    logits: (R, V) float32, no NaN and no +inf
+    warpers: arrays (R,) float64:
         temperature: 0 keeps the row
         top_k: 0 is off; tokens tied with the k-th stay
         top_p: 1 is off; one token always stays
-        top_p_rule: 0 (Hugging Face): the token that crosses p stays; ties: the highest ids, as in a stable sort.
-            1 (openai/gpt-2): tokens within p, and all tied with the last. 2 (FasterTransformer): the token that crosses
-            p keeps its part within p; ties: the lowest ids min_p: the least share of the greatest probability; 0 is off
-            typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
-            epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off eta_cutoff: the same with
-            min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
+        top_p_rule: 0 (Hugging Face): the token that crosses p stays; of ties the highest ids
+            1 (openai/gpt-2): tokens within p, and all tied with the last
+            2 (FasterTransformer): the token that crosses p keeps its part within p; of ties the lowest ids
+        min_p: the least share of the greatest probability; 0 is off
+        typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
+        epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off
+        eta_cutoff: the same with min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
     """
     return np.stack([filter_row(row, *settings) for row, *settings in zip(logits, *warpers, strict=True)])
 
@@ -125,14 +127,14 @@ def _keep_top_p(scores, top_p):
 
 
 def _keep_within_p(scores, top_p):
-    """The most probable tokens stay, up to a sum of p, and all tied with the last."""
+    """Keep the most probable tokens up to a sum of p, and all tied with the last."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     count = np.sum(_cumulated(scores, order) <= np.float32(top_p))
     return _keep(scores, scores >= scores[order[max(count - 1, 0)]])
 
 
 def _keep_part_within_p(scores, top_p):
-    """FasterTransformer draws u * p, in the order of probabilities."""
+    """Keep what FasterTransformer draws with u * p, in the order of probabilities."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     probabilities, cumulated = _probabilities(scores), _cumulated(scores, order)
     crossing = min(np.sum(cumulated < np.float32(top_p)), len(scores) - 1)
@@ -196,17 +198,17 @@ def exponentials(scores):
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    """Return a token (R,) int32 for each row, which depends on that row alone; -1 for one that is not finite.
+    """Return a token (R,) int32 for each row, from that row alone; -1 for a row that is not finite.
 
     Greedy rows take the largest logit, ties to the lowest id. Others take the first token (by id) whose cumulated
-    probability exceeds `uniform` of the request's seed, the sample's index and the token's position, (R,) each.
+    probability exceeds `uniform` of the seed, the sample's index and the token's position, (R,) each.
     """
     rows = zip(logits, zip(*warpers, strict=True), seeds, sample_indices, positions, strict=True)
     return np.array([_sample_row(*row) for row in rows], dtype=np.int32)
 
 
 def top_logprobs(logits, token_id, n):
-    """Return the n most probable ids, ties to the lowest, their log-probabilities, and that of token_id."""
+    """Return the n most probable ids, ties to the lowest, their log-probabilities, and token_id's."""
     scores = logits.astype(np.float64)
     scores -= scores.max()
     values = scores - np.log(np.exp(scores).sum())

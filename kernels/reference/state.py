@@ -11,7 +11,7 @@ from tinygpt.kernels.backend import KINDS, NORMS, linear_names
 
 @dataclass(frozen=True)
 class Params:
-    """The checkpoint's tensors and config. watch(name, x) sees the input of each linear layer, x (N, in)."""
+    """The checkpoint's tensors and config. watch(name, x) sees each linear layer's input x (N, in)."""
 
     config: Any
     tensors: dict[str, np.ndarray]
@@ -79,6 +79,6 @@ def _kept(kv_cache: KVCache, x: np.ndarray) -> np.ndarray:
 
 
 def to_int8(x: np.ndarray, levels: int = 127) -> tuple[np.ndarray, np.ndarray]:
-    """Return whole numbers (..., D), the largest `levels`, and scales (..., 1) in float32's precision; both float64."""
+    """Return whole numbers (..., D), the largest `levels`, and scales (..., 1) of float32's precision, in float64."""
     scales = (np.abs(x).max(-1, keepdims=True) / levels).astype(np.float32).astype(np.float64)  # (..., 1)
     return np.rint(x / np.where(scales == 0, 1, scales)), scales

@@ -21,21 +21,14 @@ QUICK = np.float32(1.702)
 
 # Numbers for the names of ModelConfig.activation. NumPy scalars: Numba compiles anew for each Python constant.
 NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
-ACTIVATIONS = {
-    "gelu_tanh": GELU_TANH,
-    "gelu": GELU,
-    "quick_gelu": QUICK_GELU,
-    "relu": RELU,
-    "silu": SILU,
-    "tanh": TANH,
-}
+ACTIVATIONS = {"gelu_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU, "silu": SILU, "tanh": TANH}
 
 
 @kernel
 def exp(x):
     """Return e**x within 2 units in the last place; NaN stays NaN.
 
-    2**n * e**r with |r| <= ln(2)/2, e**r by a minimax polynomial, the coefficients of Cephes' expf.
+    2**n * e**r with |r| <= ln(2)/2, e**r by a minimax polynomial with the coefficients of Cephes' expf.
     """
     held = EXP_MIN if x < EXP_MIN else x  # NaN compares false
     held = EXP_MAX if held > EXP_MAX else held
@@ -54,7 +47,7 @@ def exp(x):
 
 @kernel
 def tanh(x):
-    """Return 1 - 2 / (e**2x + 1); below 0.625 a polynomial, as that form loses digits."""
+    """Return 1 - 2 / (e**2x + 1), which loses digits below 0.625: there a polynomial."""
     size = abs(x)
     large = ONE - TWO / (exp(size + size) + ONE)
     s = x * x

@@ -15,15 +15,7 @@ from tinygpt.kernels.cpu.layers import int8_cache
 from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
 from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import (
-    LINE_BYTES,
-    OUT_TILE,
-    ROW_TILE,
-    STEP_BYTES,
-    panel_add,
-    panel_tile,
-    strip_add,
-)
+from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
 from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
     VECTOR_BYTES,
@@ -56,7 +48,7 @@ def scratch_size(head_size: int) -> int:
 
 @kernel
 def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
-    """Write keys and values of sequences that have several tiles; `attend` writes others. A phase; an item is a head.
+    """Write keys and values of sequences with several tiles. A phase; an item is a head. `attend` writes others.
 
     k_cache (S, H, T / KEY_BLOCK, D / P, KEY_BLOCK, P), v_cache (S, H, T / KEY_BLOCK, KEY_BLOCK / P, padded D, P).
     """
@@ -111,7 +103,7 @@ def _block(cache, slot, head, block):
 
 @kernel
 def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scale, alibi):
-    """Compute out (N, C) = softmax(scale q·k) v of qkv (N, 3C). A phase; an item is a tile of queries and a few heads.
+    """Compute out (N, C) = softmax(scale q·k) v of qkv (N, 3C). A phase; an item is a tile and a few heads.
 
     tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
     """

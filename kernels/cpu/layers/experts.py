@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.team import claim, claim_rows, complete, complete_rows,
 
 @kernel
 def choose_experts(team, mixture, experts, place, rows):
-    """Choose each row's most probable experts, ties to the first, in float64. A phase."""
+    """Choose each row's most probable experts in float64, ties to the first. A phase."""
     normed, scores = mixture.normed.values, mixture.scores
     first, last = claim_rows(team, rows)
     while first >= 0:
@@ -51,7 +51,7 @@ def _choose(chosen, shares, scores, n, highest, sums_to_one):
 
 @kernel
 def sort_by_expert(team, mixture, rows):
-    """Sort the pairs: bounds (E + 1,), the row of each, and its place. A phase of one item."""
+    """Sort pairs: bounds (E + 1,), each pair's row, and its place. A phase of one item."""
     chosen, bounds, order, places = mixture.chosen, mixture.bounds, mixture.order, mixture.places
     item = claim(team, 1)
     while item >= 0:
@@ -71,7 +71,7 @@ def sort_by_expert(team, mixture, rows):
 
 @kernel
 def expert_linear(team, out, x, linears, first_layer, bounds, segments, activation, columns):
-    """Rows bounds[e] to bounds[e + 1] of out = activation(x @ weight.T + bias) by each expert e. A phase."""
+    """Compute rows bounds[e] to bounds[e + 1] of out by expert e's linear layer. A phase."""
     weight = linears.weight
     blocks = 0
     for e in range(bounds.size - 1):
@@ -119,7 +119,7 @@ def add_experts(team, x, mixture):
 
 @kernel
 def expert_block(team, experts, params, layer, x, buffers):
-    """x (N, C) += the experts of each row, weighted."""
+    """x (N, C) += each row's experts, weighted."""
     if experts is None:
         return
     b, n, place = buffers.mixture, x.shape[0], experts.places[layer]

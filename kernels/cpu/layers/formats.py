@@ -62,7 +62,7 @@ class PostNorm(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A matrix between the width of the embeddings and the model's."""
+    """A matrix between the embeddings' width and the model's."""
 
     linear: Linear
     segments: np.ndarray  # (2,)  all of its K

@@ -67,10 +67,7 @@ def put_key(cache, column, x):
 
 
 def put_value(cache, start, position, x, column):
-    """Write a value (D,) to a position of the block at `start`, and its scale to its key's column.
-
-    Other positions of the step stay.
-    """
+    """Write a value (D,) to a position of the block at `start`, and its scale to its key's column."""
     scale, inverse = _scales(_largest(x), LEVELS)
     shift = np.uint32(8 * (position % PER_STEP))
     others = np.uint32(~np.uint32(BYTE << shift))
@@ -94,7 +91,7 @@ def put_query(cache, target, x, scale):
 
 
 def put_weights(cache, target, weights, seen, value_scales):
-    """Write a block's softmax weights (OUT_TILE,) as the left side of a tile of values; the first `seen` are not 0."""
+    """Write a block's softmax weights (OUT_TILE,), the first `seen` not 0, as the left side of a tile."""
     scales = float32_at(value_scales, OUT_TILE)
     for j in range(min(seen, OUT_TILE)):
         weights[j] *= scales[j]

@@ -51,7 +51,7 @@ REPLACE, ADD = np.bool_(False), np.bool_(True)
 
 
 class Tile(NamedTuple):
-    """Rows and panel of an item of a product, or of a tile of it."""
+    """Rows and panel of an item of a product, or of a tile."""
 
     rows: int
     row: int  # the first of them
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """The least of K that a tile takes: a step, or a group."""
+    """The least of K that a tile takes: a step or a group."""
 
     k: int  # values
     bytes: int  # of a panel
@@ -69,10 +69,9 @@ class Unit(NamedTuple):
 
 @inline
 def linear(team, out, x, linears, layer, segments, activation, add):
-    """Compute out = activation(x @ weight.T + bias), or out += it if `add`. An item is a panel and a row block.
+    """Compute out = activation(x @ weight.T + bias), or out += it if `add`. A phase; needs epilogue.SCRATCH of scratch.
 
-    out (M, N) float32, x an operand, linears a Linear, segments: bounds of K's segments. Needs epilogue.SCRATCH of
-    scratch.
+    out (M, N) float32, x an operand, linears a Linear, segments: bounds of K's segments.
     """
     for_each_tile(team, out, x, linears, layer, segments, activation, add, out.shape[0], out.shape[1])
 
@@ -139,16 +138,16 @@ _sum_over = overload_by_dtype({Ranks: _sum_partials}, otherwise=_nothing_to_sum,
 
 @kernel
 def rows_together(weight, blocks):
-    """Return the rows that go through a panel together: a tile's, if others find the panel in the L2 cache."""
+    """Return the rows that go through a panel together: a tile's, if others find it in the L2 cache."""
     alone = unit_of(weight).alone
     return alone if blocks > 1 and alone > 1 else ROW_BLOCK
 
 
 @kernel
 def products(weight, x, tile, layer, segments, scratch):
-    """Compute scratch[segment, r, column] for a tile's rows; int8 columns are unscaled.
+    """Compute scratch[segment, r, column] of a tile's rows; int8 columns are unscaled.
 
-    Many rows take K in chunks, which stay in a cache for all tiles while the next one is fetched.
+    Many rows take K in chunks, which stay in a cache while the next is fetched.
     """
     panel, unit = panel_address(weight.panels, layer, tile.panel), unit_of(weight)
     for s in range(segments.size - 1):
@@ -166,7 +165,7 @@ def products(weight, x, tile, layer, segments, scratch):
 
 @kernel
 def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
-    """Add the products of some units of K, with weights at `b`, to C (rows, OUT_TILE). following: the next address."""
+    """Add products of units of K, with weights at `b`, to C (rows, OUT_TILE). following: the next address."""
     tiles, size = (tile.rows + ROW_TILE - 1) // ROW_TILE, units * unit_of(weight).bytes
     if tile.rows <= unit_of(weight).alone:
         following = b + AHEAD
@@ -261,7 +260,7 @@ def whole(k: int) -> np.ndarray:
 
 
 def quarters(units: int, unit: int) -> np.ndarray:
-    """Return the bounds of four segments of `units` pieces; 25 heads are 7 + 6 + 6 + 6. Below 4 units: one segment."""
+    """Return bounds of four segments of `units` pieces (25 heads: 7 + 6 + 6 + 6), or of one below 4 units."""
     if units < 4:
         return whole(units * unit)
     share, longer = divmod(units, 4)

@@ -126,7 +126,7 @@ put_panel = overload_by_dtype({Int8Operand: _put_rows_int8}, otherwise=_put_rows
 def quantize_group(typingctx, like, x, target, scales):
     """Quantize SCALE_GROUP float32 values at x: the largest size becomes 127, zeros have scale 0.
 
-    `like`: the operand's values, for their type. If a value is not finite, the scale is NaN.
+    like: the operand's values, for their type. A value that is not finite makes the scale NaN.
     """
 
     def codegen(context, builder, signature, args):
@@ -140,7 +140,7 @@ def quantize_group(typingctx, like, x, target, scales):
 
 @intrinsic
 def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, scales, scales_stride):
-    """Quantize rows of x * factors + summands, SCALE_GROUP float32 each: see quantize_group."""
+    """Quantize rows of x * factors + summands as quantize_group, SCALE_GROUP float32 each."""
 
     def codegen(context, builder, signature, args):
         _, x, count, factors, summands, target, stride, scales, scales_stride = args
@@ -165,7 +165,7 @@ def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, 
 
 @intrinsic
 def quantize_part(typingctx, like, x, count, target, scales):
-    """As quantize_group, for `count` values that zeros follow."""
+    """Quantize `count` values, and zeros that fill the group."""
 
     def codegen(context, builder, signature, args):
         _, x, count, target, scales = args

@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
 
 @kernel
 def exchange(team, ranks, values, count):
-    """Gather the first `count` float32 of each rank. A phase of one item; none after a failed call."""
+    """Gather the first `count` float32 of each rank, unless a call has failed. A phase of one item."""
     if claim(team, ONE_ITEM) == 0:
         if ranks.status[0] == 0:
             function, datatype = ranks.allgather[FUNCTION], ranks.allgather[DATATYPE]
@@ -87,7 +87,7 @@ def take_rows(team, x, ranks):
 
 @kernel
 def share_rows(team, x, ranks):
-    """Complete x (N, C), of which each rank has embedded its own tokens. None: one rank."""
+    """Complete x (N, C), of which each rank embedded its own tokens. None: one rank."""
     if ranks is None:
         return
     if ranks.owners[0] >= 0:
@@ -97,7 +97,7 @@ def share_rows(team, x, ranks):
 
 @intrinsic
 def call_allgather(typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator):
-    """Call MPI_Allgather at an address. Its handles are an int in MPICH, a pointer in Open MPI: 64 bits hold either."""
+    """Call MPI_Allgather at an address. Its handles, an int or a pointer, fit in 64 bits."""
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(I32, [ir.IntType(64)] * 7)

@@ -41,7 +41,6 @@ def put_rows(team, out, x, rows):
 
 @kernel
 def norm_if_any(team, out, x, rows, norm, layer, epsilon):
-    """Apply a layer norm. A phase, unless norm is None."""
     if norm is None:
         return
     layer_norm(team, out, x, rows, norm, layer, epsilon)

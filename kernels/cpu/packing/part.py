@@ -23,7 +23,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Part:
-    """A rank's layers, heads, hidden units and tokens. It stands in for the model's config."""
+    """A rank's layers, heads, hidden units and tokens, in place of the model's config."""
 
     layers: range
     heads: range
@@ -60,11 +60,11 @@ class Part:
 
     @property
     def vocab_size(self) -> int:
-        """Columns of this part's logits; 1 for a stage without a head."""
+        """Return the logits' columns; 1 for a stage without a head."""
         return len(self.vocab) if self.is_last else 1
 
     def columns(self, name: str) -> list[range] | None:
-        """Return the outputs of a linear layer that are here; None: all."""
+        """Return a linear layer's outputs that are here; None: all."""
         if self.tensor_size == 1:
             return None
         if name == "c_attn":  # of q, of k, of v
@@ -73,7 +73,7 @@ class Part:
         return {"c_fc": [self.inner], "lm_head": [self.vocab], "wte": [self.vocab]}.get(name)
 
     def inputs(self, name: str) -> range | None:
-        """Return the inputs of a linear layer that are here; None: all."""
+        """Return a linear layer's inputs that are here; None: all."""
         if self.tensor_size == 1:
             return None
         if name == "attn_proj":
@@ -112,7 +112,7 @@ class Part:
 
 
 def take_columns(array: np.ndarray, axis: int, columns: list[range]) -> np.ndarray:
-    """Return panels (L, P, ...) of these columns, end to end. axis: that of a panel's columns."""
+    """Return panels (L, P, ...) of these columns, end to end. axis: a panel's columns."""
     count = sum(map(len, columns))
     taken = zeros((array.shape[0], -(-count // OUT_TILE), *array.shape[2:]), array.dtype)
     source, target, at = np.moveaxis(array, axis, 2), np.moveaxis(taken, axis, 2), 0

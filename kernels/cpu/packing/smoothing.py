@@ -33,7 +33,7 @@ class Smoothing:
     calibration: Any = None  # of tinygpt/evaluation: measured sizes
 
     def factors(self, ours: str, layer: int, weight: np.ndarray) -> np.ndarray:
-        """Return (K,) float32 for a linear layer, or "lm_head", whose weight is (N, K)."""
+        """Return factors (K,) float32 of a weight (N, K)."""
         if self.dtype not in BALANCE or not self._can_divide(ours):
             return np.ones(weight.shape[1], np.float32)
         measured = None if self.calibration is None else self.calibration.sizes.get(layer_name(ours, layer))
@@ -88,7 +88,7 @@ def layer_name(ours: str, layer: int) -> str:
 
 
 def smoothing_factors(weight: np.ndarray, sizes: np.ndarray, share: float) -> np.ndarray:
-    """Return factors (K,) float32 for the columns of weight (N, K), whose channels have these sizes (K,)."""
+    """Return factors (K,) float32 of weight (N, K), whose channels have these sizes (K,)."""
     sizes_of_weights = np.abs(weight)  # (N, K)
     rows = sizes_of_weights.max(axis=1, keepdims=True)  # (N, 1)
     sizes_of_weights /= np.where(rows > 0, rows, 1)
@@ -104,7 +104,7 @@ def rounded(factors: np.ndarray) -> np.ndarray:
 
 
 def bias_correction(weight: np.ndarray, factors: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
-    """Return (N,) to add to a bias: weight (N, K) and factors (K,) as packed, `packed` (N, K) by `unpack`."""
+    """Return (N,) to add to a bias. `packed` (N, K) is weight (N, K) * factors (K,) by `unpack`."""
     return ((weight * factors - packed) @ (means / factors)).astype(np.float32)
 
 

@@ -87,7 +87,7 @@ def _level(x, scale, offset):
 
 @jit
 def _choose_scales(group, group_scales):
-    """Find each column's bfloat16 scale and offset with the least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
+    """Find each column's bfloat16 scale and offset of least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
     low, high = np.zeros(OUT_TILE, np.float32), np.zeros(OUT_TILE, np.float32)  # 0 is always in range
     least = np.full(OUT_TILE, np.inf, np.float32)
     error, scale, offset = (
@@ -164,28 +164,18 @@ FORMATS = {
     "int4": (Int4Weight, pack_int4),
 }
 DTYPES = tuple(FORMATS)
-K_UNIT = {
-    "float32": 1,
-    "bfloat16": 2,
-    "int8": SCALE_GROUP,
-    "int4": SCALE_GROUP,
-}  # the unit of segments of K
+K_UNIT = {"float32": 1, "bfloat16": 2, "int8": SCALE_GROUP, "int4": SCALE_GROUP}  # the unit of segments of K
 
 
 def head_dtype_of(dtype: str) -> str:
-    """Return the dtype of wte and the head: four bits are too few for them."""
+    """Return the dtype of wte and the head, which need more than four bits."""
     return "int8" if dtype == "int4" else dtype
 
 
 def pack_layers(
-    checkpoint,
-    names,
-    dtype: str,
-    packers: Packers,
-    factors_of: Callable | None = None,
-    keep: Callable | None = None,
+    checkpoint, names, dtype: str, packers: Packers, factors_of: Callable | None = None, keep: Callable | None = None
 ) -> tuple[tuple, np.ndarray]:
-    """Pack weights of one shape (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
+    """Pack weights (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
     arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None

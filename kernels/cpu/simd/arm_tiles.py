@@ -68,7 +68,7 @@ def lane(builder, register, i: int):
 
 
 def four(builder, register, i: int):
-    """Return the i-th 4 bytes of 16, in all lanes."""
+    """Return the i-th 4 bytes of 16 in all lanes."""
     return builder.bitcast(lane(builder, builder.bitcast(register, INT_QUAD), i), BYTES)
 
 
@@ -105,7 +105,7 @@ LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtyp
 
 
 def add_dot(builder, total, quad, a, is_signed: bool):
-    """Add to 4 sums four products each: a quad's bytes by 4 signed ones of A."""
+    """Add four products to each of 4 sums: a quad's bytes by 4 signed bytes of A."""
     function = declare(
         builder, f"llvm.aarch64.neon.{'sdot' if is_signed else 'usdot'}.v4i32.v16i8", INT_QUAD, [INT_QUAD, BYTES, BYTES]
     )
@@ -113,7 +113,7 @@ def add_dot(builder, total, quad, a, is_signed: bool):
 
 
 def add_matrix(builder, total, columns, rows):
-    """Add eight products each to 4 sums: column 0 by rows 0 and 1, then column 1."""
+    """Add eight products to each of 4 sums: column 0 by rows 0 and 1, then column 1."""
     function = declare(builder, "llvm.aarch64.neon.usmmla.v4i32.v16i8", INT_QUAD, [INT_QUAD, BYTES, BYTES])
     return builder.call(function, [total, builder.bitcast(columns, BYTES), builder.bitcast(rows, BYTES)])
 
@@ -228,7 +228,7 @@ def expand_lanes(builder, rows, dtype: str):
 
 
 def _two_columns(builder, first, second):
-    """Of two steps, the 8 bytes of a column side by side."""
+    """Return two steps with the 8 bytes of a column side by side."""
     half = LANES // 2
     masks = ([place for i in range(start, start + half) for place in (i, LANES + i)] for start in (0, half))
     return [builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in masks]

@@ -4,12 +4,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.arm_tiles import (
-    ROWS_TOGETHER,
-    expand_lanes,
-    make_lane_grouped_code,
-    takes_lanes,
-)
+from tinygpt.kernels.cpu.simd.arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code, takes_lanes
 from tinygpt.kernels.cpu.simd.panels import (
     PANEL_VECTORS,
     ROW_BYTES,
@@ -52,7 +47,7 @@ def make_grouped_tile(dtype: str):
     Addresses, byte strides; C is (rows, OUT_TILE). a: OPERAND_BYTES each; scales: see Int8Operand.
     b, int8: weights + 128; sums start at -128 sum(a), and the caller applies columns' scales.
     b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
-    Several rows take b expanded by make_expand. Prefetching is as in make_tile.
+    Several rows take b expanded by make_expand. Prefetches as make_tile.
     """
     code = make_lane_grouped_code(dtype) if takes_lanes(dtype) else _make_code(dtype)
 

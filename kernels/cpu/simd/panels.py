@@ -20,14 +20,14 @@ WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2  # of a panel's WEIGHT_GROUP
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
-    """Prefetch `count` places, `spacing` apart, into the L2 cache, `first` places after `ahead`; L1 is full."""
+    """Prefetch `count` places from the `first` after `ahead`, `spacing` apart, into the L2 cache; L1 is full."""
     for i in range(count):
         number = builder.add(first, ir.Constant(first.type, i))
         prefetch(builder, builder.add(ahead, builder.mul(number, spacing)), level=2)
 
 
 def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
-    """Prefetch one strip's part of the lines of a row of B."""
+    """Prefetch a strip's part of the lines of a row of B."""
     if lines >= strips:
         first = builder.mul(number, ir.Constant(number.type, lines // strips))
         ask_ahead(builder, ahead, spacing, first, lines // strips)
@@ -44,7 +44,7 @@ def zeros(shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
 
 
 def untouched(shape: tuple[int, ...], dtype) -> np.ndarray:
-    """Return zeros in pages of 4 KB: in NumPy's huge pages a KV cache would take 80 MB at the first token."""
+    """Return zeros in pages of 4 KB: in NumPy's huge pages a KV cache would take 80 MB at once."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     try:
@@ -67,8 +67,7 @@ def load_row(builder, start):
 def make_rows(adds: bool):
     """Return the intrinsic rows(target, stride, y, count, scales, biases): target = y * scales + biases, or +=.
 
-    All are addresses; count >= 1; y has no gaps, and may be the target. Two roundings: scales of 1 or biases of -0
-    change nothing.
+    Addresses; count >= 1; y has no gaps and may be the target. Scales of 1 or biases of -0 change nothing.
     """
 
     @intrinsic
@@ -94,7 +93,7 @@ def make_rows(adds: bool):
 
 
 def make_segments_sum(segments: int):
-    """Return the intrinsic total(y, spacing, count, scales): y * scales of all segments, (s0 + s1) + (s2 + s3).
+    """Return the intrinsic total(y, spacing, count, scales): y * scales of segments, (s0 + s1) + (s2 + s3).
 
     Segments lie `spacing` bytes apart. count >= 1.
     """

@@ -29,7 +29,7 @@ TILES = 20000  # a run is 0.05 s or so
 
 
 def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES) -> float:
-    """Return operations a second of one dtype's tiles in all threads together; a product and a sum are two."""
+    """Return all threads' operations a second in a dtype's tiles; a product and a sum are two."""
     run, rows, make_arguments = LOOPS[kind]
     arguments = [make_arguments(K[kind]) for _ in range(threads)]
     run(*arguments[0], 1)  # compiles

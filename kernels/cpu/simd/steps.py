@@ -18,17 +18,7 @@ from numba import types
 
 from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS
 from tinygpt.kernels.cpu.simd.targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
-from tinygpt.kernels.cpu.simd.vector_ir import (
-    FLOATS,
-    I8,
-    I16,
-    I32,
-    INTS,
-    LANES,
-    VECTOR_BYTES,
-    declare,
-    multiply_add,
-)
+from tinygpt.kernels.cpu.simd.vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
 
 EIGHTS, SIXTEENS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
 BITS = 8 * TARGET.vector_bytes

@@ -15,7 +15,7 @@ ARM_FEATURES = ("neon", "dotprod", "i8mm", "bf16")  # in LLVM's spelling
 
 
 def has_feature(name: str) -> bool:
-    """Return whether Numba compiles for a feature, in LLVM's spelling; NUMBA_* variables may change the features."""
+    """Return whether Numba compiles for a feature in LLVM's spelling; NUMBA_* may change features."""
     if platform.machine() in ("aarch64", "arm64", "ARM64"):
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()

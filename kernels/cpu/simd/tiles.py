@@ -59,7 +59,7 @@ def make_tile(vectors: int, adds: bool = True):
 
 @intrinsic
 def panel_tile(typingctx, like, rows, vectors, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-    """Compute the first `vectors` vectors of a panel's columns, without adding."""
+    """Compute the first `vectors` vectors of a panel's columns."""
 
     def codegen(context, builder, signature, args):
         _, rows, vectors, *places = args
@@ -126,7 +126,7 @@ def for_each_height(builder, code, rows, *arguments) -> None:
 
 
 def select(builder, number, count: int, emit) -> None:
-    """Emit `emit(n)` for n = 1 to `count`, and a jump to the one for `number`."""
+    """Emit `emit(n)` for n = 1 to `count`, and a jump to that of `number`."""
     done = builder.append_basic_block("done")
     blocks = [builder.append_basic_block(f"case{n}") for n in range(1, count + 1)]
     switch = builder.switch(number, blocks[-1])
@@ -150,7 +150,9 @@ SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
 
 
 def make_integer_code(vectors: int, adds: bool, wide: int):
-    """Return the emitter of a tile. If it `adds`, B are values, else keys, with scales after the last step."""
+    """Return the emitter of a tile of an int8 cache. B are values if it `adds`, else keys with scales after the last
+    step.
+    """
     multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
     planes = 2 if IN_FOURS and adds else 1
     step_bytes, parts = (4, planes) if IN_FOURS else (8, 2)

@@ -29,7 +29,7 @@ def store(builder, value, address, align: int) -> None:
 
 
 def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
-    """Prefetch the line at an address, into the L1 or L2 cache; any address is harmless."""
+    """Prefetch the line at an address, which may be invalid, into the L1 or L2 cache."""
     line = I8.as_pointer()
     ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
     locality, data = ir.Constant(I32, 4 - level), ir.Constant(I32, 1)
@@ -47,7 +47,7 @@ def multiply_add(builder, x, y, z):
 
 
 def repeat(builder, count, body, initial):
-    """Repeat `body(index, values) -> values`, count >= 1 times. Return the last values."""
+    """Repeat `body(index, values) -> values` count >= 1 times. Return the last values."""
     entry = builder.block
     loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(loop)
@@ -132,7 +132,7 @@ def address(typingctx, array):
 
 
 def _make_view(dtype):
-    """Return the intrinsic view(address, n): a 1-d array over n values there.
+    """Return the intrinsic view(address, n): a 1-d array over n values.
 
     A slice would count references, with an atomic counter that all threads share.
     """

@@ -347,15 +347,7 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
         a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, OUT_TILE)
         left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, OUT_TILE).transpose(0, 2, 1))
-        where = (
-            left.ctypes.data,
-            left.strides[0],
-            pairs.ctypes.data,
-            OUT_TILE * 4,
-            steps,
-            c.ctypes.data,
-            c.strides[0],
-        )
+        where = (left.ctypes.data, left.strides[0], pairs.ctypes.data, OUT_TILE * 4, steps, c.ctypes.data, c.strides[0])
         bf16_tile(pairs, rows, vectors, *where)
         exact_a, exact_b = from_bits(a_bits).astype(float), from_bits(b_bits).astype(float)
         expected, scale = exact_a @ exact_b, np.abs(exact_a) @ np.abs(exact_b)
