@@ -1,4 +1,4 @@
-"""The interface of a backend, exported by `reference`, `cpu` and `cuda`, and names that they share."""
+"""The interface of a backend, and names that backends share."""
 
 from collections.abc import Iterable
 from typing import Any, Protocol

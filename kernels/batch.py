@@ -1,4 +1,4 @@
-"""Batch: the arrays of one step. Prefill, chunked prefill and decode differ in `seq_starts` alone."""
+"""The arrays of a step. Prefill, chunked prefill and decode differ in `seq_starts` alone."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ import numpy as np
 
 SCALE_BYTES = 4
 LEVELS = np.float32(127)
-LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: its inverse, and 2**14 times it, must stay finite
+LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
@@ -26,7 +26,7 @@ def to_rows(x: np.ndarray) -> np.ndarray:
     is_finite = np.isfinite(largest)
     is_some = is_finite & (largest >= LEAST_ROW)
     inverse = np.divide(LEVELS, largest, out=np.zeros_like(largest), where=is_some)
-    # A product of two float32 is exact in float64: one rounding, as in a fused multiply-add.
+    # Exact in float64: one rounding, as in a fused multiply-add.
     whole = np.rint(np.where(is_finite, x, 0).astype(np.float64) * inverse)
     scales = np.where(is_finite, np.where(is_some, largest / LEVELS, 0), np.nan).astype(np.float32)
     return np.concatenate([whole.astype(np.int8), scales.view(np.int8)], axis=-1)

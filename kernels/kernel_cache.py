@@ -1,7 +1,6 @@
 """Compiled kernels on disk: a private folder for each build, a file with a SHA-256 for each kernel.
 
-Loading a kernel runs it, so folder and files must belong to this user and be closed to other writers. A damaged file is
-compiled again.
+Loading a kernel runs it: folder and files must belong to this user and be closed to other writers.
 """
 
 import hashlib

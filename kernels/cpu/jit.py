@@ -1,7 +1,7 @@
 """The compiler of CPU kernels: Numba with parts, and with a cache that knows all sources.
 
-Functions that a kernel calls, its parts, are compiled to LLVM's language alone, and become machine code once, with the
-kernel. Numba would do so for each, inside each caller: twice the time.
+A function that a kernel calls is a part: LLVM code that becomes machine code once, with the kernel. Numba would compile
+it for itself and in each caller, in twice the time.
 """
 
 import functools
@@ -49,7 +49,7 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
-        result, key = super().compile_extra(func), [].append  # a unique key: Numba wants a built-in function
+        result, key = super().compile_extra(func), [].append  # a unique built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)
 
@@ -131,7 +131,6 @@ class DiskCache:
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
-        # Numba's own cache fills the target's registries here, which only a compiler needs.
         result, name = None, self._name(signature, target_context.codegen())
         if name is not None:
             result = kernel_cache().load(name, lambda parts: _rebuilt(target_context, parts))

@@ -1,4 +1,4 @@
-"""The KV cache, and moving keys and values in and out of its slots. The layout is attention.py's."""
+"""The KV cache in the layout of attention.py, and copies in and out of its slots."""
 
 import math
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
 from tinygpt.kernels.cpu.simd.panels import untouched
 from tinygpt.kernels.host import SCALE_BYTES, to_bfloat16, to_rows
 
-# The type of a cache's arrays, and the values in 4 bytes, which a tile multiplies in one step.
+# The type of a cache's arrays, and the values in a step of 4 bytes.
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
 OFFSET = np.uint8(128)  # a byte of an int8 cache holds a whole number + 128
 

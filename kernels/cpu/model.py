@@ -1,7 +1,7 @@
 """GPT-2 on the CPU: the page of kernels/reference/model.py, over packed weights and preallocated buffers.
 
-Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V vocabulary, L
-layers, R rows of logits, P panels of OUT_TILE columns. All threads run the whole step (see team.py).
+Shapes: N new tokens, S sequences, C n_embd, E width of embeddings, F n_inner, V vocabulary, L layers, R rows of logits.
+All threads run the whole step (see team.py).
 """
 
 from collections.abc import Iterable, Iterator

@@ -100,7 +100,7 @@ def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Para
 
 def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> dict[str, Any]:
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
-    # The largest first, while little else is in memory: it is there twice while it is packed.
+    # The largest first: it is in memory twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
         names = ["wte.weight" if checkpoint.tied else "lm_head.weight"]
         factors_of, keep = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head"), part.keep("lm_head")

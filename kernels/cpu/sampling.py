@@ -1,7 +1,6 @@
-"""From logits to a token: the reference says what is computed.
+"""From logits to a token, as in the reference. R rows, one for each token to choose, V vocabulary.
 
-Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias. Rows with other settings go through the
-reference. R rows, one for each token to choose, V vocabulary.
+Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias. Other rows go through the reference.
 """
 
 import math
@@ -25,10 +24,9 @@ from tinygpt.kernels.host import is_rare_draw, is_rare_edit
 from tinygpt.kernels.reference.sampling import process_row
 
 NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
-STRIDE = 1024  # a draw searches by strides before it looks at single weights
+STRIDE = 1024  # of a draw's search, before single weights
 
-# Philox4x64-10, a random number generator without state: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as
-# easy as 1, 2, 3", SC 2011.
+# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
 INCREMENT_0, INCREMENT_1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
 ROUNDS = 10

@@ -18,7 +18,7 @@ from tinygpt.kernels.cpu.team import atomic_load, atomic_store, claim, complete,
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 PARTIAL_SUMS = 64  # accumulators that LLVM adds side by side
 BUCKETS = 1024  # the search for a border sums by buckets first
-# exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
+# exp(-104) is 0 in float32: lower scores have no probability.
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  # float32 bits without the sign
@@ -133,7 +133,7 @@ def _partial_sums(typingctx):
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):
-        from numba.np.arrayobj import populate_array  # imported late: it takes long
+        from numba.np.arrayobj import populate_array  # a slow import
 
         result, size = context.make_array(array)(context, builder), context.get_constant(types.intp, PARTIAL_SUMS)
         data, itemsize = (
@@ -278,7 +278,7 @@ class Choices(NamedTuple):
 def choose_greatest(team, step, choices, logits):
     """Make each row's greatest logit of (R, V) the next token. A phase."""
     rows = logits.shape[0] if choices.wanted[0] else 0
-    items = max(rows, ONE)  # late threads count phases, so an unwanted one has an item
+    items = max(rows, ONE)  # late threads count phases
     row = claim(team, items)
     while row >= 0:
         if row < rows:

@@ -1,11 +1,11 @@
 """A team of threads that goes through a step together, phase by phase, without locks.
 
 All threads run the same function. Each kernel in it is a phase with a number of items. A thread takes the items of its
-share, the same neighbors in every step, then items of others. A phase ends when its items are done: a thread that the
-system put to sleep is not missed, and joins later. Phases are numbered on through all steps.
+share, the same neighbors in every step, then items of others. A phase ends when its items are done: a sleeping thread
+is not missed, and joins later. Phases are numbered on through all steps.
 
-Shared words of the `board`, on cache lines of their own: PUBLISHED, the step's first phase; OPEN, the open phase; DONE,
-its finished items; for each share phase << SHIFT | taken items; for each GROUP of shares its finished items.
+Words of the `board`, on cache lines of their own: PUBLISHED, the step's first phase; OPEN, the open phase; DONE, its
+finished items; for each share phase << SHIFT | taken items; for each GROUP of shares its finished items.
 """
 
 import os
@@ -27,7 +27,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import address, declare
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
 PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the board; groups follow the shares
 GROUP = 8  # shares whose items are counted together first
-# Indices into a thread's own words. LOOKS: at the others' shares, in vain. LET_RUN: the time of the last yield.
+# Indices into a thread's own words. LOOKS: vain looks at others' shares. LET_RUN: the time of the last yield.
 PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LET_RUN = range(10)
 SHIFT = np.int64(24)  # 16 million items a phase, 2**39 phases
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
@@ -36,16 +36,16 @@ NO_ITEM, NOT_BEGUN = np.int64(-1), np.int64(-2)  # in place of an item
 
 ROWS_PER_ITEM = 4  # claiming costs about as much as a row, below 1 us
 
-PATIENCE = 30  # looks, before a thread begins another's share
+PATIENCE = 30  # looks before a thread begins another's share
 SPINS = 4000  # pauses, about 50 us, before a waiting thread yields its core
 IDLE_SPINS = 60000  # before a thread sleeps: longer than Python between two calls
 TURN = 5_000_000  # ticks, about 2 ms, a time slice of Linux: yielding more often costs the core
 
 
 class Team(NamedTuple):
-    board: np.ndarray  # int64, shared: three LINEs, one a share and one a group
-    own: np.ndarray  # (LINE,) int64, its own words
-    scratch: np.ndarray  # float32, its own
+    board: np.ndarray  # int64, shared
+    own: np.ndarray  # (LINE,) int64
+    scratch: np.ndarray  # float32
 
 
 def new_teams(scratch: np.ndarray) -> list[Team]:
@@ -257,7 +257,7 @@ def pause(typingctx):
         triple = builder.module.triple
         if "x86" in triple:
             builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif triple.startswith(("aarch64", "arm64")):  # its hint `yield` is a no-op; isb takes 20 cycles
+        elif triple.startswith(("aarch64", "arm64")):  # isb takes 20 cycles, `yield` none
             every = ir.IntType(32)
             builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)])
         return context.get_dummy_value()
@@ -304,7 +304,7 @@ class TeamThreads:
         It is compiled and holds no GIL. Steps with the same arguments find the followers awake.
         """
         self._shared.set_task((take_steps, *arguments))
-        self._shared.is_in_step = True  # before looking for sleepers: a follower says so, then looks here
+        self._shared.is_in_step = True  # before the look at sleepers: a follower does both in the other order
         try:
             for follower in self._shared.followers:
                 if follower.is_asleep:
@@ -366,7 +366,7 @@ class _Shared:
             self.task = task
 
     def close(self) -> None:
-        if self.process != os.getpid():  # a forked child has no followers, and the lock may stay locked
+        if self.process != os.getpid():  # a forked child has no followers
             return
         with self.changed:
             self.is_closed, self.task = True, None

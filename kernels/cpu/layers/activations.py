@@ -10,7 +10,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING, fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
-# Lower values give 0, higher ones EXP_MAX's: the inverse must not be a denormal.
+# Lower values give 0, higher values EXP_MAX's: the inverse must not be a denormal.
 EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(80.0)
 ONE, HALF, TWO, ZERO = np.float32(1), np.float32(0.5), np.float32(2), np.float32(0)
 
@@ -19,7 +19,7 @@ CUBIC = np.float32(0.044715)
 SQRT_HALF = np.float32(0.7071067811865476)
 QUICK = np.float32(1.702)
 
-# Numbers for the names of ModelConfig.activation. NumPy scalars: Numba compiles anew for each Python constant.
+# NumPy scalars: Numba compiles anew for each Python constant.
 NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
 ACTIVATIONS = {"gelu_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU, "silu": SILU, "tanh": TANH}
 

@@ -34,7 +34,7 @@ KEY_BLOCK = OUT_TILE  # a block of keys is a tile's panel
 KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES
 SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
 NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
-# With one query a head takes below 1 us, and claiming it 0.2: an item has several heads if this many items remain.
+# A head of one query takes 1 us, and a claim 0.2: an item has several heads if this many items remain.
 ENOUGH_ITEMS = 32
 
 
@@ -163,7 +163,7 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             _multiply(float32_at(totals + r * columns * 4, columns), factors[r])
             seen, value_scales = positions[first + r] + 1 - first_key, keys + (steps + 1) * KEY_STEP_BYTES
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, value_scales)
-        # Keys past the newest are undefined. Keys that a row may not see have weight 0 and add exactly nothing.
+        # Keys past the newest are undefined. Keys that a row may not see have weight 0.
         _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
 
     for r in range(rows):
@@ -255,7 +255,7 @@ def _put_value_float32(cache, start, position, x, column):
 
 
 def _put_value_bfloat16(cache, start, position, x, column):
-    # An even position clears the odd one after it: its weight is 0, and 0 * NaN would be NaN.
+    # An even position clears the odd one after it: 0 * NaN would be NaN.
     target = uint32_at(start + position // 2 * cache.strides[3], x.size)
     if position % 2:
         for d in range(x.size):

@@ -12,11 +12,10 @@ from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, IN_STRIPS, LINE_BYTES, O
 from tinygpt.kernels.cpu.simd.vector_ir import address, expect_write, float32_at
 
 MAX_SEGMENTS = 4
-# Rows of x of an item: enough to use each panel well while it is in the L2 cache. In strips each block expands the
-# panel's chunks anew, so larger ones pay.
+# Rows of x of an item, which share a panel in the L2 cache. In strips each block expands the panel's chunks anew.
 ROW_BLOCK = (16 if IN_STRIPS else 8) * ROW_TILE
 SEGMENT_BYTES = ROW_BLOCK * OUT_TILE * 4
-# The scratch of a product, in float32 values: segments; rows of 1, of -0, of a last panel's biases; an expanded chunk.
+# The scratch of a product, in float32: segments; rows of 1, of -0, of a last panel's biases; a chunk.
 ONES = MAX_SEGMENTS * ROW_BLOCK * OUT_TILE
 MINUS_ZEROS, BIASES = ONES + OUT_TILE, ONES + 2 * OUT_TILE
 EXPANDED = BIASES + OUT_TILE

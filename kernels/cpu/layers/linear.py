@@ -1,4 +1,4 @@
-"""The matrix product: out = epilogue(x @ weight.T), over weights packed into panels.
+"""The matrix product: out = epilogue(x @ weight.T), over weights in panels.
 
 K may be cut into four segments, added as (s0 + s1) + (s2 + s3), as tensor-parallel ranks add them.
 """
@@ -46,7 +46,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
-# NumPy scalars: Numba compiles one more `linear` for each Python constant.
+# NumPy scalars: Numba compiles anew for each Python constant.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
 
 
@@ -84,7 +84,7 @@ def _linear_to_operand(team, out, x, linears, layer, segments, activation, rows)
     for_each_tile(team, out, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
 
 
-# linear_to_operand is `linear` into rows of an operand, quantized tile by tile.
+# `linear` into rows of an operand, quantized tile by tile.
 linear_to_operand = overload_by_dtype({Float32Operand: _linear_to_array}, otherwise=_linear_to_operand, argument=1)
 
 
@@ -184,12 +184,12 @@ def _always(unit):
 
 
 STEP = OUT_TILE * STEP_BYTES
-# A tile in strips would jump through the panel; integers are multiplied faster than the L2 cache yields them.
+# A tile in strips jumps through the panel. The L2 cache is slower than products of integers.
 ALONE = 1 if IN_STRIPS else ROW_TILE
-# Tiles that prefetch a part of the next chunk each: all, as one tile's requests would queue. In strips a tile has so
-# many steps that it would ask for each line a dozen times.
+# Tiles that prefetch a part of the next chunk each: one tile's requests would queue. In strips a tile would ask for
+# each line a dozen times.
 ASKING = 2 if IN_STRIPS else ROW_BLOCK
-# A tile that goes straight through its panel reads float32 and bfloat16 from the L2 cache as fast as it multiplies.
+# A tile without strips reads float32 and bfloat16 from the L2 cache as fast as it multiplies.
 PLAIN_CHUNK_BYTES = CHUNK_BYTES if IN_STRIPS else 4 * CHUNK_BYTES
 FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, PLAIN_CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
 INT8_UNIT, INT4_UNIT = (
@@ -220,7 +220,7 @@ def _expand_int4(weight, b, units, scratch):
 
 
 _expands_int8 = _expand_int8 if EXPANDS["int8"] else _as_it_lies
-# expand returns the address of a chunk as tiles of several rows multiply it.
+# expand returns a chunk's address as tiles of several rows multiply it.
 expand = overload_by_dtype({Int8Weight: _expands_int8, Int4Weight: _expand_int4}, otherwise=_as_it_lies)
 
 

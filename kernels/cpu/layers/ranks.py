@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: processes that sum the parts of their products.
 
-A rank has some of the four segments of K; the sum over ranks is the end of (s0 + s1) + (s2 + s3). So ranks gather all
-parts by the C function MPI_Allgather, within the step, and add them up: 0.4 % of a step.
+A rank has some of the four segments of K, and the sum over ranks ends (s0 + s1) + (s2 + s3). So ranks gather parts by
+the C function MPI_Allgather, within the step: 0.4 % of a step.
 """
 
 from typing import NamedTuple

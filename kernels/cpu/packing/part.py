@@ -1,4 +1,4 @@
-"""A rank's part of a model, cut out of weights that are packed whole: scales and factors are the same on every rank."""
+"""A rank's part of a model, cut from whole packed weights: scales and factors are the same on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
-# Of each array of a weight: how many values of K an index of axis 2 stands for, and the axis of a panel's columns.
+# Of a weight's arrays: the values of K for an index of axis 2, and the axis of a panel's columns.
 LAYOUTS = {
     Float32Weight: {"panels": (1, 3)},
     BFloat16Weight: {"panels": (2, 3)},
@@ -36,7 +36,7 @@ class Part:
     is_last: bool  # stage: it has ln_f and the head
     tensor_size: int  # ranks that share these layers
 
-    # What a model has that ranks do not run: nothing of it.
+    # Ranks run no model with these.
     embed_dim: ClassVar[None] = None
     expert_layers: ClassVar[tuple] = ()
     num_experts: ClassVar[int] = 0

@@ -1,8 +1,8 @@
 """Smoothing factors for quantized weights, and a correction of biases.
 
-Trained GPT-2s have channels far larger than the rest. A linear layer's input is divided by the factors of its columns
-(SmoothQuant: Xiao et al., 2022). Sizes of channels follow from the weights, or from `convert --calibrate`, which also
-corrects biases (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019).
+Trained GPT-2s have channels far larger than the rest. Factors of columns divide a linear layer's input (SmoothQuant:
+Xiao et al., 2022). Sizes of channels follow from the weights, or from `convert --calibrate`, which also corrects biases
+(Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias Correction", 2019).
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.host import from_bfloat16
 
-# The exponent of a channel's size. int4 weights have 16 levels only: they gain more than the activations.
+# The exponent of a channel's size. int4 weights, with 16 levels, gain more than activations.
 BALANCE = {"int8": 0.5, "int4": 0.0}
 C_PROJ_BALANCE = 0.5
 LEAST = 1e-6  # a channel that a layer norm switches off
-LEAST_ESTIMATE = 0.25  # times the median: a small channel needs no help, and the estimate may be wrong
+LEAST_ESTIMATE = 0.25  # times the median: the estimate may be wrong
 # Gauss-Hermite quadrature for the mean of a function of a normal variable.
 POINTS, SHARES = np.polynomial.hermite_e.hermegauss(15)
-BITS = 8  # of a factor: CPUs' roots and sums differ in the last place
+BITS = 8  # of a factor: CPUs differ in the last place
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tiles of float32 and bfloat16 for ARM: the chains of tiles.py, in registers of 16 bytes.
+"""Tiles for ARM: the chains of tiles.py and the sums of grouped_tiles.py, in registers of 16 bytes.
 
 A register of A is multiplied lane by lane. A `quad` is a register of 4 columns of B:
 
@@ -8,6 +8,8 @@ A register of A is multiplied lane by lane. A `quad` is a register of 4 columns 
                  float32               4 float32: 2 steps        the same                                     WIDENED
     int8, int4   int8                  16 int8: 4 steps          four products, in int32                      DOTS
                  uint8, 2 columns      2 rows of 8 int8          eight products, in each of 2 rows            MATRICES
+
+usmmla multiplies two rows by two columns, 8 values of K; sdot and usdot multiply by a lane of A.
 """
 
 from collections.abc import Callable
@@ -54,8 +56,7 @@ LONG = ir.IntType(64)
 class LaneStep(NamedTuple):
     bytes: int  # of a row of A
     register: ir.VectorType  # of A
-    # Steps that a register of A serves. LLVM would broadcast a single float32 as it loads it; a lane of bfloat16 must
-    # be in one of the first 16 registers.
+    # Steps that a register of A serves. LLVM would broadcast a single float32 as it loads it.
     together: int
     # (builder, a register of each row, the step in it, a quad, a sum of each row) -> sums
     multiply: Callable
@@ -407,7 +408,7 @@ def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
         totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
         for at, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
             scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
-            # The second of two numbers: LLVM would broadcast a single one as it loads it.
+            # The second of two numbers: LLVM would broadcast a single number as it loads it.
             a_sum = lane(builder, load_register(builder, builder.add(s_row, part), FLOAT_QUAD, 8), 1)
             scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
             store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), at, 4)

@@ -37,7 +37,7 @@ OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROU
 EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # of a panel, as the steps multiply it
 EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
 
-# Rows of B in a turn of the loop of a tile with one vector of columns: one is too short. Four are slower than two.
+# Rows of B in a turn of the loop of a tile with one vector of columns. One and four are slower.
 ROWS_IN_TURN = 2
 
 
@@ -155,7 +155,7 @@ def _make_code(dtype: str):
 
 
 def _strip_of(rows: int) -> tuple[int, bool]:
-    strips = (4, 2) if rows > 1 else (4,)  # one row should not jump through B, which comes from memory
+    strips = (4, 2) if rows > 1 else (4,)  # B comes from memory: one row should not jump
     both = next((strip for strip in strips if has_room((2 * rows + 1) * strip)), 0)
     return (both, True) if both else (strip_of(rows), False)
 

@@ -1,6 +1,6 @@
 """The instructions of the tiles, by the features of the CPU that Numba compiles for. All give the same bits.
 
-LLVM has no full list of an ARM CPU's features. But it inlines no function that needs more than its caller has.
+LLVM lists no ARM CPU's features. But it inlines no function that needs more than its caller has.
 """
 
 import functools

@@ -1,8 +1,12 @@
 """Micro-kernels as LLVM vector IR in Numba intrinsics, on raw addresses.
 
 A tile multiplies R rows of A by N*16 columns of B, over K in steps, into C (float32). Each output is one chain in the
-order of k, whatever R and N are: a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4
-bytes of each row of A; R*N accumulators stay in registers. With too few, a tile goes over its columns in strips.
+order of k, so that a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4 bytes of each
+row of A; R*N accumulators stay in registers. With too few registers, a tile goes over its columns in strips.
+
+Over an int8 KV cache a row of A begins with its scale (float32) and the start of its sums (int32), -128 times the sum
+of its numbers, as a byte of B is a number + 128. Numbers are int16, or int8 for `vpdpbusd`, with 14-bit weights in two
+planes.
 """
 
 from llvmlite import ir
@@ -33,7 +37,7 @@ ROW_TILE = 6
 IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS  # such a tile jumps through its panel
 STEP_BYTES = 4  # of a column of B in a step
 LINE_BYTES = 64
-# Bytes by which B is prefetched: the hardware stops at each page of 4 KB. int4 came at 26 GB/s, and comes at 47.
+# Bytes by which B is prefetched: hardware stops at pages of 4 KB, and int4 comes at 26 instead of 47 GB/s.
 AHEAD = 4096
 CHUNK_BYTES = 24576  # of a panel: stays in the L1 cache for several tiles
 
@@ -138,7 +142,7 @@ def select(builder, number, count: int, emit) -> None:
     builder.position_at_end(done)
 
 
-# Module-level names: a cached kernel cannot reach an intrinsic through a closure.
+# A cached kernel reaches an intrinsic as a module-level name only.
 panel_add = make_tile(PANEL_VECTORS)
 strip_add = make_tile(1)
 

@@ -1,4 +1,4 @@
-"""Pieces of LLVM vector IR that the tiles and reductions are made of, and the few intrinsics that need no loop."""
+"""Pieces of LLVM vector IR for tiles and reductions, and intrinsics without loops."""
 
 import numpy as np
 from llvmlite import ir
@@ -9,8 +9,8 @@ F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8
 LANES = 16
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 VECTOR_BYTES = 4 * LANES
-ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: adding it leaves the nearest whole number in the low bits
-ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # what is above that number then
+ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: a sum has the nearest whole number in its low bits
+ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
 
 
 def declare(builder, name: str, result, arguments):
@@ -116,7 +116,7 @@ def _add_square(builder, total, x):
     return multiply_add(builder, x, x, total)
 
 
-# One chain a lane, folded in halves: a fixed order. A cached kernel reaches an intrinsic as a module-level name only.
+# One chain a lane, folded in halves: a fixed order.
 sum_lanes = make_reduction(0.0, add, add)
 sum_squares_lanes = make_reduction(0.0, _add_square, add)
 max_lanes = make_reduction(float("-inf"), maximum, maximum)
@@ -141,7 +141,7 @@ def _make_view(dtype):
     @intrinsic
     def view(typingctx, address, n):
         def codegen(context, builder, signature, args):
-            from numba.np.arrayobj import populate_array  # imported late: a kernel from disk does not need it
+            from numba.np.arrayobj import populate_array  # a kernel from disk does without this slow import
 
             result = context.make_array(array)(context, builder)
             itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
