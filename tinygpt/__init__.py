@@ -13,7 +13,7 @@ _HOMES = {
     "AsyncLLM": "async_llm",
     "RemoteLLM": "remote",
     "SamplingParams": "sampling_params",
-    "warmup": "compile_ahead",
+    "warmup": "llm",
 }
 
 

@@ -1,6 +1,8 @@
 """LLM: from prompts to text."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from queue import SimpleQueue
@@ -8,21 +10,32 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
 from tinygpt.engine.engine import Engine, RequestFuture
 from tinygpt.engine.input_processor import InputProcessor, OnChunk
 from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
 from tinygpt.engine.prompts import Prompt, params_list, params_or_fields, prompt_list
+from tinygpt.engine.sampler import Warpers
 from tinygpt.engine.scoring import Probe, check_pooling, score_of
 from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
-from tinygpt.errors import FailedRequestError, RequestError, invalid
+from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
+
+# Requests that take the model and the sampler through all kernels.
+WARMUP_REQUESTS = (
+    SamplingParams(max_tokens=2, ignore_eos=True),
+    SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
+    SamplingParams(max_tokens=2, temperature=0.8, typical_p=0.9, seed=0, ignore_eos=True),
+    SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True),
+    SamplingParams(
+        max_tokens=2, repetition_penalty=1.1, temperature=1.0, logprobs=1, logprobs_mode="processed", ignore_eos=True
+    ),
+)
 
 
 class LLM:
@@ -344,3 +357,40 @@ def _single_prompt(prompt: Any) -> Any:
     if len(prompts) > 1:
         raise RequestError(f"{len(prompts)} prompts were given and this takes one: use generate.")
     return prompts[0] if prompts else prompts
+
+
+def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None) -> int:
+    """Compile all kernels that a model of this dtype may need on the CPU. Return the number that had to compile.
+
+    Kernels are kept for later processes. Models of one dtype share them, whatever their size. The arguments are those
+    of LLM. Raises TinyGPTError if the kernels cannot be kept, and the errors of LLM.
+    """
+    from tinygpt.kernels.cpu.jit import kernel_cache
+
+    load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
+    before = kernel_cache().num_compiled
+    with LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm:
+        for params in WARMUP_REQUESTS:
+            llm.generate([[0, 0]], params)
+    if not kernel_cache().is_keeping:
+        raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
+    return kernel_cache().num_compiled - before
+
+
+def start_compiling_draw() -> None:
+    """Compile the draw of tokens in a second process, on a first run: a quarter of its work.
+
+    Numba compiles one kernel at a time in a process. If the process is late, this one compiles the draw itself.
+    """
+    from tinygpt.kernels.cpu.jit import kernel_cache
+
+    if kernel_cache().folder is None or kernel_cache().names():
+        return
+    code = f"import sys; sys.path[:] = {sys.path!r}; from tinygpt.llm import compile_draw; compile_draw()"
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen([sys.executable, "-c", code], stdin=nowhere, stdout=nowhere, stderr=nowhere)
+
+
+def compile_draw() -> None:
+    warpers = Warpers(*np.array([[1.0], [0], [1], [0], [0], [1], [0], [0]]))
+    load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

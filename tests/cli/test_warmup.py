@@ -9,7 +9,7 @@ import pytest
 
 from support.paths import ROOT
 from support.processes import run_process
-from tinygpt import compile_ahead
+from tinygpt import llm as llm_module
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.kernel_cache import KernelCache
@@ -77,7 +77,7 @@ def test_after_warmup_nothing_compiles(tmp_path, dtype):
 
 
 def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
-    monkeypatch.setattr(compile_ahead, "REQUESTS", ())
+    monkeypatch.setattr(llm_module, "WARMUP_REQUESTS", ())
     monkeypatch.setattr(jit, "kernel_cache", lambda: KernelCache(None))
     assert cli.main(["warmup"]) == 1
     error = capsys.readouterr().err

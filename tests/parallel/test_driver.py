@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from support.thread_world import Aborted, Threads, running
-from tinygpt.config import EngineConfig
+from tinygpt.engine.model_source import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.parallel.driver import NO_PLAN, Command, RankZeroDriver, plan_size
 from tinygpt.parallel.mpi import EndAtOnce

@@ -11,8 +11,7 @@ import pytest
 from support.golden_models import write_lora, write_model
 from support.thread_world import Threads, running
 from tinygpt.cli.main import main
-from tinygpt.config import EngineConfig
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import CheckpointError
 from tinygpt.parallel import driver, runner
 from tinygpt.parallel.driver import LoadCommand, RankZeroDriver, follow

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinygpt.engine.sampling_state import Warpers, warpers_of
+from tinygpt.engine.sampler import Warpers, warpers_of
 from tinygpt.kernels import reference
 from tinygpt.kernels.cpu.sampling import STRIDE
 from tinygpt.kernels.cpu.sampling import _draw as draw

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.engine.sampling_state import SamplingState, gather_processors
+from tinygpt.engine.sampler import SamplingState, gather_processors
 from tinygpt.engine.sequence import Sequence
 from tinygpt.kernels import cpu, reference
 from tinygpt.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support import tiny_checkpoint
 from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
-from tinygpt.config import LOGIT_ROWS
+from tinygpt.engine.model_source import LOGIT_ROWS
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference

@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 from support.examples import examples
 from support.kernel_tools import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.engine.sampling_state import TOP_P_RULES, Warpers
+from tinygpt.engine.sampler import TOP_P_RULES, Warpers
 from tinygpt.kernels import cpu, reference
 
 if HAS_TRANSFORMERS:

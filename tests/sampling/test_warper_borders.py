@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.recorded import recorded
-from tinygpt.engine.sampling_state import Warpers, warpers_of
+from tinygpt.engine.sampler import Warpers, warpers_of
 from tinygpt.kernels import cpu, reference
 from tinygpt.sampling_params import SamplingParams
 

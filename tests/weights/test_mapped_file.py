@@ -18,7 +18,7 @@ import numpy as np
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.batch import Batch
-from tinygpt.engine.sampling_state import Warpers
+from tinygpt.engine.sampler import Warpers
 
 folder, file, change = sys.argv[1:]
 llm, params = LLM(folder), SamplingParams(max_tokens=3, seed=1)

@@ -65,8 +65,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     set_thread_pools(args.threads)
     gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s
     try:
-        from tinygpt.compile_ahead import start_compiling_draw
-        from tinygpt.llm import LLM
+        from tinygpt.llm import LLM, start_compiling_draw
 
         if args.device == "cpu" and getattr(args, "temperature", 1) > 0 and thread_count(args.threads) > 1:
             start_compiling_draw()

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)
-    from tinygpt.compile_ahead import warmup
     from tinygpt.kernels.cpu.jit import kernel_cache
+    from tinygpt.llm import warmup
 
     if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         log("nothing was left to compile")

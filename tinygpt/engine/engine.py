@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from tinygpt.config import EngineConfig
 from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.model_source import EngineConfig
 from tinygpt.engine.scheduler import Scheduler
 from tinygpt.engine.sequence import Progress, Request
 from tinygpt.engine.spec_decode import DraftModel

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
 from tinygpt.engine.beam_search import Beams, beam_rules
 from tinygpt.engine.guided import Guidance
-from tinygpt.engine.model_source import load_tokenizer
+from tinygpt.engine.model_source import EngineConfig, load_tokenizer
 from tinygpt.engine.prompts import Fitted, Prompt, VirtualTokens, encode, fit, prompt_list, read_ids, read_prompt
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels import host
 from tinygpt.kernels.backend import DeviceError

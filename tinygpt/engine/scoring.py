@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import LOGIT_ROWS, EngineConfig
 from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.model_source import LOGIT_ROWS, EngineConfig
 from tinygpt.engine.prompts import Prompt, VirtualTokens, describe_positions, read_prompt, text_or_ids
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.sequence import Request, Sequence

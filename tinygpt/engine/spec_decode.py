@@ -9,12 +9,10 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.config import EngineConfig
-from tinygpt.engine.batch import StepInput
 from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.engine.sampler import Sampler
-from tinygpt.engine.scheduler import Chunk
+from tinygpt.engine.scheduler import Chunk, StepInput
 from tinygpt.engine.sequence import Sequence, common_prefix
 from tinygpt.errors import RequestError
 from tinygpt.kernels.batch import Batch

@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
-from tinygpt.engine.batch import StepInput, rows_of
 from tinygpt.engine.beam_search import Prediction, predict
 from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.sampler import Sampler, draws_of, sampled
-from tinygpt.engine.sampling_state import gather_warpers
-from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable
+from tinygpt.engine.model_source import EngineConfig
+from tinygpt.engine.sampler import Sampler, draws_of, gather_warpers, sampled
+from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable, StepInput, rows_of
 from tinygpt.engine.sequence import SampledToken, Sequence
 from tinygpt.engine.spec_decode import Drafter, DraftModel, confirm_drafts
 from tinygpt.kernels.batch import Batch

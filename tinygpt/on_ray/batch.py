@@ -38,9 +38,8 @@ class Setup:
     def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
         """Return the setup, and the InputProcessor that reads prompts without the model's weights."""
         loading.set_thread_pools(args.threads)
-        from tinygpt.config import EngineConfig
         from tinygpt.engine.input_processor import InputProcessor
-        from tinygpt.engine.model_source import ModelSource
+        from tinygpt.engine.model_source import EngineConfig, ModelSource
 
         arguments = llm_arguments(args)
         names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")

@@ -15,8 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.hardware import physical_cores
 from tinygpt.kernels.batch import Batch

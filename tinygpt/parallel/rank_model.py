@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu import rank as kernels

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.config import EngineConfig
 from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.hardware import thread_count
 from tinygpt.kernels.batch import Batch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tinygpt.engine.sampling_state import Warpers
+from tinygpt.engine.sampler import Warpers
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.sampling import NO_NUMBERS, sample
 from tinygpt.kernels.cpu.sampling_rows import SCAN_BLOCK, greatest

@@ -10,7 +10,7 @@ import pytest
 
 from support.golden_models import write_model
 from tinygpt.engine import model_runner
-from tinygpt.engine.sampling_state import Warpers
+from tinygpt.engine.sampler import Warpers
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
-from tinygpt.engine.sampling_state import Processors, Ragged
+from tinygpt.engine.sampler import Processors, Ragged
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.sampling.processors import ProcessorArrays, process_rows
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, process_logits

@@ -12,7 +12,7 @@ from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
 from support.kernel_tools import ROWS as FINITE_ROWS
 from support.kernel_tools import masked_row, random_row, tied_row
-from tinygpt.engine.sampling_state import TOP_P_RULES, Warpers
+from tinygpt.engine.sampler import TOP_P_RULES, Warpers
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, random_fraction, take_greatest
