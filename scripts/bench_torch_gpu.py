@@ -28,7 +28,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table
-from tinygpt.weights.random_checkpoint import SHAPES, open_random
+from tinygpt.weights.checkpoint import SHAPES, open_random
 
 PREFILL = 1023
 CHECK_PROMPT = 32

@@ -1,5 +1,6 @@
-"""Checkpoint: a model's configuration and parameters, from any format."""
+"""Checkpoint: a model's configuration and parameters, from any format, or drawn at random to measure speed."""
 
+import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.float8 import NAME as FLOAT8
+from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
+from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import crc32_of, in_a_thread, open_regular
-from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed
 from tinygpt.weights.tensor import LazyTensor, Tensor
 
 READ_SIZE = 2**20  # bytes
@@ -79,3 +79,57 @@ def _checksum(path: Path) -> str:
             return crc32_of(iter(partial(file.read, READ_SIZE), b""))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+PREFIX = "random:"
+SHAPES = {
+    "tiny": ModelConfig(n_layer=2, n_embd=64, n_head=2),
+    "124M": ModelConfig(),
+    "355M": ModelConfig(n_layer=24, n_embd=1024, n_head=16),
+    "774M": ModelConfig(n_layer=36, n_embd=1280, n_head=20),
+    "1.5B": ModelConfig(n_layer=48, n_embd=1600, n_head=25),
+}
+SHAPE_OF = {shape.lower(): shape for shape in SHAPES}  # 124m is 124M
+STD = np.float32(0.02)
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """A tensor that is drawn from its name at each read, with the same bits every time.
+
+    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. Random biases show in the logits if
+    they are forgotten.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    def float32(self) -> np.ndarray:
+        generator = np.random.default_rng(zlib.crc32(self.name.encode()))
+        array = generator.standard_normal(self.shape, np.float32)
+        array *= STD
+        if ".ln_" in f".{self.name}" and self.name.endswith(".weight"):
+            array += 1
+        return array
+
+    def release(self) -> None:
+        """Hold nothing."""
+
+
+def open_random(model: str) -> Checkpoint:
+    """Open "random:SHAPE". Raise CheckpointError for a shape that is not one of SHAPES."""
+    shape = SHAPE_OF.get(model.removeprefix(PREFIX).lower())
+    if shape is None:
+        raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
+    return random_checkpoint(model, SHAPES[shape])
+
+
+def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
+    """Return a checkpoint of any sizes. Its path is `name`, for messages: there is no such folder."""
+    shapes = parameter_shapes(config)
+    stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
+    return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)
+
+
+def is_random(model: object) -> bool:
+    return isinstance(model, str) and model.startswith(PREFIX)

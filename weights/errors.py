@@ -1,4 +1,9 @@
-"""Errors of checkpoints, and the base class of every deliberate error."""
+"""Errors of checkpoints, checks of fields in their files, and the words of messages."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 
 class TinyGPTError(ValueError):
@@ -24,3 +29,50 @@ class LostFileError(CheckpointError):
 def how_to_install(extra: str) -> str:
     """Return the command that installs one of the package's extras."""
     return f'pip install "tinygpt[{extra}]" (or pip install ".[{extra}]" in a clone)'
+
+
+MAX_NAMED, MAX_SHOWN = 8, 200  # names, characters
+NAMED = 12  # entries of a folder
+# The number of a layer in the families' names: h.3.ln_1, layers.3.mlp, blk.3.attn_qkv, model/h3/attn.
+_LAYER = re.compile(r"\b(h\.|layers\.|blk\.|h)\d+(?=[./])")
+# For each field, a test of its value and the allowed values in words.
+Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
+
+
+def wrong_fields(values: Mapping[str, Any], checks: Checks) -> list[str]:
+    return [
+        f"{name} is {shown(values[name])} and must be {wanted}"
+        for name, (is_possible, wanted) in checks.items()
+        if name in values and not is_possible(values[name])
+    ]
+
+
+def is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not is_bool(value)
+
+
+def is_number(value: Any) -> bool:
+    return is_whole(value) or isinstance(value, float)
+
+
+def of_any_layer(name: str) -> str:
+    return _LAYER.sub(r"\1*", name)
+
+
+def listed(names: Sequence[str], most: int = MAX_NAMED) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def describe(folder: Path) -> str:
+    names = sorted(path.name + "/" * path.is_dir() for path in folder.glob("*"))
+    return f"it holds {listed(names, NAMED)}" if names else "it is empty"
+
+
+def shown(value: Any) -> str:
+    """Return the beginning of repr(value), without control characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

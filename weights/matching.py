@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.checks import listed, of_any_layer
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.containers.mapped_file import StoredTensor
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, listed, of_any_layer
 from tinygpt.weights.families.family import Family, NamedTensor, Rule, Source
 from tinygpt.weights.families.table import family_of
-from tinygpt.weights.parameters import EMBEDDING, HEAD, parameter_shapes
 from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17

@@ -5,12 +5,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from tinygpt.weights.adapters.files import refuse_adapter
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.checks import describe, listed
+from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
 from tinygpt.weights.containers.mapped_file import FILES
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, describe, listed
 from tinygpt.weights.files import PACKED_FILE
-from tinygpt.weights.random_checkpoint import is_random, open_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 FEW = 12  # files in a folder that may all be named: /tmp holds more

@@ -145,7 +145,7 @@ def make_checkpoint(model: str, folder: Path) -> None:
         return
     from safetensors.numpy import save_file
 
-    from tinygpt.weights.random_checkpoint import open_random
+    from tinygpt.weights.checkpoint import open_random
 
     checkpoint = open_random(model)
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}

@@ -7,9 +7,8 @@ from support.bench_records import TINY
 from support.family_models import FAMILY_MODELS, write_family
 from support.moe_models import moe_arrays, write_moe
 from tinygpt.bench import work
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import parameter_shapes
 
 
 def test_work_of_a_tiny_model():

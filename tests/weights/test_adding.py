@@ -5,11 +5,11 @@ import pytest
 
 from support.tiny_checkpoint import C, T, random_tensors, write_checkpoint
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import is_transposed, parameter_shapes
 from tinygpt.weights.families import table
 from tinygpt.weights.families.family import Family, NamedTensor, Rule, Transform, transposed
 from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import is_transposed, parameter_shapes
 
 TENSORS = random_tensors(prefix="")
 SKIPPED = 2  # rows of wpe that belong to no position, as OPT has them

@@ -13,10 +13,10 @@ from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
 from support.tiny_checkpoint import CONFIG, C, random_tensors, write_checkpoint, write_config, write_json
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import is_transposed
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.families.gpt2 import canonical_name, is_ignored
 from tinygpt.weights.open import DEMO, open_checkpoint
-from tinygpt.weights.parameters import is_transposed
 
 if HAS_TRANSFORMERS:
     import torch

@@ -8,8 +8,8 @@ import pytest
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.config import is_transposed
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import is_transposed
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])

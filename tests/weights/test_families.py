@@ -12,9 +12,9 @@ from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights.config import HEAD, is_transposed
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import HEAD, is_transposed
 
 TENSORS = random_tensors(prefix="")
 SIZES = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer")

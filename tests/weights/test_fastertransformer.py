@@ -11,8 +11,8 @@ from support.processes import Result
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 
 TENSORS = random_tensors(prefix="")
 

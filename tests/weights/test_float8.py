@@ -12,7 +12,7 @@ from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.containers.float8 import LARGEST, VALUES, encode
+from tinygpt.weights.containers.safetensors import LARGEST, VALUES, encode
 from tinygpt.weights.open import open_checkpoint
 
 if HAS_TRANSFORMERS:

@@ -11,10 +11,9 @@ from support.tiny_checkpoint import write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.checkpoint import RandomTensor
+from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
-from tinygpt.weights.random_checkpoint import RandomTensor
 
 # Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
 CONFIG = ModelConfig(vocab_size=18, n_positions=5, n_embd=24, n_head=6, n_layer=4, n_inner=36)

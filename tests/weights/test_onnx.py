@@ -11,9 +11,9 @@ from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
 from support.tf_writer import field
 from support.tiny_checkpoint import random_tensors, write_json
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import HEAD, is_transposed
 from tinygpt.weights.containers.onnx import read_onnx
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import HEAD, is_transposed
 
 TENSORS = random_tensors(prefix="")
 

@@ -14,8 +14,8 @@ from support.foreign import NEED_ONNX
 from support.recorded import MISSING
 from support.tiny_checkpoint import write_json
 from tinygpt import LLM
+from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import parameter_shapes
 
 torch = pytest.importorskip("torch", reason=MISSING)
 transformers = pytest.importorskip("transformers", reason=MISSING)

@@ -13,11 +13,10 @@ from support.tiny_checkpoint import CONFIG, random_tensors, write_checkpoint, wr
 from support.torch_files import own_bytes
 from tinygpt.cli import main as cli
 from tinygpt.engine.model_source import load_tokenizer
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.checkpoint import RandomTensor
+from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.parameters import HEAD, parameter_shapes
-from tinygpt.weights.random_checkpoint import RandomTensor
 
 TENSORS = random_tensors(prefix="")
 WIDE = ModelConfig(vocab_size=70, n_positions=9, n_embd=64, n_head=2, n_layer=2, n_inner=96, bos_token_id=1)

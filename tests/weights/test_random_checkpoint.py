@@ -7,12 +7,10 @@ from tinygpt import LLM
 from tinygpt.bench.work import num_parameters
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checkpoint import SHAPES, Checkpoint
+from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.open import open_checkpoint, resolve
-from tinygpt.weights.parameters import parameter_shapes
-from tinygpt.weights.random_checkpoint import SHAPES
-from tinygpt.weights.stored.export import write_safetensors
-from tinygpt.weights.stored.sidecar_files import write_sidecar_files
+from tinygpt.weights.stored.export import write_safetensors, write_sidecar_files
 
 
 @pytest.fixture(scope="module")

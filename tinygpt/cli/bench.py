@@ -130,7 +130,7 @@ def _prepare(args: argparse.Namespace) -> None:
     args.device = args.device or "cpu"
     args.model = args.model or "demo"
     if args.random is not None:
-        from tinygpt.weights.random_checkpoint import PREFIX, SHAPE_OF, SHAPES
+        from tinygpt.weights.checkpoint import PREFIX, SHAPE_OF, SHAPES
 
         if args.random.lower() not in SHAPE_OF:
             raise invalid("--random", args.random, f"one of {', '.join(SHAPES)}")

@@ -135,10 +135,10 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from tinygpt.engine.model_source import check_tokenizer
     from tinygpt.tokenizer.prepared import write_prepared
+    from tinygpt.weights.checkpoint import is_random
     from tinygpt.weights.open import open_checkpoint
-    from tinygpt.weights.random_checkpoint import is_random
     from tinygpt.weights.stored import export, gguf_out, packed
-    from tinygpt.weights.stored.sidecar_files import write_sidecar_files
+    from tinygpt.weights.stored.export import write_sidecar_files
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")

@@ -210,7 +210,7 @@ def _print_text(report: dict[str, Any]) -> None:
 
 def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield one row for the tensors of the same name, dtype and shape in several layers."""
-    from tinygpt.weights.checks import of_any_layer
+    from tinygpt.weights.errors import of_any_layer
 
     groups: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():

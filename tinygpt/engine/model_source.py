@@ -15,11 +15,10 @@ from tinygpt.errors import NoTokenizerError, RequestError, invalid, suggest
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.tokenizer.files import checked_spec, read_tokenizer
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checkpoint import Checkpoint, is_random
 from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.random_checkpoint import is_random
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend

@@ -17,9 +17,9 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.kernels.batch import Batch
 from tinygpt.outputs import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.containers.torch import read_torch
 from tinygpt.weights.families.gpt2 import canonical_name
-from tinygpt.weights.parameters import parameter_shapes
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.weights.checks import describe, listed, shown
 from tinygpt.weights.containers.mapped_file import STORED_AS, Container, StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, describe, listed, shown
 from tinygpt.weights.files import read_json_object
 
 CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"

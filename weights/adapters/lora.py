@@ -18,11 +18,10 @@ import numpy as np
 from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.checks import listed
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
+from tinygpt.weights.errors import CheckpointError, listed
 from tinygpt.weights.families.family import AS_IS, Layout, Rule, Transform
 from tinygpt.weights.families.gpt2 import is_ignored
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.stored.export import can_be_written, layout_of
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros

@@ -10,8 +10,7 @@ from typing import Any
 
 import regex
 
-from tinygpt.weights.checks import Checks, is_bool, is_number, is_whole, shown, wrong_fields
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
 
 BIASES = ("none", "all", "lora_only")
 # Initializations that leave the base model's weights alone; all others come with a changed base model.

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
-from tinygpt.weights.checks import listed
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, listed
 
 KINDS = dict(zip(SOFT_PROMPTS, ("prompt", "prompt", "prefix"), strict=True))
 TENSOR = "prompt_embeddings"

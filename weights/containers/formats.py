@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from tinygpt.weights.checks import NAMED, describe, listed, shown
-from tinygpt.weights.containers.ft_folder import find_ft_folder, read_ft_folder
 from tinygpt.weights.containers.gguf import is_gguf, read_gguf
 from tinygpt.weights.containers.mapped_file import FILES, Container, Peek, StoredTensor
 from tinygpt.weights.containers.onnx import is_onnx, read_onnx
 from tinygpt.weights.containers.ranks import (
     find_deepspeed,
     find_distributed,
+    find_ft_folder,
     find_megatron,
     find_nemo,
     is_tar,
     read_deepspeed,
+    read_ft_folder,
     read_megatron,
     read_nemo,
     read_unpacked_nemo,
@@ -22,7 +22,7 @@ from tinygpt.weights.containers.ranks import (
 from tinygpt.weights.containers.safetensors import is_safetensors, read_safetensors
 from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
 from tinygpt.weights.containers.torch import ZIP, is_torch, read_torch, read_training_checkpoint
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import NAMED, CheckpointError, describe, listed, shown
 from tinygpt.weights.files import read_json_object
 
 MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundred

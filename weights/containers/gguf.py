@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checks import shown
 from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     MAX_SIZE,
@@ -25,7 +24,7 @@ from tinygpt.weights.containers.mapped_file import (
     contiguous_strides,
     do_overlap,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 from tinygpt.weights.tensor import shortest
 
 MAGIC = b"GGUF"

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checks import shown
 from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     Container,
@@ -21,7 +20,7 @@ from tinygpt.weights.containers.mapped_file import (
     contiguous_strides,
     is_possible_shape,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 
 DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # of ONNX's numbers, the readable ones
 MAX_SHARING = 100  # of a file's bytes, by all tensors in it: several may be one

@@ -1,9 +1,10 @@
-"""A torch file for each GPU that a model was trained on: Megatron-LM's and DeepSpeed's folders, NeMo's archives.
+"""Folders of several files: torch files of Megatron-LM's, DeepSpeed's and NeMo's GPUs, and FasterTransformer's tensors.
 
-The tensors of each file stand under the name of its rank, such as "mp_rank_01/model.embedding.weight", and so does the
-metadata, by rank. A file alone has the rank "".
+The tensors of each torch file stand under the name of its rank, such as "mp_rank_01/model.embedding.weight", and so
+does the metadata, by rank. A file alone has the rank "".
 """
 
+import configparser
 import os
 import re
 import tarfile
@@ -12,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from tinygpt.weights.containers.mapped_file import Container, Peek
+from tinygpt.weights.containers.mapped_file import Container, MappedFile, MappedTensor, Peek
 from tinygpt.weights.containers.torch import read_training_checkpoint
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, shown
 from tinygpt.weights.files import open_regular, read_regular_text
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
@@ -217,3 +218,43 @@ def _nemo(path: Path, members: dict[str, Member]) -> Container:
     if not weights:
         raise CheckpointError(f"{path} holds no {NEMO_WEIGHTS}: download it again.")
     return joined("NeMo", weights, others)
+
+
+# FasterTransformer: config.ini, and for each tensor a file of plain numbers without a shape. A tensor's name is its
+# file's without `.bin`. A tensor that several GPUs share ends in the number of each.
+
+FT_FOLDER, FT_CONFIG = "FasterTransformer folder", "config.ini"
+MAX_FILES = 100_000
+FT_DTYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}
+
+
+def find_ft_folder(folder: Path) -> Path | None:
+    return folder if (folder / FT_CONFIG).is_file() and any(folder.glob("model.wte*.bin")) else None
+
+
+def read_ft_folder(folder: Path) -> Container:
+    """Tensors of one dimension; the metadata are the sections of config.ini. CheckpointError when a file is damaged."""
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(read_regular_text(folder / FT_CONFIG))
+    except (configparser.Error, OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / FT_CONFIG} cannot be read ({str(error)[:200]}): copy it again.") from error
+    sections = {name: dict(parser[name]) for name in parser.sections()}
+    given = next(
+        (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section), "fp32"
+    )
+    if given not in FT_DTYPES:
+        raise CheckpointError(
+            f"{folder / FT_CONFIG}: weight_data_type is {shown(given)} and must be one of {', '.join(FT_DTYPES)}."
+        )
+    files = sorted(folder.glob("model.*.bin"))
+    if len(files) > MAX_FILES:
+        raise CheckpointError(f"{folder} holds {len(files)} files, which are more than any model has.")
+    return Container(FT_FOLDER, {file.stem: _ft_tensor(file, *FT_DTYPES[given]) for file in files}, sections)
+
+
+def _ft_tensor(path: Path, dtype: str, itemsize: int) -> MappedTensor:
+    file = MappedFile(path)
+    if len(file) % itemsize:
+        raise CheckpointError(f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again.")
+    return MappedTensor(file, dtype, (len(file) // itemsize,), (1,), 0)

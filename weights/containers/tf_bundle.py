@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checks import shown
 from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     Container,
@@ -27,7 +26,7 @@ from tinygpt.weights.containers.mapped_file import (
     do_overlap,
     is_possible_shape,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install
+from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 from tinygpt.weights.files import read_regular_text
 
 INDEX = ".index"

@@ -23,7 +23,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinygpt.weights.checks import listed, shown
 from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     Container,
@@ -36,7 +35,7 @@ from tinygpt.weights.containers.mapped_file import (
     element_extent,
     is_possible_shape,
 )
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, listed, shown
 from tinygpt.weights.files import open_regular
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import ModelConfig, is_transposed, name_in_tables
 from tinygpt.weights.containers.mapped_file import Container, StoredTensor
 from tinygpt.weights.files import read_json_object
-from tinygpt.weights.parameters import is_transposed, name_in_tables
 from tinygpt.weights.tensor import LazyTensor, Tensor, zeros
 
 Shape = tuple[int, ...]

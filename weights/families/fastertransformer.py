@@ -5,10 +5,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.checks import shown
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
+from tinygpt.weights.errors import CheckpointError, shown
+from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json
 from tinygpt.weights.families.family import (
     Family,
     NamedTensor,
@@ -17,10 +16,8 @@ from tinygpt.weights.families.family import (
     flat,
     flat_queries_keys_values,
 )
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.megatron import MODULES
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_tables, parameter_shapes
 
 _TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
 _TOP |= {f"ln_e.{kind}": f"model.pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}

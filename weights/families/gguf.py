@@ -4,15 +4,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.checks import shown
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.errors import CheckpointError, NoTokenizerError
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError, shown
+from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json
 from tinygpt.weights.families.family import Family, Rule, Source, as_named, rule_by_tables
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_tables, parameter_shapes
 
 ARCHITECTURE = "general.architecture"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is

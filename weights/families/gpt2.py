@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.weights.config import STRUCTURE, ModelConfig
+from tinygpt.weights.config import HEAD, STRUCTURE, ModelConfig, parameter_shapes
 from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
 from tinygpt.weights.families.family import Family, Layout, NamedTensor, Rule, Source, named_by
-from tinygpt.weights.parameters import HEAD, parameter_shapes
 
 MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.

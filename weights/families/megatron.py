@@ -10,12 +10,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinygpt.weights.checks import shown
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
 from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
 from tinygpt.weights.containers.torch import fields_of
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.errors import CheckpointError, shown
+from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import (
     AS_IS,
     NO_BIAS,
@@ -28,10 +27,8 @@ from tinygpt.weights.families.family import (
     queries_keys_values,
     transposed,
 )
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
 from tinygpt.weights.files import read_yaml_object
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, name_in_tables, parameter_shapes
 
 # Names
 

@@ -7,9 +7,8 @@ no room for; inference never does, so that no text depends on its neighbors in a
 import re
 from collections.abc import Iterable
 
-from tinygpt.weights.checks import listed, shown
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.config import ModelConfig, parameter_shapes
+from tinygpt.weights.errors import CheckpointError, listed, shown
 from tinygpt.weights.families.family import NO_BIAS, Family, NamedTensor, Rule, Source, as_is, transposed
 from tinygpt.weights.families.megatron import (
     check_settings,
@@ -21,7 +20,6 @@ from tinygpt.weights.families.megatron import (
     rules_of,
     settings_of,
 )
-from tinygpt.weights.parameters import parameter_shapes
 
 _GATE = "mlp.deepspeed_moe.gate.wg.weight"
 _IN_GATE = re.compile(rf"layers\.(\d{{1,6}})\.{re.escape(_GATE)}")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tinygpt.weights.checks import Checks
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, parameter_shapes
+from tinygpt.weights.errors import Checks
 from tinygpt.weights.families.config_fields import NONE, checked_config, one_of, only, renamed, written_eos
 from tinygpt.weights.families.family import (
     NO_BIAS,
@@ -19,7 +19,6 @@ from tinygpt.weights.families.family import (
     rule_by_tables,
 )
 from tinygpt.weights.families.gpt2 import ALIASES, is_ignored
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, parameter_shapes
 
 Fields = Mapping[str, Any]
 

@@ -8,15 +8,20 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.containers.torch import fields_of, read_plain_pickle
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config, renamed
+from tinygpt.weights.families.config_fields import (
+    Shapes,
+    checked_config,
+    ends_of,
+    from_config_json,
+    need_heads,
+    renamed,
+)
 from tinygpt.weights.families.family import AS_IS, NO_BIAS, Family, NamedTensor, Rule, Source, named_by, transposed
 from tinygpt.weights.families.gpt2 import canonical_name, is_causal_mask, named
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.tokenizers import character_tokenizer
-from tinygpt.weights.parameters import HEAD, is_transposed, parameter_shapes
 
 _ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
 _BESIDE = "beside the model: "

@@ -5,16 +5,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.weights.checks import listed
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.onnx import PRODUCTS, Graph, Node
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config
+from tinygpt.weights.errors import CheckpointError, listed
+from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import AS_IS, Family, NamedTensor, Rule, Source, transposed
 from tinygpt.weights.families.gpt2 import model_config
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.parameters import EMBEDDING, HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.tensor import shortest
 
 # Any prefix is a wrapper; merging two decoders into one file leaves the suffix.

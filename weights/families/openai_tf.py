@@ -2,12 +2,17 @@
 
 import re
 
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import checked_config, renamed
+from tinygpt.weights.families.config_fields import (
+    Shapes,
+    checked_config,
+    ends_of,
+    from_config_json,
+    need_heads,
+    renamed,
+)
 from tinygpt.weights.families.family import AS_IS, WITHOUT_FIRST_AXIS, Family, Rule, Source, as_named
-from tinygpt.weights.families.infer_config import Shapes, ends_of, from_config_json, need_heads
-from tinygpt.weights.parameters import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
 
 _HPARAMS = {"n_ctx": "n_positions", "n_vocab": "vocab_size", **{name: name for name in ("n_embd", "n_head", "n_layer")}}
 _LAYER = r"model/h(\d{1,9})/"

@@ -12,20 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checks import is_whole
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.families.config_fields import BOOLEAN, LARGEST, only, or_null, size_to
-from tinygpt.weights.families.family import AS_IS, NO_BIAS, Rule, as_is, transposed, without_rows
-from tinygpt.weights.families.gpt2 import ALIASES
-from tinygpt.weights.families.model_types import Fields, ModelType
-from tinygpt.weights.parameters import (
+from tinygpt.weights.config import (
     EMBEDDING,
     HEAD,
     POSITIONS,
     PROJECT_IN,
     PROJECT_OUT,
+    ModelConfig,
     split_name,
 )
+from tinygpt.weights.errors import is_whole
+from tinygpt.weights.families.config_fields import BOOLEAN, LARGEST, only, or_null, size_to
+from tinygpt.weights.families.family import AS_IS, NO_BIAS, Rule, as_is, transposed, without_rows
+from tinygpt.weights.families.gpt2 import ALIASES
+from tinygpt.weights.families.model_types import Fields, ModelType
 from tinygpt.weights.tensor import ones, zeros
 
 FIRST_POSITION = 2

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.weights.containers.ft_folder import FORMAT as FT_FOLDER
+from tinygpt.weights.containers.ranks import FT_FOLDER
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families import fastertransformer, gguf, gpt2, megatron, megatron_moe, nanogpt, onnx, openai_tf
 from tinygpt.weights.families.family import Family, Source

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.gguf import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
 from tinygpt.weights.errors import CheckpointError, how_to_install
 from tinygpt.weights.families.gguf import (
@@ -25,7 +25,6 @@ from tinygpt.weights.families.gguf import (
 )
 from tinygpt.weights.families.tokenizers import is_blooms_kind
 from tinygpt.weights.files import sync
-from tinygpt.weights.parameters import HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.stored.export import to_bfloat16, to_float16
 
 FILE = "model.gguf"

@@ -6,8 +6,8 @@ import pytest
 from support.kernel_tools import packed, random_values, unpacked
 from tinygpt.kernels.cpu.packing.smoothing import BITS, Smoothing, bias_correction, rounded, smoothing_factors, unpack
 from tinygpt.kernels.reference.layers import ACTIVATIONS
+from tinygpt.weights.checkpoint import open_random
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.random_checkpoint import open_random
 
 SPELLED = {"gelu_tanh": "gelu_new"}  # in config.json
 
