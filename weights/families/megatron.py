@@ -12,7 +12,7 @@ from typing import Any
 
 from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
 from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
-from tinygpt.weights.containers.torch import fields_of
+from tinygpt.weights.containers.torch_pickle import fields_of
 from tinygpt.weights.errors import CheckpointError, shown
 from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json, need_heads
 from tinygpt.weights.families.family import (

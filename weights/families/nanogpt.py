@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.containers.torch import fields_of, read_plain_pickle
+from tinygpt.weights.containers.torch_pickle import fields_of, read_plain_pickle
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_fields import (
     Shapes,

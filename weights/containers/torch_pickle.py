@@ -1,0 +1,230 @@
+"""Pickles of torch.save, read without torch.
+
+A pickle can name any function for Python to call. Here the names are a closed list without any library's function;
+others are refused, or become Stubs in a training checkpoint. No code of a file runs.
+"""
+
+import io
+import pickle
+import pickletools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from tinygpt.weights.containers.mapped_file import is_possible_shape
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.files import open_regular
+
+STORAGE_DTYPES = {
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "DoubleStorage": "float64",
+    "ByteStorage": "uint8",  # integers and booleans are buffers of masks, which are never read
+    "BoolStorage": "bool",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+}
+MAX_STUBS = 10_000  # classes
+MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A flat array of `size` elements, found in the file under `key`."""
+
+    key: str
+    dtype: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StridedView:
+    """A tensor: `shape` and `strides`, in elements, over `storage` from element `offset` on."""
+
+    storage: Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Stub:
+    """An object of a class that is not on the list: its name and attributes."""
+
+    name = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Stub":
+        stub = object.__new__(cls)
+        stub.state = {}
+        return stub
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        """Ignore what the real class would take."""
+
+    def __call__(self, *args: Any) -> "Stub":
+        return type(self)()
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.state = fields_of(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Ignore an item of an unknown mapping."""
+
+    def append(self, item: Any) -> None:
+        """Ignore an item of an unknown list."""
+
+
+class StateDict(dict):
+    """An OrderedDict without the attributes that a state dict has (`_metadata`: versions of modules)."""
+
+    def __setstate__(self, state: Any) -> None:
+        """Ignore the attributes."""
+
+
+def is_key(key: Any) -> bool:
+    """Return whether a dictionary may have the key: to hash nested tuples or colliding ints takes for ever."""
+    return type(key) is str or (type(key) is int and abs(key) < 2**31)
+
+
+class TorchUnpickler(pickle._Unpickler):
+    """An unpickler that knows the names of a state dict alone. has_stubs: other names become Stubs.
+
+    It is the one in Python, whose instructions can be overridden.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def __init__(self, program: bytes, path: Path, has_stubs: bool, pushed: int):
+        super().__init__(io.BytesIO(program), encoding="latin1")
+        self.path, self.has_stubs = path, has_stubs
+        self.storages: dict[str, Storage] = {}
+        self._stubs: dict[str, type[Stub]] = {}
+        self._unspent = pushed  # instructions; an honest file pushes an element for each item of a dictionary
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            "collections.OrderedDict": self._ordered_dict,
+            "torch._utils._rebuild_tensor_v2": self._strided_view,
+            "torch._utils._rebuild_parameter": self._parameter,
+        }
+        full_name = f"{module}.{name}"
+        if full_name in allowed:
+            return allowed[full_name]
+        if module == "torch" and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
+        if self.has_stubs and len(self._stubs) < MAX_STUBS:
+            return self._stubs.setdefault(full_name, type("Stub", (Stub,), {"name": full_name}))
+        raise CheckpointError(
+            f"{self.path} asks for {full_name!r}, which no tensor needs and which could run any program: nothing was "
+            "run. If you trust the file, convert it to safetensors with the library that wrote it."
+        )
+
+    def persistent_load(self, record: Any) -> Storage:
+        if type(record) is tuple and len(record) == 6 and record[5] is None:  # the legacy form's view of a storage
+            record = record[:5]
+        if type(record) is not tuple or len(record) != 5 or record[0] != "storage":
+            raise ValueError("a storage in a form that is not known")
+        _, kind, key, _device, size = record
+        dtype = kind if isinstance(kind, str) else getattr(kind, "name", None)
+        if type(dtype) is not str or type(key) is not str or not is_possible_shape([size]):
+            raise ValueError("a storage in a form that is not known")
+        storage = Storage(key, dtype, size)
+        if self.storages.setdefault(key, storage) != storage:
+            raise ValueError("one storage of two dtypes or sizes")
+        return storage
+
+    def load_build(self) -> None:
+        if not isinstance(self.stack[-2], Stub | StateDict):  # a checked view would take other numbers
+            raise ValueError("attributes for an object that has none")
+        super().load_build()
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        if self._items([key, value]):
+            self.stack[-1][key] = value
+
+    def load_setitems(self) -> None:
+        self.stack[:] = self._items(self.stack)
+        super().load_setitems()
+
+    def load_dict(self) -> None:
+        self.stack[:] = self._items(self.stack)
+        super().load_dict()
+
+    def refuse_set(self) -> None:
+        raise ValueError("a set, which no state dict has")
+
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
+    dispatch |= {pickle.DICT[0]: load_dict, pickle.EMPTY_SET[0]: refuse_set, pickle.ADDITEMS[0]: refuse_set}
+    dispatch[pickle.FROZENSET[0]] = refuse_set
+
+    def _items(self, items: list) -> list:
+        """Return keys and values in turn, in a training checkpoint without the keys that no state dict has."""
+        if all(map(is_key, items[::2])):
+            return items
+        if not self.has_stubs:
+            raise ValueError("a key of a dictionary that is no string")
+        pairs = zip(items[::2], items[1::2], strict=True)
+        return [part for pair in pairs if is_key(pair[0]) for part in pair]
+
+    def _ordered_dict(self, pairs: Any = ()) -> StateDict:
+        self._unspent -= len(pairs)
+        if self._unspent < 0:
+            raise ValueError("one list that is given to many dictionaries")
+        items = self._items([part for key, value in pairs for part in (key, value)])
+        return StateDict(zip(items[::2], items[1::2], strict=True))
+
+    def _strided_view(self, storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> Any:
+        if isinstance(storage, Stub):
+            return storage
+        if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
+            raise ValueError("a tensor without a storage, sizes and strides")
+        if len(shape) != len(strides) or not all(map(is_possible_shape, ([offset], shape, strides))):
+            raise ValueError(f"a tensor of an impossible shape, {len(shape)} sizes and {len(strides)} strides")
+        return StridedView(storage, offset, shape, strides)
+
+    def _parameter(self, view, _requires_grad, _hooks) -> Any:
+        if type(view) is not StridedView and not isinstance(view, Stub):
+            raise ValueError("a parameter that is no tensor")
+        return view
+
+
+def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
+    """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged.
+
+    Instructions are checked first: Python allocates what a damaged program claims.
+    """
+    start = file.tell()
+    try:
+        for pushed, (opcode, argument, _) in enumerate(pickletools.genops(file)):
+            if pushed >= MAX_INSTRUCTIONS or (
+                opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > MAX_INSTRUCTIONS
+            ):
+                raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
+        stop = file.tell()
+        file.seek(start)
+        unpickler = TorchUnpickler(file.read(stop - start), path, has_stubs, pushed)
+        return unpickler.load(), unpickler.storages
+    except CheckpointError:
+        raise
+    # Any instruction may meet an object of a kind that it was not made for.
+    except Exception as error:
+        raise CheckpointError(f"{path} holds a damaged pickle ({error}): download it again.") from error
+
+
+def read_plain_pickle(path: Path) -> Any:
+    """Return the one object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return load_pickle(file, path, has_stubs=False)[0]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """Return the items of a dict, or an object's attributes (argparse's Namespace), whose names are texts."""
+    fields = value.state if isinstance(value, Stub) else value
+    return {name: field for name, field in fields.items() if isinstance(name, str)} if isinstance(fields, dict) else {}
