@@ -9,7 +9,18 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.vector_ir import FLOATS, LANES, VECTOR_BYTES, load, prefetch, repeat, store
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    FLOATS,
+    LANES,
+    VECTOR_BYTES,
+    at,
+    load,
+    prefetch,
+    repeat,
+    rows_at,
+    store,
+    times,
+)
 
 PANEL_VECTORS = 4
 ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: a step of all its columns
@@ -22,15 +33,13 @@ WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2  # of a panel's WEIGHT_GROUP
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
     """Prefetch `count` places from the `first` after `ahead`, `spacing` apart, into the L2 cache; L1 is full."""
     for i in range(count):
-        number = builder.add(first, ir.Constant(first.type, i))
-        prefetch(builder, builder.add(ahead, builder.mul(number, spacing)), level=2)
+        prefetch(builder, builder.add(ahead, builder.mul(at(builder, first, i), spacing)), level=2)
 
 
 def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
     """Prefetch a strip's part of the lines of a row of B."""
     if lines >= strips:
-        first = builder.mul(number, ir.Constant(number.type, lines // strips))
-        ask_ahead(builder, ahead, spacing, first, lines // strips)
+        ask_ahead(builder, ahead, spacing, times(builder, number, lines // strips), lines // strips)
     else:  # several strips share a line
         part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
         ask_ahead(builder, ahead, part, number, 1)
@@ -57,11 +66,11 @@ def untouched(shape: tuple[int, ...], dtype) -> np.ndarray:
 
 
 def _vectors(builder, start):
-    return [builder.add(start, ir.Constant(start.type, v * VECTOR_BYTES)) for v in range(PANEL_VECTORS)]
+    return [at(builder, start, v, VECTOR_BYTES) for v in range(PANEL_VECTORS)]
 
 
 def load_row(builder, start):
-    return [load(builder, at, FLOATS, 4) for at in _vectors(builder, start)]
+    return [load(builder, place, FLOATS, 4) for place in _vectors(builder, start)]
 
 
 def make_rows(adds: bool):
@@ -77,11 +86,12 @@ def make_rows(adds: bool):
             scales, biases = load_row(builder, scales), load_row(builder, biases)
 
             def finish(i, _):
-                values = load_row(builder, builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES))))
+                values = load_row(builder, at(builder, y, i, ROW_BYTES))
                 places = _vectors(builder, builder.add(target, builder.mul(i, stride)))
-                for value, scale, bias, at in zip(values, scales, biases, places, strict=True):
+                for value, scale, bias, place in zip(values, scales, biases, places, strict=True):
                     result = builder.fadd(builder.fmul(value, scale), bias)
-                    store(builder, builder.fadd(load(builder, at, FLOATS, 4), result) if adds else result, at, 4)
+                    result = builder.fadd(load(builder, place, FLOATS, 4), result) if adds else result
+                    store(builder, result, place, 4)
                 return []
 
             repeat(builder, count, finish, [])
@@ -105,17 +115,16 @@ def make_segments_sum(segments: int):
             scales = load_row(builder, scales)
 
             def add_up(i, _):
-                first = builder.add(y, builder.mul(i, ir.Constant(i.type, ROW_BYTES)))
-                starts = [builder.add(first, builder.mul(spacing, ir.Constant(i.type, s))) for s in range(segments)]
-                rows = [load_row(builder, start) for start in starts]
+                first = at(builder, y, i, ROW_BYTES)
+                rows = [load_row(builder, start) for start in rows_at(builder, first, spacing, segments)]
                 rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
                 while len(rows) > 1:
                     rows = [
                         [builder.fadd(*pair) for pair in zip(*rows[s : s + 2], strict=True)]
                         for s in range(0, len(rows), 2)
                     ]
-                for value, at in zip(rows[0], _vectors(builder, first), strict=True):
-                    store(builder, value, at, 4)
+                for value, place in zip(rows[0], _vectors(builder, first), strict=True):
+                    store(builder, value, place, 4)
                 return []
 
             repeat(builder, count, add_up, [])

@@ -24,11 +24,14 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     INTS,
     LANES,
     VECTOR_BYTES,
+    at,
     broadcast,
     load,
     multiply_add,
     repeat,
+    rows_at,
     store,
+    times,
 )
 
 OUT_TILE = PANEL_VECTORS * LANES
@@ -88,39 +91,33 @@ def make_code(dtype, vectors: int, adds: bool, wide: int):
 
 def _make_code(vectors: int, adds: bool, wide: int, parts):
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip = strip_of(rows, vectors)
-
-        def size(n: int):
-            return ir.Constant(a.type, n)
-
-        row_starts = [builder.add(a, builder.mul(lda, size(r))) for r in range(rows)]
+        strip, a_rows = strip_of(rows, vectors), rows_at(builder, a, lda, rows)
 
         def take_strip(number, _):
-            columns = builder.mul(number, size(strip * VECTOR_BYTES))
-            b_strip, c_strip = builder.add(b, columns), builder.add(c, columns)
+            b_strip, c_strip = (at(builder, start, number, strip * VECTOR_BYTES) for start in (b, c))
 
             def step(k, sums):
-                first = builder.add(builder.mul(k, size(wide)), builder.mul(number, size(strip)))
+                first = at(builder, times(builder, k, wide), number, strip)
                 ask_ahead(builder, ahead, spacing, first, strip)
-                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(4 * len(parts)))
-                b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 32) for v in range(strip)]
+                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), times(builder, k, 4 * len(parts))
+                b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
                 for part in parts:
                     taken, new = [part.take(builder, vector) for vector in b_k], []
                     for r in range(rows):
-                        a_at = builder.add(builder.add(row_starts[r], a_step), size(part.a_offset))
+                        a_at = at(builder, builder.add(a_rows[r], a_step), part.a_offset)
                         a_k = broadcast(builder, load(builder, a_at, I32, 4))
                         new += [part.multiply(builder, a_k, taken[v], sums[r * strip + v]) for v in range(strip)]
                     sums = new
                 return sums
 
-            c_rows = [builder.add(c_strip, builder.mul(ldc, size(r))) for r in range(rows)]
-            places = [builder.add(c_row, size(v * VECTOR_BYTES)) for c_row in c_rows for v in range(strip)]
-            start = [load(builder, at, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for at in places]
-            for at, total in zip(places, repeat(builder, steps, step, start), strict=True):
-                store(builder, total, at, 4)
+            c_rows = rows_at(builder, c_strip, ldc, rows)
+            places = [at(builder, c_row, v, VECTOR_BYTES) for c_row in c_rows for v in range(strip)]
+            start = [load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places]
+            for place, total in zip(places, repeat(builder, steps, step, start), strict=True):
+                store(builder, total, place, 4)
             return []
 
-        repeat(builder, size(vectors // strip), take_strip, [])
+        repeat(builder, ir.Constant(a.type, vectors // strip), take_strip, [])
 
     return code
 
@@ -164,31 +161,22 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
     finish = _finish_values if adds else _finish_scores
 
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip = strip_of(rows * planes, vectors)
-
-        def size(n: int):
-            return ir.Constant(a.type, n)
-
-        def at(start, offset: int):
-            return builder.add(start, size(offset))
-
-        a_rows = [builder.add(a, builder.mul(lda, size(r))) for r in range(rows)]
+        strip, a_rows = strip_of(rows * planes, vectors), rows_at(builder, a, lda, rows)
         scales = [broadcast(builder, load(builder, row, F32, 4)) for row in a_rows]
-        firsts = [broadcast(builder, load(builder, at(row, 4), I32, 4)) for row in a_rows]
+        firsts = [broadcast(builder, load(builder, at(builder, row, 4), I32, 4)) for row in a_rows]
 
         def take_strip(number, _):
-            columns = builder.mul(number, size(strip * VECTOR_BYTES))
-            b_strip, c_strip = builder.add(b, columns), builder.add(c, columns)
+            b_strip, c_strip = (at(builder, start, number, strip * VECTOR_BYTES) for start in (b, c))
 
             def step(k, sums):
-                first = builder.add(builder.mul(k, size(wide)), builder.mul(number, size(strip)))
+                first = at(builder, times(builder, k, wide), number, strip)
                 ask_ahead(builder, ahead, spacing, first, strip)
-                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), builder.mul(k, size(step_bytes))
-                b_k = [load(builder, at(b_row, v * VECTOR_BYTES), INTS, 32) for v in range(strip)]
+                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), times(builder, k, step_bytes)
+                b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
                 taken, sums = [[vector] * parts if IN_FOURS else shorts_of(builder, vector) for vector in b_k], [*sums]
                 for part in range(parts):
                     for r in range(rows):
-                        a_at = at(builder.add(a_rows[r], a_step), HEADER_BYTES + part * part_bytes)
+                        a_at = at(builder, builder.add(a_rows[r], a_step), HEADER_BYTES + part * part_bytes)
                         a_k = broadcast(builder, load(builder, a_at, I32, 4))
                         for v in range(strip):
                             i = (r * strip + v) * planes + part % planes
@@ -202,11 +190,12 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
             for i in range(rows * strip):
                 r, v = divmod(i, strip)
                 total = builder.sitofp(_joined(builder, sums[i * planes : (i + 1) * planes]), FLOATS)
-                c_at = at(builder.add(c_strip, builder.mul(ldc, size(r))), v * VECTOR_BYTES)
-                store(builder, finish(builder, total, scales[r], c_at, at(behind, v * VECTOR_BYTES)), c_at, 4)
+                c_row = builder.add(c_strip, builder.mul(ldc, ir.Constant(a.type, r)))
+                c_at, scales_at = at(builder, c_row, v, VECTOR_BYTES), at(builder, behind, v, VECTOR_BYTES)
+                store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at, 4)
             return []
 
-        repeat(builder, size(vectors // strip), take_strip, [])
+        repeat(builder, ir.Constant(a.type, vectors // strip), take_strip, [])
 
     return code
 

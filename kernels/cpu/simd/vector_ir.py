@@ -28,6 +28,21 @@ def store(builder, value, address, align: int) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
+def at(builder, start, number, size: int = 1):
+    """Return the address `number` times `size` after `start`; number: an int or a value."""
+    if isinstance(number, int):
+        return builder.add(start, ir.Constant(start.type, number * size))
+    return builder.add(start, number if size == 1 else builder.mul(number, ir.Constant(start.type, size)))
+
+
+def rows_at(builder, first, stride, rows: int):
+    return [builder.add(first, builder.mul(stride, ir.Constant(first.type, r))) for r in range(rows)]
+
+
+def times(builder, number, size: int):
+    return builder.mul(number, ir.Constant(number.type, size))
+
+
 def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
     """Prefetch the line at an address, which may be invalid, into the L1 or L2 cache."""
     line = I8.as_pointer()
@@ -72,8 +87,7 @@ def make_reduction(start: float, combine, combine_lanes):
             x, vectors = args
 
             def step(i, accumulators):
-                address = builder.add(x, builder.mul(i, ir.Constant(i.type, VECTOR_BYTES)))
-                return [combine(builder, accumulators[0], load(builder, address, FLOATS, 4))]
+                return [combine(builder, accumulators[0], load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4))]
 
             (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
             return fold(builder, total, combine_lanes)
