@@ -65,7 +65,7 @@ class Projection(NamedTuple):
     """A matrix between the embeddings' width and the model's."""
 
     linear: Linear
-    segments: np.ndarray  # (2,)  all of its K
+    segments: np.ndarray  # (2,)  all of K
 
 
 class Alibi(NamedTuple):
@@ -74,7 +74,7 @@ class Alibi(NamedTuple):
 
 class Experts(NamedTuple):
     places: np.ndarray  # (L,) int64: place among the layers with experts, or -1 - place among the others
-    gate: np.ndarray  # (layers with experts, E, C) float32
-    c_fc: Linear  # (layers with experts * E, F, C)
-    mlp_proj: Linear  # (layers with experts * E, C, F)
-    sums_to_one: bool  # whether the weights of the chosen experts are scaled
+    gate: np.ndarray  # (M, E, C) float32, of M layers with experts
+    c_fc: Linear  # (M * E, F, C)
+    mlp_proj: Linear  # (M * E, C, F)
+    sums_to_one: bool  # whether chosen experts' weights are scaled

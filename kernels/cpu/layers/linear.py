@@ -64,7 +64,7 @@ class Unit(NamedTuple):
     k: int  # values
     bytes: int  # of a panel
     of_chunk: int  # units that several tiles share at a time
-    alone: int  # up to this many rows, a tile takes all of K
+    alone: int  # rows up to which a tile takes all of K
 
 
 @inline

@@ -190,7 +190,7 @@ def _quantize(builder, values, kind, target, scales) -> None:
     def at(start, offset: int):
         return builder.add(start, ir.Constant(start.type, offset))
 
-    # Sizes are in the order of their bits: an infinite one, or NaN, is larger than all others.
+    # Sizes are in the order of their bits: infinity and NaN are larger than all others.
     sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
     largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
     largest, zero, limit = builder.bitcast(largest_bits, F32), ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)

@@ -98,7 +98,7 @@ def _choose_scales(group, group_scales):
     for i in range(WEIGHT_GROUP):
         for j in range(OUT_TILE):
             low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
-    group_scales[0] = NAN  # stays where no error is finite, so that a damaged weight is seen in the logits
+    group_scales[0] = NAN  # stays if no error is finite
     for share in SHARES:
         for j in range(OUT_TILE):
             step = (high[j] - low[j]) * share / LEVELS

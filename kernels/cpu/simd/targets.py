@@ -92,12 +92,10 @@ class Target:
 
     @property
     def has_lanes(self) -> bool:
-        """Whether a product may be one by a single lane of a register: ARM's."""
         return "neon" in self.features
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        """Whether the left side of a product is bfloat16, not float32 rounded to it."""
         return self.bfloat16 in (PAIRS, LONGS)
 
     @property
@@ -106,8 +104,8 @@ class Target:
         return FOURS if self.int8 == FOURS else SHORTS
 
 
-# The first that fits is used. vdpbf16ps takes one cycle on Zen, two on Intel, as long as two multiply-adds there. ARM's
-# bfdot and bfmmla round differently.
+# The first that fits is used. On Intel vdpbf16ps takes as long as two multiply-adds. ARM's bfdot and bfmmla round
+# differently.
 TARGETS = (
     Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, PAIRS, FOURS, FOURS),
     Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, FOURS, FOURS),
