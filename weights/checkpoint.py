@@ -45,7 +45,6 @@ class Checkpoint:
 
     @property
     def is_float8(self) -> bool:
-        """Whether `convert --dtype float8` wrote it."""
         return any(getattr(tensor, "dtype", None) == FLOAT8 for tensor in self.stored.values())
 
     @property
@@ -112,8 +111,7 @@ class RandomTensor:
             array += 1
         return array
 
-    def release(self) -> None:
-        """Hold nothing."""
+    def release(self) -> None: ...
 
 
 def open_random(model: str) -> Checkpoint:

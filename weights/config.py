@@ -92,7 +92,6 @@ class ModelConfig:
 
     @property
     def embedding_size(self) -> int:
-        """The width of the token embeddings and the head."""
         return self.embed_dim or self.n_embd
 
     @property
@@ -179,7 +178,6 @@ def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
 
 
 def split_name(parameter: str) -> tuple[int | None, str, str]:
-    """Return the layer of a parameter or None, its module, and "weight" or "bias"."""
     found = _PARAMETER.fullmatch(parameter)
     if found is None:
         module, kind = parameter.rsplit(".", 1)

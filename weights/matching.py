@@ -123,7 +123,6 @@ class _Found:
         return [f"made up: {listed(left_out, 3)}, which the files leave out"] if left_out else []
 
     def _unlike(self, name: str) -> list[int]:
-        """Return the parts whose copy of a whole tensor differs from the first part's."""
         copies = {part: one.tensor for part, one in self.tensors.get(name, {}).items()}
         first = copies.pop(0, None)
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
@@ -170,7 +169,6 @@ def _explain(path: Path, family: Family, problems: Problems) -> str:
 
 
 def _grouped(found: list[tuple[str, str]]) -> list[str]:
-    """Return one text for what many layers share: a wrong config.json misshapes hundreds of tensors at once."""
     groups: dict[tuple[str, str], list[str]] = {}
     for name, remark in found:
         groups.setdefault((of_any_layer(name), remark), []).append(name)

@@ -43,8 +43,7 @@ class DefaultTensor:
     def float32(self) -> np.ndarray:
         return self.make(self.shape)
 
-    def release(self) -> None:
-        """Hold nothing."""
+    def release(self) -> None: ...
 
 
 def shortest(number: float) -> float:

@@ -64,7 +64,6 @@ class ModelInFiles:
         return self.parameters[name] in EMBEDDINGS
 
     def has_own_positions(self, name: str) -> bool:
-        """Return whether the tensor is a table of positions that skips rows."""
         parameter = self.parameters[name]
         return parameter == POSITIONS and self.rules[parameter].transform is not AS_IS
 
@@ -161,7 +160,6 @@ class _Contents:
 
 
 def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Contents:
-    """Sort all tensors: each is used or ignored by name, and each required one is there, as in a checkpoint."""
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
     modules, shapes = model.modules(stored), model.shapes
     # PEFT adapts linear layers and embeddings alone: what has two dimensions.
@@ -234,7 +232,6 @@ def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: st
 
 
 def _with_ties(replaced: dict[str, Tensor], saved: frozenset[str], tied: tuple[str, ...]) -> dict[str, Tensor]:
-    """Give a tied matrix that is stored under one name to the other too, unless that was trained apart."""
     shared = [replaced[name] for name in tied if name in replaced and name not in saved]
     return replaced | {name: shared[0] for name in tied if shared and name not in saved}
 

@@ -85,7 +85,6 @@ class LoraConfig:
         return cls(**known)
 
     def is_target(self, module: str) -> bool:
-        """Return whether `module` has two factors."""
         excluded = self._is_selected(self.exclude_modules, module) or any(
             self._matches(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.modules_to_save
         )
@@ -106,7 +105,6 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _is_in_layers(self, module: str) -> bool:
-        """Return whether the first number between dots, after what `layers_pattern` matches, is a wanted layer's."""
         if not self.layers_to_transform:
             return True
         parts = module.split(".")
@@ -131,7 +129,6 @@ class LoraConfig:
         return next(found, default)
 
     def _matches(self, pattern: str, name: str) -> bool:
-        """Return whether re.match would find the pattern, in bounded time."""
         try:
             return regex.match(pattern, name, timeout=max(self.deadline - time.monotonic(), 1e-3)) is not None
         except TimeoutError:
@@ -142,7 +139,6 @@ class LoraConfig:
 
 
 def _not_implemented(values: dict[str, Any]) -> list[str]:
-    """An unknown field may change the result, so that no new variant is misread."""
     known = WITHOUT_EFFECT | CHECKS.keys() | {"init_lora_weights"}
     problems = [
         f"{name} is {shown(value)} and not implemented" for name, value in values.items() if name not in known and value

@@ -21,7 +21,7 @@ from tinygpt.weights.containers.ranks import (
 )
 from tinygpt.weights.containers.safetensors import is_safetensors, read_safetensors
 from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
-from tinygpt.weights.containers.torch import ZIP, is_torch, read_torch, read_training_checkpoint
+from tinygpt.weights.containers.torch import is_torch, read_torch, read_training_checkpoint
 from tinygpt.weights.errors import NAMED, CheckpointError, describe, listed, shown
 from tinygpt.weights.files import read_json_object
 
@@ -34,12 +34,6 @@ SAVE_OTHERWISE = "save it with Megatron's --ckpt-format torch, or export it to H
 
 def is_gzip(peek: Peek) -> bool:
     return peek.head.startswith(b"\x1f\x8b")
-
-
-def is_npz(peek: Peek) -> bool:
-    """The name of a zip archive's first entry begins at byte 30; bytes 26 and 27 are its length."""
-    length = int.from_bytes(peek.head[26:28], "little")
-    return peek.head.startswith(ZIP) and peek.head[30 : 30 + length].endswith(b".npy")
 
 
 def _refuse(sentence: str) -> Reader:
@@ -60,7 +54,6 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_tf_index, read_tf_bundle),
     (is_tar, read_nemo),
     (is_gzip, _refuse("is compressed: unpack it with `tar -xzf`, and give the folder.")),
-    (is_npz, _refuse("is NumPy's archive of arrays, which `convert --to npz` writes: give its source.")),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),

@@ -175,7 +175,7 @@ class _Reader:
         return np.frombuffer(self._take(count * size), np.dtype(f"<{NUMBERS[kind]}")).tolist()
 
     def _place_of_tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """Shape, type and offset. Sizes stand innermost first."""
+        """Return shape, type and offset. The file has the innermost size first."""
         dimensions = self._number("I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")

@@ -47,14 +47,10 @@ class StoredTensor(Tensor, Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in the file; 0 if unknown."""
-        ...
+    def nbytes(self) -> int: ...
 
     @property
-    def is_floating(self) -> bool:
-        """Whether `float32` can read it."""
-        ...
+    def is_floating(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -202,8 +198,7 @@ class Part(Protocol):
     @property
     def data(self) -> range: ...
 
-    def verify(self) -> None:
-        """Raise CheckpointError unless the bytes have their checksum."""
+    def verify(self) -> None: ...
 
 
 class ReadAhead:

@@ -138,7 +138,6 @@ class _Reader:
         self.claimed: dict[Path, int] = {}
 
     def check_total(self) -> None:
-        """Raise ValueError if tensors that share bytes are beyond reason."""
         for file in (self.file, *self.files.values()):
             if (claimed := self.claimed.get(file.path, 0)) > MAX_SHARING * len(file):
                 raise ValueError(f"its tensors claim {claimed} bytes of {len(file)}")
@@ -215,7 +214,6 @@ class _Reader:
 
 
 def _inline_size(proto: Any, dtype: str) -> int:
-    """Return the bytes of the elements, which are raw or listed one by one; halves are listed as integers."""
     if proto.HasField("raw_data"):
         return len(proto.raw_data)
     values = {"float32": proto.float_data, "float64": proto.double_data}.get(dtype, proto.int32_data)

@@ -31,7 +31,6 @@ EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_mo
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 MAX_EXPERT_FILES = 16_384
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
-OLD_TORCH = {"sys_info", "pickle", "tensors", "storages"}  # members of such an archive
 MAX_MEMBERS = 10_000
 
 
@@ -204,11 +203,6 @@ def _unpacked(folder: Path) -> dict[str, Member]:
 
 
 def _nemo(path: Path, members: dict[str, Member]) -> Container:
-    if members.keys() >= OLD_TORCH:
-        raise CheckpointError(
-            f"{path} is in the form that PyTorch wrote before 0.1.10, which is not implemented: load it with torch, "
-            "and save it again."
-        )
     if NEMO_CONFIG not in members:
         raise CheckpointError(f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file.")
     if any(name.startswith("model_weights/") for name in members):
@@ -233,7 +227,7 @@ def find_ft_folder(folder: Path) -> Path | None:
 
 
 def read_ft_folder(folder: Path) -> Container:
-    """Tensors of one dimension; the metadata are the sections of config.ini. CheckpointError when a file is damaged."""
+    """Return tensors of one dimension and, as metadata, the sections of config.ini. Raise CheckpointError."""
     parser = configparser.RawConfigParser()
     try:
         parser.read_string(read_regular_text(folder / FT_CONFIG))

@@ -58,7 +58,7 @@ def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Float8Tensor:
-    """A StoredTensor of float8, and its scales."""
+    """A StoredTensor of float8 with its scales."""
 
     codes: MappedTensor
     scales: MappedTensor

@@ -45,7 +45,7 @@ VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
 @dataclass(frozen=True)
 class Variable:
-    """What the index says of a variable: its dtype, its shape and its place. It is a Part of ReadAhead."""
+    """A variable's dtype, shape and place by the index; a Part of ReadAhead."""
 
     file: MappedFile
     name: str
@@ -56,7 +56,6 @@ class Variable:
     crc32c: Callable[[Any], int]
 
     def verify(self) -> None:
-        """Raise CheckpointError unless the bytes have their checksum."""
         data = np.frombuffer(self.file.data, np.uint8, len(self.data), self.data.start)
         if self.crc32c(data) != self.checksum:
             raise CheckpointError(
@@ -152,7 +151,6 @@ def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[Variable]:
 
 
 def _num_shards(path: Path, header: bytes) -> int:
-    """Read BundleHeaderProto."""
     fields = dict(_fields(header))
     num_shards = fields.get(1, 0)
     if not isinstance(num_shards, int):  # SavedTensorSliceMeta, in the place of the header
@@ -177,7 +175,6 @@ def _shape(message: Any) -> tuple[int, ...]:
 
 
 def _read_table(data: bytes, crc32c: Callable[[Any], int]) -> dict[bytes, bytes]:
-    """Return all records, in their order. Raise ValueError if the table is damaged or compressed."""
     if len(data) < FOOTER or data[-len(MAGIC) :] != MAGIC:
         raise ValueError("it does not end as such a table does")
     place = len(data) - FOOTER

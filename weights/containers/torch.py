@@ -59,7 +59,6 @@ class Entry:
         return self.file.data[self.data.start : self.data.stop]
 
     def verify(self) -> None:
-        """Raise CheckpointError unless the bytes have their checksum."""
         view = memoryview(self.file.data)[self.data.start : self.data.stop]
         if self.crc32 is not None and zlib.crc32(view) != self.crc32:
             raise CheckpointError(
@@ -152,7 +151,6 @@ def _container(
 def _tensor(
     file: MappedFile, name: str, view: StridedView, storages: dict[str, Entry], ahead: ReadAhead
 ) -> VerifiedTensor:
-    """Return a view into the file, checked against its storage so that nothing outside is ever read."""
     found = storages.get(view.storage.key, Entry(file, "", range(0)))
     itemsize = ITEM_BYTES.get(view.storage.dtype, 1)
     end = (view.offset + element_extent(view.shape, view.strides)) * itemsize
@@ -219,7 +217,6 @@ class _ZipView:
 
 
 def _data_range(file: MappedFile, info: zipfile.ZipInfo) -> range:
-    """Return the place of an entry's data: the lengths before them are only in the entry's own header."""
     start = info.header_offset + LOCAL_HEADER.size
     if not LOCAL_HEADER.size <= start <= len(file):
         raise zipfile.BadZipFile(f"the entry {info.filename!r} begins outside the file")
@@ -231,7 +228,7 @@ def _data_range(file: MappedFile, info: zipfile.ZipInfo) -> range:
 
 
 def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Entry]]:
-    """Return the structure, and the place of each storage. The form has no checksums."""
+    """Return the structure and the place of each storage."""
     file.data.seek(file.begin)
     is_known = file.data[file.begin : file.begin + 2] == PICKLE
     if not is_known or [load_pickle(file.data, file.path, has_stubs)[0] for _ in range(2)] != [

@@ -33,7 +33,7 @@ MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A flat array of `size` elements, found in the file under `key`."""
+    """A flat array of `size` elements, under `key` in the file."""
 
     key: str
     dtype: str
@@ -60,8 +60,7 @@ class Stub:
         stub.state = {}
         return stub
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        """Ignore what the real class would take."""
+    def __init__(self, *args: Any, **kwargs: Any): ...
 
     def __call__(self, *args: Any) -> "Stub":
         return type(self)()
@@ -70,18 +69,15 @@ class Stub:
         if isinstance(state, dict):
             self.state = fields_of(state)
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """Ignore an item of an unknown mapping."""
+    def __setitem__(self, key: Any, value: Any) -> None: ...
 
-    def append(self, item: Any) -> None:
-        """Ignore an item of an unknown list."""
+    def append(self, item: Any) -> None: ...
 
 
 class StateDict(dict):
     """An OrderedDict without the attributes that a state dict has (`_metadata`: versions of modules)."""
 
-    def __setstate__(self, state: Any) -> None:
-        """Ignore the attributes."""
+    def __setstate__(self, state: Any) -> None: ...
 
 
 def is_key(key: Any) -> bool:

@@ -47,7 +47,6 @@ def checked_config(
 
 
 def written_eos(config: ModelConfig) -> int | list[int] | None:
-    """Return the ids that end a text in the form of config.json."""
     ids = list(config.eos_token_ids)
     return ids[0] if len(ids) == 1 else ids or None
 
@@ -58,13 +57,11 @@ def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
 
 
 def only(allowed: Any, because: str) -> tuple[Callable[[Any], bool], str]:
-    """Return a check of a field that may have one value, or be null."""
     shown = {False: "false", True: "true", None: "null"}.get(allowed, allowed)
     return lambda value: value is None or value == allowed, f"{shown}, because {because}"
 
 
 def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
-    """Return a check of a field whose values are names."""
     return lambda value: isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}"
 
 

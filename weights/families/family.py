@@ -52,12 +52,10 @@ class NamedTensor:
 
 
 def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTensor]:
-    """Yield every tensor by `name_of` its name in the files."""
     return (NamedTensor(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
 
 
 def as_named(source: Source) -> Iterable[NamedTensor]:
-    """Yield every tensor by its name in the files."""
     return named_by(lambda name: name, source)
 
 

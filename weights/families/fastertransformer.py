@@ -51,7 +51,6 @@ def _detect(source: Source) -> bool:
 
 
 def _settings(source: Source) -> dict[str, str]:
-    """Return the settings of the model's section, whatever its name, and of the section on structure."""
     sections = source.container.metadata
     return {**sections.get("structure", {}), **next(one for one in sections.values() if "head_num" in one)}
 
@@ -96,7 +95,6 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of STRUCTURE by the settings. Raise CheckpointError for other architectures."""
     structure, wrong = {}, []
     found = {name: settings.get(name, usual).lower() for name, (usual, _, _) in _ARITHMETIC.items()}
     found = {name: {"1": "true", "0": "false"}.get(value, value) for name, value in found.items()}

@@ -43,7 +43,6 @@ KEYS = {
 
 
 def gguf_name(parameter: str) -> str:
-    """Return GGUF's name of a parameter: h.3.attn.c_attn.weight is blk.3.attn_qkv.weight."""
     return name_in_tables(parameter, TOP, "blk", MODULES)
 
 

@@ -221,7 +221,6 @@ def _activation_of(settings: Mapping[str, Any]) -> str:
 
 
 def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for another architecture, or ranks that are absent."""
     wrong = [
         f"{name} is {shown(settings[name])}"
         for name, allowed in _ALLOWED.items()
@@ -265,7 +264,6 @@ def _config(source: Source) -> ModelConfig:
 
 
 def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[str, Rule]:
-    """Return the rules of the parameters of these names."""
     version, without = _version_of(source), _without_bias(source)
     return {
         name: NO_BIAS

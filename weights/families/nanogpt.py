@@ -49,7 +49,6 @@ def _is_mingpt(source: Source) -> bool:
 
 
 def _named_model(source: Source) -> Iterable[NamedTensor]:
-    """Only tensors under `model` are the model's."""
     return named_by(lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source)
 
 

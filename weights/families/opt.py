@@ -43,7 +43,6 @@ MODULES = {
 
 
 def rule_of_decoder(parameter: str, last_norm: str) -> Rule:
-    """Return the rule of a parameter in a layer, or of the last norm."""
     layer, module, kind = split_name(parameter)
     if layer is None:
         return Rule((f"{last_norm}.{kind}",))
@@ -55,7 +54,6 @@ def rule_of_decoder(parameter: str, last_norm: str) -> Rule:
 
 
 def embed_scale(fields: Fields, width: Any) -> dict[str, float]:
-    """Return the field of ModelConfig, if scale_embedding asks for it."""
     is_scaled = fields["scale_embedding"] is True and is_whole(width) and width > 0
     return {"embed_scale": width**0.5} if is_scaled else {}
 

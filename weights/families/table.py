@@ -29,17 +29,6 @@ OTHERS: tuple[Family, ...] = (
     gpt2.FAMILY,
 )
 FAMILIES: tuple[Family, ...] = (*(family for families in BY_FORMAT.values() for family in families), *OTHERS)
-# Known model types that need more than their names, and why they are refused.
-NOT_IMPLEMENTED = {
-    "gpt_neo": "every second layer of which attends to 256 positions only",
-    "gpt_bigcode": "whose heads share keys and values",
-    **dict.fromkeys(("gptj", "gpt_neox", "codegen"), "whose positions are rotary"),
-    "gpt_neox_japanese": "whose positions are rotary",
-    "imagegpt": "which is of images",
-    "ctrl": "whose head has a bias",
-    "jais": "which is custom code",
-    "btlm": "which is custom code",
-}
 
 
 def family_of(source: Source) -> Family:
@@ -65,9 +54,8 @@ def model_type_of(fields: Mapping[str, Any]) -> ModelType:
     found = fields.get("model_type")
     if isinstance(found, str) and found in MODEL_TYPES:
         return MODEL_TYPES[found]
-    reason = NOT_IMPLEMENTED.get(found) if isinstance(found, str) else None
     raise CheckpointError(
-        f"config.json cannot be used: model_type is {found!r}{f', {reason},' if reason else ''} and must be one of "
+        f"config.json cannot be used: model_type is {found!r} and must be one of "
         f"{', '.join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))}, because no other architecture is implemented. "
         "Take another checkpoint."
     )

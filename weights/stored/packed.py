@@ -73,7 +73,6 @@ class PackedCheckpoint:
 
     @property
     def file(self) -> MappedFile:
-        """The file of all arrays."""
         return next(iter(self.stored.values())).file
 
     def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
