@@ -11,7 +11,7 @@ from tinygpt.bench.measure import random_prompts
 from tinygpt.bench.studies import ABSENT, STUDIES
 from tinygpt.bench.study_runs import Options, records_of, run_study, study_text
 from tinygpt.errors import RequestError
-from tinygpt.evaluation.perplexity import perplexity
+from tinygpt.evaluation.tasks import perplexity
 
 TEXT = "The old king and the wolf went to the house, and it was dark. " * 40
 KEYS = {"preset", "model_filename", "dtype", "n_threads", "batch_size", "num_prompts", "n_prompt", "n_gen"}

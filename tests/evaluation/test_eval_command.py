@@ -1,4 +1,4 @@
-"""`tinygpt eval` and tinygpt.evaluation.perplexity: the same figures as transformers' own methods give."""
+"""`tinygpt eval` and tinygpt.evaluation.tasks: the same figures as transformers' own methods give."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from support.recorded import needs_transformers, recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.evaluation.perplexity import NUM_TOGETHER, Window, lambada, perplexity, windows_of
+from tinygpt.evaluation.tasks import NUM_TOGETHER, Window, lambada, perplexity, windows_of
 
 STORIES = DATA / "stories" / "val.txt"
 WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905

@@ -11,7 +11,7 @@ from support.oracles import TOLERANCE, family_greedy_of, family_logits_of
 from support.processes import Result
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
-from tinygpt.evaluation.perplexity import perplexity
+from tinygpt.evaluation.tasks import perplexity
 
 PROMPT, NEW = 6, 20
 DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), "reference"]  # kernels of each family compile for a minute

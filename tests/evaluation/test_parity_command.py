@@ -81,13 +81,12 @@ def test_with_transformers(capsys, folder):
     assert report["by_layer"] is None
 
 
-@needs_transformers
-def test_a_tolerance_that_no_float32_meets(capsys, folder):
-    code, report = parity(capsys, folder, "--tolerance", 0)
+def test_a_tolerance_that_no_float32_meets(capsys, folder, golden):
+    code, report = parity(capsys, folder, "--golden", golden, "--tolerance", 0)
     assert code == 1
     assert report["passed"] is False
     assert "and the tolerance is 0" in report["failures"][0]
-    assert cli.main(["parity", str(folder), "--tolerance", "0"]) == 1
+    assert cli.main(["parity", str(folder), "--golden", str(golden), "--tolerance", "0"]) == 1
     assert "tinygpt: error: no parity:" in capsys.readouterr().err
 
 

@@ -8,8 +8,8 @@ import pytest
 from support.processes import Result
 from tinygpt import LLM
 from tinygpt.errors import RequestError
-from tinygpt.evaluation import summaries
-from tinygpt.evaluation.summaries import first_sentences, prompt_of, rouge, summarize
+from tinygpt.evaluation import tasks
+from tinygpt.evaluation.tasks import first_sentences, prompt_of, rouge, summarize
 from tinygpt.evaluation.texts import Article, read_articles
 
 ROWS = [
@@ -58,8 +58,8 @@ def test_the_end_of_a_long_article_is_read(file, monkeypatch):
         )
         summarize(llm, read_articles("FILE", file))
         whole = llm.tokenizer.encode(prompt_of(ROWS[1]["article"]))
-        assert llm.max_model_len - summaries.NEW_TOKENS < len(whole)
-        assert asked[1] == whole[-(llm.max_model_len - summaries.NEW_TOKENS) :]
+        assert llm.max_model_len - tasks.NEW_TOKENS < len(whole)
+        assert asked[1] == whole[-(llm.max_model_len - tasks.NEW_TOKENS) :]
         assert asked[0] == llm.tokenizer.encode(prompt_of(ROWS[0]["article"]))
 
 
@@ -87,9 +87,9 @@ def test_scores():
     pytest.importorskip("rouge_score", reason="needs rouge-score: pip install -e '.[eval]'")
     articles = [Article("", "the cat sat"), Article("", "a dog ran away")]
     same = rouge(["the cat sat", "a dog ran away"], articles)
-    assert same == pytest.approx(dict.fromkeys(summaries.KINDS, 100.0))
+    assert same == pytest.approx(dict.fromkeys(tasks.ROUGE_KINDS, 100.0))
     half = rouge(["the cat sat", "nothing"], articles)
-    assert half == pytest.approx(dict.fromkeys(summaries.KINDS, 50.0))
+    assert half == pytest.approx(dict.fromkeys(tasks.ROUGE_KINDS, 50.0))
 
 
 def test_the_command(file, capsys):
@@ -97,4 +97,4 @@ def test_the_command(file, capsys):
     result = Result(capsys, "eval", ["rouge", str(file), "--limit", "1", "--json"])
     record = json.loads(result.out)
     assert (record["task"], record["num_rows"]) == ("rouge", 1)
-    assert all(0 <= record[kind] <= 100 for kind in summaries.KINDS)
+    assert all(0 <= record[kind] <= 100 for kind in tasks.ROUGE_KINDS)

@@ -6,7 +6,7 @@ from support.paths import VOCAB_SIZE
 from support.tiny_checkpoint import write_with_demo_tokenizer
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
-from tinygpt.evaluation.perplexity import lambada, perplexity
+from tinygpt.evaluation.tasks import lambada, perplexity
 
 EXTRA = "<extra>"
 

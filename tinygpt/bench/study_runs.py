@@ -21,7 +21,7 @@ from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Result, S
 from tinygpt.bench.work import num_parameters
 from tinygpt.engine.model_source import ModelSource, load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError, how_to_install, invalid
-from tinygpt.evaluation.perplexity import NUM_TOGETHER, perplexity
+from tinygpt.evaluation.tasks import NUM_TOGETHER, perplexity
 from tinygpt.evaluation.texts import read_text
 from tinygpt.hardware import cpu_name, thread_count
 from tinygpt.llm import LLM

@@ -102,7 +102,7 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
         return read_text("FILE", args.file)
     if args.task == "lambada":
         return read_rows("FILE", args.file)[: args.limit]
-    from tinygpt.evaluation.summaries import new_scorer
+    from tinygpt.evaluation.tasks import new_scorer
 
     articles = read_articles("FILE", args.file)[: args.limit]
     new_scorer()
@@ -110,7 +110,7 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
-    from tinygpt.evaluation.perplexity import NUM_TOGETHER, check_stride
+    from tinygpt.evaluation.tasks import NUM_TOGETHER, check_stride
     from tinygpt.llm import LLM
 
     with LLM(
@@ -132,7 +132,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
 
 
 def _perplexity(llm: "LLM", text: str, stride: int | None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.perplexity import perplexity
+    from tinygpt.evaluation.tasks import perplexity
 
     found = perplexity(llm, text, stride, use_tqdm=progress("window"))
     names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
@@ -141,13 +141,13 @@ def _perplexity(llm: "LLM", text: str, stride: int | None) -> list[dict[str, Any
 
 
 def _lambada(llm: "LLM", texts: list[str], _: None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.perplexity import lambada
+    from tinygpt.evaluation.tasks import lambada
 
     return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, use_tqdm=progress("row"))]
 
 
 def _rouge(llm: "LLM", articles: list[Any], _: None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.summaries import rouge, summarize
+    from tinygpt.evaluation.tasks import rouge, summarize
 
     summaries = summarize(llm, articles, use_tqdm=progress("article"))
     return [{"num_rows": len(articles)} | rouge(summaries, articles)]

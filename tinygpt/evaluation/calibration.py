@@ -1,7 +1,6 @@
 """Calibration: the size of each input channel of linear layers, measured on a text or read from a file.
 
-int8 uses the largest size, as SmoothQuant (Xiao et al., 2022): activations need their range. int4 uses the mean size,
-as AWQ (Lin et al., 2023): the error of weights must be small if activations usually are large.
+int8 uses the largest size, as SmoothQuant (Xiao et al., 2022); int4 the mean size, as AWQ (Lin et al., 2023).
 """
 
 import hashlib
@@ -29,7 +28,7 @@ READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 class Calibration:
     """Sizes and means of input channels (K,), by the layer's name, such as "h.0.attn.c_attn".
 
-    share: SmoothQuant's alpha. A layer without sizes is left to the weights; one without means gets no correction.
+    share: SmoothQuant's alpha. A layer without sizes is not smoothed, a layer without means not corrected.
     """
 
     share: float
@@ -83,10 +82,7 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
-    """Read the largest sizes that SmoothQuant's generate_act_scales.py writes.
-
-    Raises CheckpointError if they are not of this checkpoint.
-    """
+    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError if it is of another checkpoint."""
     tensors = read_torch(path).tensors
     names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}

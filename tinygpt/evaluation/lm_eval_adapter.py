@@ -2,8 +2,7 @@
 
     python -m tinygpt.evaluation.lm_eval_adapter run --model tinygpt --model_args pretrained=demo,dtype=int8 --tasks ...
 
-is the harness's command line with this model type. In Python, import this module before
-lm_eval.simple_evaluate(model="tinygpt", model_args=...).
+In Python, import this module before lm_eval.simple_evaluate(model="tinygpt", model_args=...).
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(f"tinygpt: error: {error}; install the harness: {how_to_install('eval')}") from None
 
 from tinygpt.errors import invalid
-from tinygpt.evaluation.perplexity import NUM_TOGETHER, map_together
+from tinygpt.evaluation.tasks import NUM_TOGETHER, map_together
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
@@ -34,9 +33,8 @@ class TinyGPTLM(TemplateLM):
     """A model of the harness, answered by an LLM.
 
     pretrained: LLM's `model`. max_length: LLM's max_model_len. max_gen_toks: the default of tasks. llm_arguments: other
-    arguments of LLM. batch_size and max_batch_size, which the harness always gives, change nothing: results do not
-    depend on how many requests run at once. As with the harness's `hf` model, special tokens in a text are those
-    tokens, and contexts that are too long lose their beginning.
+    arguments of LLM. batch_size and max_batch_size, which the harness gives, change nothing. As with the harness's `hf`
+    model, special tokens in a text are read as such, and contexts that are too long lose their beginning.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class TinyGPTLM(TemplateLM):
         return list(map_together(self._score, requests, False if disable_tqdm else None, "requests"))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of whole texts, in windows without overlap, the first after the prefix token."""
+        """Return the log probability of each text, in windows without overlap, the first after the prefix token."""
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
         totals = [0.0] * len(requests)
         for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):

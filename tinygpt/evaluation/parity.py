@@ -18,7 +18,7 @@ TOP = 20
 
 @dataclass(frozen=True)
 class Golden:
-    """Another engine's results for one prompt of T tokens, and G greedy tokens after it, end of text or not."""
+    """Another engine's results for one prompt of T tokens, and greedy tokens after it, across an end of text."""
 
     token_ids: list[int]
     logits: np.ndarray  # (T, V) float32
@@ -39,7 +39,7 @@ class Difference:
 class Divergence:
     """The first token, `index` after the prompt, in which two greedy runs differ.
 
-    lead: lead of the expected token's logit over the second; a small lead may rightly be lost.
+    lead: of the expected token's logit over the second; rounding may reverse a small lead.
     """
 
     prompt: int
@@ -51,10 +51,10 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of all prompts. Agreements are shares of all positions, from 0 to 1.
+    """The comparison of all prompts.
 
-    top_1: the same most probable token. top_20: mean share of the golden's TOP that is among ours.
-    by_position: by the first prompt position of each range. by_layer: hidden states, embeddings first.
+    top_1: share of positions with the same most probable token. top_20: mean share of the golden's TOP among ours.
+    by_position: by the first position of each range. by_layer: hidden states, embeddings first.
     """
 
     num_prompts: int
@@ -68,12 +68,12 @@ class Parity:
     by_layer: list[Difference] | None
 
     def failures(self, tolerance: float) -> list[str]:
-        """Return the reasons against parity. Two logits within the tolerance may change places."""
+        """Return the reasons against parity."""
         failures = []
         if not self.logits.largest <= tolerance:  # also for NaN
             failures.append(f"a logit differs by {self.logits.largest:.3g} and the tolerance is {tolerance:g}.")
         for at in self.divergences:
-            if not at.lead <= 2 * tolerance:
+            if not at.lead <= 2 * tolerance:  # two logits within the tolerance may change places
                 failures.append(
                     f"greedy token {at.index} after prompt {at.prompt} is {at.token_id} instead of {at.expected}, "
                     f"which led by {at.lead:.3g}."
@@ -89,17 +89,16 @@ def check_transformers() -> None:
 
 def _unusable(why: object) -> RequestError:
     return RequestError(
-        f"torch and transformers are needed ({why}): {how_to_install('parity')}, or give --golden with a file that "
-        "--save-golden has written."
+        f"torch and transformers are needed ({why}): {how_to_install('parity')}, or give --golden a file."
     )
 
 
 def compute_goldens(
     path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
 ) -> list[Golden]:
-    """Compute with transformers in float32, with so many greedy tokens after each prompt.
+    """Compute with transformers in float32, num_greedy[i] tokens after prompt i.
 
-    Raises RequestError if transformers is not installed, CheckpointError if it does not know the tensors' names.
+    Raise RequestError if transformers is not installed, CheckpointError if it does not know the tensors' names.
     """
     try:
         import torch
@@ -220,7 +219,7 @@ def _share(agreements: Sequence[np.ndarray]) -> float:
 
 
 def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the share of the TOP most probable tokens that are also among our TOP, (T,)."""
+    """Return for each position the share of the TOP tokens that is among our TOP, (T,)."""
     size = min(TOP, expected.shape[1])
     tops = [np.argsort(-logits, -1, kind="stable")[:, :size] for logits in (expected, ours)]  # (T, TOP) each
     return np.array([len(np.intersect1d(a, b)) / size for a, b in zip(*tops, strict=True)])
@@ -237,7 +236,7 @@ def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> 
 
 
 def _by_position(gaps: Sequence[np.ndarray]) -> dict[int, Difference]:
-    """Group positions 0, 1, 2 to 3, 4 to 7 and so on: an error that grows with the context shows."""
+    """Group positions 0, 1, 2 to 3, 4 to 7 and so on, to show errors that grow with the context."""
     longest, start, found = max(map(len, gaps)), 0, {}
     while start < longest:
         stop = max(1, 2 * start)

@@ -1,4 +1,4 @@
-"""The texts that a model is measured on: plain files, LAMBADA's rows, and articles with summaries."""
+"""Texts to measure a model on: plain files, LAMBADA's rows, and articles with summaries."""
 
 import json
 from dataclasses import dataclass

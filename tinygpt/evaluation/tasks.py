@@ -1,4 +1,4 @@
-"""Strided perplexity and LAMBADA, by published protocols."""
+"""Strided perplexity, LAMBADA and ROUGE, by published protocols."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,17 +6,22 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.errors import RequestError, invalid
+from tinygpt.errors import RequestError, how_to_install, invalid
+from tinygpt.evaluation.texts import Article
 from tinygpt.llm import LLM
 from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
+from tinygpt.sampling_params import SamplingParams
 
 NUM_TOGETHER = 8  # threads, each waiting for a score; they share the engine's steps
 LAST_WORD, LAST_TOKEN = "last word", "last token"
+# ROUGE as FasterTransformer's summarization example: "TL;DR:" after an article, top-k 2, four sentences.
+PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
+ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean loss of a text's predicted tokens, in nats, and sizes of the text."""
+    """Mean loss of a text's predicted tokens, in nats, and the sizes of the text."""
 
     loss: float
     num_tokens: int
@@ -42,7 +47,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [begin, stop) of a text; the tokens from `first` on are in no window before it."""
+    """Tokens [begin, stop) of a text; the tokens from `first` on are in no earlier window."""
 
     begin: int
     first: int
@@ -50,16 +55,16 @@ class Window:
 
     @property
     def first_predicted(self) -> int:
-        return max(self.first, self.begin + 1)  # nothing predicts the first token of a window
+        return max(self.first, self.begin + 1)  # the first token of a window has no context
 
     @property
     def weight(self) -> int:
-        return self.stop - self.first - 1  # of the window's mean loss, as Hugging Face has it
+        return self.stop - self.first - 1  # of the window's mean loss, as in Hugging Face's page
 
 
 @dataclass(frozen=True)
 class Lambada:
-    """Results of one protocol. `perplexity` is exp of the mean loss over rows, of a word or of a token."""
+    """Results of one protocol. perplexity: exp of the mean loss over rows, of a word or of a token."""
 
     protocol: str
     num_rows: int
@@ -75,8 +80,8 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm
     """Compute a text's perplexity by the strided method of Hugging Face's documentation (perplexity.md).
 
     Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict the tokens that no
-    window before has. <|endoftext|> is that token, unless the LLM splits special tokens. Raises RequestError for a
-    stride that is not from 1 to max_model_len, or a text of less than two tokens.
+    earlier window has. Raise RequestError for a stride that is not from 1 to max_model_len, or a text of less than two
+    tokens.
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
@@ -116,10 +121,10 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
     """Compute accuracy and perplexity of the end of each text, by two protocols.
 
     last word: as lm-evaluation-harness's lambada_openai; correct if greedy decoding writes all its tokens. last token:
-    as OpenAI for GPT-2. Raises RequestError if there are no texts, or one has no beginning to read.
+    as OpenAI for GPT-2. Raise RequestError without texts, or if a text cannot be read.
     """
     if not texts:
-        raise RequestError("there are no rows to evaluate: give one text at least.")
+        raise RequestError("there are no rows to evaluate.")
     for text in texts:
         llm.read_prompt(text)  # refuses texts before any work
 
@@ -147,8 +152,44 @@ def _summary(protocol: str, found: Iterable[ContinuationScore]) -> Lambada:
 
 
 def _exp(x: float) -> float:
-    """A word of very many tokens may have no finite perplexity."""
     try:
         return math.exp(x)
-    except OverflowError:
+    except OverflowError:  # of a word of very many tokens
         return math.inf
+
+
+def prompt_of(article: str) -> str:
+    return (article + " TL;DR: ").strip().replace(" n't", "n't")
+
+
+def first_sentences(text: str) -> str:
+    return ".".join(text.split(".")[:SENTENCES]) + "."
+
+
+def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -> list[str]:
+    """Return a summary of each article. Raise RequestError for a model without room for NEW_TOKENS."""
+    room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
+    if room < 1:
+        raise RequestError(f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions.")
+    prompts = [llm.tokenizer.encode(prompt_of(article.text))[-room:] for article in articles]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_k=2, seed=SEED)
+    outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
+    return [first_sentences(output.outputs[0].text) for output in outputs]
+
+
+def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, float]:
+    """Return the mean F-measure of each of ROUGE_KINDS over all rows, in percent (Lin, 2004, by `rouge-score`)."""
+    scorer, totals = new_scorer(), dict.fromkeys(ROUGE_KINDS, 0.0)
+    for summary, article in zip(summaries, articles, strict=True):
+        for kind, score in scorer.score(article.summary, summary).items():
+            totals[kind] += 100 * score.fmeasure / len(articles)
+    return totals
+
+
+def new_scorer() -> Any:
+    """Return the scorer of the package rouge-score. Raise RequestError if it is not installed."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise RequestError(f"ROUGE needs the package rouge-score ({error}): {how_to_install('eval')}.") from error
+    return RougeScorer(list(ROUGE_KINDS), use_stemmer=True)
