@@ -4,8 +4,6 @@ Shapes: N new tokens, S sequences, C n_embd, E width of embeddings, F n_inner, V
 All threads run the whole step (see team.py).
 """
 
-from collections.abc import Iterable, Iterator
-
 import numpy as np
 
 from tinygpt.kernels.cpu.jit import inline, kernel
@@ -15,23 +13,19 @@ from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.experts import expert_block, has_experts, mlp_row
 from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear, linear_to_operand
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
-from tinygpt.kernels.cpu.layers.ranks import share_rows
 from tinygpt.kernels.cpu.layers.rows import (
     ONE_LAYER,
-    add_positions,
-    embed_tokens,
+    embed_rows,
     keep_rows,
     norm_before,
     norm_behind,
     norm_if_any,
-    put_rows,
+    score_tokens,
 )
 from tinygpt.kernels.cpu.params import Params
-from tinygpt.kernels.cpu.sampling import sample
-from tinygpt.kernels.cpu.sampling_rows import MAX_ENDS, choose_greatest, is_last_step
+from tinygpt.kernels.cpu.sampling_rows import choose_greatest, is_last_step
 from tinygpt.kernels.cpu.team import begin_step, join_step
-from tinygpt.kernels.cpu.workspace import MAX_STEPS, Workspace, fill, step_of
-from tinygpt.kernels.reference.layers import normalize
+from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> np.ndarray:
@@ -70,20 +64,6 @@ def take_steps(team, leads, params, kv_cache, buffers):
             break
 
 
-@kernel
-def embed_rows(team, project_in, params, x, step, b):
-    p = params
-    if project_in is None:
-        embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)  # (N, C)
-    else:
-        rows = b.embedded.values
-        embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None)  # (N, E)
-        put_rows(team, b.to_project, rows, b.every[: x.shape[0]])  # (N, E)
-        linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)  # (N, C)
-        add_positions(team, x, step.positions, p.wpe)  # (N, C)
-    share_rows(team, x, b.ranks)  # (N, C)
-
-
 @inline
 def embed(team, params, x, step, buffers):
     """x (N, C) = wte[token] + wpe[position]; a negative id stands for a row of embeds."""
@@ -115,69 +95,9 @@ def mlp_block(team, params, layer, x, buffers):
     add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)  # (N, C)
 
 
-@kernel
-def score_tokens(team, project_out, params, logits, b):
-    segments = params.embedding_segments
-    if project_out is None:
-        linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)
-    else:
-        rows = logits.shape[0]
-        linear_to_operand(team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows)
-        linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)
-
-
 @inline
 def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
     norm_before(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
     score_tokens(team, params.project_out, params, logits, buffers)  # (R, V)
-
-
-def multi_step(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
-) -> Iterable[np.ndarray]:
-    if num_steps > MAX_STEPS:
-        raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
-    if warpers.temperature.any():
-        return _drawn(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
-    buffers, choices = workspace.buffers, workspace.buffers.choices
-    fill(buffers, batch, num_steps if ends.size <= MAX_ENDS else 1)
-    choices.num_ends[0] = min(ends.size, MAX_ENDS)
-    choices.ends[: choices.num_ends[0]] = ends[:MAX_ENDS]
-    workspace.team.run(take_steps, params, kv_cache, buffers)
-    return choices.token_ids[: choices.counts[0], : batch.token_ids.size].copy()  # (steps, S)
-
-
-def stop_early(workspace: Workspace, is_wanted: bool) -> None:
-    workspace.buffers.choices.stop_early[0] = is_wanted
-
-
-def _drawn(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
-) -> Iterator[np.ndarray]:
-    for _ in range(num_steps):
-        logits = forward(params, batch, kv_cache, workspace)  # (S, V)
-        token_ids = sample(logits, warpers, seeds, sample_indices, batch.context_lens)  # (S,)
-        yield token_ids
-        if workspace.buffers.choices.stop_early[0]:
-            break
-        batch = batch.next_step(token_ids)
-
-
-def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
-    width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
-    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, width), np.float32)
-    fill(workspace.buffers, batch)
-    workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))
-    hidden[-1] = final_norm(params, hidden[-1])
-    return hidden, queries
-
-
-def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
-    """Return ln_f of x (N, C) without the head's smoothing, which divided its weight and bias."""
-    if params.ln_f is None:
-        return x
-    x = normalize(x, params.ln_f.weight[0], params.ln_f.bias[0], params.epsilon)
-    return x * params.head_factors if params.project_in is None else x

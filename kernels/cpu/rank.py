@@ -6,10 +6,10 @@ import numpy as np
 
 from tinygpt.kernels.cpu.layers.epilogue import MAX_SEGMENTS
 from tinygpt.kernels.cpu.layers.ranks import Ranks
-from tinygpt.kernels.cpu.model import final_norm
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.params import head_segments, inner_segments, load_part, part_of
 from tinygpt.kernels.cpu.simd.panels import zeros
+from tinygpt.kernels.cpu.steps import final_norm
 from tinygpt.kernels.cpu.workspace import Workspace, new_workspace
 
 __all__ = [

@@ -11,7 +11,7 @@ from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cpu.model import final_norm
+from tinygpt.kernels.cpu.steps import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
