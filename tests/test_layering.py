@@ -38,7 +38,7 @@ LIBRARIES = {
     "tinygpt.parallel": {"mpi4py"},
     "tinygpt.bench": {"matplotlib"},
     "tinygpt.evaluation": {"torch", "transformers", "lm_eval", "rouge_score"},
-    "tinygpt.cli.doctor": {"llvmlite"},
+    "tinygpt.cli.info": {"llvmlite"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}

@@ -10,9 +10,9 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt import hardware
-from tinygpt.cli import doctor
+from tinygpt.cli import info
 from tinygpt.cli import main as cli
-from tinygpt.cli.doctor import instructions
+from tinygpt.cli.info import instructions
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
 
@@ -79,20 +79,20 @@ def test_a_driver_and_its_devices(monkeypatch):
         def cuDeviceGetName(self, name, size, device):
             name.value = f"GPU {device.value}".encode()
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", Driver)
-    monkeypatch.setattr(doctor.ctypes, "WinDLL", Driver, raising=False)
-    assert doctor._cuda_driver() == {"driver": "CUDA 13.1", "devices": ["GPU 0", "GPU 1"]}
+    monkeypatch.setattr(info.ctypes, "CDLL", Driver)
+    monkeypatch.setattr(info.ctypes, "WinDLL", Driver, raising=False)
+    assert info._cuda_driver() == {"driver": "CUDA 13.1", "devices": ["GPU 0", "GPU 1"]}
     monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
-    assert doctor._cuda_driver() == {"driver": None, "devices": [], "error": "cuInit returned 100"}
+    assert info._cuda_driver() == {"driver": None, "devices": [], "error": "cuInit returned 100"}
 
 
 def test_no_driver(monkeypatch):
     def load(name):
         raise OSError(name)
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", load)
-    monkeypatch.setattr(doctor.ctypes, "WinDLL", load, raising=False)
-    assert doctor._cuda_driver() == {"driver": None, "devices": []}
+    monkeypatch.setattr(info.ctypes, "CDLL", load)
+    monkeypatch.setattr(info.ctypes, "WinDLL", load, raising=False)
+    assert info._cuda_driver() == {"driver": None, "devices": []}
 
 
 def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):

@@ -16,7 +16,7 @@ import pytest
 from support.golden_models import write_small_demo
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import interactive
+from tinygpt.cli import generate
 from tinygpt.cli import main as cli
 
 BASE = {"max_tokens": 8, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "ignore_eos": True}
@@ -31,7 +31,7 @@ def talk(monkeypatch, capsys, llm):
     def run(*lines, flags=(), prompt=(), model=llm):
         data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        monkeypatch.setattr(interactive, "load_llm", lambda args: (model, 0.25))
+        monkeypatch.setattr(generate, "load_llm", lambda args: (model, 0.25))
         code = cli.main(["generate", *prompt, *FLAGS, *flags])
         out, err = capsys.readouterr()
         return code, out, err
@@ -162,7 +162,7 @@ def test_what_no_turn_could_do_is_refused_at_once(talk, flags, says):
 
 def test_ctrl_c_ends_the_sample_and_keeps_its_tokens(talk, llm, monkeypatch):
     """Here at the third chunk: its token is in the session, and its text was not printed."""
-    num_printed, emit = 0, interactive.emit
+    num_printed, emit = 0, generate.emit
 
     def interrupted(text="", **options):
         nonlocal num_printed
@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_sample_and_keeps_its_tokens(talk, llm, monkeypatch):
             raise KeyboardInterrupt
         emit(text, **options)
 
-    monkeypatch.setattr(interactive, "emit", interrupted)
+    monkeypatch.setattr(generate, "emit", interrupted)
     code, out, _ = talk("Once", "And then")
     session = llm.session()
     session.extend("Once")

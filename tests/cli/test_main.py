@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -182,7 +183,7 @@ def test_any_error_is_a_sentence_and_an_exit_code(call, monkeypatch, error, code
     def fail(args: argparse.Namespace):
         raise error
 
-    monkeypatch.setattr(generate, "run", fail)
+    monkeypatch.setattr(generate, "GENERATE", replace(generate.GENERATE, run=fail))
     result = call("generate", "Once")
     assert result.code == code
     assert says in result.err

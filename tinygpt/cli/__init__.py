@@ -1,5 +1,5 @@
-"""The command line: flags, messages and exit codes, and a module for each command.
+"""The command line: flags, messages and exit codes, and the commands.
 
-`main` finds the command. `flags`, `input`, `output` and `loading` are shared; `batch` and `interactive` belong to
-`generate`. May import every room of tinygpt, and no room imports it.
+`flags`, `input`, `output` and `loading` are shared; `batch` belongs to `generate`. No other room but `on_ray` imports
+this one.
 """

@@ -7,11 +7,10 @@ from pathlib import Path
 from tinygpt.bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
 from tinygpt.bench.studies import STUDIES
 from tinygpt.cli import loading
-from tinygpt.cli.flags import CHECKPOINT, MODEL_FLAGS, RANK_FLAGS, add_flag, dtypes, whole_numbers
+from tinygpt.cli.flags import CHECKPOINT, MODEL_FLAGS, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
 from tinygpt.cli.output import check_writable, counted, emit, log, table_format, write_results
 from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 
-SUMMARY = "measure speed: reading prompts and generating, beside what the machine could do"
 # Flags have no argparse default: a flag that has no meaning next to another is refused.
 CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,), "kv_cache_dtype": "auto"}
 RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
@@ -205,3 +204,6 @@ def _write(args: argparse.Namespace, records: list[Record], markdown: str | None
     if args.output is not None:
         emit(tables.get(table_format()) or FORMATS[table_format()](records))
         log(f"the results are in {args.output}")
+
+
+BENCH = Command("measure speed: reading prompts and generating, beside what the machine could do", add_arguments, run)

@@ -1,4 +1,4 @@
-"""`tinygpt convert`: a checkpoint packed ahead of time, in another dtype or format, instead of at every start."""
+"""`tinygpt convert` packs a checkpoint ahead of time; `tinygpt warmup` compiles the kernels ahead of time."""
 
 import argparse
 import os
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import CHECKPOINT, add_argument, add_flag, dtype, one_of_both
+from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_argument, add_flag, add_group, dtype, one_of_both
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output import log, progress
 from tinygpt.errors import RequestError, TinyGPTError, invalid
@@ -18,8 +18,6 @@ from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 if TYPE_CHECKING:
     from tinygpt.weights.checkpoint import Checkpoint
 
-USAGE = "tinygpt convert [flags] SRC DST"
-SUMMARY = "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts"
 ALPHA = 0.5
 FORMATS = {  # -> dtypes; None is tinygpt's own format
     None: (*DTYPES, STORAGE_DTYPE),
@@ -79,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
         args.source, args.target = None, args.source
     args.source = one_of_both("SRC", args.source, args.model)
     if args.source is None or args.target is None:
-        raise RequestError(f"a checkpoint and the folder to make are needed: {USAGE}.")
+        raise RequestError("a checkpoint and the folder to make are needed: tinygpt convert [flags] SRC DST.")
     target = Path(args.target).expanduser().absolute()
     args.dtype = args.dtype or ("float32" if args.to else "int8")
     _check(args, target)
@@ -220,3 +218,26 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         **({} if calibration is None else calibration.about),
     }
     return packed.arrays_of(params), metadata
+
+
+def _add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
+    add_group(parser, CPU_FLAGS)
+
+
+def _warm_up(args: argparse.Namespace) -> None:
+    set_thread_pools(args.threads)
+    from tinygpt.kernels.cpu.jit import kernel_cache
+    from tinygpt.llm import warmup
+
+    if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
+        log("nothing was left to compile")
+    log(f"the kernels are kept in {kernel_cache().folder}")
+
+
+CONVERT = Command(
+    "pack a checkpoint ahead of time, as int8 or in another precision, for faster starts",
+    add_arguments,
+    run,
+    "[flags] SRC DST",
+)
+WARMUP = Command("compile the kernels for a model and dtype ahead of time", _add_warmup_arguments, _warm_up)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.report import aligned, records_table
 from tinygpt.cli import loading
-from tinygpt.cli.flags import CPU_FLAGS, RANK_FLAGS, add_group, dtypes
+from tinygpt.cli.flags import CPU_FLAGS, RANK_FLAGS, Command, add_group, dtypes
 from tinygpt.cli.output import emit, log, progress, table_format
 from tinygpt.errors import RequestError, invalid, work_started_by
 from tinygpt.evaluation.texts import read_articles, read_rows, read_text
@@ -16,8 +16,6 @@ from tinygpt.evaluation.texts import read_articles, read_rows, read_text
 if TYPE_CHECKING:
     from tinygpt.llm import LLM
 
-USAGE = "tinygpt eval [flags] {ppl,lambada,rouge} FILE"
-SUMMARY = "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE"
 # Title of a column -> its format for a record.
 COLUMNS = {
     "ppl": {
@@ -176,3 +174,8 @@ def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
         return {}
     name = "token_perplexity" if "token_perplexity" in record else "perplexity"
     return {"change": record[name] / first[name] - 1}
+
+
+EVAL = Command(
+    "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE", add_arguments, run, "[flags] {ppl,lambada,rouge} FILE"
+)

@@ -7,8 +7,8 @@ list.
 
 import argparse
 import secrets
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tinygpt.errors import RequestError
@@ -46,6 +46,20 @@ DTYPE_ALIASES = {
 }
 RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")  # of every command that loads a model on the CPU
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: its line in the list of commands, its flags, and the function that runs it."""
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+    arguments: str = "[flags]"
+    everyday: tuple[str, ...] = ()  # names that --help shows; --help-all shows the others too; (): all
+    rare: str = ""  # said of the others
+
+
 CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
 
 

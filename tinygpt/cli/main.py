@@ -8,18 +8,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
-from types import ModuleType
 
 import tinygpt
-from tinygpt.cli.flags import flag_of
+from tinygpt.cli.flags import Command, flag_of
 from tinygpt.cli.loading import Terminated, has_ranks, start_ranks, warn_if_oversubscribed
 from tinygpt.cli.output import STATUS, log, logging_to_stderr, print_error
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
-# Each is a module of tinygpt/cli, imported when it is asked for, or when all of them are listed.
+# Modules are imported when their command runs, or when all commands are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
-LISTED = ", ".join(COMMANDS)
+MODULES = {"warmup": "convert", "doctor": "info"}  # of commands that share one; any other has its own
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM, as a shell reports others
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
@@ -51,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             start_ranks(args, words)
             warn_if_oversubscribed(getattr(args, "threads", None))
-            _module_of(args.command).run(args)
+            _command(args.command).run(args)
             return DONE
         except (Exception, KeyboardInterrupt) as error:
             if args.debug:
@@ -91,6 +90,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"unknown flag {name}{suggest(name, flags)}")
         args.command = command
         return args
+    listed = ", ".join(COMMANDS)
     parser = argparse.ArgumentParser(
         "tinygpt",
         usage="tinygpt COMMAND [flags]",
@@ -101,22 +101,22 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
-        subparsers.add_parser(name, help=_module_of(name).SUMMARY)
+        subparsers.add_parser(name, help=_command(name).summary)
     if command is None:
         parser.print_help(sys.stderr)
         parser.exit(USAGE)
     if command not in ("-h", "--help", "-V", "--version"):
-        parser.error(f"unknown command {command}{suggest(command, COMMANDS) or f'; give one of {LISTED}'}")
+        parser.error(f"unknown command {command}{suggest(command, COMMANDS) or f'; give one of {listed}'}")
     return parser.parse_args(words[:1])  # exits
 
 
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command; it builds without NumPy and Numba. is_all: show rare flags in --help too."""
-    command = _module_of(name)
+    command = _command(name)
     parser = argparse.ArgumentParser(
         f"tinygpt {name}",
-        usage=getattr(command, "USAGE", f"tinygpt {name} [flags]"),
-        description=getattr(command, "DESCRIPTION", command.SUMMARY),
+        usage=f"tinygpt {name} {command.arguments}",
+        description=command.summary,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -126,12 +126,12 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     about = "show the log, and the traceback of an error (default: off)"
     parser.add_argument("--debug", action="store_true", help=about)
     parser.add_argument("--verbose", dest="debug", action="store_true", help=argparse.SUPPRESS)
-    if hasattr(command, "EVERY_DAY") and not is_all:
-        shown = (*command.EVERY_DAY, "help", "help_all")
+    if command.everyday and not is_all:
+        shown = (*command.everyday, "help", "help_all")
         rare = [a for a in parser._actions if a.dest not in shown and a.help != argparse.SUPPRESS]
         for action in rare:
             action.help = argparse.SUPPRESS
-        parser.epilog = f"--help-all shows {len(rare)} more flags{command.RARE}\n{EPILOG}"
+        parser.epilog = f"--help-all shows {len(rare)} more flags{command.rare}\n{EPILOG}"
     return parser
 
 
@@ -140,8 +140,8 @@ def _with_hyphens(word: str) -> str:
     return word if found is None else found[0].replace("_", "-") + word[found.end() :]
 
 
-def _module_of(command: str) -> ModuleType:
-    return import_module(f"tinygpt.cli.{command}")
+def _command(name: str) -> Command:
+    return getattr(import_module(f"tinygpt.cli.{MODULES.get(name, name)}"), name.upper())
 
 
 def _prepare_streams() -> None:

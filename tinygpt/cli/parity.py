@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import add_checkpoint, add_flag, checkpoint_of
+from tinygpt.cli.flags import Command, add_checkpoint, add_flag, checkpoint_of
 from tinygpt.cli.input import read_prompts, refuse_lines
 from tinygpt.cli.output import check_writable, log, print_fields, print_json, print_table
 from tinygpt.errors import RequestError, TinyGPTError, invalid
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tinygpt.evaluation.parity import Difference, Golden, Parity
     from tinygpt.llm import LLM
 
-USAGE = "tinygpt parity [flags] [CHECKPOINT]"
-SUMMARY = "compare logits and greedy tokens with transformers, or with a stored golden file"
 # Two to four times the differences on the demo, which reach 0.07, 0.5 and 2.1 in the last three dtypes. The standard
 # deviation of a trained model's logits is a few units.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25, "int8": 1.0, "int4": 4.0}
@@ -212,3 +210,11 @@ def _print_text(about: dict[str, Any], parity: "Parity") -> None:
 def _print_differences(title: str, rows: "Iterable[tuple[str, Difference]]") -> None:
     cells = [(name, f"{difference.largest:.3g}", f"{difference.mean:.3g}") for name, difference in rows]
     print_table(title, [("", "largest", "mean"), *cells])
+
+
+PARITY = Command(
+    "compare logits and greedy tokens with transformers, or with a stored golden file",
+    add_arguments,
+    run,
+    "[flags] [CHECKPOINT]",
+)

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import MODEL_FLAGS, add_group
+from tinygpt.cli.flags import MODEL_FLAGS, Command, add_group
 from tinygpt.cli.output import log
 from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from tinygpt.llm import LLM
     from tinygpt.server.api import ServerConfig
 
-SUMMARY = "answer OpenAI's and vLLM's clients over HTTP"
 KEY_VARIABLE = "TINYGPT_API_KEY"
 SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; several may be given (default: none)"
 KEY = f"key that clients must send, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
@@ -118,3 +117,6 @@ def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "Serve
 def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     given = os.environ.get(KEY_VARIABLE)
     return tuple(key.strip() for key in args.api_key or ([given] if given else []))
+
+
+SERVE = Command("answer OpenAI's and vLLM's clients over HTTP", add_arguments, run)
