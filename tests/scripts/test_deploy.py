@@ -105,7 +105,7 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
     with LLM("demo", device="reference") as llm:
         [output] = llm.generate("Once", SamplingParams(max_tokens=2))
         metrics = Metrics(llm, "demo")
-        metrics.observe(output)
+        metrics.observe_all([output], [])
         metrics.count_http("/v1/completions", 200)
         families = [*text_string_to_metric_families(metrics.text().decode())]
     known = {sample.name: {*sample.labels} for family in families for sample in family.samples}
@@ -185,7 +185,7 @@ def test_the_service_finds_its_pods():
 
 def test_probes_need_no_key():
     pytest.importorskip("fastapi", reason="fastapi, of the extra `serve`, is not installed")
-    from tinygpt.server.security import OPEN_PATHS
+    from tinygpt.server.app import OPEN_PATHS
 
     assert {"/health", "/version", "/metrics"} <= OPEN_PATHS
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from tinygpt import LLM
 from tinygpt.server.api import ServerConfig
-from tinygpt.server.app import create_app
-from tinygpt.server.security import LOOPBACK
+from tinygpt.server.app import LOOPBACK, create_app
 from tinygpt.server.serve import Server, listen
 
 SECONDS = 60

@@ -94,8 +94,8 @@ def _tokenizer_message(llm: "LLM") -> str | None:
 def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":
     """address: the numeric address of --host."""
     from tinygpt.server.api import ServerConfig
+    from tinygpt.server.app import LOOPBACK
     from tinygpt.server.chat import ChatTemplate
-    from tinygpt.server.security import LOOPBACK
 
     keys, is_local = _keys(args), ip_address(address).is_loopback
     hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}

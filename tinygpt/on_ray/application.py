@@ -1,4 +1,4 @@
-"""A Ray Serve application: replicas of the server, as many as there are requests for.
+"""A Ray Serve application: replicas of the server, scaled with the load.
 
 serve run tinygpt.on_ray.application:build model=gpt2 dtype=int8 threads=4 max_replicas=8
 """
@@ -20,12 +20,11 @@ from tinygpt.server.serve import configure_logging
 
 
 class Arguments(BaseModel):
-    """Arguments of `build`; `serve run` gives texts, which become numbers here.
+    """The arguments of `build`; pydantic converts the texts of `serve run`.
 
-    target_ongoing_requests: running and waiting requests of a replica above which another one is started; None: as
-        many as it can run at once.
-    max_queue: samples that may wait in a replica; more are refused with status 429.
-    autoscaling: other fields of Ray's AutoscalingConfig, such as upscale_delay_s. llm: other arguments of LLM(...).
+    target_ongoing_requests: requests a replica above which Ray starts another; None is max_num_seqs.
+    max_queue: waiting samples of a replica; it refuses more with status 429.
+    autoscaling: other fields of AutoscalingConfig. llm: other arguments of LLM.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -47,21 +46,14 @@ class Arguments(BaseModel):
 @serve.deployment(health_check_period_s=5, graceful_shutdown_timeout_s=30)
 @serve.ingress()
 class Replica:
-    """The server's ASGI app with its LLM. Ray Serve routes, restarts and counts replicas."""
+    """The server's ASGI app with its LLM."""
 
     def __init__(self, arguments: Arguments):
         a = arguments
         configure_logging("json")
         self._arguments = arguments
-        self._llm = LLM(
-            a.model,
-            a.dtype,
-            threads=a.threads,
-            max_num_seqs=a.max_num_seqs,
-            max_queue=a.max_queue,
-            # As in `tinygpt serve`: special tokens in texts of clients are plain text.
-            **{"split_special_tokens": True, **a.llm},
-        )
+        sizes = {"threads": a.threads, "max_num_seqs": a.max_num_seqs, "max_queue": a.max_queue}
+        self._llm = LLM(a.model, a.dtype, **sizes, **{"split_special_tokens": True, **a.llm})  # as `tinygpt serve`
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments
@@ -75,7 +67,7 @@ class Replica:
         return app
 
     def check_health(self) -> None:
-        """Raise if the engine has failed: Ray then replaces the replica. Publish the metrics as Ray's gauges."""
+        """Raise if the engine has failed, so that Ray replaces the replica. Publish the metrics as Ray's gauges."""
         self._llm.check_health()
         for metric in self._metrics.collect():
             for sample in metric.samples:  # of a histogram: buckets, sum and count
@@ -86,15 +78,14 @@ class Replica:
 
 
 def build(arguments: Arguments) -> Application:
-    """Return the application for `serve run` and `serve.run`. A replica has as many CPUs as threads."""
+    """Return the application for `serve run`. A replica has as many CPUs as threads."""
     scaling = AutoscalingConfig(
         min_replicas=arguments.min_replicas,
         max_replicas=arguments.max_replicas,
         target_ongoing_requests=arguments.target_ongoing_requests or arguments.max_num_seqs,
         **arguments.autoscaling,
     )
-    # The replica itself refuses requests beyond its queue, in the form of OpenAI's errors.
-    room = arguments.max_num_seqs + arguments.max_queue + 1
+    room = arguments.max_num_seqs + arguments.max_queue + 1  # the replica refuses the last one, in OpenAI's form
     options = {"num_cpus": arguments.threads}
     deployment = Replica.options(max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options)
     return deployment.bind(arguments)

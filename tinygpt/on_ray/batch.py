@@ -1,4 +1,4 @@
-"""`generate --ray`: an actor pool of Ray Data, at $RAY_ADDRESS or on this machine, answers the prompts of a file."""
+"""`generate --ray`: an actor pool of Ray Data, at $RAY_ADDRESS or on this machine."""
 
 import argparse
 import logging
@@ -18,25 +18,24 @@ from tinygpt.cli.output import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
 
-ROUNDS = 2  # prompts of a batch for each that an actor can run at once: no slot waits for the next prompt
-OBJECT_STORE = 128 * 2**20  # bytes; prompts and records pass through it, and no weights
+ROUNDS = 2  # prompts of a batch for each slot of an actor, so that no slot idles between batches
+OBJECT_STORE = 128 * 2**20  # bytes, for prompts and records
 SECONDS_TO_ANSWER = 5
-# Ray reads these when it is imported: no usage reports, no progress bars.
+# Ray reads these at its import.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
-
 
 Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 
 @dataclass(frozen=True)
 class Setup:
-    """LLM's arguments for each actor, on other hosts and in other folders."""
+    """LLM's arguments, independent of the working folder."""
 
     arguments: dict[str, Any]
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
-        """Return the setup, and the InputProcessor that reads prompts without the model's weights."""
+        """Return the setup, and an InputProcessor, which needs no weights."""
         loading.set_thread_pools(args.threads)
         from tinygpt.engine.input_processor import InputProcessor
         from tinygpt.engine.model_source import EngineConfig, ModelSource
@@ -64,13 +63,12 @@ class Setup:
 
 
 def _whole_path(name: str | None) -> str | None:
-    """Return the absolute path of a file or folder; any other name, such as demo, stays."""
     is_path = name is not None and name != "demo" and os.path.exists(name)
     return os.path.abspath(name) if is_path else name
 
 
 class Actor:
-    """One of the pool: an LLM that answers batches of requests. These are pickled, as Arrow has no such types."""
+    """An LLM of the pool. Requests are pickled, as Arrow has no such types."""
 
     def __init__(self, setup: Setup):
         loading.set_thread_pools(setup.arguments["threads"])
@@ -80,7 +78,7 @@ class Actor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         requests = [pickle.loads(request) for request in batch["request"]]
-        asked = [(i, self._llm.submit(prompt, params)) for i, prompt, params in requests]  # all run together
+        asked = [(i, self._llm.submit(prompt, params)) for i, prompt, params in requests]
         return {"found": [pickle.dumps((i, _found(future))) for i, future in asked]}
 
 
@@ -95,8 +93,7 @@ def _found(future: Any) -> Any:
 def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterator[Iterator[tuple[int, Any]]]:
     """Yield an iterator of (index, RequestOutput or FailedRequestError), the longest requests first.
 
-    Ray retries a lost actor's batches.
-    Raise RequestError if the cluster has no room, TinyGPTError if an actor raises or Ray gives up.
+    Raise RequestError if the cluster has no room, TinyGPTError if Ray fails.
     """
     ray = _import_ray()
     log("starting Ray")
@@ -104,7 +101,7 @@ def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterato
     try:
         _join(ray, count, setup.arguments["threads"])
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
-        with redirect_stdout(sys.stderr):  # Ray prints when actors end; records have the stdout of before
+        with redirect_stdout(sys.stderr):  # Ray prints when actors end, and stdout is for records
             yield _outputs(ray, count, setup, requests)
     except ray.exceptions.RayError as error:
         raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
@@ -115,7 +112,7 @@ def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterato
 def _outputs(ray: Any, count: int, setup: Setup, requests: list[Request]) -> Iterator[tuple[int, Any]]:
     longest_first = sorted(requests, key=_num_tokens, reverse=True)
     rows = [{"request": pickle.dumps(request)} for request in longest_first]
-    # A batch may take long, and hosts may be long in coming: Ray notices a lost actor anyway.
+    # A batch or a new host may take long, and Ray notices a lost actor anyway.
     ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
     dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.batch_size))
     done = dataset.map_batches(
@@ -130,7 +127,6 @@ def _outputs(ray: Any, count: int, setup: Setup, requests: list[Request]) -> Ite
 
 
 def _num_tokens(request: Request) -> int:
-    """Return the number of tokens that a request may take."""
     _, prompt, params = request
     return len(prompt.token_ids) + max(params.best_of or params.n, params.num_beams) * params.max_tokens
 
@@ -143,17 +139,17 @@ def _import_ray() -> Any:
         import ray.data
     except ImportError as error:
         raise RequestError(f"--ray needs {error.name}, which comes with: {how_to_install('ray')}.") from None
-    rays = logging.getLogger("ray.data")  # a file in Ray's folder has the same lines
+    rays = logging.getLogger("ray.data")  # Ray's log files keep the lines
     for handler in [h for h in rays.handlers if isinstance(h, logging.StreamHandler)]:
         rays.removeHandler(handler)
     return ray
 
 
 def _join(ray: Any, count: int, threads: int) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one of this machine. RequestError if it has no room for an actor."""
+    """Join the cluster at RAY_ADDRESS, or start one. RequestError if it has no room for an actor."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS")
-    if not address:  # Ray takes one CPU in addition to the actors' CPUs
+    if not address:  # one CPU more is Ray's own
         size = {"num_cpus": count * threads + 1, "object_store_memory": OBJECT_STORE}
         ray.init("local", include_dashboard=False, **size, **quiet)
         return

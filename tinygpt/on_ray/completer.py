@@ -1,4 +1,4 @@
-"""Completer: continues the prompts of a Ray Dataset, each actor of a pool with an LLM of its own."""
+"""Completer: the class for `Dataset.map_batches`, with an LLM in each actor."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -16,7 +16,7 @@ COLUMNS = ("generated_text", "generated_token_ids", "finish_reason", "error")  #
 
 
 class Completer:
-    """For `Dataset.map_batches`; a row's failure is a value of the row, and no row fails another.
+    """Continue the prompts of a Ray Dataset; a refused or failed row becomes an error in that row.
 
         dataset.map_batches(
             Completer,
@@ -24,14 +24,11 @@ class Completer:
             compute=ray.data.ActorPoolStrategy(size=2), num_cpus=4, batch_size=64,
         )
 
-    A row has `prompt`, a text or token ids, and may have `sampling_params`, fields of SamplingParams in front of
-    `params`; one that is None is not given. It gets COLUMNS: of what came, `error` or the others are None. An error is
-    what cannot be served, such as a prompt that is too long or a field that does not exist, and what could not go on.
-    What is wrong with the engine itself is raised, which ends the job.
-
-    arguments: LLM's, but for max_queue: a batch waits for its turn. Name files by whole paths, as an actor may run in
-    another folder. An actor has as many CPUs as num_cpus says and knows nothing of that: give `threads` as many.
-    Raises as LLM does, and RequestError for impossible params.
+    Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields that override `params`
+    (None is absent). COLUMNS are added; either `error` or the others are None. A failure of the engine is raised and
+    ends the job.
+    arguments: LLM's without max_queue. Paths must be absolute, and threads must equal num_cpus.
+    Raise as LLM does, and RequestError for impossible params.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, **arguments: Any):
@@ -41,13 +38,12 @@ class Completer:
         self._llm = LLM(**arguments)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The batch with what its rows got."""
         if "prompt" not in batch:
             raise RequestError(f"the rows have {', '.join(map(repr, batch))} and need a column 'prompt'.")
         prompts = batch["prompt"]
         given = batch.get("sampling_params", [None] * len(prompts))
         asked = [self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, given, strict=True)]
-        rows = [_row_of(one) for one in asked]  # all run together
+        rows = [_row_of(one) for one in asked]
         return {**batch, **{name: _column([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}}
 
     def _submit(self, prompt: Any, fields: Mapping[str, Any]) -> "Future[RequestOutput] | RequestError":
@@ -58,11 +54,10 @@ class Completer:
 
 
 def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
-    """RequestError for what is impossible, several samples among it: a row has room for one."""
     if not isinstance(fields, Mapping):
         raise RequestError(f"sampling_params is {fields!r} and must be fields of SamplingParams and their values.")
     given = {str(name): _plain(value) for name, value in fields.items() if value is not None}
-    if isinstance(given.get("logit_bias"), dict):  # Arrow's keys are texts, and each row has those of all
+    if isinstance(given.get("logit_bias"), dict):  # Arrow has texts as keys, and the keys of all rows
         bias = given["logit_bias"].items()
         given["logit_bias"] = {_token_id(key): value for key, value in bias if value is not None}
     params = replace(params, **given)
@@ -82,7 +77,7 @@ def _row_of(asked: "Future[RequestOutput] | RequestError") -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Arrow's arrays and numbers as Python's."""
+    """Return Arrow's arrays and numbers as Python's."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
@@ -91,7 +86,6 @@ def _token_id(key: Any) -> Any:
 
 
 def _column(values: list[Any]) -> np.ndarray:
-    """Objects, none of which is taken for an array."""
     column = np.empty(len(values), object)
     column[:] = values
     return column

@@ -24,11 +24,10 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import Chat, ChatTemplate, chat_ids
 from tinygpt.server.completions import Completion, events, ranked, scored, scoring_request, suffix_ids, whole_events
-from tinygpt.server.connection import SSE, EventStream, while_connected
 from tinygpt.server.errors import ApiError, from_engine
 from tinygpt.server.metrics import Metrics, finish_reasons, num_made, num_read
 from tinygpt.server.replies import DONE, TokenNames, event, to_json
-from tinygpt.server.work import LARGE, PING, Outbox, Work
+from tinygpt.server.work import LARGE, PING, SSE, EventStream, Outbox, Work, while_connected
 from tinygpt.wire import chunk_to_json, output_to_json, score_to_json
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -109,13 +108,9 @@ class Api:
         prompts = await self._prompts(_listed(form.prompt), form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
-        params = await self._params(
-            form,
-            request,
-            max_tokens=max(max_tokens, 1),
-            logprobs=form.logprobs,
-            prompt_logprobs=max((count for count in counts if count is not None), default=None),
-        )
+        most = max((count for count in counts if count is not None), default=None)
+        others = {"max_tokens": max(max_tokens, 1), "logprobs": form.logprobs, "prompt_logprobs": most}
+        params = await self._params(form, request, **others)
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
@@ -216,9 +211,7 @@ class Api:
         """End the work, count it, and note it for the log."""
         work.cancel()
         found, notes = work.found(), request.state.notes
-        for each in found:
-            self.metrics.observe(each)
-        self.metrics.observe_gaps(work.token_gaps())
+        self.metrics.observe_all(found, work.token_gaps())
         firsts = [each.metrics.time_to_first_token for each in found]
         notes["prompt_tokens"] = sum(num_read(each) for each in found)
         notes["completion_tokens"] = sum(num_made(each) for each in found)
@@ -228,8 +221,8 @@ class Api:
 
     def stop_all(self) -> None:
         """End all work; each client is told why."""
-        message = "the server was shut down before this was finished: ask again."
-        self._stopped = ApiError(503, message, code="shutting_down")
+        reason = "the server was shut down before this was finished: ask again."
+        self._stopped = ApiError(503, reason, code="shutting_down")
         for work in list(self._works):
             work.stop(self._stopped)
 
@@ -400,17 +393,9 @@ class Api:
         ids = next(iter(config.eos_token_ids), None), config.bos_token_id
         known = [i if self.names.has_tokenizer else None for i in ids]
         eos, bos = (None if i is None else self.llm.tokenizer.decode([i]) for i in known)
-        return _json(
-            {
-                "tokenizer_class": "GPT2Tokenizer",
-                "eos_token": eos,
-                "bos_token": bos,
-                "pad_token": None,
-                "vocab_size": config.vocab_size,
-                "model_max_length": self.llm.max_model_len,
-                "chat_template": template.source if template else None,
-            }
-        )
+        names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
+        sizes = {"vocab_size": config.vocab_size, "model_max_length": self.llm.max_model_len}
+        return _json(names | sizes | {"chat_template": template.source if template else None})
 
     async def models(self) -> Response:
         """List the names of the model."""

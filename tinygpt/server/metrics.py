@@ -77,8 +77,7 @@ class Metrics:
         """Return the present metrics of requests and engine, as `tinygpt:NAME`."""
         return self._own.collect()
 
-    def observe(self, found: RequestOutput | Progress) -> None:
-        """Count one prompt whose request has ended, or was given up."""
+    def _observe(self, found: RequestOutput | Progress) -> None:
         times, is_whole, read, made = found.metrics, isinstance(found, RequestOutput), num_read(found), num_made(found)
         is_begun = is_whole or times.first_token is not None
         read, cached = (read, found.num_cached_tokens) if is_begun else (0, 0)
@@ -107,9 +106,12 @@ class Metrics:
             if value is not None:
                 self._histograms[name].observe(value)
 
-    def observe_gaps(self, seconds: Iterable[float]) -> None:
-        for each in seconds:
-            self._histograms["inter_token_latency_seconds"].observe(each)
+    def observe_all(self, found: Iterable[RequestOutput | Progress], token_gaps: Iterable[float]) -> None:
+        """Count ended or given up prompts. token_gaps: seconds between the tokens of streams."""
+        for each in found:
+            self._observe(each)
+        for seconds in token_gaps:
+            self._histograms["inter_token_latency_seconds"].observe(seconds)
 
 
 class _TwoNames(Collector):
