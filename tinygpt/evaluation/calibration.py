@@ -1,4 +1,4 @@
-"""Calibration: the size of each input channel of linear layers, measured on a text or read from a file.
+"""The size of each input channel of linear layers, measured on a text or read from a file.
 
 int8 uses the largest size, as SmoothQuant (Xiao et al., 2022); int4 the mean size, as AWQ (Lin et al., 2023).
 """
@@ -26,7 +26,7 @@ READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Sizes and means of input channels (K,), by the layer's name, such as "h.0.attn.c_attn".
+    """Sizes and means of input channels (K,), by layer name, such as "h.0.attn.c_attn".
 
     share: SmoothQuant's alpha. A layer without sizes is not smoothed, a layer without means not corrected.
     """
@@ -39,7 +39,7 @@ class Calibration:
 
 @dataclass
 class Statistics:
-    """Sums over the inputs of one linear layer: largest |x|, sum of |x|, and sum of x, all (K,)."""
+    """Sums (K,) over the inputs of a linear layer: largest |x|, sum of |x|, and sum of x."""
 
     largest: Any = 0.0
     size: Any = 0.0
@@ -73,7 +73,7 @@ def calibrate(
 
 
 def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
-    """Return up to NUM_SAMPLES runs of `size` tokens, spread over the text; a shorter text is one run."""
+    """Return up to NUM_SAMPLES runs of `size` tokens, spread over the text."""
     if not token_ids:
         raise RequestError("the text to calibrate on has no token.")
     starts = range(0, max(len(token_ids) - size, 0) + 1, size)
@@ -82,7 +82,7 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
-    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError if it is of another checkpoint."""
+    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError if it does not fit."""
     tensors = read_torch(path).tensors
     names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}

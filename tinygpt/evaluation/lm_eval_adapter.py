@@ -1,8 +1,8 @@
-"""tinygpt as a model type of EleutherAI's lm-evaluation-harness (the optional extra `eval`).
+"""tinygpt as a model of EleutherAI's lm-evaluation-harness (the extra `eval`).
 
     python -m tinygpt.evaluation.lm_eval_adapter run --model tinygpt --model_args pretrained=demo,dtype=int8 --tasks ...
 
-In Python, import this module before lm_eval.simple_evaluate(model="tinygpt", model_args=...).
+In Python, import this module before lm_eval.simple_evaluate(model="tinygpt").
 """
 
 from typing import Any
@@ -25,16 +25,16 @@ from tinygpt.evaluation.tasks import NUM_TOGETHER, map_together
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-HARNESS_DEVICE = "cuda:0"  # the default of the harness's command line
+HARNESS_DEVICE = "cuda:0"  # the harness's default
 
 
 @register_model("tinygpt")
 class TinyGPTLM(TemplateLM):
     """A model of the harness, answered by an LLM.
 
-    pretrained: LLM's `model`. max_length: LLM's max_model_len. max_gen_toks: the default of tasks. llm_arguments: other
-    arguments of LLM. batch_size and max_batch_size, which the harness gives, change nothing. As with the harness's `hf`
-    model, special tokens in a text are read as such, and contexts that are too long lose their beginning.
+    pretrained: LLM's `model`. max_length: its max_model_len. max_gen_toks: the default of tasks. llm_arguments: of LLM.
+        batch_size and max_batch_size are ignored. As with `hf`, special tokens in a text are read as such, and long
+        contexts lose their beginning.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class TinyGPTLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return for each continuation the sum of its log probabilities, and whether greedy decoding writes it."""
+        """Return (sum of log probabilities, whether it is greedy) of each continuation."""
         return list(map_together(self._score, requests, False if disable_tqdm else None, "requests"))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of each text, in windows without overlap, the first after the prefix token."""
+        """Return the log probability of each text, in windows without overlap."""
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
         totals = [0.0] * len(requests)
         for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
@@ -84,7 +84,7 @@ class TinyGPTLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text after each context, up to one of the texts in `until`."""
+        """Return the text after each context, up to one of `until`."""
         return list(map_together(self._generate, requests, False if disable_tqdm else None, "requests"))
 
     def _score(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:

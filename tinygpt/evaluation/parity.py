@@ -1,4 +1,4 @@
-"""Distance of logits and greedy tokens from another engine's, computed by transformers or stored in a golden file."""
+"""Distance of logits and greedy tokens from transformers' or a golden file's."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ TOP = 20
 
 @dataclass(frozen=True)
 class Golden:
-    """Another engine's results for one prompt of T tokens, and greedy tokens after it, across an end of text."""
+    """Another engine's results for a prompt of T tokens, and greedy tokens after it, across an end of text."""
 
     token_ids: list[int]
     logits: np.ndarray  # (T, V) float32
@@ -37,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first token, `index` after the prompt, in which two greedy runs differ.
+    """The first greedy token, `index` after the prompt, that differs.
 
     lead: of the expected token's logit over the second; rounding may reverse a small lead.
     """
@@ -53,8 +53,8 @@ class Divergence:
 class Parity:
     """The comparison of all prompts.
 
-    top_1: share of positions with the same most probable token. top_20: mean share of the golden's TOP among ours.
-    by_position: by the first position of each range. by_layer: hidden states, embeddings first.
+    top_1: share of positions with the same best token. top_20: mean share of the golden's TOP among ours. by_position:
+        by the first position of each range. by_layer: hidden states, embeddings first.
     """
 
     num_prompts: int
@@ -156,7 +156,7 @@ def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
 
 
 def load_goldens(path: Path) -> list[Golden]:
-    """Read a file of `save_goldens`. Raise RequestError for another or a damaged file, OSError if there is none."""
+    """Read a file of `save_goldens`. Raise RequestError if it is damaged, OSError if there is none."""
     with path.open("rb") as file:
         try:
             with np.load(file, allow_pickle=False) as arrays:
@@ -219,7 +219,7 @@ def _share(agreements: Sequence[np.ndarray]) -> float:
 
 
 def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return for each position the share of the TOP tokens that is among our TOP, (T,)."""
+    """Return the share of the TOP tokens that is among our TOP, (T,)."""
     size = min(TOP, expected.shape[1])
     tops = [np.argsort(-logits, -1, kind="stable")[:, :size] for logits in (expected, ours)]  # (T, TOP) each
     return np.array([len(np.intersect1d(a, b)) / size for a, b in zip(*tops, strict=True)])

@@ -12,9 +12,9 @@ from tinygpt.llm import LLM
 from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 
-NUM_TOGETHER = 8  # threads, each waiting for a score; they share the engine's steps
+NUM_TOGETHER = 8  # threads that share the engine's steps
 LAST_WORD, LAST_TOKEN = "last word", "last token"
-# ROUGE as FasterTransformer's summarization example: "TL;DR:" after an article, top-k 2, four sentences.
+# ROUGE as FasterTransformer's summarization example.
 PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
@@ -47,7 +47,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [begin, stop) of a text; the tokens from `first` on are in no earlier window."""
+    """Tokens [begin, stop) of a text; no earlier window has the tokens from `first` on."""
 
     begin: int
     first: int
@@ -59,7 +59,7 @@ class Window:
 
     @property
     def weight(self) -> int:
-        return self.stop - self.first - 1  # of the window's mean loss, as in Hugging Face's page
+        return self.stop - self.first - 1  # as in Hugging Face's page
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,10 @@ class Lambada:
 
 
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
-    """Compute a text's perplexity by the strided method of Hugging Face's documentation (perplexity.md).
+    """Compute perplexity by the strided method of Hugging Face's documentation (perplexity.md).
 
-    Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict the tokens that no
-    earlier window has. Raise RequestError for a stride that is not from 1 to max_model_len, or a text of less than two
-    tokens.
+    Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict their new tokens.
+    Raise RequestError for a stride not from 1 to max_model_len, or a text of less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
@@ -107,7 +106,7 @@ def check_stride(llm: LLM, stride: int) -> None:
 
 
 def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
-    """Yield windows of `size` tokens, one every `stride`, until one reaches the end."""
+    """Yield windows of `size` tokens, one every `stride`, until the end."""
     first = 0
     for begin in range(0, num_tokens, stride):
         stop = min(begin + size, num_tokens)
@@ -120,8 +119,8 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
 def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[Lambada]:
     """Compute accuracy and perplexity of the end of each text, by two protocols.
 
-    last word: as lm-evaluation-harness's lambada_openai; correct if greedy decoding writes all its tokens. last token:
-    as OpenAI for GPT-2. Raise RequestError without texts, or if a text cannot be read.
+    last word: lm-evaluation-harness's lambada_openai; correct if greedy decoding writes all its tokens. last token:
+    OpenAI's for GPT-2. Raise RequestError without texts, or if a text cannot be read.
     """
     if not texts:
         raise RequestError("there are no rows to evaluate.")
@@ -140,7 +139,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
 
 
 def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
-    """Yield function(item) in order, NUM_TOGETHER at once. `noun` names the items in the bar."""
+    """Yield function(item) in order, NUM_TOGETHER at once, with a bar of `noun`."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 
@@ -178,7 +177,7 @@ def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -
 
 
 def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, float]:
-    """Return the mean F-measure of each of ROUGE_KINDS over all rows, in percent (Lin, 2004, by `rouge-score`)."""
+    """Return the mean F-measure of each of ROUGE_KINDS in percent (Lin, 2004)."""
     scorer, totals = new_scorer(), dict.fromkeys(ROUGE_KINDS, 0.0)
     for summary, article in zip(summaries, articles, strict=True):
         for kind, score in scorer.score(article.summary, summary).items():
@@ -187,7 +186,7 @@ def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, fl
 
 
 def new_scorer() -> Any:
-    """Return the scorer of the package rouge-score. Raise RequestError if it is not installed."""
+    """Return rouge-score's scorer. Raise RequestError if it is not installed."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -17,7 +17,7 @@ class Article:
 
 
 def read_text(name: str, path: str | Path) -> str:
-    """Read a UTF-8 file. Raise RequestError, with `name` for the file, if there is no text."""
+    """Read a UTF-8 file, called `name` in errors. Raise RequestError if there is no text."""
     try:
         data = Path(path).read_bytes()
         check_encoding(f"{name} {path}", data)
@@ -32,13 +32,13 @@ def read_text(name: str, path: str | Path) -> str:
 
 
 def check_encoding(name: str, data: bytes) -> None:
-    """Raise RequestError for UTF-16 and UTF-32, which begin with a mark or zeros, and for binary files."""
+    """Raise RequestError for UTF-16, UTF-32 and binary files."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
         raise RequestError(f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`.")
 
 
 def read_rows(name: str, path: str | Path) -> list[str]:
-    """Read the texts of a JSONL file. Raise RequestError for a line without a text of at least two words."""
+    """Read a JSONL file's texts. Raise RequestError for a line without a text of two words."""
     rows = []
     for row, place in _rows(name, path):
         text = row.get("text")
@@ -49,7 +49,7 @@ def read_rows(name: str, path: str | Path) -> list[str]:
 
 
 def read_articles(name: str, path: str | Path) -> list[Article]:
-    """Read the rows of a JSONL file. Raise RequestError for a line without an article and its summary."""
+    """Read a JSONL file. Raise RequestError for a line without an article and its summary."""
     articles = []
     for row, place in _rows(name, path):
         text, summary = row.get("article"), next((row[field] for field in SUMMARIES if field in row), None)

@@ -1,11 +1,9 @@
 """How a model and its steps are cut: the layers of a stage, a rank's part, micro-batches, and groups.
 
-Groups are several decode steps of a pipeline, with each stage at work on other sequences:
+In several decode steps of a pipeline, each stage works on another group of sequences:
 
     stage 0   A1 B1 A2 B2 A3 B3        A1: group A's first step
     stage 1      A1 B1 A2 B2 A3 B3
-
-A group's next step needs only that group's tokens: with as many groups as stages, stages wait at the ends alone.
 """
 
 import math
@@ -21,14 +19,14 @@ from tinygpt.kernels.cpu.rank import Part, can_share, part_of
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 
-# Fields of ModelConfig that ranks support with any value: sizes, switches, and steps that each rank does alike.
+# Fields of ModelConfig that ranks support with any value.
 KNOWN = {
     *("vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "n_inner", "tie_word_embeddings"),
     *("activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_ids"),
     *("scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"),
     *("embed_norm", "final_norm", "embed_scale"),
 }
-# Fields with these supported values, each of which has a test on several ranks.
+# Fields with these supported values.
 KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "alibi")}
 
 
@@ -93,7 +91,7 @@ def run_groups(
     begin: Callable[[Batch, int], Callable[[], np.ndarray]],
     choose: Callable[[np.ndarray, slice, int], np.ndarray],
 ) -> np.ndarray:
-    """Return tokens (steps, S), each the input of the next step, of a batch with one new token a sequence.
+    """Return tokens (steps, S) of a batch with one new token a sequence.
 
     begin(batch, first_row) starts a step and returns a function that waits for its logits; choose(logits, rows, step)
     returns tokens.
@@ -117,14 +115,14 @@ def _decode(token_ids: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> 
     return Batch(token_ids, positions, bounds, slots, positions + np.int32(1), bounds[:-1], NO_EMBEDS)
 
 
-TOKENS_OF_A_READING = 16  # computed in the time in which a stage reads its weights, once for each run
+TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 
 
 def micro_batches(batch: Batch, stages: int) -> list[Batch]:
-    """Return the runs of tokens that pass the stages soonest, in order, a stage at work on each.
+    """Return the runs of tokens that pass the stages soonest, in order.
 
     G runs of N tokens pass P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, least for G**2 = (P - 1) N /
-    TOKENS_OF_A_READING. A prompt may be cut anywhere without a change of bits.
+    TOKENS_OF_A_READING.
     """
     tokens = batch.token_ids.size
     count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)

@@ -1,4 +1,4 @@
-"""Commands of rank 0 to the other ranks, each an array of integers of one size for a model, and how ranks follow."""
+"""Commands of rank 0 to the other ranks, as integers of one size for a model, and how ranks follow."""
 
 import atexit
 import gc
@@ -30,9 +30,9 @@ class Command(IntEnum):
     COPY = 3  # source slot, target slot, start, stop
     READ = 4  # slot, start, stop
     WRITE = 5  # slot, start; an object follows: keys and values
-    CLOSE = 6  # forget the model
+    CLOSE = 6
     OPEN = 7  # an object follows: a LoadCommand
-    END = 8  # there will be no other model
+    END = 8
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,15 @@ class LoadCommand:
 
     source: tuple  # arguments of ModelSource.open
     layout: Layout
-    sizes: EngineConfig  # as its `for_model` gives it
+    sizes: EngineConfig
     threads: int | None
 
 
 HEAD = 8  # integers before a batch
-NO_PLAN = 8  # integers of a plan while there is no model
+NO_PLAN = 8  # integers of a plan without a model
 
 
 def plan_size(sizes: EngineConfig) -> int:
-    """Return the number of integers of the largest plan."""
     tokens, sequences = sizes.max_num_batched_tokens, sizes.max_num_seqs + 1
     return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
 
@@ -72,13 +71,13 @@ def batch_of(plan: np.ndarray) -> Batch:
 
 
 class RankZeroDriver:
-    """Sends commands to the other ranks, which hold one model at a time and end with this process or an error."""
+    """Sends commands to the other ranks, which hold one model at a time."""
 
     def __init__(self, world: World):
         self.world = world
         self._plan = np.zeros(NO_PLAN, np.int32)
         self._process = os.getpid()
-        self._turn = threading.Lock()  # of the thread that gives an order
+        self._turn = threading.Lock()
         self._model_is_open = self._model_is_forgotten = self._has_ended = False
         atexit.register(self.end)
 
@@ -86,8 +85,8 @@ class RankZeroDriver:
     def order(self, opens_model: bool = False) -> Iterator[None]:
         """Run a block that all ranks take part in. If it fails, all ranks end.
 
-        SIGINT and SIGTERM are deferred until the block exits. Raise TinyGPTError after the ranks have ended, and
-        RequestError if a second model would be opened.
+        SIGINT and SIGTERM are deferred until the block exits. Raise TinyGPTError after the ranks have ended,
+        RequestError for a second model.
         """
         with _interrupts_put_off():
             with self._turn:
@@ -115,18 +114,17 @@ class RankZeroDriver:
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
-        """Make room for the plans of a model that was opened, within `order`."""
+        """Make room for the plans of a new model, within `order`."""
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
 
     def forget_model(self) -> None:
-        """Close the model now, or after the current command, which may be of this thread: a finalizer calls this."""
+        """Close the model now or after the current command, which may be of this thread: a finalizer calls this."""
         if os.getpid() == self._process:
             self._model_is_forgotten = True
             with _interrupts_put_off():
                 self._try_to_close_forgotten()
 
     def end(self) -> None:
-        """End the other ranks after the current command."""
         if os.getpid() != self._process:
             return
         atexit.unregister(self.end)
@@ -157,13 +155,12 @@ class RankZeroDriver:
 
 @cache
 def driver_of(world: World) -> RankZeroDriver:
-    """Return the one driver of this program."""
     return RankZeroDriver(world)
 
 
 @contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-    """Defer signals with Python handlers in the main thread: after an exception other ranks would wait forever."""
+    """Defer signals with Python handlers in the main thread: other ranks would wait after an exception."""
     seen, handlers = [], {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -187,8 +184,7 @@ def rank_threads(threads: int | None, world: World) -> int:
 def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> RankModel | TinyGPTError:
     """Load the part of this rank. Return it, or the first error of any rank, on all ranks.
 
-    All ranks read their files whole and compare checksums: files that differ in a few values would mix two models.
-    source: already open on rank 0.
+    All ranks compare checksums of their files. source: already open on rank 0.
     """
     layout = opening.layout
     group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None

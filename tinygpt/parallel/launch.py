@@ -1,4 +1,4 @@
-"""How many ranks mpiexec has started, and how they share a model; imports nothing that takes long."""
+"""Ranks that mpiexec has started, and how they share a model; imports fast."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 
 from tinygpt.errors import invalid
 
-# Rank and size variables set by MPICH and derivatives, Open MPI, PMIx and Slurm.
+# Variables of MPICH and derivatives, Open MPI, PMIx and Slurm.
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -17,7 +17,7 @@ SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one
 
 
 def mpiexec_beside() -> str | None:
-    """Return the mpiexec of MPICH's wheel, next to this Python."""
+    """Return the mpiexec of MPICH's wheel."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
@@ -32,13 +32,12 @@ def launched_rank() -> int | None:
 
 
 def is_first_of_host() -> bool:
-    """Return whether this process is the first of its host, or rank 0 if no variable tells."""
+    """Return whether this process is the first of its host, or rank 0 if that is unknown."""
     local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
     return not local
 
 
 def launched_size() -> int:
-    """Return the number of processes that were started together."""
     return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
 
 
@@ -72,7 +71,7 @@ class Layout:
         return stage * self.tensor_size + tensor_rank
 
     def place_of(self, rank: int) -> tuple[int, int]:
-        """Return the stage of a rank, and its index in that stage."""
+        """Return (stage, index in it)."""
         return divmod(rank, self.tensor_size)
 
     def tensor_group(self, rank: int) -> list[int]:

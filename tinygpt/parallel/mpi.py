@@ -1,4 +1,4 @@
-"""The ranks that mpiexec has started, and what they send one another."""
+"""The ranks that mpiexec has started, and their messages."""
 
 import logging
 import os
@@ -44,9 +44,9 @@ class EndAtOnce:
         self.world.abort(TERMINATED)
 
 
-SPIN_SECONDS = 0.005  # of polling without a nap: a step usually follows another sooner
+SPIN_SECONDS = 0.005  # of polling without a nap: usually the next step follows sooner
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
-SHARED_MEMORY = "/dev/shm/mpich_shm_"  # MPICH leaves it behind when ranks are killed
+SHARED_MEMORY = "/dev/shm/mpich_shm_"  # stays if ranks are killed
 
 
 def world_of(layout: Layout) -> "World":
@@ -64,8 +64,7 @@ def world_of(layout: Layout) -> "World":
 def process_world() -> "World":
     """Return the world of this process.
 
-    Raise RequestError without mpi4py or an MPI library, or if another MPI's mpiexec has started the processes: each
-    would see itself alone.
+    Raise RequestError without mpi4py or an MPI library, or if mpiexec is of another MPI, which isolates each process.
     """
     try:
         import mpi4py
@@ -89,7 +88,7 @@ def process_world() -> "World":
 
 
 class World:
-    """All ranks of the program, on duplicated communicators: a program may use MPI as well.
+    """All ranks of the program, on duplicated communicators.
 
     Every rank makes the same calls in the same order, except `send`, `receive`, `receive_later` and `abort`.
     """
@@ -99,8 +98,8 @@ class World:
         local = self._all.Split_type(mpi.COMM_TYPE_SHARED)  # of this host
         self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
         self.host = mpi.Get_processor_name()
-        self._groups: dict[tuple[int, ...], Group] = {}  # kept: MPI has some thousand, and a bench opens many models
-        local.Barrier()  # all ranks have the shared memory open: its name is no longer needed
+        self._groups: dict[tuple[int, ...], Group] = {}  # kept: MPI has some thousand
+        local.Barrier()  # then the shared memory needs no name
         if local.rank == 0:
             _unlink_shared_memory()
 
@@ -131,7 +130,6 @@ class World:
         self._all.Send(values, rank)
 
     def receive(self, values: np.ndarray, rank: int) -> None:
-        """Fill float32 values with those that a rank sends."""
         self._all.Recv(values, rank)
 
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
@@ -139,14 +137,12 @@ class World:
         return self._all.Irecv(values, rank).Wait
 
     def group(self, ranks: list[int]) -> "Group":
-        """Return the group of these ranks, which include this one."""
         key = tuple(ranks)
-        if key not in self._groups:  # Split is collective: groups of one size are made on all ranks at once
+        if key not in self._groups:  # Split is collective
             self._groups[key] = Group(self._mpi, self._all.Split(ranks[0], self.rank))
         return self._groups[key]
 
     def abort(self, status: int) -> NoReturn:
-        """End all ranks at once."""
         with suppress(OSError):  # MPI would print a second message
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._all.Abort(status)
@@ -159,7 +155,7 @@ class Group:
     """
 
     def __init__(self, mpi: Any, communicator: Any):
-        self._communicator = communicator  # kept alive: kernels have its handle
+        self._communicator = communicator  # kernels have its handle
         function = cast(CDLL(mpi.__file__).MPI_Allgather, c_void_p).value
         handles = mpi._handleof(mpi.FLOAT), mpi._handleof(communicator)
         # MPICH's handles are ints, whose sign a 64-bit register carries on.

@@ -1,4 +1,4 @@
-"""RankModel: the part of a model on one rank. All ranks call the same methods in one order."""
+"""The part of a model on one rank. All ranks call the same methods in one order."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ NO_ROWS = np.empty(0, np.int32)
 
 
 class RankModel:
-    """The part of a model on one rank.
+    """The part of a model on one rank. group: the ranks that share its layers, or None.
 
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
     """
@@ -26,7 +26,6 @@ class RankModel:
     def __init__(
         self, world: World, group: Group | None, layout: Layout, source: ModelSource, sizes: EngineConfig, threads: int
     ):
-        """Load the part of this rank. group: the ranks that share its layers, or None."""
         self._world, self._group, self._layout, self._config = world, group, layout, source.config
         self._backend, self._file = source.backend, source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
@@ -49,7 +48,7 @@ class RankModel:
         return self.begin(batch)()
 
     def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
-        """Run this rank's share of a step. Return a function that waits for the logits on rank 0.
+        """Start a step. Return a function that waits for the logits on rank 0.
 
         first_row: of its logits in a buffer that several steps share.
         """
@@ -94,7 +93,7 @@ class RankModel:
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
     def write_positions(self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None) -> None:
-        """Write keys and values (L, H, n, D) of rank 0 into a slot: each rank receives its share."""
+        """Write keys and values (L, H, n, D) of rank 0 into a slot, each rank its share."""
         shares = None if whole is None else [self._share(whole, part) for part in self._parts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
@@ -127,7 +126,7 @@ class RankModel:
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
-        """Start to receive the parts of the logits (R, V) before the step, to avoid a deadlock."""
+        """Start to receive the logits (R, V) before the step, to avoid a deadlock."""
         last = self._layout.pipeline_size - 1
         sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
         return [

@@ -1,4 +1,4 @@
-"""ParallelRunner: a model on several ranks with the interface of a ModelRunner; and how ranks are joined."""
+"""A model on several ranks with the interface of a ModelRunner; how ranks are joined."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ from tinygpt.parallel.mpi import World
 from tinygpt.parallel.rank_model import RankModel
 
 GROUP_STEPS = 4  # decode steps of a pipeline at once; a new sequence waits for all of them
-LEAST_GROUP = 8  # sequences: a smaller group takes nearly as long, because each group reads the weights
+LEAST_GROUP = 8  # sequences: each group reads the weights
 
 
 class ParallelRunner(ModelRunner):
@@ -49,7 +49,7 @@ class ParallelRunner(ModelRunner):
             loaded = load_together(lead.world, opening, source)
             if isinstance(loaded, RankModel):
                 lead.note_model(opening.sizes)
-                # Within the order, after which an interrupt is raised. Runs once, also without a call of `close`.
+                # Within the order, after which an interrupt is raised.
                 self._close = weakref.finalize(self, lead.forget_model)
                 self._close.atexit = False  # the driver ends at exit
         if not isinstance(loaded, RankModel):
@@ -126,7 +126,7 @@ class Ranks:
     def new_runner(
         self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
     ) -> ParallelRunner:
-        """Return a runner of all ranks. arguments: of ModelSource.open, for the others."""
+        """Return a runner of all ranks. arguments: of ModelSource.open."""
         check_cut(self.layout, source.config, source.dtype, arguments[2])
         return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
 
@@ -148,11 +148,11 @@ def open_sources(
 ) -> list[ModelSource]:
     """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size.
 
-    Raise CheckpointError or RequestError before anything is measured.
+    Raise CheckpointError or RequestError before any work.
     """
     sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
     if ranks != (1, 1):
-        from tinygpt.parallel.cut import check_cut  # with it come the CPU's kernels
+        from tinygpt.parallel.cut import check_cut  # imports the CPU's kernels
 
         for source in sources:
             check_cut(Layout.of(*ranks), source.config, source.dtype, device)

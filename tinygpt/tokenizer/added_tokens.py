@@ -8,7 +8,7 @@ from typing import Any
 
 from tinygpt.errors import CheckpointError
 
-# Unicode's White_Space, which str.isspace() and Python's \s exceed by four control characters.
+# Unicode's White_Space; str.isspace() and \s have four control characters more.
 WHITESPACE = frozenset(
     "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
     "\u2028\u2029\u202f\u205f\u3000"
@@ -17,7 +17,7 @@ WHITESPACE = frozenset(
 
 @dataclass(frozen=True)
 class AddedToken:
-    """One entry of tokenizer.json's `added_tokens`, with Hugging Face's names and defaults."""
+    """An entry of tokenizer.json's `added_tokens`."""
 
     id: int
     content: str
@@ -29,7 +29,7 @@ class AddedToken:
 
 
 class AddedTokenSplitter:
-    """Splits a text at its added tokens, as Hugging Face's `tokenizers` does: normalized=False first, longest first."""
+    """Splits at added tokens as Hugging Face's `tokenizers`: normalized=False first, longest first."""
 
     def __init__(self, tokens: Iterable[AddedToken]):
         tokens = list(tokens)
@@ -37,9 +37,9 @@ class AddedTokenSplitter:
         self._passes = [_Pass(group) for group in passes if group]
 
     def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
-        """Yield the text in order: an id for each added token, a non-empty string between two.
+        """Yield ids of added tokens, and the non-empty strings between them.
 
-        split_special_tokens: a special token stays text, and hides the tokens of its pass that it overlaps.
+        split_special_tokens: a special token stays text, and hides overlapped tokens of its pass.
         """
         parts: list[str | int] = [text] if text else []
         for matcher in self._passes:
@@ -53,7 +53,7 @@ class AddedTokenSplitter:
 class _Pass:
     def __init__(self, tokens: list[AddedToken]):
         self._by_content = {token.content: token for token in tokens}
-        # re takes the first alternative that matches, so the longest stand first.
+        # re takes the first alternative that matches.
         contents = sorted(self._by_content, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, contents)))
         self.are_all_special = all(token.special for token in tokens)
@@ -71,7 +71,7 @@ class _Pass:
                 end += 1
             if start < begin:
                 yield text[start:begin]
-            # The token before may have stripped all of a token of white space.
+            # An earlier token may have stripped all of a token of white space.
             if not token.lstrip or max(begin, start) < end:
                 yield token.id
             start = end
@@ -86,8 +86,8 @@ _NAMES = [field.name for field in fields(AddedToken)]
 def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
     """Return each added token once, as tokenizer.json lists them.
 
-    spec: a tokenizer.json. options: tokenizer_config.json, merged with special_tokens_map.json and with
-    added_tokens.json as `added_tokens`. Raise CheckpointError for another id than Hugging Face's libraries give.
+    options: tokenizer_config.json with special_tokens_map.json, and added_tokens.json as `added_tokens`. Raise
+        CheckpointError if an id differs from Hugging Face's.
     """
     tokens: dict[str, AddedToken] = {}
     vocab = spec["model"].get("vocab")
@@ -111,11 +111,9 @@ def content_of(token: Any) -> str:
 
 
 def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the added tokens of each file by id, then the tokens that options name by their use."""
     named = list(_special_tokens(options))
     special = {content_of(token) for token in named}
     decoder = {int(i): entry for i, entry in options.get("added_tokens_decoder", {}).items()}
-    # The flags of tokenizer_config.json win.
     listed_again = {content_of(entry): entry for entry in decoder.values()}
     for entry in spec.get("added_tokens") or ():
         yield {**listed_again.get(content_of(entry), entry), "id": entry["id"]}
@@ -135,7 +133,7 @@ def _named_entry(token: Any) -> dict[str, Any]:
 
 def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
     for name, value in options.items():
-        if name.endswith("_token") and isinstance(value, (str, dict)):  # add_bos_token and the like are true or false
+        if name.endswith("_token") and isinstance(value, (str, dict)):
             yield value
     for name in ("additional_special_tokens", "extra_special_tokens"):
         more = options.get(name) or ()
@@ -143,7 +141,7 @@ def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
 
 
 def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
-    """Return the added token of an entry with this id. Raise CheckpointError."""
+    """Return the added token of an entry. Raise CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
             f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files and {token_id} in "

@@ -1,7 +1,6 @@
 """Read the tokenizer files of a checkpoint folder, in any form, into the content of a tokenizer.json.
 
-Files that fit no tokenizer are refused. Merges that were cut short are still a list of merges, and would give other
-tokens than the model's: `check_none_is_missing` finds them.
+Merges that were cut short would give other tokens: `check_none_is_missing` refuses them.
 """
 
 import json
@@ -28,7 +27,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """Return the UTF-8 text of a file with universal newlines. Raise CheckpointError."""
+    """Return UTF-8 text with universal newlines. Raise CheckpointError."""
     try:
         return read_regular_text(path)
     except OSError as error:
@@ -38,10 +37,10 @@ def read_text(path: Path) -> str:
 
 
 END_OF_WORD = "</w>"
-# A list counts as cut short if more than FEW tokens lack their merge, and NEARLY_ALL of the tokens that no merge makes
-# are two others joined: words that somebody has added to a vocabulary usually are not.
+# A list was cut short if more than FEW tokens lack their merge, and NEARLY_ALL of the tokens without a merge are two
+# others joined: words added by hand usually are not.
 FEW, NEARLY_ALL = 16, 0.9
-MAX_CHARACTERS = 256  # of a token that may lack its merge: GPT-2's longest has 128
+MAX_CHARACTERS = 256  # of a token that may lack its merge; GPT-2's have at most 128
 
 Pair = tuple[str, str]
 
@@ -61,7 +60,7 @@ def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
 
 
 def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
-    """Return merges, "left right" or [left, right], as pairs of tokens. Raise CheckpointError."""
+    """Return merges, "left right" or [left, right], as pairs. Raise CheckpointError."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
     if set(map(len, pairs)) - {2} or not all(chain.from_iterable(pairs)):
@@ -73,7 +72,7 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
 
 
 def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
-    """Raise CheckpointError if many tokens are left that no pair of the file makes. added: tokens that need none."""
+    """Raise CheckpointError if many tokens lack a merge. added: tokens that need none."""
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
     if num_longer - len(pairs) <= FEW:  # each merge makes one token
         return
@@ -97,7 +96,7 @@ def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
     return any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
 
 
-# Raised for files that do not have the form of a tokenizer.
+# Errors from files that do not have the form of a tokenizer.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 BIOGPT_ENDS = {"<s>", "</s>"}  # not in GPT-1's vocabulary
@@ -108,10 +107,9 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
     """Return the tokenizer of a folder as a tokenizer.json, with merges as pairs and all added tokens.
 
-    The first of these is read: tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt.
-    tokenizer_config.json, special_tokens_map.json and added_tokens.json add to it, as in transformers. `eos_token` is
-    the text of the end-of-text token: GPT-2's by default. Raise CheckpointError, or NoTokenizerError if there is none
-    or it is not implemented.
+    The first of these is read: tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt. The
+    configuration files add to it as in transformers. `eos_token` is the text of the end-of-text token. Raise
+    CheckpointError, or NoTokenizerError if there is none or it is not implemented.
     """
     options = _read_options(folder)
     if (folder / "tokenizer.json").exists():
@@ -130,7 +128,7 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
 
 def _read_options(folder: Path) -> dict[str, Any]:
     options = _read_json_if_there(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in options:  # a newer file, which holds what the other two held
+    if "added_tokens_decoder" in options:  # newer files hold the other two
         return options
     options |= _read_json_if_there(folder / "special_tokens_map.json")
     return options | {"added_tokens": _read_json_if_there(folder / "added_tokens.json")}
@@ -153,9 +151,9 @@ def _no_tokenizer(folder: Path) -> str:
 
 
 def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json with merges as pairs and all added tokens.
+    """Return a tokenizer.json with merges as pairs and all added tokens. Raise CheckpointError.
 
-    path: of the file. options: of tokenizer_config.json. Raise CheckpointError.
+    options: of tokenizer_config.json.
     """
     model = spec.get("model")
     if not isinstance(model, dict):
@@ -174,11 +172,10 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
 
 
 def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return GPT-2's or GPT-1's tokenizer: the two files hold only the model."""
     ids = read_json(vocab)
     _check_vocabulary(ids, vocab)
     is_gpt1s = not any(SPACE in token for token in ids) and any(token.endswith(END_OF_WORD) for token in ids)
-    if is_gpt1s and ids.keys() >= BIOGPT_ENDS:  # before its merges are read, which have a third column
+    if is_gpt1s and ids.keys() >= BIOGPT_ENDS:  # its merges have a third column
         raise NoTokenizerError(
             f"{vocab} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
             "not implemented: tokenize with transformers; token ids work."
@@ -202,7 +199,7 @@ def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return BPE of lower-cased words, as transformers runs GPT-1's tokenizer."""
+    """Return BPE of lower-cased words, as in transformers."""
     options = {"unk_token": GPT1_UNKNOWN} | options
     spec = {
         "version": "1.0",
@@ -216,7 +213,7 @@ def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return BERT's tokenizer, a word piece a line, which Chinese GPT-2s use."""
+    """Return BERT's tokenizer, which Chinese GPT-2s use."""
     options = BERT_SPECIAL_TOKENS | options
     tokens = read_text(path).removesuffix("\n").split("\n")
     spec = {
@@ -246,7 +243,7 @@ def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lo
 
 
 def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a post_processor that puts a token before and after every text, or neither."""
+    """Return a post_processor that puts a token before and after each text, or neither."""
     ids = {entry["content"]: entry["id"] for entry in added}
     names = [content_of(token) if token else None for token in (before, after)]
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]
@@ -261,7 +258,7 @@ def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str,
 
 def _check_model(model: dict[str, Any], path: Path) -> None:
     if model["type"] == "Unigram":
-        return  # pairs of a token and its score, which the library checks
+        return  # the library checks it
     _check_vocabulary(model.get("vocab"), path)
     _check_merges(model.get("merges") or [], model["vocab"], path)
 

@@ -2,10 +2,9 @@
 
 A token has a rank in tiktoken, its place in the merges file, and an id in the model, the row of wte.
 
-Hugging Face's `tokenizers` merges the adjacent *pair* with the lowest rank; tiktoken merges the adjacent tokens whose
-*joined bytes* have the lowest rank, and takes a whole word that is a token without merging. They agree on every text if
-merging the characters of each ranked token ends in that token. A trainer's list has this property; any other list runs
-on `tokenizers`.
+`tokenizers` merges the adjacent *pair* with the lowest rank; tiktoken the adjacent tokens whose *joined bytes* have the
+lowest rank, and takes a word that is a token whole. They agree if merging the characters of each ranked token ends in
+that token, as in a trainer's list; any other list runs on `tokenizers`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,16 +19,16 @@ from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
 from tinygpt.tokenizer.stream import ByteDetokenizer
 
 NUM_BYTES = 256
-NEVER = 2**62  # the rank of a token that no merge makes
-NUM_SLOTS = 2**19  # a power of two, about ten times the number of merges
+NEVER = 2**62  # the rank without a merge
+NUM_SLOTS = 2**19  # about ten times the merges
 Pair = tuple[str, str]
 
 
 def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str, int]:
     """Return the rank of each token: NUM_BYTES + the position in `pairs` of the merge that makes it.
 
-    alphabet: the single characters that merging starts from, and their bytes, which are their ranks.
-    Raise UnlikeGPT2 unless each merge joins earlier tokens, and no other merge crosses the border between them.
+    alphabet: the bytes of single characters, which are their ranks. Raise UnlikeGPT2 unless each merge joins earlier
+        tokens, and no other merge crosses the border between them.
     """
     ranks = {**alphabet, **dict(zip(map("".join, pairs), count(NUM_BYTES)))}
     parts = [np.fromiter(map(ranks.get, side, repeat(NEVER)), np.int64) for side in zip(*pairs, strict=True)]
@@ -42,13 +41,13 @@ def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str,
 
 
 def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
-    """Return whether some merge joins across the border of a pair while its two tokens are still being built.
+    """Return whether a merge joins across the border of a pair before its two tokens are built.
 
-    Walk back in time, for all merges at once: x and y are the tokens that touch at the border, each used up at some
-    rank. Of equal merges the leftmost goes first, hence < for x and <= for y. left, right (M,): ranks of the tokens.
+    Walk back in time for all merges at once: x and y touch at the border, each used up at some rank. Of equal merges
+    the leftmost goes first, hence < for x and <= for y. left, right (M,): ranks.
     """
     merges = _MergeRanks(left, right)
-    x, y = left, right  # (N,), of the walks that go on
+    x, y = left, right  # (N,)
     left, right = (np.concatenate([np.zeros(NUM_BYTES, np.int64), part]) for part in (left, right))  # by rank
     x_used = y_used = np.arange(NUM_BYTES, len(left))
     while (goes_on := np.maximum(x, y) >= NUM_BYTES).any():
@@ -63,7 +62,7 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 class _MergeRanks:
-    """Looks up the ranks of merges by the ranks of their two tokens, for many pairs at once."""
+    """A lookup of the ranks of merges by the ranks of their two tokens."""
 
     def __init__(self, left: np.ndarray, right: np.ndarray):
         self._num_ranks = NUM_BYTES + len(left)
@@ -74,31 +73,31 @@ class _MergeRanks:
         self._may_be[keys & (NUM_SLOTS - 1)] = True
 
     def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the rank of the merge of each pair (N,), NEVER if there is none."""
+        """Return the rank of the merge of each pair (N,), or NEVER."""
         keys = left * self._num_ranks + right
         ranks = np.full(len(keys), NEVER)
-        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth, because a search is slow
+        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth: a search is slow
         places = np.searchsorted(self._keys[:-1], keys[hits])
         is_there = self._keys[places] == keys[hits]
         ranks[hits[is_there]] = self._ranks[places[is_there]]
         return ranks
 
 
-# GPT-2's pattern, with little use of the regex engine's stack for long runs of white space: all of a run at the end of
-# a text, else all but its last character, by the thousand and then one by one.
+# GPT-2's pattern, with little regex stack for long white space: all of a run at the end of a text, else all but its
+# last character, by the thousand and then one by one.
 WORDS = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
 )
 
 MAX_TEMPLATE = 1000  # tokens on either side of a text
-# GPT-2 writes a byte as the character of its number if that is printable, else as a character from 256 on.
+# GPT-2 writes an unprintable byte as a character from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
 _CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
-# Characters from 256 on go back to their byte; unprintable characters below 256 become U+FFFF, which Latin-1 refuses.
+# Unprintable characters below 256 become U+FFFF, which Latin-1 refuses.
 _TO_LATIN1 = {ord(_CHARACTERS[byte]): byte for byte in _OTHERS} | dict.fromkeys(_OTHERS, 0xFFFF)
-# The byte of each character's number; the last entry is for all characters past it.
+# Bytes by character number; the last entry is for all further characters.
 _NO_BYTE = -1
 _BYTE_OF = np.full(max(map(ord, _CHARACTERS.values())) + 2, _NO_BYTE, np.int16)
 _BYTE_OF[[*map(ord, _CHARACTERS.values())]] = [*_CHARACTERS]
@@ -109,7 +108,7 @@ class UnlikeGPT2(Exception):
 
 
 def token_to_bytes(token: str) -> bytes:
-    """Return the bytes of a token as vocabularies write it; other characters stand for themselves."""
+    """Return the bytes of a vocabulary's token; other characters stand for themselves."""
     try:
         return token.translate(_TO_LATIN1).encode("latin-1")
     except UnicodeEncodeError:
@@ -132,11 +131,10 @@ def no_token_for(characters: Sequence[str]) -> RequestError:
 
 class Vocabulary(NamedTuple):
     bytes_of: dict[int, bytes]  # by token id
-    id_of_rank: dict[int, int]  # the token id of each of tiktoken's ranks that is a token
+    id_of_rank: dict[int, int]  # of tiktoken's ranks that are tokens
 
 
 def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
-    """Return the vocabulary of the `model` of a tokenizer.json. Raise UnlikeGPT2."""
     vocab = model["vocab"]
     alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
     ranks = token_ranks(model["merges"], alphabet)
@@ -145,7 +143,7 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteLevelBPE:
-    """A tokenizer of `read_tokenizer` on tiktoken. Raise UnlikeGPT2 for other kinds. vocabulary: of spec["model"]."""
+    """A tokenizer of `read_tokenizer` on tiktoken. Raise UnlikeGPT2 for other kinds."""
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
         _check_pipeline(spec)
@@ -223,7 +221,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
 
 
 def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """Return the ids that a post_processor puts before and after every text."""
+    """Return the ids before and after each text."""
     if _type(processor) in (None, "ByteLevel"):
         return [], []
     if _type(processor) == "Sequence":

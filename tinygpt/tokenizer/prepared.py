@@ -1,6 +1,6 @@
-"""The vocabulary of a tokenizer's files, prepared: `convert` writes it into the folder, and every start reads it.
+"""The vocabulary of a tokenizer's files, prepared by `convert` and read by each start.
 
-The file holds a digest of its JSON and of the files that it was made from. With another digest it is not used.
+The file holds a digest of its JSON and of its sources. With another digest it is not used.
 """
 
 import hashlib
@@ -18,14 +18,14 @@ from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
 from tinygpt.tokenizer.gpt2_bpe import NUM_BYTES, ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
 from tinygpt.weights.files import PREPARED_FILE, TOKENIZER_FILES, open_regular
 
-FORMAT = b"tinygpt tokenizer 1\n"  # with the number of the format
+FORMAT = b"tinygpt tokenizer 1\n"
 NUMBERS = "<u4"
 
 logger = logging.getLogger(__name__)
 
 
 def write_prepared(folder: Path) -> None:
-    """Write PREPARED_FILE for the tokenizer files in `folder`, if they are valid and like GPT-2's."""
+    """Write PREPARED_FILE if the tokenizer files in `folder` are valid and like GPT-2's."""
     try:
         spec = read_tokenizer(folder)
         ByteLevelBPE(spec)
@@ -37,7 +37,7 @@ def write_prepared(folder: Path) -> None:
 
 
 def read_prepared(folder: Path) -> ByteLevelBPE | None:
-    """Return the tokenizer, or None if the files themselves must be read."""
+    """Return the tokenizer, or None if the other files must be read."""
     file = folder / PREPARED_FILE
     try:
         digest, _, payload = _read(file).partition(b"\n")
@@ -78,7 +78,7 @@ def _checked(spec: dict[str, Any]) -> dict[str, Any]:
 
 def _as_json(vocabulary: Vocabulary) -> dict[str, str]:
     bytes_of, id_of_rank = vocabulary
-    ids = [*id_of_rank.values(), *(bytes_of.keys() - {*id_of_rank.values()})]  # those with ranks first
+    ids = [*id_of_rank.values(), *(bytes_of.keys() - {*id_of_rank.values()})]  # ranked tokens first
     tokens = [*map(bytes_of.__getitem__, ids)]
     numbers = {"ranks": [*id_of_rank], "ids": ids, "lengths": [*map(len, tokens)]}
     arrays = {name: np.array(values, NUMBERS).tobytes() for name, values in numbers.items()}

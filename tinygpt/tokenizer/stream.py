@@ -1,30 +1,30 @@
-"""Streams of text from token ids: detokenizers, and a text that ends at the first stop string."""
+"""Streams of text from token ids: detokenizers and stop strings."""
 
 import codecs
 from collections.abc import Callable, Sequence
 
 
 class ByteDetokenizer:
-    """Decodes UTF-8 incrementally, for tokens that are bytes. All texts joined are decode(ids, True)."""
+    """An incremental UTF-8 decoder of tokens that are bytes. All texts joined are decode(ids, True)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes: whole characters, often none."""
+        """Return the whole characters that a token completes, often none."""
         return self._decoder.decode(self._token_bytes(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
 
     def finish(self) -> str:
-        """Return the rest: U+FFFD for an incomplete character."""
+        """Return U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
 
 
 class PrefixDetokenizer:
-    """Decodes all ids at each step and returns the new text, for decoders that look at neighboring tokens."""
+    """A detokenizer that decodes all ids at each step, for decoders that depend on neighboring tokens."""
 
     def __init__(self, decode: Callable[[list[int]], str], is_plain: Callable[[int], bool]):
         self._decode = decode
@@ -34,7 +34,7 @@ class PrefixDetokenizer:
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
-        # A run of byte tokens becomes characters only if all of it is UTF-8, so it waits for a plain token.
+        # A run of byte tokens becomes characters only if all of it is UTF-8.
         if not self._is_plain(token_id):
             return ""
         return self._new(self._decode(self._ids).rstrip("\ufffd"))
@@ -60,8 +60,7 @@ Detokenizer = ByteDetokenizer | PrefixDetokenizer
 class TextStream:
     """A text that grows by the results of `push` and `finish`.
 
-    stop: strings that end the text, cut off unless is_stop_included. A stop string that is complete within the first
-    min_tokens tokens is ignored.
+    stop: strings that end the text, cut off unless is_stop_included, and ignored within the first min_tokens tokens.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class TextStream:
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop, is_stop_included)
         self._num_early = min_tokens  # next tokens after which stop strings are ignored
-        self._is_early = False  # whether the last token was such a token
+        self._is_early = False
         self._parts: list[str] = []
         self._later: list[int] = []
 
@@ -89,7 +88,7 @@ class TextStream:
         return self._give(self._stop_strings.push(self._detokenizer.push(token_id), self._is_early))
 
     def push_later(self, token_id: int) -> None:
-        """Add a token whose text is not needed before `finish`, without stop strings."""
+        """Add a token whose text is needed only in `finish`, without stop strings."""
         self._later.append(token_id)
 
     def finish(self) -> str:
@@ -103,9 +102,9 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, however the text is cut; text that may begin one is held back.
+    """Passes text up to the first stop string, and holds back text that may begin one.
 
-    `matched` is the stop string that is complete first, and of two that end at one character the longer.
+    `matched`: the stop string that is complete first, the longer of two that end together.
     """
 
     def __init__(self, stop: Sequence[str], is_included: bool = False):
@@ -116,7 +115,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, is_early: bool = False) -> str:
-        """Return the certain text, none after a match. is_early: ignore stop strings that are complete in `text`."""
+        """Return the certain text, none after a match. is_early: ignore stop strings complete in `text`."""
         if not self._stop:
             return text
         if self.matched is not None:
@@ -137,12 +136,12 @@ class StopStrings:
         return held
 
     def _complete_behind(self, num_seen: int, text: str) -> list[tuple[int, int, str]]:
-        """Return (end, minus its length, stop string) of each that ends after the first num_seen characters."""
+        """Return (end, -length, stop string) of each that ends after the first num_seen characters."""
         starts = ((text.find(stop, max(num_seen + 1 - len(stop), 0)), stop) for stop in self._stop)
         return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
     def _unsettled(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix that begins a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint: text to token ids and back, equal to Hugging Face's `tokenizers`."""
+"""The tokenizer of a checkpoint, equal to Hugging Face's `tokenizers`."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from tinygpt.weights.files import how_to_replace
 
 
 class CharacterTokenizer:
-    """A tokenizer with a token for each character, as nanoGPT's smallest models have."""
+    """A token for each character, as in nanoGPT's smallest models."""
 
     special_ids: frozenset[int] = frozenset()
     eos_token_id = None  # texts end by their length
@@ -65,10 +65,10 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 class LibraryTokenizer:
-    """A tokenizer of `read_tokenizer` on Hugging Face's `tokenizers`. Raise CheckpointError if it is refused."""
+    """A tokenizer of `read_tokenizer` on `tokenizers`. Raise CheckpointError if it is refused."""
 
     def __init__(self, spec: dict[str, Any]):
-        import tokenizers  # takes time, and GPT-2's own tokenizer does not need it
+        import tokenizers  # slow, and not needed for GPT-2
 
         own = {name: part for name, part in spec.items() if name != "eos_token"}  # unknown to the library
         try:
@@ -87,15 +87,15 @@ class LibraryTokenizer:
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         try:
-            with self._lock:  # the switch is a state of the library's tokenizer
+            with self._lock:  # the switch is a state of the tokenizer
                 self._tokenizer.encode_special_tokens = split_special_tokens
                 return self._tokenizer.encode(text).ids
-        except Exception as error:  # the library raises nothing narrower, as without the unknown token
+        except Exception as error:  # as above
             why = f"cannot encode the text: {error}. Give token ids."
             raise RequestError(f"the tokenizer of this checkpoint {why}") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits at most
+        known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     def ids_from(self, first: int) -> list[int]:
@@ -117,17 +117,14 @@ class LibraryTokenizer:
         return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
 
 
-TokenizerModel = (
-    ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
-)  # with one interface; `Tokenizer` checks arguments
+TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
 
 
 class Tokenizer:
     """Text to token ids and back.
 
-    vocab_size: the highest token id + 1; further rows of a model decode to nothing. len(): the number of tokens.
-    eos_token_id: of the end-of-text token, or None. special_ids: the ids that skip_special_tokens leaves out.
-    split_special_tokens: the default of `encode`.
+    vocab_size: the highest token id + 1. len(): the number of tokens. eos_token_id: of the end-of-text token, or None.
+        special_ids: the ids that skip_special_tokens leaves out. split_special_tokens: the default of `encode`.
     """
 
     def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
@@ -145,10 +142,9 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """Load the tokenizer of a checkpoint folder.
+        """Load a folder's tokenizer: GPT-2's BPE on tiktoken, all else on `tokenizers`.
 
-        Byte-level BPE as GPT-2's runs on tiktoken, all else on `tokenizers`. Raise NoTokenizerError if there is none
-        that runs, CheckpointError if it is damaged.
+        Raise NoTokenizerError if none runs, CheckpointError if it is damaged.
         """
         folder = Path(path)
         return cls._made_of(lambda: read_prepared(folder) or _load(read_tokenizer(folder)), path, split_special_tokens)
@@ -170,10 +166,10 @@ class Tokenizer:
             raise CheckpointError(f"the tokenizer's files in {path} {why}, or give token ids.") from error
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a text, with the tokens that the tokenizer adds around every text.
+        """Return the token ids of a text, with the tokenizer's tokens around it.
 
-        split_special_tokens: read special tokens in the text, such as <|endoftext|>, as plain text; None is the default
-        of the tokenizer. Raise RequestError for a value that is no string or holds lone surrogates.
+        split_special_tokens: read special tokens, such as <|endoftext|>, as plain text. Raise RequestError unless text
+            is a string without lone surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
@@ -188,7 +184,7 @@ class Tokenizer:
         return self._model.encode(text, split_special_tokens)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """Return {"input_ids": ids, "attention_mask": ones} as Hugging Face's; lists of them for a list of texts."""
+        """Return {"input_ids": ids, "attention_mask": ones}, with lists of them for a list of texts."""
         if isinstance(text, str):
             ids = self.encode(text, split_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -196,14 +192,14 @@ class Tokenizer:
         return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, an unknown id nothing. Raise RequestError."""
+        """Return a text; invalid UTF-8 becomes U+FFFD, an unknown id nothing. Raise RequestError."""
         ids = list(ids)
         for position, token_id in enumerate(ids):
             _check_token_id(token_id, position)
         return self._model.decode(ids, skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of a token, none for an unknown id. Raise RequestError if the tokens are not bytes."""
+        """Return a token's bytes, none for an unknown id. Raise RequestError if tokens are not bytes."""
         _check_token_id(token_id, 0)
         return self._model.token_bytes(token_id)
 
@@ -226,7 +222,6 @@ def _load(spec: dict[str, Any]) -> TokenizerModel:
 
 
 def check_switch(split_special_tokens: Any) -> None:
-    """Raise RequestError unless the value is True or False."""
     if not isinstance(split_special_tokens, bool):
         raise RequestError(f"split_special_tokens is {split_special_tokens!r} and must be True or False.")
 
