@@ -212,8 +212,8 @@ def main() -> None:
     with ExitStack() as stack:
         sizes = {"max_num_seqs": slots, "prefix_cache_seqs": 0}
         llm = stack.enter_context(LLM(args.model, args.dtype, threads=args.threads, **sizes))
-        server = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
-        servers = {OURS: (server.url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
+        url, _ = stack.enter_context(served(args.model, args.dtype, {**sizes, "threads": args.threads}))
+        servers = {OURS: (url, {"ignore_eos": True, "stream_options": {"include_usage": True}})}
         servers |= {name: (url.rstrip("/"), json.loads(fields)) for name, url, fields in args.other}
         rows = compare(args, llm, servers)
     print(markdown(rows))

@@ -69,7 +69,7 @@ if __name__ == "__main__":
     executable = next(filter(None, map(shutil.which, BROWSERS)), None)
     if executable is None:
         parser.error(f"there is no browser: none of {', '.join(BROWSERS)}.")
-    with served("demo", "auto", {}) as server:
-        picture = Image.open(io.BytesIO(take(server.url, arguments.seed, executable)))
+    with served("demo", "auto", {}) as (url, _):
+        picture = Image.open(io.BytesIO(take(url, arguments.seed, executable)))
     picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(arguments.output, optimize=True)
     print(f"{arguments.output}: {picture.width} x {picture.height}, {arguments.output.stat().st_size / 1e3:.0f} kB")

@@ -38,8 +38,6 @@ ALLOWED_GROWTH = 1.02
 SETTLED = 0.2  # of the requests: by then every buffer has its size
 BEGINNINGS = ("Once upon a time", "The little dog", "Anna and Tom went to the", "In a deep dark wood there was")
 IMPOSSIBLE = ({"n": 0}, {"temperature": -1.0}, {"max_tokens": 10**6}, {"top_p": 2.0})
-
-
 FIELDS = {
     "max_tokens": range(1, 41),
     "temperature": [0.0, 0.7, 1.2],
@@ -157,9 +155,8 @@ def main() -> int:
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_queue": MAX_QUEUE}
     with ExitStack() as stack:
         if args.server:
-            server = stack.enter_context(served(args.model, args.dtype, sizes))
-            llm = stack.enter_context(RemoteLLM(server.url, max_connections=THREADS))
-            pids, url = [server.pid], server.url
+            url, pid = stack.enter_context(served(args.model, args.dtype, sizes))
+            llm, pids = stack.enter_context(RemoteLLM(url, max_connections=THREADS)), [pid]
         else:
             ranks = args.tensor_parallel
             llm = stack.enter_context(LLM(args.model, args.dtype, **sizes, tensor_parallel_size=ranks))

@@ -196,14 +196,10 @@ def _notes(records: Sequence[Record]) -> str:
     runs = runs_text(len(first["samples_ns"]), ", with the slowest and the fastest in brackets")
     clock = " by the GPU's clock, sampling of queued steps included" if gpu else ", without tokenization and sampling"
     memory = "of the GPU, all buffers" if gpu else "of the process, with what earlier rows touched"
-    return "\n".join(
-        (
-            f"- {gpu or first['cpu_info']}, build {first['build_commit']}; {runs}.",
-            f"- tokens/s and ms/token: of the forward passes{clock}. pp reads a prompt; tg generates after so many "
-            "cached tokens.",
-            "- first token: from the call to the first token of the last prompt; pp only.",
-            f"- GB/s read: weights, for tg the KV cache too; share of the measured {', '.join(bandwidths.values())}.",
-            f"- GFLOP/s: share of the tiles' measured peak, {', '.join(peaks.values())}.",
-            f"- outside the model: share of the time outside forward passes. peak MB: {memory}.",
-        )
-    )
+    return f"""\
+- {gpu or first["cpu_info"]}, build {first["build_commit"]}; {runs}.
+- tokens/s and ms/token: of the forward passes{clock}. pp reads a prompt; tg generates after so many cached tokens.
+- first token: from the call to the first token of the last prompt; pp only.
+- GB/s read: weights, for tg the KV cache too; share of the measured {", ".join(bandwidths.values())}.
+- GFLOP/s: share of the tiles' measured peak, {", ".join(peaks.values())}.
+- outside the model: share of the time outside forward passes. peak MB: {memory}."""

@@ -123,10 +123,7 @@ def _run_remote(
     params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
     flags = {"max_num_seqs": case.batch_size, "max_model_len": case.length, "prefix_cache_seqs": 0}
     flags["threads"] = options.threads
-    with (
-        served(options.model, dtype, flags) as server,
-        RemoteLLM(server.url, max_connections=NUM_CALLERS) as remote,
-    ):
+    with served(options.model, dtype, flags) as (url, _), RemoteLLM(url, max_connections=NUM_CALLERS) as remote:
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
         runs = []
         for _ in range(_repetitions(study, options)):
@@ -146,17 +143,9 @@ def _baseline(results: list[Result], dtype: str, is_remote: bool) -> float | Non
     return next((r.median for r in results if (r.dtype, r.is_remote) == (dtype, is_remote)), None)
 
 
-@dataclass(frozen=True)
-class Served:
-    """A process of `tinygpt serve`."""
-
-    url: str
-    pid: int
-
-
 @contextmanager
-def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[Served]:
-    """Serve a model in another process, on a free port. Raise RequestError if the server does not start."""
+def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tuple[str, int]]:
+    """Serve a model in another process; yield its URL and process id. Raise RequestError if it does not start."""
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
     for name, value in flags.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
@@ -164,16 +153,15 @@ def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[Ser
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
         try:
-            address = None
-            while address is None:
+            said, has_ended = "", False
+            while (address := re.search(r"serving .* on (http://\S+)", said)) is None:
+                if has_ended:
+                    raise RequestError(f"the server did not start: {' '.join(said.splitlines()[-1:])}")
+                time.sleep(0.05)
                 has_ended = process.poll() is not None
                 log.seek(0)
                 said = log.read()
-                address = re.search(r"serving .* on (http://\S+)", said)
-                if address is None and has_ended:
-                    raise RequestError(f"the server did not start: {' '.join(said.splitlines()[-1:])}")
-                time.sleep(0.05)
-            yield Served(address[1], process.pid)
+            yield address[1], process.pid
         finally:
             process.terminate()
             process.wait()
@@ -211,30 +199,21 @@ def _here(study: Study, options: Options) -> str:
 
 def records_of(study: Study, options: Options, results: list[Result]) -> list[Record]:
     """Return a record for each case, with llama-bench's keys as far as they go; times are of the whole generate."""
-    return [_record(study, options, result) for result in results]
+    shared = {"preset": study.name, "model_filename": options.model, "gpu_info": meter_of(options.device).gpu}
+    shared["n_threads"] = thread_count(options.threads)
+    return [shared | _record(study, result) for result in results]
 
 
-def _record(study: Study, options: Options, result: Result) -> Record:
+def _record(study: Study, result: Result) -> Record:
     samples, found = [round(1e9 * seconds) for seconds in result.seconds], result.measurement
-    return {
-        "preset": study.name,
-        "model_filename": options.model,
-        "dtype": result.dtype,
-        "gpu_info": meter_of(options.device).gpu,
-        "n_threads": thread_count(options.threads),
-        "batch_size": result.case.batch_size,
-        "num_prompts": found.batch_size,
-        "n_prompt": found.prompt_length,
-        "n_gen": found.new_tokens,
-        "avg_ns": round(statistics.mean(samples)),
-        "stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0,
-        "samples_ns": samples,
-        "first_token_ns": [round(1e9 * seconds) for seconds in result.first_tokens],
-        "num_steps": result.num_steps,
-        "peak_memory": found.peak_memory or None,
-        **({"remote": result.is_remote} if study.name == "batch-inference" else {}),
-        **({"perplexity": result.perplexity} if study.name == "onnx-study" else {}),
-    }
+    record = {"dtype": result.dtype, "batch_size": result.case.batch_size, "num_prompts": found.batch_size}
+    record |= {"n_prompt": found.prompt_length, "n_gen": found.new_tokens, "num_steps": result.num_steps}
+    record |= {"avg_ns": round(statistics.mean(samples)), "samples_ns": samples}
+    record |= {"stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0}
+    record |= {"first_token_ns": [round(1e9 * seconds) for seconds in result.first_tokens]}
+    record |= {"peak_memory": found.peak_memory or None}
+    record |= {"remote": result.is_remote} if study.name == "batch-inference" else {}
+    return record | ({"perplexity": result.perplexity} if study.name == "onnx-study" else {})
 
 
 def draw_study(study: Study, options: Options, results: list[Result], path: Path) -> None:

@@ -24,20 +24,10 @@ from pathlib import Path
 from tqdm import tqdm
 
 import tinygpt
+from tinygpt.bench import work
 from tinygpt.bench.measure import Case, Measurement, Run, meter_of, run_case
 from tinygpt.bench.report import Record, parameters_text, threads_text
-from tinygpt.bench.work import (
-    CACHE_NAMES,
-    MachineLimits,
-    block_operations,
-    head_operations,
-    kv_cache_bytes,
-    measure_limits,
-    model_bytes,
-    num_parameters,
-    tiles_of,
-    weight_bytes,
-)
+from tinygpt.bench.work import CACHE_NAMES, MachineLimits, measure_limits
 from tinygpt.engine.model_source import load_backend
 from tinygpt.engine.scheduler import WORTH_WAITING
 from tinygpt.errors import RequestError
@@ -49,21 +39,9 @@ from tinygpt.weights.config import ModelConfig
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
 # Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
-UNUSED_FIELDS = {
-    "cpu_mask": "0x0",
-    "cpu_strict": False,
-    "poll": 0,
-    "n_gpu_layers": 0,
-    "split_mode": "none",
-    "main_gpu": 0,
-    "no_kv_offload": False,
-    "flash_attn": False,
-    "tensor_split": "0.00",
-    "tensor_buft_overrides": "none",
-    "use_mmap": False,
-    "embeddings": False,
-    "no_op_offload": 0,
-}
+UNUSED_FIELDS = dict.fromkeys(("cpu_strict", "no_kv_offload", "flash_attn", "use_mmap", "embeddings"), False)
+UNUSED_FIELDS |= dict.fromkeys(("poll", "n_gpu_layers", "main_gpu", "no_op_offload"), 0)
+UNUSED_FIELDS |= {"cpu_mask": "0x0", "split_mode": "none", "tensor_split": "0.00", "tensor_buft_overrides": "none"}
 
 
 @dataclass(frozen=True)
@@ -157,7 +135,11 @@ def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None]) -> 
             for dtype, threads in [(dtype, threads) for dtype in plan.caches for threads in plan.threads]:
                 meter = meter_of(plan.device)
                 _update_limits(limits, plan, dtype, threads)
-                with _opened(plan, dtype, threads) as llm:
+                sizes = {"max_num_seqs": plan.max_batch_size, "max_num_batched_tokens": plan.step_tokens}
+                sizes |= {"max_model_len": max(case.length for case in plan.cases), "prefix_cache_seqs": 0}
+                sizes |= {"tensor_parallel_size": plan.ranks[0], "pipeline_parallel_size": plan.ranks[1]}
+                cache = plan.caches[dtype]
+                with LLM(plan.model, dtype, threads=threads, device=plan.device, kv_cache_dtype=cache, **sizes) as llm:
                     for case in plan.cases:
                         bar.set_description_str(f"{dtype}, {threads_text(threads)}, {case}")
                         tests.append(Test(dtype, threads, case, run_case(llm, case, plan.repetitions, meter)))
@@ -180,80 +162,43 @@ def _progress(plan: Plan, tests: list[Test], limits: dict[int, MachineLimits]) -
     return f"{len(tests)} of {len(plan)}: {case}: {record['median_ts']:.1f} tokens/s"
 
 
-def _opened(plan: Plan, dtype: str, threads: int) -> LLM:
-    return LLM(
-        plan.model,
-        dtype,
-        threads=threads,
-        device=plan.device,
-        kv_cache_dtype=plan.caches[dtype],
-        max_num_seqs=plan.max_batch_size,
-        max_model_len=max(case.length for case in plan.cases),
-        max_num_batched_tokens=plan.step_tokens,
-        prefix_cache_seqs=0,
-        tensor_parallel_size=plan.ranks[0],
-        pipeline_parallel_size=plan.ranks[1],
-    )
-
-
 def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     """Return the record of a test, with llama-bench's keys and those of this module's docstring."""
     config, case, dtype, found = plan.config, test.case, test.dtype, test.measurement
     counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
     n_prompt, n_gen, n_depth = counts
     gpu, (commit, number) = meter_of(plan.device).gpu, build()
-    work = [_work(plan, test, run) for run in found.runs]
-    rates = [tokens / seconds for seconds, tokens, *_ in work]
+    passes = [_work(plan, test, run) for run in found.runs]
+    rates = [tokens / seconds for seconds, tokens, *_ in passes]
     # llama-bench's times are those of all tokens: a generation has one pass less than new tokens.
     times = [round(1e9 * found.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
-    block_rate, head_rate = map(limits.tile_rates.get, tiles_of(dtype, plan.device))
-    read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in work)
+    block_rate, head_rate = map(limits.tile_rates.get, work.tiles_of(dtype, plan.device))
+    read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in passes)
+    operations = [(blocks + head) / seconds for seconds, *_, blocks, head in passes]
+    peak_shares = [(blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in passes]
     together = found.batch_size if n_gen else 1
-    size, cache = num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
-    return {
-        "build_commit": commit,
-        "build_number": number,
-        "cpu_info": cpu_name(),
-        "gpu_info": gpu,
-        "backends": "CUDA" if gpu else "CPU",
-        "model_filename": plan.model,
-        "model_type": f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}",
-        "model_size": model_bytes(config, dtype),
-        "model_n_params": size,
-        "n_batch": plan.step_tokens,
-        "n_ubatch": plan.step_tokens,
-        "n_threads": test.threads,
-        "type_k": cache,
-        "type_v": cache,
-        **UNUSED_FIELDS,
-        **({} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}),
-        **({"n_gpu_layers": config.n_layer} if gpu else {}),
-        "n_prompt": n_prompt,
-        "n_gen": n_gen,
-        "n_depth": n_depth,
-        "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "avg_ns": round(statistics.fmean(times)),
-        "stddev_ns": round(_deviation(times)),
-        "avg_ts": statistics.fmean(rates),
-        "stddev_ts": _deviation(rates),
-        "samples_ns": times,
-        "samples_ts": rates,
-        "median_ts": statistics.median(rates),
-        "low_ts": min(rates),
-        "high_ts": max(rates),
-        "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
-        "dtype": dtype,
-        "kv_cache_dtype": plan.caches[dtype],
-        "batch_size": found.batch_size,
-        "read_gbs": read / 1e9,
-        "bandwidth_share": read / limits.bandwidth,
-        "bandwidth_gbs": limits.bandwidth / 1e9,
-        "gflops": statistics.median((blocks + head) / seconds for seconds, *_, blocks, head in work) / 1e9,
-        "peak_share": statistics.median(
-            (blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in work
-        ),
-        "block_peak_gflops": block_rate / 1e9,
-        "head_peak_gflops": head_rate / 1e9,
+    size, cache = work.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
+    model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
+    record = {"build_commit": commit, "build_number": number, "cpu_info": cpu_name(), "gpu_info": gpu}
+    record |= {"backends": "CUDA" if gpu else "CPU", "model_filename": plan.model, "model_type": model_type}
+    record |= {"model_size": work.model_bytes(config, dtype), "model_n_params": size}
+    record |= {"n_batch": plan.step_tokens, "n_ubatch": plan.step_tokens, "n_threads": test.threads}
+    record |= {"type_k": cache, "type_v": cache, **UNUSED_FIELDS}
+    record |= {} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}
+    record |= {"n_gpu_layers": config.n_layer} if gpu else {}
+    record |= {"n_prompt": n_prompt, "n_gen": n_gen, "n_depth": n_depth}
+    record |= {"test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ")}
+    record |= {"avg_ns": round(statistics.fmean(times)), "stddev_ns": round(_deviation(times))}
+    record |= {"avg_ts": statistics.fmean(rates), "stddev_ts": _deviation(rates)}
+    record |= {"samples_ns": times, "samples_ts": rates}
+    record |= {"median_ts": statistics.median(rates), "low_ts": min(rates), "high_ts": max(rates)}
+    record |= {"test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}", "dtype": dtype}
+    record |= {"kv_cache_dtype": plan.caches[dtype], "batch_size": found.batch_size}
+    record |= {"read_gbs": read / 1e9, "bandwidth_share": read / limits.bandwidth}
+    record |= {"bandwidth_gbs": limits.bandwidth / 1e9, "gflops": statistics.median(operations) / 1e9}
+    record |= {"peak_share": statistics.median(peak_shares)}
+    record |= {"block_peak_gflops": block_rate / 1e9, "head_peak_gflops": head_rate / 1e9}
+    return record | {
         "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
         "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in found.runs),
         "outside_share": statistics.median(1 - (run.prompt + run.generation) / run.total for run in found.runs),
@@ -271,14 +216,15 @@ def _work(plan: Plan, test: Test, run: Run) -> tuple[float, int, float, float, f
     if not case.new_tokens:
         tokens = case.batch_size * case.prompt_length
         num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends
-        read = weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
-        blocks = block_operations(config, tokens, (case.prompt_length + 1) / 2)
-        return run.prompt, tokens, read, blocks, head_operations(config, case.batch_size)
+        read = work.weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
+        blocks = work.block_operations(config, tokens, (case.prompt_length + 1) / 2)
+        return run.prompt, tokens, read, blocks, work.head_operations(config, case.batch_size)
     tokens = run.num_together * case.batch_size
     attended = case.prompt_length + case.new_tokens / 2  # by a token, on average
-    cache = kv_cache_bytes(config, plan.caches[dtype], tokens * attended)
-    read = weight_bytes(config, dtype, run.num_together) + cache
-    return run.together, tokens, read, block_operations(config, tokens, attended), head_operations(config, tokens)
+    read = work.weight_bytes(config, dtype, run.num_together)
+    read += work.kv_cache_bytes(config, plan.caches[dtype], tokens * attended)
+    blocks = work.block_operations(config, tokens, attended)
+    return run.together, tokens, read, blocks, work.head_operations(config, tokens)
 
 
 def _deviation(values: list[float]) -> float:
