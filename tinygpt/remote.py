@@ -1,7 +1,4 @@
-"""RemoteLLM: an LLM whose model runs in a `tinygpt serve` process.
-
-Nothing that computes is imported, neither NumPy nor Numba.
-"""
+"""RemoteLLM: an LLM whose model runs in a `tinygpt serve` process. Imports neither NumPy nor Numba."""
 
 import asyncio
 import base64
@@ -21,13 +18,7 @@ from weakref import finalize
 
 from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
-from tinygpt.outputs import (
-    ContinuationScore,
-    RequestOutput,
-    StreamChunk,
-    UseTqdm,
-    with_bar,
-)
+from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.wire import chunk_from_json, output_from_json, params_to_json, score_from_json
 
@@ -46,17 +37,14 @@ Result = TypeVar("Result")
 
 
 class RemoteLLM:
-    """An LLM in a server: generate, stream, submit, score and embed return the same bits as in an LLM.
+    """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe.
 
-    url: the server's address, with or without /v1 at its end. api_key: None is the variable TINYGPT_API_KEY.
+    url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.
     timeout: seconds of silence after which a request fails.
     max_connections: requests of `generate` and `submit` that run at once; more wait here.
-    max_retries: how often a request is sent again that the server has not begun: the connection was refused, or the
-        status is 429 or 503. Nothing else is sent again.
+    max_retries: retries after a refused connection, status 429 or 503. Nothing else is sent again.
     split_special_tokens: as in LLM.
-
-    Raises ServerError if the server cannot be reached, needs another key, or is no tinygpt server. Thread-safe. The
-    times of a request are the server's.
+    Raise ServerError if the server cannot be reached, needs another key, or is no tinygpt server.
     """
 
     model: str
@@ -86,7 +74,7 @@ class RemoteLLM:
         self.tokenizer = RemoteTokenizer(self._server, split_special_tokens)
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
-        """Return a text or token ids as LLM.read_prompt does; the server encodes the text."""
+        """Return a prompt as LLM.read_prompt does; the server encodes a text."""
         if isinstance(prompt, str):
             return Prompt(prompt, self.tokenizer.encode(prompt, split_special_tokens))
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
@@ -109,7 +97,7 @@ class RemoteLLM:
         return self._run([self._request(*pair) for pair in pairs], return_exceptions)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
-        """Continue one prompt, token by token, as LLM.stream does. Closing the iterator ends the request."""
+        """Continue one prompt as LLM.stream does. Closing the iterator ends the request."""
         request = self._request(prompt, params_or_fields(params, fields))
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         future = self._server.start(self._server.stream(*request, chunks.put))
@@ -126,10 +114,7 @@ class RemoteLLM:
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
     ) -> "Future[RequestOutput]":
-        """Continue one prompt in the background, as LLM.submit does. The future raises the server's refusal.
-
-        on_chunk: called with each StreamChunk, by another thread.
-        """
+        """Continue one prompt as LLM.submit does. The future raises refusals; another thread calls on_chunk."""
         if on_chunk is not None and not callable(on_chunk):
             raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
         request = self._request(prompt, params_or_fields(params, fields))
@@ -148,19 +133,21 @@ class RemoteLLM:
         listed, found = [*map(_sendable, prompt_list(continuations))], []
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.wait(self._server.post("/score_continuations", part, _scores))
+            found += self._server.wait(
+                self._server.post("/score_continuations", part, lambda reply: [*map(score_from_json, reply["scores"])])
+            )
         return found
 
     def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
-        """Return a vector for each text or list of token ids, (len(prompts), C) float32, as LLM.embed does."""
+        """Return (len(prompts), C) float32, as LLM.embed does."""
         import numpy as np
 
         vectors = []
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
-            data = self._server.wait(self._server.post("/v1/embeddings", body, _vector))
-            vectors.append(np.frombuffer(data, "<f4"))  # (C,)
+            encoded = self._server.wait(self._server.post("/v1/embeddings", body, lambda r: r["data"][0]["embedding"]))
+            vectors.append(np.frombuffer(base64.b64decode(encoded), "<f4"))  # (C,)
         return np.stack(vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
 
     def close(self) -> None:
@@ -199,7 +186,7 @@ class RemoteTokenizer:
         self._server, self.split_special_tokens = server, split_special_tokens
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
-        """Return the token ids of a text. split_special_tokens: special tokens in it are plain text."""
+        """Return the token ids of a text. split_special_tokens: as in LLM; None is the RemoteLLM's."""
         if not isinstance(text, str):
             raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         is_split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
@@ -207,7 +194,7 @@ class RemoteTokenizer:
         return self._server.wait(self._server.post("/tokenize", body, itemgetter("tokens")))
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """Return Hugging Face's {"input_ids": token ids, "attention_mask": ones}, with lists for a list of texts."""
+        """Return Hugging Face's {"input_ids", "attention_mask"}, with lists of lists for a list of texts."""
         if isinstance(text, str):
             ids = self.encode(text, split_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -221,7 +208,7 @@ class RemoteTokenizer:
 
 
 class _Server:
-    """HTTP to one server: an httpx client in an event loop of its own thread, so that futures can be cancelled."""
+    """An httpx client of one server, in the event loop of a thread, so that futures can be cancelled."""
 
     def __init__(self, url: str, api_key: str | None, timeout: float, max_connections: int, max_retries: int):
         try:
@@ -245,14 +232,14 @@ class _Server:
             timeout=timeout,
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
             verify=ssl.create_default_context(),
-            trust_env=False,  # a proxy for the web is none for this server
+            trust_env=False,  # no proxy of the environment
         )
         self._is_closed, self._lock, self._turn = False, threading.Lock(), asyncio.Semaphore(max_connections)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="tinygpt-remote", daemon=True).start()
 
     def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """Run a coroutine in the loop. Cancelling the future closes the connection, and the server frees the slots."""
+        """Run a coroutine in the loop. Cancelling the future closes the connection, which frees the server's slots."""
         with self._lock:
             if self._is_closed:
                 work.close()
@@ -285,7 +272,7 @@ class _Server:
             return await self.stream(text, body, lambda chunk: None if chunk is None else on_chunk(chunk))
 
     async def stream(self, text: str | None, body: dict, on_chunk: Callable[[Any], Any]) -> RequestOutput:
-        """Return the output. on_chunk: called in a thread, with None when the request is accepted, then each chunk."""
+        """Return the output. on_chunk gets None when the server accepts the request, then each chunk in a thread."""
         arrival, output = time.perf_counter(), None
         response = await self._open("POST", "/generate", body | {"stream": True}, self._max_retries)
         on_chunk(None)
@@ -383,14 +370,6 @@ def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: Future) -> It
         future.result()
     finally:
         future.cancel()
-
-
-def _scores(reply: Any) -> list[ContinuationScore]:
-    return [*map(score_from_json, reply["scores"])]
-
-
-def _vector(reply: Any) -> bytes:
-    return base64.b64decode(reply["data"][0]["embedding"])
 
 
 def _card(reply: Any) -> dict[str, Any]:

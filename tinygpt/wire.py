@@ -1,6 +1,6 @@
-"""Requests and outputs as JSON: `server/` and `remote.py` write and read them, and nothing is lost.
+"""Requests and outputs as JSON between `server/` and `remote.py`, without loss.
 
-Minus infinity is a string, as JSON has no infinity. Times are seconds since the arrival: the clocks differ.
+Minus infinity is a string, as JSON has no infinity. Times count from the arrival, as the clocks differ.
 """
 
 import math
@@ -16,7 +16,7 @@ from tinygpt.sampling_params import ALL, SamplingParams
 ALWAYS_SENT = ("max_tokens", "temperature")  # the server has other defaults
 UNSENDABLE = ("logits_processors", "prompt_embeds")
 MOMENTS = ("scheduled", "first_token", "finished")
-# Fields of log probabilities: their dicts have token ids as keys, which are strings in JSON.
+# Log probabilities: JSON has strings in place of token ids and minus infinity.
 LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")
 NO_INDEX = ("index", 0)
 

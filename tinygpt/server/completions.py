@@ -190,14 +190,14 @@ def ranked(
 
     readings: outputs of prompt, text and suffix with prompt_logprobs, one for each of `ids`.
     """
-    means = []
-    for tokens, reading in zip(ids, readings, strict=True):
+    pairs, outputs = iter(zip(ids, readings, strict=True)), []
+
+    def mean(tokens: list[int], reading: RequestOutput) -> float:
         logprobs = reading.prompt_logprobs[-len(tokens) :]
-        means.append(sum(found[token_id] for token_id, found in zip(tokens, logprobs, strict=True)) / len(tokens))
-    mean = iter(means)
-    outputs = []
+        return sum(found[token_id] for token_id, found in zip(tokens, logprobs, strict=True)) / len(tokens)
+
     for output in candidates:
-        pairs = [(next(mean), sample) for sample in output.outputs]
-        best = sorted(pairs, key=lambda pair: pair[0], reverse=True)[:n]
+        means = [(mean(*next(pairs)), sample) for sample in output.outputs]
+        best = sorted(means, key=lambda pair: pair[0], reverse=True)[:n]
         outputs.append(replace(output, outputs=[replace(sample, index=i) for i, (_, sample) in enumerate(best)]))
     return outputs

@@ -47,14 +47,14 @@ def error_body(error: HTTPException) -> dict[str, Any]:
 
 
 def respond(error: HTTPException) -> Response:
-    """Return the reply that says so. `x-should-retry` is a header of OpenAI's client library."""
+    """Return the reply. `x-should-retry` is a header of OpenAI's client library."""
     retry = {} if error.status_code in RETRIED else {"x-should-retry": "false"}
     headers = retry | dict(error.headers or {})
     return Response(to_json(error_body(error)), error.status_code, headers, "application/json")
 
 
 def from_validation(error: RequestValidationError, form: type[Strict] | None) -> ApiError:
-    """Return a refusal with the most specific error; a missing field comes last: it may have another name."""
+    """Return a refusal with the most specific error, a missing field last."""
     found = [(_path(each["loc"][1:], error.body), each) for each in error.errors()]
     path, first = max(found, key=lambda pair: (pair[1]["type"] != "missing", len(pair[0])))
     if first["type"] == "json_invalid" or not path:
@@ -68,10 +68,7 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
 
 
 def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
-    """Return the reply to an error of the engine: status 400 or 429 for a refusal, and 500 for a failure.
-
-    `param` is the form's name for the refused field.
-    """
+    """Return status 400 or 429 for a refusal of the engine, 500 for a failure. form: for the field's name."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
     if not isinstance(error, RequestError):
