@@ -458,12 +458,7 @@ def test_lines_take_every_field(jobs, llm):
         {"prompt": "The fox", "temperature": 0, "num_beams": 3, "n": 2, "early_stopping": "never"},
         {"prompt": "The fox", "repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "bad_words": ["the"]},
         {"prompt": "The fox", "prompt_logprobs": 1, "logprobs_mode": "processed", "logprobs": 0},
-        {
-            "prompt": "The fox",
-            "prompt_embeds": embeds,
-            "top_p_rule": "openai",
-            "typical_p": 0.9,
-        },
+        {"prompt": "The fox", "prompt_embeds": embeds, "top_p_rule": "openai", "typical_p": 0.9},
     ]
     jobs.write(lines)
     assert jobs.run() == 0

@@ -122,10 +122,7 @@ def test_a_file_that_is_no_checkpoint(capsys, tmp_path, text):
 def test_hashes(capsys, folder):
     before = info(capsys, folder)
     content = (folder / "model.safetensors").read_bytes()
-    assert before["files"]["model.safetensors"] == {
-        "size": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    assert before["files"]["model.safetensors"] == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "notes.txt").write_text("no part of the checkpoint")
     moved = folder.rename(folder.with_name("moved"))
     assert info(capsys, moved)["content_hash"] == before["content_hash"]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.input import PromptRecord, is_unicode, read_prompts, refuse_lines
 from tinygpt.cli.loading import load_llm, sigterm_raises, warm_up
-from tinygpt.cli.output import counted, emit, log, progress, rates
+from tinygpt.cli.output import check_writable, counted, emit, log, progress, rates
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
 from tinygpt.weights.files import sync, sync_folder
 
@@ -78,19 +78,21 @@ def _json_line(record: dict[str, Any]) -> str:
 
 
 def num_cut(params: "SamplingParams", output: "RequestOutput") -> int:
-    """Return how many guided samples a limit has ended, so that they may be incomplete."""
+    """Return the number of guided samples that a limit ended."""
     return 0 if params.guidance is None else sum(sample.finish_reason == "length" for sample in output.outputs)
 
 
 def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
-    """Answer the prompts of --input; `params` apply if a line has no field of that name.
+    """Answer the prompts of --input; `params` are the defaults of a line's fields.
 
-    RequestError, before any work, lists every line that cannot be served. TinyGPTError, in the end, if a prompt failed.
+    Raise RequestError, before any work, that lists all impossible lines; TinyGPTError at the end if a prompt failed.
     """
     with sigterm_raises():
         source, target = Path(args.input), None if args.output is None else Path(args.output)
         if target is not None:
-            check_output(target, source)
+            check_writable("--output", target)
+            if target.exists() and source.exists() and target.samefile(source):
+                raise RequestError(f"--output {target} is the file of --input: name another one.")
         prompts = read_prompts(source, params)
         if not prompts:
             log(f"--input {source} holds no prompt, so there is nothing to do")
@@ -116,7 +118,7 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
 def _answer(
     args: argparse.Namespace, pending: list[PromptRecord], earlier: "Earlier", write_all: Callable[..., int]
 ) -> int:
-    """Write the record of each pending prompt. Return how many have failed."""
+    """Write the record of each pending prompt. Return the number of failed prompts."""
     llm, load_seconds = load_llm(args)
     check_dtype(args.output, earlier, llm.dtype)
     # generate_as_finished checks when it is called, and runs when it is iterated.
@@ -151,10 +153,7 @@ def _answer_on_ray(
 
 
 def read_tasks(source: str, records: list[PromptRecord], read: Callable, check: Callable) -> list[Task]:
-    """Encode and check each prompt. RequestError lists all lines that the model cannot serve.
-
-    read(prompt, split_special_tokens) encodes a prompt, check(prompt, params) raises RequestError.
-    """
+    """Encode each prompt by `read` and check it by `check`. Raise RequestError that lists all impossible lines."""
     tasks, problems = [], {}
     for record in records:
         try:
@@ -170,7 +169,6 @@ def read_tasks(source: str, records: list[PromptRecord], read: Callable, check: 
 def _write_all(
     args: argparse.Namespace, file: "RecordFile", total: int, answers: Iterable[Answer], num_pending: int
 ) -> int:
-    """Write each record as it comes and show the progress. Return how many are errors."""
     num_truncated, num_unfinished, num_failed, num_answered = 0, 0, 0, total - num_pending
     answers = in_order(answers) if args.keep_order else answers
     try:
@@ -181,12 +179,10 @@ def _write_all(
             num_failed += answer.is_failed
             num_unfinished += answer.num_cut
     except KeyboardInterrupt as stop:
-        answered = f"{num_answered} of {counted(total, 'prompt')} answered"
+        how = f"in {args.output}; give the same command again to continue"
         if args.output is None:
-            how = f"{answered}, on stdout; a run with --output FILE can be continued"
-        else:
-            how = f"{answered}, in {args.output}; give the same command again to continue"
-        raise type(stop)(how) from None
+            how = "on stdout; a run with --output FILE can be continued"
+        raise type(stop)(f"{num_answered} of {counted(total, 'prompt')} answered, {how}") from None
     if num_truncated:
         log(f"{counted(num_truncated, 'prompt')} truncated: see num_truncated_tokens in their records")
     if num_unfinished:
@@ -223,21 +219,10 @@ class Earlier:
         return self.end - self.size
 
 
-def check_output(path: Path, input_path: Path) -> None:
-    """RequestError for an impossible output: a folder, a path in no folder, or the input."""
-    if path.is_dir():
-        raise RequestError(f"--output {path} is a folder: name a file in it.")
-    if not path.parent.is_dir():
-        raise RequestError(f"the folder of --output {path} does not exist: create it first.")
-    if path.exists() and input_path.exists() and path.samefile(input_path):
-        raise RequestError(f"--output {path} is the file of --input: name another one.")
-
-
 def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
-    """Find which prompts the file already answers; `model` and `dtype` are the command line's.
+    """Find the prompts that the file already answers. A half-written last record, as of a killed run, does not count.
 
-    RequestError if the file holds anything else than records of these prompts, made by this model in this dtype.
-    A last line that is the beginning of a record, as a killed run leaves it, does not count.
+    Raise RequestError if the file has other lines, or records of another model or dtype.
     """
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
@@ -294,7 +279,7 @@ def _check_record(
 
 
 def check_dtype(output: str | None, earlier: Earlier, dtype: str) -> None:
-    """RequestError if the loaded model computes in another dtype than the one of the file's records."""
+    """Raise RequestError if the loaded model has another dtype than the records of the file."""
     if earlier.dtype not in (None, dtype):
         raise RequestError(
             f"the records of --output {output} were made with dtype {earlier.dtype} and this run has {dtype}: give "
@@ -303,10 +288,7 @@ def check_dtype(output: str | None, earlier: Earlier, dtype: str) -> None:
 
 
 class RecordFile:
-    """stdout, or the output file: open for lines after its last complete record, and locked against other runs.
-
-    Nothing is buffered here: the system has each line. The disk has all lines each second, and at the end.
-    """
+    """stdout, or the output file, locked against other runs and synced each second and at the end."""
 
     def __init__(self, path: Path | None, earlier: Earlier):
         self._path, self._stdout = path, sys.stdout  # of now: Ray's own prints go to another one
@@ -371,7 +353,7 @@ class RecordFile:
 
 
 def _lock(path: Path, descriptor: int) -> None:
-    """Keep other runs from writing to the file until this one closes it. RequestError if one is writing."""
+    """Lock the file until it is closed. Raise RequestError if another run holds the lock."""
     try:
         import fcntl
 

@@ -24,12 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
     about = "random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)"
     source.add_argument("--random", metavar="SHAPE", help=about)
-    model.add_argument(
-        "--dtype",
-        type=dtypes,
-        metavar="LIST",
-        help=MODEL_FLAGS["dtype"]["help"],
-    )
+    model.add_argument("--dtype", type=dtypes, metavar="LIST", help=MODEL_FLAGS["dtype"]["help"])
     about = f"{MODEL_FLAGS['kv_cache_dtype']['help'].partition(' (')[0]} (default: auto)"
     add_flag(model, "kv_cache_dtype", default=None, help=about)
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")

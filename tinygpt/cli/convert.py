@@ -31,43 +31,21 @@ CALIBRATED = ("int8", "int4")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", nargs="?", metavar="SRC", help=CHECKPOINT)
-    parser.add_argument("target", nargs="?", metavar="DST", help="the folder to make, which --model then takes")
+    add = parser.add_argument
+    add("source", nargs="?", metavar="SRC", help=CHECKPOINT)
+    add("target", nargs="?", metavar="DST", help="the folder to make, which --model then takes")
     add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
-    parser.add_argument(
-        "--to",
-        type=str.lower,
-        choices=OTHERS,
-        help="a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)",
-    )
+    about = "a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)"
+    add("--to", type=str.lower, choices=OTHERS, help=about)
     by_format = "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
-    add_argument(
-        parser,
-        "dtype",
-        type=dtype,
-        metavar="DTYPE",
-        help=f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and "
-        "float32 with --to)",
-    )
-    parser.add_argument(
-        "--calibrate",
-        metavar="TEXT",
-        type=Path,
-        help="a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by "
-        "the weights alone)",
-    )
-    parser.add_argument(
-        "--act-scales",
-        metavar="FILE",
-        type=Path,
-        help="in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them",
-    )
-    parser.add_argument(
-        "--smooth",
-        metavar="ALPHA",
-        type=float,
-        help=f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})",
-    )
+    about = f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
+    add_argument(parser, "dtype", type=dtype, metavar="DTYPE", help=f"{about}with --to)")
+    about = "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by "
+    add("--calibrate", metavar="TEXT", type=Path, help=f"{about}the weights alone)")
+    about = "in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them"
+    add("--act-scales", metavar="FILE", type=Path, help=about)
+    about = f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
+    add("--smooth", metavar="ALPHA", type=float, help=about)
     add_flag(parser, "threads")
 
 

@@ -103,7 +103,7 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
     from tinygpt.evaluation.tasks import new_scorer
 
     articles = read_articles("FILE", args.file)[: args.limit]
-    new_scorer()
+    new_scorer()  # raises if the library is missing
     return articles
 
 
@@ -111,47 +111,31 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
     from tinygpt.evaluation.tasks import NUM_TOGETHER, check_stride
     from tinygpt.llm import LLM
 
-    with LLM(
-        args.model,
-        dtype,
-        threads=args.threads,
-        max_num_seqs=NUM_TOGETHER,
-        max_model_len=args.max_model_len,
-        kv_cache_dtype=args.kv_cache_dtype,
-        split_special_tokens=args.split_special_tokens,
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-    ) as llm:
+    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
+    arguments = {name: getattr(args, name) for name in names} | {"dtype": dtype, "max_num_seqs": NUM_TOGETHER}
+    with LLM(**arguments) as llm:
         if args.stride is not None:
             check_stride(llm, args.stride)
         log(f"{args.task} of {args.file} by {args.model} in {llm.dtype}")
         about = {"task": args.task, "file": str(args.file), "model": args.model, "dtype": llm.dtype}
-        return [about | found for found in MEASURES[args.task](llm, given, args.stride)]
+        return [about | found for found in _measure(args.task, llm, given, args.stride)]
 
 
-def _perplexity(llm: "LLM", text: str, stride: int | None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.tasks import perplexity
+def _measure(task: str, llm: "LLM", given: Any, stride: int | None) -> list[dict[str, Any]]:
+    from tinygpt.evaluation import tasks
 
-    found = perplexity(llm, text, stride, use_tqdm=progress("window"))
+    if task == "lambada":
+        return [
+            asdict(found) | {"accuracy": found.accuracy}
+            for found in tasks.lambada(llm, given, use_tqdm=progress("row"))
+        ]
+    if task == "rouge":
+        summaries = tasks.summarize(llm, given, use_tqdm=progress("article"))
+        return [{"num_rows": len(given)} | tasks.rouge(summaries, given)]
+    found = tasks.perplexity(llm, given, stride, use_tqdm=progress("window"))
     names = ("token_perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte")
     sizes = {"max_model_len": llm.max_model_len, "stride": llm.max_model_len if stride is None else stride}
     return [sizes | asdict(found) | {name: getattr(found, name) for name in names}]
-
-
-def _lambada(llm: "LLM", texts: list[str], _: None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.tasks import lambada
-
-    return [asdict(found) | {"accuracy": found.accuracy} for found in lambada(llm, texts, use_tqdm=progress("row"))]
-
-
-def _rouge(llm: "LLM", articles: list[Any], _: None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation.tasks import rouge, summarize
-
-    summaries = summarize(llm, articles, use_tqdm=progress("article"))
-    return [{"num_rows": len(articles)} | rouge(summaries, articles)]
-
-
-MEASURES = {"ppl": _perplexity, "lambada": _lambada, "rouge": _rouge}
 
 
 def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:

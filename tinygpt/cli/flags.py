@@ -140,9 +140,7 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         flag="--tensor-parallel",
     ),
     "pipeline_parallel_size": _model_flag(
-        "stages that share the layers, each of --tensor-parallel processes",
-        *(int, "N", 1),
-        flag="--pipeline-parallel",
+        "stages that share the layers, each of --tensor-parallel processes", *(int, "N", 1), flag="--pipeline-parallel"
     ),
     "split_special_tokens": {
         "flag": "--no-special-tokens",

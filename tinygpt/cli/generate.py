@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tinygpt.cli.batch import num_cut, record_line, run_batch
-from tinygpt.cli.flags import Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
+from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
 from tinygpt.cli.input import STDIN, decode, read_bytes, text_of_stdin
 from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.output import counted, emit, log, rates
@@ -40,67 +40,44 @@ FULL = "The text is unchanged: use :rewind or :reset, or start with --overflow s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompt",
-        nargs="*",
-        metavar="PROMPT",
-        help="words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)",
-    )
-    group = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.")
-    group.add_argument(
-        "-p",
-        "--prompt",
-        dest="prompt_text",
-        metavar="TEXT",
-        help="the same as PROMPT, in one word (default: none)",
-    )
-    group.add_argument(
-        "-f", "--file", metavar="FILE", help="all of a text file is the prompt, as it is; - is stdin (default: none)"
-    )
+    about = "words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)"
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
+    add = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.").add_argument
+    about = "the same as PROMPT, in one word (default: none)"
+    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help=about)
+    about = "all of a text file is the prompt, as it is; - is stdin (default: none)"
+    add("-f", "--file", metavar="FILE", help=about)
     add_sampling_groups(parser)
-    group = parser.add_argument_group("input and output")
-    group.add_argument(
-        "--input",
-        metavar="FILE",
-        help="JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
-        "split_special_tokens and any sampling field; - is stdin (default: none)",
+    add = parser.add_argument_group("input and output").add_argument
+    about = (
+        "JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
+        "split_special_tokens and any sampling field; - is stdin (default: none)"
     )
-    group.add_argument(
-        "--output",
-        metavar="FILE",
-        help="JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
+    add("--input", metavar="FILE", help=about)
+    about = (
+        "JSONL, one record for each line of --input as soon as it is finished; the same command continues an "
         "interrupted run and skips ids with a record; --model and --dtype must be the same, other flags are not "
-        "compared (default: stdout, as -)",
+        "compared (default: stdout, as -)"
     )
-    group.add_argument(
-        "--ray",
-        nargs="?",
-        type=int,
-        const=1,
-        metavar="N",
-        help="answer the prompts of --input by N actors (default: 1) of the Ray cluster at $RAY_ADDRESS, or else of "
-        "one that is started here; each host of it needs --model at the same path (default: this process)",
+    add("--output", metavar="FILE", help=about)
+    about = (
+        "answer the prompts of --input by N actors (default: 1) of the Ray cluster at $RAY_ADDRESS, or else of "
+        "one that is started here; each host of it needs --model at the same path (default: this process)"
     )
-    group.add_argument(
-        "--keep-order",
-        action="store_true",
-        help="write records in the order of --input (default: as they finish)",
-    )
-    group.add_argument("--json", action="store_true", help="print a JSON record (default: the text)")
-    group.add_argument(
-        "--no-stream", action="store_true", help="print the text once it is complete (default: as it is made)"
-    )
-    group.add_argument(
-        "--interactive",
-        action="store_true",
-        help="read lines and continue the text after each; :help lists the commands (default: off)",
-    )
-    group.add_argument("--echo", action="store_true", help="print the prompt in front of the text (default: off)")
+    add("--ray", nargs="?", type=int, const=1, metavar="N", help=about)
+    switches = {
+        "--keep-order": "write records in the order of --input (default: as they finish)",
+        "--json": "print a JSON record (default: the text)",
+        "--no-stream": "print the text once it is complete (default: as it is made)",
+        "--interactive": "read lines and continue the text after each; :help lists the commands (default: off)",
+        "--echo": "print the prompt in front of the text (default: off)",
+    }
+    for flag, about in switches.items():
+        add(flag, action="store_true", help=about)
     add_group(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Do what the flags ask for. RequestError, before any work, if that is impossible."""
     if args.output == STDIN:
         args.output = None
     _check_combination(args)
@@ -119,8 +96,7 @@ def _check_combination(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
     if args.output is not None and args.input is None:
-        redirected = shlex.quote(args.output)
-        raise RequestError(f"--output needs --input, or redirect the text of one prompt (> {redirected}).")
+        raise RequestError(f"--output needs --input, or redirect one prompt's text (> {shlex.quote(args.output)}).")
     if args.ray is not None:
         if args.input is None:
             raise RequestError("--ray is for the prompts of a file: give it with --input.")
@@ -234,7 +210,8 @@ class Turns:
             chunks = self._session.stream(params)
         except RequestError as error:
             self._session.rewind(start)
-            log(f"{error} {FULL if start else ''}".rstrip())
+            problem = error.named(flag_of(error.field)) if error.field in FLAGS else error
+            log(f"{problem} {FULL if start else ''}".rstrip())
             return
         self._starts.append(start)
         self._num_turns += 1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 NUM_SHOWN = 5  # tokens without a row of the embedding
 
 PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
-OPTIONAL = ("tokenizers", "transformers", "torch", "numba-cuda")
+PACKAGES += ("tokenizers", "transformers", "torch", "numba-cuda")
 # LLVM's names of the features that kernels use, or could use.
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvnni", "amx-int8", "amx-bf16", "neon")
 
@@ -98,12 +98,7 @@ def describe(path: Path) -> dict[str, Any]:
         "tied": tied,
         "converted_to": dtype,
         "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "size": tensor.nbytes,
-                "file": tensor.path.name,
-            }
+            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": tensor.nbytes, "file": tensor.path.name}
             for name, tensor in source.container.tensors.items()
         },
         "ignored": list(checkpoint.ignored) if checkpoint else None,
@@ -170,10 +165,9 @@ def _files(source: "Source") -> dict[str, dict[str, Any]]:
     elif not weights:
         packed = path / PACKED_FILE
         weights = [packed] if packed.exists() else (_attempt([], find_weights, path) or [])[:1]
-    names = [*(folder / name for name in CONFIG_FILES), *weights]
-    names += [folder / name for name in (*TOKENIZER_FILES, PREPARED_FILE)]
+    others = [[folder / name for name in names] for names in (CONFIG_FILES, (*TOKENIZER_FILES, PREPARED_FILE))]
     found = {}
-    for name in filter(Path.is_file, names):
+    for name in filter(Path.is_file, [*others[0], *weights, *others[1]]):
         digest = hashlib.sha256()
         with name.open("rb") as file:
             while block := file.read(1 << 20):
@@ -189,16 +183,14 @@ def _print_text(report: dict[str, Any]) -> None:
     tensors = report["tensors"].values()
     head = {True: "tied to wte", False: "its own", None: "unknown"}[report["tied"]]
     summary = {
-        "container": report["container"],
-        "family": report["family"],
+        **{name: report[name] for name in ("container", "family")},
         "tensors": len(tensors),
         "elements": f"{sum(math.prod(tensor['shape']) for tensor in tensors):,}",
         "size": size_text(sum(tensor["size"] for tensor in tensors)),
         "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
         "converted_to": report["converted_to"],
         "head": head,
-        "ignored": report["ignored"],
-        "quirks": report["quirks"],
+        **{name: report[name] for name in ("ignored", "quirks")},
     }
     print_fields("weights", summary)
     if tensors:
@@ -285,7 +277,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "versions": {
             "tinygpt": tinygpt.__version__,
             "python": f"{platform.python_version()} ({platform.python_implementation()}, {sys.executable})",
-            **{name: _version_of(name) for name in (*PACKAGES, *OPTIONAL)},
+            **{name: _version_of(name) for name in PACKAGES},
         },
         "system": {"platform": platform.platform(), "machine": platform.machine()},
         "threads": {
@@ -304,10 +296,7 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "kernels": instructions(),
         "blas": {name: blas.get(name) for name in ("name", "version")},
         "memory": {**_memory_sizes(), "read_bandwidth": bandwidth, "threads": threads},
-        "decode_limits": {
-            "of": "GPT-2 124M, one sequence, by the memory's bandwidth",
-            "tokens_per_second": limits,
-        },
+        "decode_limits": {"of": "GPT-2 124M, one sequence, by the memory's bandwidth", "tokens_per_second": limits},
         "cache": _cache(),
         "gpu": _gpu(),
     }
@@ -340,12 +329,11 @@ def instructions() -> dict[str, str]:
 
 
 def _memory_sizes() -> dict[str, int | None]:
-    sizes = {}
-    if (path := Path("/proc/meminfo")).exists():  # Linux
-        for line in path.read_text(encoding="ascii").splitlines():
-            name, _, amount = line.partition(":")
-            sizes[name] = int(amount.split()[0]) * 1024
-    return {"total": sizes.get("MemTotal"), "available": sizes.get("MemAvailable")}
+    path, sizes = Path("/proc/meminfo"), {}  # of Linux
+    if path.exists():
+        sizes = dict(line.split(":") for line in path.read_text(encoding="ascii").splitlines())
+    names = {"total": "MemTotal", "available": "MemAvailable"}
+    return {name: int(sizes[key].split()[0]) * 1024 if key in sizes else None for name, key in names.items()}
 
 
 def _cache() -> dict[str, Any]:
@@ -380,7 +368,6 @@ def _gpu() -> dict[str, Any]:
 
 
 def _cuda_driver() -> dict[str, Any]:
-    """Return the version and the devices of NVIDIA's driver, whose library comes with it."""
     found: dict[str, Any] = {"driver": None, "devices": []}
     try:
         driver = ctypes.WinDLL("nvcuda.dll") if sys.platform == "win32" else ctypes.CDLL("libcuda.so.1")

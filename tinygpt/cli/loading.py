@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from tinygpt.llm import LLM
 
 # Each library reads its variable once, when it is imported.
-THREAD_POOLS = (
-    "NUMBA_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OPENBLAS_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "VECLIB_MAXIMUM_THREADS",
-)
+LIBRARIES = ("NUMBA_NUM", "OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM")
+THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
 LAUNCHED = "TINYGPT_LAUNCHED"  # set in the environment of the ranks that `_launch` starts
 USAGE = 2
 
@@ -40,7 +35,7 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def sigterm_raises() -> Iterator[None]:
-    """Raise Terminated for the first SIGTERM in the block, as Ctrl-C raises KeyboardInterrupt; ignore later ones."""
+    """Raise Terminated for the first SIGTERM in the block; ignore later ones."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
         yield
         return
@@ -57,10 +52,7 @@ def sigterm_raises() -> Iterator[None]:
 
 
 def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
-    """Load the model that the flags choose. Return it, and the seconds that it took.
-
-    more: arguments of LLM that are not model flags.
-    """
+    """Return the model of the flags, and the seconds to load it; `more` are arguments of LLM without a flag."""
     started = time.perf_counter()
     set_thread_pools(args.threads)
     gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s
@@ -77,7 +69,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
 
 
 def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
-    """Take a step after a first run has compiled kernels to load the model: rates then contain no compilation."""
+    """Take a step if loading compiled kernels, so that rates contain no compilation."""
     if args.device != "cpu":
         return
     from tinygpt.kernels.cpu.jit import kernel_cache
@@ -91,16 +83,16 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
 
 
 def warn_if_oversubscribed(threads: int | Sequence[int] | None) -> None:
-    given = (threads,) if isinstance(threads, int) else threads or ()
-    most, num_cores = max(given, default=0), logical_cores()
+    most = threads if isinstance(threads, int) else max(threads or (0,))
+    num_cores = logical_cores()
     if most > num_cores:
         log(f"--threads is {most} and there are {counted(num_cores, 'core')}: more threads than cores are slower")
 
 
 def set_thread_pools(threads: int | None) -> None:
-    """Size the thread pools of the libraries that are not imported yet. RequestError for an impossible number.
+    """Size the thread pools of libraries not imported yet. Raise RequestError for an impossible number.
 
-    --threads sets all of them. Without it, a variable that the user has set stays.
+    Without --threads, a variable that is set already stays.
     """
     count = thread_count(threads)
     if "numba" in sys.modules:  # its pool has its size, and Numba refuses another one
@@ -113,15 +105,13 @@ def set_thread_pools(threads: int | None) -> None:
 
 
 def has_ranks(args: argparse.Namespace) -> bool:
-    """Return whether the flags ask for several ranks."""
     return any(getattr(args, name, 1) != 1 for name in RANK_FLAGS)
 
 
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Return in rank 0, or if there is to be one process. Any other rank follows rank 0, and exits when it ends.
+    """Return in rank 0, or without ranks. Any other rank follows rank 0, and exits after it.
 
-    A process that mpiexec has not started becomes mpiexec, with the same command line. RequestError if ranks are not
-    available. SIGTERM to rank 0 ends all of them.
+    A process that mpiexec did not start becomes mpiexec with the same command line. Raise RequestError without mpiexec.
     """
     if not has_ranks(args):
         return

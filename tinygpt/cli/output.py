@@ -15,13 +15,13 @@ from tinygpt.errors import RequestError, TinyGPTError
 if TYPE_CHECKING:
     from tinygpt.outputs import Throughput
 
-INTERVAL = 20.0  # seconds between progress messages if stderr is not a terminal
+INTERVAL = 20.0  # seconds between progress messages
 
 messages = logging.getLogger("tinygpt.cli")
 
 
 def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
-    """Write text to stdout (or to `file`) and flush. Raises TinyGPTError, or BrokenPipeError if the reader left."""
+    """Write to stdout or `file`, and flush. Raise BrokenPipeError if the reader left, TinyGPTError for a full disk."""
     STATUS.text_written(text + end)
     try:
         print(text, end=end, flush=True, file=file)
@@ -32,20 +32,18 @@ def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
 
 
 def log(message: str) -> None:
-    """Write a message line to stderr."""
     messages.info(message)
 
 
 def print_error(message: str) -> None:
-    """Write an error line to stderr."""
     messages.error(message)
 
 
 class StatusLine:
-    """The current line of the terminal: it may hold unfinished text of stdout or of a status."""
+    """The state of the terminal's current line."""
 
     def __init__(self):
-        self.is_open = False
+        self.is_open = False  # the line holds text of stdout without its end
 
     def text_written(self, text: str) -> None:
         if text:
@@ -81,7 +79,7 @@ class MessageHandler(logging.Handler):
 
 @contextmanager
 def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Iterator[None]:
-    """Show the log of the package on stderr while the block runs: from level INFO on, or DEBUG."""
+    """Show the package's log on stderr during the block, from level INFO or DEBUG on."""
     root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format)
     level = root.level
     root.addHandler(handler)
@@ -94,7 +92,7 @@ def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Itera
 
 
 def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
-    """Return a stand-in for tqdm: a bar on a terminal, and a message each INTERVAL anywhere else."""
+    """Return a function with tqdm's arguments: a bar on a terminal, else a message each INTERVAL."""
 
     def shown(items: Iterable[Any], total: int, initial: int = 0, **_: Any) -> Iterator[Any]:
         from tqdm import tqdm
@@ -131,12 +129,12 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def print_fields(title: str, values: Mapping[str, Any]) -> None:
-    """Print a section with a line for each value: None is "none", and lists are joined by commas."""
+    """Print a section with a line for each value."""
     print_table(title, [(name, _shown(value)) for name, value in values.items()])
 
 
 def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Print a section with a line for each row, its columns aligned."""
+    """Print a section with aligned rows."""
     cells = [[str(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     emit(title)
@@ -156,12 +154,11 @@ def _shown(value: Any) -> str:
 
 
 def table_format() -> str:
-    """Return the default format of tables on stdout: "text" on a terminal, "md" anywhere else."""
     return "text" if sys.stdout.isatty() else "md"
 
 
 def size_text(size: int | None) -> str:
-    """Return a number of bytes with a decimal unit, as 13.9 MB; "unknown" for None."""
+    """Return a number of bytes as 13.9 MB, or "unknown" for None."""
     if size is None:
         return "unknown"
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -171,7 +168,7 @@ def size_text(size: int | None) -> str:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raise RequestError, before any work, if the file `path` cannot be written. An existing file stays as it is."""
+    """Raise RequestError if the file cannot be written, without touching it."""
     if path.is_dir():
         raise RequestError(f"{flag} {path} is a folder: name a file in it.")
     folder = path.absolute().parent
@@ -182,10 +179,7 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def write_results(text: str, path: Path | None) -> None:
-    """Write results to the file, or to stdout if there is none or if the file fails, which raises TinyGPTError.
-
-    An existing file stays until the new one is complete.
-    """
+    """Write results to the file, atomically, or to stdout without one. Raise TinyGPTError if the file fails."""
     if path is None:
         emit(text)
         return

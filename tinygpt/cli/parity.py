@@ -175,27 +175,22 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
 
 
 def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
-    made = [[] for _ in goldens]
-    asked = [i for i, golden in enumerate(goldens) if golden.greedy_ids]
-    params = [SamplingParams(max_tokens=len(goldens[i].greedy_ids), temperature=0.0, ignore_eos=True) for i in asked]
-    outputs = llm.generate([goldens[i].token_ids for i in asked], params, use_tqdm=False) if asked else []
-    for i, output in zip(asked, outputs, strict=True):
-        made[i] = output.outputs[0].token_ids
-    return made
+    asked = [golden for golden in goldens if golden.greedy_ids]
+    params = [SamplingParams(max_tokens=len(at.greedy_ids), temperature=0.0, ignore_eos=True) for at in asked]
+    outputs = iter(llm.generate([at.token_ids for at in asked], params, use_tqdm=False) if asked else ())
+    return [next(outputs).outputs[0].token_ids if golden.greedy_ids else [] for golden in goldens]
 
 
 def _print_text(about: dict[str, Any], parity: "Parity") -> None:
     print_fields("parity", about)
-    print_fields(
-        "logits",
-        {
-            "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
-            "largest_difference": f"{parity.logits.largest:.3g}",
-            "mean_difference": f"{parity.logits.mean:.3g}",
-            "top-1 agreement": f"{parity.top_1:.2%}",
-            "top-20 agreement": f"{parity.top_20:.2%}",
-        },
-    )
+    logits = {
+        "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
+        "largest_difference": f"{parity.logits.largest:.3g}",
+        "mean_difference": f"{parity.logits.mean:.3g}",
+        "top-1 agreement": f"{parity.top_1:.2%}",
+        "top-20 agreement": f"{parity.top_20:.2%}",
+    }
+    print_fields("logits", logits)
     rows = ((f"from {start}", difference) for start, difference in parity.by_position.items())
     _print_differences("by position", rows)
     if parity.by_layer is not None:
