@@ -59,14 +59,6 @@ def test_a_stream_is_the_reply_in_pieces(chat):
         assert [e for part in parts[1:] for e in part["logprobs"]["content"]] == choice["logprobs"]["content"]
 
 
-def test_log_probabilities_end_at_minus_9999_as_in_vllm(chat):
-    asked = {**ASKED, "logprobs": True, "top_logprobs": 3, "logprobs_mode": "processed", "temperature": 1e-30}
-    found = chat(**asked).json["choices"][0]["logprobs"]["content"]
-    assert [[top["logprob"] for top in entry["top_logprobs"]] for entry in found] == [[0, -9999, -9999]] * 6
-    events = chat(**asked, stream=True).events
-    assert [e for event in events[1:] for e in event["choices"][0]["logprobs"]["content"]] == found
-
-
 def test_without_a_limit_all_that_fits(chat, llm):
     long = [{"role": "user", "content": "again and " * 230}]
     reply = chat(messages=long, ignore_eos=True, temperature=0).json
@@ -123,7 +115,8 @@ def test_guarded_texts_are_the_same_texts(llm, text):
         ({**ASKED, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({**ASKED, "tools": []}, "tools"),
         ({**ASKED, "best_of": 2, "temperature": 1, "stream": True}, "best_of"),
-        ({**ASKED, "max_tokens": 512}, "max_tokens"),
+        ({**ASKED, "num_beams": 2, "stream": True}, "num_beams"),
+        ({**ASKED, "use_beam_search": True, "n": 2, "stream": True}, "use_beam_search"),
         ({**ASKED, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({**ASKED, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
     ],
@@ -139,13 +132,6 @@ def test_what_does_not_fit_is_told_in_the_fields_that_were_sent(chat, name):
         error = chat(messages=[{"role": "user", "content": content}], **{name: 512}).error
         assert (error["code"], error["param"]) == ("context_length_exceeded", param)
         assert "and 512 to generate." in error["message"]
-
-
-@pytest.mark.parametrize("fields", [{"num_beams": 2}, {"use_beam_search": True, "n": 2}])
-def test_a_search_is_refused_to_a_stream_when_it_is_asked_for(chat, fields):
-    error = chat(**ASKED, **fields, stream=True).error
-    assert error["param"] == next(iter(fields))
-    assert "until it ends: leave out stream" in error["message"]
 
 
 def test_a_checkpoint_without_a_template_says_so(server):

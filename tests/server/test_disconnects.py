@@ -1,13 +1,8 @@
 """A client that leaves gives its slot back within one step, whatever it was waiting for."""
 
-import signal
-import subprocess
-import sys
-
 import pytest
 
 from support.gate import Gate
-from support.processes import read_to
 from support.serving import until
 from tinygpt import SamplingParams
 
@@ -69,20 +64,6 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
     client.close()
     expect_free_after_a_step(server, llm, gate)
     assert gate.num_taken == 1
-
-
-def test_a_client_that_is_killed(server, llm, gate):
-    code = "import sys; sys.path[:0] = sys.argv[2:]; from support.serving import RawRequest; " + (
-        f"request = RawRequest(int(sys.argv[1]), '/v1/completions', {LONG | {'stream': True}!r}); "
-        "print(next(request.events()), flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(server.port), *sys.path]
-    client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    gate.allow(2)
-    read_to(client, client.stdout, "text_completion")
-    client.send_signal(signal.SIGKILL)
-    client.communicate()
-    expect_free_after_a_step(server, llm, gate)
 
 
 def test_others_go_on(server, llm, gate):

@@ -105,17 +105,6 @@ def test_errors_within_a_stream_are_its_exceptions(llm):
         gate.allow(1)
 
 
-def test_keys(llm):
-    with served(llm, api_keys=("right",)) as server:
-        for key, error in (("right", None), ("wrong", openai.AuthenticationError)):
-            with openai.OpenAI(base_url=server.url, api_key=key, max_retries=0) as client:
-                if error is None:
-                    assert client.completions.create(**ASKED).choices
-                else:
-                    with pytest.raises(error):
-                        client.completions.create(**ASKED)
-
-
 def test_models_and_embeddings(client, llm):
     assert [model.id for model in client.models.list()] == ["demo", "other/name"]
     assert client.models.retrieve("other/name").id == "other/name"

@@ -17,17 +17,7 @@ BODIES = {
     "unknown field inside": (b'{"stream_options": {"x": 1}}', "stream_options"),
     "an unknown field with a long name": (b'{"' + b"a" * 5000 + b'": 1}', "a" * 100 + "..."),
     "a wrong type inside": (b'{"stream_options": {"include_usage": 1}}', "stream_options"),
-    "a wrong type far inside": (
-        b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": 1}}}',
-        "response_format",
-    ),
-    "nothing inside": (
-        b'{"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}',
-        "response_format",
-    ),
-    "an unknown kind": (b'{"response_format": {"type": "xml"}}', "response_format"),
     "no object of any kind": (b'{"response_format": 5}', "response_format"),
-    "no object inside": (b'{"stream_options": []}', "stream_options"),
     "a bias that is none": (b'{"logit_bias": {"7": "a"}}', "logit_bias"),
     "text for a number": (b'{"n": "3"}', "n"),
     "true for a number": (b'{"n": true}', "n"),
@@ -35,28 +25,21 @@ BODIES = {
     "NaN": (b'{"temperature": NaN}', "temperature"),
     "infinity": (b'{"top_p": Infinity}', "top_p"),
     "too cold": (b'{"temperature": -1}', "temperature"),
-    "no name of a rule": (b'{"top_p_rule": "x"}', "top_p_rule"),
     "one of a list": (b'{"stop": ["a", 5]}', "stop"),
     "a text for a list": (b'{"stop_token_ids": "aaa"}', "stop_token_ids"),
     "no prompt": (b'{"max_tokens": 1}', "prompt"),
-    "a prompt by another name": (b'{"input": "a"}', "input"),
     "a list of all kinds": (b'{"prompt": [1, "a"]}', "prompt"),
     "an empty list": (b'{"prompt": []}', "prompt"),
     "a number as prompt": (b'{"prompt": 5}', "prompt"),
-    "too many prompts": (b'{"prompt": [' + b",".join([b'"a"'] * 257) + b"]}", "prompt"),
     "an id outside": (b'{"prompt": [9999]}', "prompt"),
     "a negative id": (b'{"prompt": [-1]}', "prompt"),
     "an empty stop": (b'{"stop": ""}', "stop"),
-    "an id to stop at outside": (b'{"stop_token_ids": [9999]}', "stop_token_ids"),
     "a biased id outside": (b'{"logit_bias": {"9999": 1}}', "logit_bias"),
     "a biased id of 5000 digits": (b'{"logit_bias": {"' + b"1" * 5000 + b'": 1}}', "logit_bias"),
-    "a biased id of 1000 digits": (b'{"logit_bias": {"' + b"1" * 1000 + b'": 1}}', "logit_bias"),
     "a large bias": (b'{"logit_bias": {"5": 101}}', "logit_bias"),
-    "a large penalty": (b'{"frequency_penalty": 3}', "frequency_penalty"),
     "best_of below n": (b'{"best_of": 1, "n": 2}', "best_of"),
     "best_of in a stream": (b'{"best_of": 2, "stream": true}', "best_of"),
     "beams in a stream": (b'{"num_beams": 2, "temperature": 0, "stream": true}', "num_beams"),
-    "beams in a stream of nothing": (b'{"num_beams": 2, "stream": true, "max_tokens": 0}', "num_beams"),
     "vLLM's beams in a stream": (b'{"use_beam_search": true, "n": 2, "stream": true}', "use_beam_search"),
     "more beams than slots": (b'{"num_beams": 5}', "num_beams"),
     "vLLM's beams that draw": (b'{"use_beam_search": true, "n": 2, "temperature": 1}', "temperature"),
@@ -86,13 +69,12 @@ BODIES = {
         "suffix",
     ),
 }
-OF_PROMPTS = ("no prompt", "a prompt by another name")  # no prompt is added to these
 
 
 @pytest.mark.parametrize("name", BODIES)
 def test_a_bad_body_is_refused_with_its_field(server, llm, name):
     body, field = BODIES[name]
-    if body.startswith(b'{"') and name not in OF_PROMPTS and b'"prompt"' not in body:
+    if body.startswith(b'{"') and name != "no prompt" and b'"prompt"' not in body:
         body = b'{"prompt": "a", ' + body[1:]
     with llm.engine.wrapped(Gate) as gate:
         reply = server.ask("/v1/completions", body)
@@ -145,11 +127,6 @@ def test_a_soft_prompt_takes_positions_too(small_demo, tmp_path):
     assert (error["code"], error["param"]) == ("context_length_exceeded", "max_tokens")
 
 
-def test_what_overflow_allows_is_served(server):
-    reply = server.complete(prompt=[262] * 600, max_tokens=2, overflow="truncate", ignore_eos=True)
-    assert reply.json["usage"]["completion_tokens"] == 2
-
-
 def test_a_model_that_is_not_there(server):
     for reply in (server.complete(prompt="a", model="gpt-5"), server.ask("/v1/models/gpt-5")):
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")
@@ -168,14 +145,10 @@ def test_a_body_that_is_no_json(server):
     assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
 
 
-def test_too_large_a_body_is_refused_before_it_is_read(server):
-    """Of the nine gigabytes that are announced none is sent, and one of a few parts is stopped on its way."""
-    announced = server.ask("/v1/completions", b"{", content_length="9000000000")
-    assert announced.status == 413
-
-
-def test_too_large_a_body_in_parts(llm):
+def test_too_large_a_body_is_refused_before_it_is_read(llm):
+    """Of announced gigabytes none is sent, and a body of a few parts is stopped on its way."""
     with served(llm, max_body_bytes=100) as server:
+        assert server.ask("/v1/completions", b"{", content_length="9000000000").status == 413
         assert server.complete(prompt="a" * 50, max_tokens=1).status == 200
         assert server.complete(prompt="a" * 101).status == 413
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)

@@ -103,20 +103,6 @@ def test_methods_have_an_llms_parameters(remote):
         assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
 
 
-def test_keywords_are_params(remote, llm):
-    [expected] = llm.generate("Once", SamplingParams(**SAMPLED))
-    found = [
-        *remote.generate("Once", **SAMPLED),
-        *(output for _, output in remote.generate_as_finished("Once", **SAMPLED)),
-        remote.submit("Once", **SAMPLED).result(60),
-        asyncio.run(AsyncLLM(remote).generate("Once", **SAMPLED)),
-    ]
-    assert {*map(told, found)} == {told(expected)}
-    assert [*remote.stream("Once", **SAMPLED)] == [*llm.stream("Once", **SAMPLED)]
-    with pytest.raises(RequestError, match="max_tokens is given beside params"):
-        remote.generate("Once", SamplingParams(), max_tokens=8)
-
-
 @pytest.mark.parametrize("is_split", [None, False, True])
 def test_scores_are_the_librarys(remote, llm, is_split):
     for prompt, continuations in (
