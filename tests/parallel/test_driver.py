@@ -203,31 +203,6 @@ def test_a_model_is_closed_behind_the_order_in_which_it_is_found_to_be_garbage(s
     assert orders(threads, heard) == [Command.OPEN, Command.COPY, Command.CLOSE, Command.END]
 
 
-def test_of_two_threads_that_open_a_model_one_does(stage):
-    """The other looks once the first has opened its own; until then it sends nothing."""
-    lead, heard, threads = stage
-    is_opening, second = threading.Event(), Future()
-
-    def other() -> None:
-        is_opening.wait(PATIENCE)
-        try:
-            open_model(lead)
-        except RequestError as error:
-            second.set_result(str(error))
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with lead.order(opens_model=True):
-        is_opening.set()
-        thread.join(0.05)  # the other would get in here
-        lead.tell(Command.OPEN)
-        lead.note_model(SIZES)
-    assert "another LLM of several ranks is open" in second.result(PATIENCE)
-    thread.join()
-    lead.end()
-    assert orders(threads, heard) == [Command.OPEN, Command.CLOSE, Command.END]
-
-
 def test_a_second_model_looks_for_garbage_first(stage):
     """An LLM is a circle of objects, which nobody may have collected yet."""
     lead, heard, threads = stage

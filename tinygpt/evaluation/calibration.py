@@ -28,7 +28,7 @@ READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 class Calibration:
     """Sizes and means of input channels (K,), by layer name, such as "h.0.attn.c_attn".
 
-    share: SmoothQuant's alpha. A layer without sizes is not smoothed, a layer without means not corrected.
+    share: SmoothQuant's alpha. A layer without sizes or means is not smoothed or corrected.
     """
 
     share: float

@@ -18,7 +18,7 @@ TOP = 20
 
 @dataclass(frozen=True)
 class Golden:
-    """Another engine's results for a prompt of T tokens, and greedy tokens after it, across an end of text."""
+    """Another engine's results for a prompt of T tokens, and greedy tokens after it."""
 
     token_ids: list[int]
     logits: np.ndarray  # (T, V) float32
@@ -29,8 +29,6 @@ class Golden:
 
 @dataclass(frozen=True)
 class Difference:
-    """Absolute differences."""
-
     largest: float
     mean: float
 
@@ -98,7 +96,7 @@ def compute_goldens(
 ) -> list[Golden]:
     """Compute with transformers in float32, num_greedy[i] tokens after prompt i.
 
-    Raise RequestError if transformers is not installed, CheckpointError if it does not know the tensors' names.
+    Raise RequestError without transformers, CheckpointError for unknown names of tensors.
     """
     try:
         import torch
@@ -156,7 +154,7 @@ def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
 
 
 def load_goldens(path: Path) -> list[Golden]:
-    """Read a file of `save_goldens`. Raise RequestError if it is damaged, OSError if there is none."""
+    """Read a file of `save_goldens`. Raise RequestError for damage, OSError for no file."""
     with path.open("rb") as file:
         try:
             with np.load(file, allow_pickle=False) as arrays:
@@ -236,7 +234,7 @@ def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> 
 
 
 def _by_position(gaps: Sequence[np.ndarray]) -> dict[int, Difference]:
-    """Group positions 0, 1, 2 to 3, 4 to 7 and so on, to show errors that grow with the context."""
+    """Group positions 0, 1, 2 to 3, 4 to 7 and so on."""
     longest, start, found = max(map(len, gaps)), 0, {}
     while start < longest:
         stop = max(1, 2 * start)

@@ -1,7 +1,7 @@
 """Strided perplexity, LAMBADA and ROUGE, by published protocols."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Mean loss of a text's predicted tokens, in nats, and the sizes of the text."""
+    """Mean loss of a text's predicted tokens, in nats."""
 
     loss: float
     num_tokens: int
@@ -47,7 +47,7 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Window:
-    """Tokens [begin, stop) of a text; no earlier window has the tokens from `first` on."""
+    """Tokens [begin, stop) of a text, new from `first` on."""
 
     begin: int
     first: int
@@ -64,7 +64,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Results of one protocol. perplexity: exp of the mean loss over rows, of a word or of a token."""
+    """Results of one protocol. perplexity: exp of the mean loss of a word or token."""
 
     protocol: str
     num_rows: int
@@ -77,7 +77,7 @@ class Lambada:
 
 
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
-    """Compute perplexity by the strided method of Hugging Face's documentation (perplexity.md).
+    """Compute perplexity by Hugging Face's strided method (perplexity.md).
 
     Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict their new tokens.
     Raise RequestError for a stride not from 1 to max_model_len, or a text of less than two tokens.
@@ -106,7 +106,6 @@ def check_stride(llm: LLM, stride: int) -> None:
 
 
 def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
-    """Yield windows of `size` tokens, one every `stride`, until the end."""
     first = 0
     for begin in range(0, num_tokens, stride):
         stop = min(begin + size, num_tokens)
@@ -119,8 +118,8 @@ def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
 def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[Lambada]:
     """Compute accuracy and perplexity of the end of each text, by two protocols.
 
-    last word: lm-evaluation-harness's lambada_openai; correct if greedy decoding writes all its tokens. last token:
-    OpenAI's for GPT-2. Raise RequestError without texts, or if a text cannot be read.
+    last word: lm-evaluation-harness's lambada_openai, correct if all its tokens are greedy. last token: OpenAI's for
+    GPT-2. Raise RequestError without texts, or for an unreadable text.
     """
     if not texts:
         raise RequestError("there are no rows to evaluate.")
@@ -144,8 +143,7 @@ def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 
 
-def _summary(protocol: str, found: Iterable[ContinuationScore]) -> Lambada:
-    scores = list(found)
+def _summary(protocol: str, scores: Sequence[ContinuationScore]) -> Lambada:
     loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
     return Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss))
 
@@ -166,7 +164,7 @@ def first_sentences(text: str) -> str:
 
 
 def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -> list[str]:
-    """Return a summary of each article. Raise RequestError for a model without room for NEW_TOKENS."""
+    """Return a summary of each article. Raise RequestError without room for NEW_TOKENS."""
     room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
     if room < 1:
         raise RequestError(f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions.")
@@ -186,7 +184,7 @@ def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, fl
 
 
 def new_scorer() -> Any:
-    """Return rouge-score's scorer. Raise RequestError if it is not installed."""
+    """Return rouge-score's scorer. Raise RequestError if it is missing."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

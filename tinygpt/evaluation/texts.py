@@ -38,7 +38,7 @@ def check_encoding(name: str, data: bytes) -> None:
 
 
 def read_rows(name: str, path: str | Path) -> list[str]:
-    """Read a JSONL file's texts. Raise RequestError for a line without a text of two words."""
+    """Read a JSONL file's texts. Raise RequestError for one of less than two words."""
     rows = []
     for row, place in _rows(name, path):
         text = row.get("text")
@@ -49,7 +49,7 @@ def read_rows(name: str, path: str | Path) -> list[str]:
 
 
 def read_articles(name: str, path: str | Path) -> list[Article]:
-    """Read a JSONL file. Raise RequestError for a line without an article and its summary."""
+    """Read a JSONL file. Raise RequestError without an article and its summary."""
     articles = []
     for row, place in _rows(name, path):
         text, summary = row.get("article"), next((row[field] for field in SUMMARIES if field in row), None)
@@ -60,7 +60,7 @@ def read_articles(name: str, path: str | Path) -> list[Article]:
 
 
 def _rows(name: str, path: str | Path) -> list[tuple[dict[str, Any], str]]:
-    """Return each line's object, empty if it is none, and its place."""
+    """Return each line's object, empty if none, and its place."""
     rows = []
     for number, line in enumerate(read_text(name, path).split("\n"), 1):
         if line.strip():

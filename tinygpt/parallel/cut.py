@@ -65,10 +65,7 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Return the layers of each stage so that the largest stage has the fewest bytes.
-
-    The last stage also has the head: that of GPT-2 124M is as large as 5.5 layers.
-    """
+    """Return the layers of each stage so that the largest has the fewest bytes, with the head in the last."""
     width, layers = config.n_embd, config.n_layer
     layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
     if stages == 1:

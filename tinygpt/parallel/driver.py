@@ -118,7 +118,7 @@ class RankZeroDriver:
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
 
     def forget_model(self) -> None:
-        """Close the model now or after the current command, which may be of this thread: a finalizer calls this."""
+        """Close the model after the current command, perhaps of this thread: a finalizer calls this."""
         if os.getpid() == self._process:
             self._model_is_forgotten = True
             with _interrupts_put_off():
@@ -177,7 +177,6 @@ def _interrupts_put_off() -> Iterator[None]:
 
 
 def rank_threads(threads: int | None, world: World) -> int:
-    """Return the threads of a rank: by default its share of the host's cores."""
     return max(physical_cores() // world.local_size, 1) if threads is None else threads
 
 

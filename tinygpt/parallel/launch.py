@@ -17,7 +17,6 @@ SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one
 
 
 def mpiexec_beside() -> str | None:
-    """Return the mpiexec of MPICH's wheel."""
     return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 

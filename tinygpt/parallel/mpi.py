@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def end_all(world: "World", error: BaseException) -> NoReturn:
-    """Print the error of this rank to stderr and end all ranks."""
+    """Print this rank's error and end all ranks."""
     logger.debug("a step over several ranks has failed", exc_info=error)
     what = str(error) if isinstance(error, TinyGPTError) else repr(error)
     with suppress(OSError, ValueError):  # closed, or a full disk
@@ -62,10 +62,7 @@ def world_of(layout: Layout) -> "World":
 
 @cache
 def process_world() -> "World":
-    """Return the world of this process.
-
-    Raise RequestError without mpi4py or an MPI library, or if mpiexec is of another MPI, which isolates each process.
-    """
+    """Return the world of this process. Raise RequestError without MPI or under another MPI's mpiexec."""
     try:
         import mpi4py
 
@@ -90,7 +87,7 @@ def process_world() -> "World":
 class World:
     """All ranks of the program, on duplicated communicators.
 
-    Every rank makes the same calls in the same order, except `send`, `receive`, `receive_later` and `abort`.
+    All make the same calls in order, except `send`, `receive`, `receive_later` and `abort`.
     """
 
     def __init__(self, mpi: Any):
@@ -104,7 +101,7 @@ class World:
             _unlink_shared_memory()
 
     def broadcast(self, values: np.ndarray) -> None:
-        """Fill int32 values with those of rank 0. Other ranks sleep while they wait."""
+        """Fill int32 values with those of rank 0. Other ranks sleep meanwhile."""
         request = self._all.Ibcast(values, 0)
         if self.rank == 0:
             request.Wait()
@@ -119,11 +116,11 @@ class World:
         return self._all.bcast(value, 0)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        """Return the values of all ranks on rank 0, None elsewhere."""
+        """Return all ranks' values on rank 0, None elsewhere."""
         return self._all.gather(value, 0)
 
     def scatter_objects(self, values: list[Any] | None = None) -> Any:
-        """Return one of the values of rank 0 to each rank."""
+        """Return to each rank its value."""
         return self._all.scatter(values, 0)
 
     def send(self, values: np.ndarray, rank: int) -> None:
@@ -149,7 +146,7 @@ class World:
 
 
 class Group:
-    """Ranks that share the layers of a stage. Kernels call MPI's function directly, without the GIL.
+    """Ranks that share a stage's layers. Kernels call MPI's function without the GIL.
 
     allgather: (3,) int64, the address of MPI_Allgather, its datatype for float32, and the communicator.
     """

@@ -98,7 +98,6 @@ class RankModel:
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
-        """Raise CheckpointError if the mapped file of weights was cut short."""
         if self._file is not None:
             self._file.check_whole()
 
@@ -144,7 +143,7 @@ class RankModel:
             found[:, : len(self.part.vocab)] = logits
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
-        """Join arrays along `axis` within a stage, then stage after stage."""
+        """Join within a stage along `axis`, then the stages."""
         size = self._layout.tensor_size
         stages = [np.concatenate(parts[i : i + size], axis=axis) for i in range(0, len(parts), size)]
         return np.concatenate(stages)

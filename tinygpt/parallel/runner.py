@@ -152,8 +152,6 @@ def open_sources(
     """
     sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
     if ranks != (1, 1):
-        from tinygpt.parallel.cut import check_cut  # imports the CPU's kernels
-
         for source in sources:
             check_cut(Layout.of(*ranks), source.config, source.dtype, device)
     return sources

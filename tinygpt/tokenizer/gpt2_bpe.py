@@ -25,10 +25,10 @@ Pair = tuple[str, str]
 
 
 def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str, int]:
-    """Return the rank of each token: NUM_BYTES + the position in `pairs` of the merge that makes it.
+    """Return the rank of each token: NUM_BYTES + the position of the merge that makes it.
 
-    alphabet: the bytes of single characters, which are their ranks. Raise UnlikeGPT2 unless each merge joins earlier
-        tokens, and no other merge crosses the border between them.
+    alphabet: bytes of single characters. Raise UnlikeGPT2 unless each merge joins earlier tokens, and no other crosses
+        their border.
     """
     ranks = {**alphabet, **dict(zip(map("".join, pairs), count(NUM_BYTES)))}
     parts = [np.fromiter(map(ranks.get, side, repeat(NEVER)), np.int64) for side in zip(*pairs, strict=True)]
@@ -44,7 +44,7 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     """Return whether a merge joins across the border of a pair before its two tokens are built.
 
     Walk back in time for all merges at once: x and y touch at the border, each used up at some rank. Of equal merges
-    the leftmost goes first, hence < for x and <= for y. left, right (M,): ranks.
+    the leftmost goes first, hence < and <=.
     """
     merges = _MergeRanks(left, right)
     x, y = left, right  # (N,)
@@ -62,8 +62,6 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 class _MergeRanks:
-    """A lookup of the ranks of merges by the ranks of their two tokens."""
-
     def __init__(self, left: np.ndarray, right: np.ndarray):
         self._num_ranks = NUM_BYTES + len(left)
         keys = left * self._num_ranks + right
@@ -143,7 +141,7 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteLevelBPE:
-    """A tokenizer of `read_tokenizer` on tiktoken. Raise UnlikeGPT2 for other kinds."""
+    """A tokenizer on tiktoken. Raise UnlikeGPT2 for other kinds."""
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
         _check_pipeline(spec)
@@ -221,7 +219,6 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
 
 
 def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """Return the ids before and after each text."""
     if _type(processor) in (None, "ByteLevel"):
         return [], []
     if _type(processor) == "Sequence":

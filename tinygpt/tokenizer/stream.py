@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 
 
 class ByteDetokenizer:
-    """An incremental UTF-8 decoder of tokens that are bytes. All texts joined are decode(ids, True)."""
+    """An incremental UTF-8 decoder. All texts joined are decode(ids, True)."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]):
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """Return the whole characters that a token completes, often none."""
+        """Return the characters that a token completes, often none."""
         return self._decoder.decode(self._token_bytes(token_id))
 
     def push_all(self, token_ids: Sequence[int]) -> str:
@@ -24,7 +24,7 @@ class ByteDetokenizer:
 
 
 class PrefixDetokenizer:
-    """A detokenizer that decodes all ids at each step, for decoders that depend on neighboring tokens."""
+    """A detokenizer that decodes all ids at each step, for decoders that join neighbors."""
 
     def __init__(self, decode: Callable[[list[int]], str], is_plain: Callable[[int], bool]):
         self._decode = decode
@@ -79,7 +79,6 @@ class TextStream:
 
     @property
     def stop(self) -> str | None:
-        """Return the stop string that ended the text."""
         return self._stop_strings.matched
 
     def push(self, token_id: int) -> str:
@@ -115,7 +114,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str, is_early: bool = False) -> str:
-        """Return the certain text, none after a match. is_early: ignore stop strings complete in `text`."""
+        """Return the certain text. is_early: ignore stop strings complete in `text`."""
         if not self._stop:
             return text
         if self.matched is not None:
@@ -131,12 +130,11 @@ class StopStrings:
         return text[:safe]
 
     def finish(self) -> str:
-        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     def _complete_behind(self, num_seen: int, text: str) -> list[tuple[int, int, str]]:
-        """Return (end, -length, stop string) of each that ends after the first num_seen characters."""
+        """Return (end, -length, stop string) of matches that end in new text."""
         starts = ((text.find(stop, max(num_seen + 1 - len(stop), 0)), stop) for stop in self._stop)
         return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 

@@ -151,7 +151,7 @@ class Tokenizer:
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
-        """Return a tokenizer from the content of a tokenizer.json, found in the file `path`."""
+        """Return a tokenizer from a tokenizer.json, found in `path`."""
         return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
 
     @classmethod
@@ -204,7 +204,6 @@ class Tokenizer:
         return self._model.token_bytes(token_id)
 
     def ids_from(self, first: int) -> list[int]:
-        """Return the ids of tokens from `first` up, in order."""
         return self._model.ids_from(first)
 
     def detokenizer(self) -> Detokenizer:
