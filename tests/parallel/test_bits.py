@@ -239,16 +239,6 @@ def test_a_draft_model_is_rank_0s_alone(monkeypatch, folders):
         assert threads.num_broadcasts - before < 5
 
 
-def test_models_follow_one_another(monkeypatch, folders):
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
-    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
-        with pytest.raises(RequestError, match="another LLM of several ranks is open in this program: close it first"):
-            LLM(folders("odd"), **OPTIONS, **sizes)
-        llm.close()
-        with LLM(folders("odd"), **OPTIONS, **sizes) as second:
-            assert len(second.generate([[5]], max_tokens=3, ignore_eos=True)[0].outputs[0].token_ids) == 3
-
-
 def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone):
     """The plan of a step has another length then, and the ranks stand otherwise to one another."""
     expected = alone("five", "float32")["logits"]

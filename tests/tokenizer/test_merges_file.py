@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from support.library_tokenizers import ALPHABET, bpe, save, write, write_pair
-from support.paths import DATA, DEMO
+from support.paths import DEMO
 from tinygpt.errors import CheckpointError, NoTokenizerError
-from tinygpt.tokenizer.files import FEW, read_tokenizer
-from tinygpt.tokenizer.prepared import PREPARED_FILE, write_prepared
+from tinygpt.tokenizer.files import FEW
+from tinygpt.tokenizer.prepared import write_prepared
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 WHOLE = (DEMO / "merges.txt").read_bytes()
@@ -85,13 +85,6 @@ class TestCutShort:
 class TestWhole:
     """Vocabularies hold tokens of which no merge is missing."""
 
-    @pytest.mark.parametrize("files", ["demo", "gpt2"])
-    def test_as_they_are_published(self, files):
-        folder = DEMO if files == "demo" else DATA / "gpt2-bpe"
-        if not folder.is_dir():
-            pytest.skip(f"GPT-2's own vocabulary is not there: {folder}")
-        assert read_tokenizer(folder)["model"]["merges"]
-
     def test_all_of_the_alphabet_and_no_merge(self, tmp_path):
         write_pair(bpe(tokens=["<|endoftext|>"]), tmp_path)
         assert len(Tokenizer.from_folder(tmp_path).encode("no merge")) == len("no merge")
@@ -127,17 +120,3 @@ def test_biogpts_merges_have_a_third_column(tmp_path):
     (tmp_path / "merges.txt").write_text("t h</w> 123\n")
     with pytest.raises(NoTokenizerError, match="as BioGPT's"):
         Tokenizer.from_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (b'{"a": "\xff"}', "vocab.json is not UTF-8 at byte 7; download it again."),
-        (b"{", "vocab.json is not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 "),
-    ],
-)
-def test_one_thing_is_said_of_a_file(folder, content, says):
-    (folder / "vocab.json").write_bytes(content)
-    assert refusal(folder).startswith(f"{folder}/{says}")
-    (folder / PREPARED_FILE).write_bytes(b"")
-    assert refusal(folder).endswith("; convert the original checkpoint again.")

@@ -1,6 +1,6 @@
 """The size of each input channel of linear layers, measured on a text or read from a file.
 
-int8 uses the largest size, as SmoothQuant (Xiao et al., 2022); int4 the mean size, as AWQ (Lin et al., 2023).
+int8 uses the largest, as SmoothQuant (Xiao et al., 2022); int4 the mean, as AWQ (Lin et al., 2023).
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class Statistics:
 def calibrate(
     checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float, use_tqdm: UseTqdm = None
 ) -> Calibration:
-    """Run samples of a text, encoded as token_ids, in float64. Raise RequestError if it has no token."""
+    """Run samples of a text in float64. Raise RequestError if it has no token."""
     samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
     found: dict[str, Statistics] = {}
     reference = load_backend("reference", "float32")

@@ -32,9 +32,9 @@ HARNESS_DEVICE = "cuda:0"  # the harness's default
 class TinyGPTLM(TemplateLM):
     """A model of the harness, answered by an LLM.
 
-    pretrained: LLM's `model`. max_length: its max_model_len. max_gen_toks: the default of tasks. llm_arguments: of LLM.
-        batch_size and max_batch_size are ignored. As with `hf`, special tokens in a text are read as such, and long
-        contexts lose their beginning.
+    pretrained: LLM's `model`. max_length: its max_model_len. max_gen_toks: the default of tasks. batch_size and
+        max_batch_size are ignored. As with `hf`, special tokens in a text are read, and long contexts lose their
+        beginning.
     """
 
     def __init__(
@@ -84,7 +84,6 @@ class TinyGPTLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text after each context, up to one of `until`."""
         return list(map_together(self._generate, requests, False if disable_tqdm else None, "requests"))
 
     def _score(self, request: tuple[Any, list[int], list[int]]) -> tuple[float, bool]:

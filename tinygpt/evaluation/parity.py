@@ -37,7 +37,7 @@ class Difference:
 class Divergence:
     """The first greedy token, `index` after the prompt, that differs.
 
-    lead: of the expected token's logit over the second; rounding may reverse a small lead.
+    lead: of the expected token's logit over the second.
     """
 
     prompt: int
@@ -52,7 +52,7 @@ class Parity:
     """The comparison of all prompts.
 
     top_1: share of positions with the same best token. top_20: mean share of the golden's TOP among ours. by_position:
-        by the first position of each range. by_layer: hidden states, embeddings first.
+        by first position of a range.
     """
 
     num_prompts: int
@@ -80,7 +80,6 @@ class Parity:
 
 
 def check_transformers() -> None:
-    """Raise RequestError if transformers or torch is not installed."""
     if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
         raise _unusable(f"no {' and no '.join(missing)} here")
 

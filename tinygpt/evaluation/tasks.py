@@ -138,7 +138,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
 
 
 def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
-    """Yield function(item) in order, NUM_TOGETHER at once, with a bar of `noun`."""
+    """Yield function(item) in order, NUM_TOGETHER at once."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
 

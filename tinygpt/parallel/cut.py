@@ -118,7 +118,7 @@ TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 def micro_batches(batch: Batch, stages: int) -> list[Batch]:
     """Return the runs of tokens that pass the stages soonest, in order.
 
-    G runs of N tokens pass P stages in G + P - 1 turns of TOKENS_OF_A_READING + N / G, least for G**2 = (P - 1) N /
+    G runs of N tokens take G + P - 1 turns of TOKENS_OF_A_READING + N / G, least for G**2 = (P - 1) N /
     TOKENS_OF_A_READING.
     """
     tokens = batch.token_ids.size

@@ -55,7 +55,7 @@ def plan_size(sizes: EngineConfig) -> int:
 
 
 def put_batch(plan: np.ndarray, command: Command, batch: Batch) -> None:
-    """Write a batch without its embeds, which only rank 0 needs."""
+    """Write a batch without its embeds."""
     plan[:4] = command, batch.token_ids.size, batch.slots.size, batch.logit_rows.size
     arrays = batch.token_ids, batch.positions, batch.seq_starts, batch.slots, batch.context_lens, batch.logit_rows
     whole = np.concatenate(arrays)
@@ -85,8 +85,8 @@ class RankZeroDriver:
     def order(self, opens_model: bool = False) -> Iterator[None]:
         """Run a block that all ranks take part in. If it fails, all ranks end.
 
-        SIGINT and SIGTERM are deferred until the block exits. Raise TinyGPTError after the ranks have ended,
-        RequestError for a second model.
+        SIGINT and SIGTERM are deferred until its end. Raise TinyGPTError after the ranks' end, RequestError for a
+        second model.
         """
         with _interrupts_put_off():
             with self._turn:

@@ -50,7 +50,7 @@ class RankModel:
     def begin(self, batch: Batch, first_row: int = 0) -> Callable[[], np.ndarray | None]:
         """Start a step. Return a function that waits for the logits on rank 0.
 
-        first_row: of its logits in a buffer that several steps share.
+        first_row: in a buffer that several steps share.
         """
         row = 0
         found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]

@@ -126,7 +126,6 @@ class Ranks:
     def new_runner(
         self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
     ) -> ParallelRunner:
-        """Return a runner of all ranks. arguments: of ModelSource.open."""
         check_cut(self.layout, source.config, source.dtype, arguments[2])
         return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
 

@@ -88,6 +88,7 @@ WORDS = (
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
 )
 
+OTHER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 MAX_TEMPLATE = 1000  # tokens on either side of a text
 # GPT-2 writes an unprintable byte as a character from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -200,22 +201,17 @@ def _encoding(bytes_of: Mapping[int, bytes], id_of_rank: Mapping[int, int]) -> t
 
 def _check_pipeline(spec: dict[str, Any]) -> None:
     model = spec["model"]
-    if model["type"] != "BPE":
-        raise UnlikeGPT2(f"its model is {model['type']}")
-    if model.get("unk_token") and not model["vocab"].keys() >= set(_CHARACTERS.values()):
-        raise UnlikeGPT2(f"it has {model['unk_token']!r} for the bytes it lacks")
-    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"):
-        if model.get(name):
-            raise UnlikeGPT2(f"its {name} is {model[name]!r}")
-    if spec.get("normalizer") is not None:
-        raise UnlikeGPT2(f"it has a normalizer ({_type(spec['normalizer'])})")
-    for name in ("pre_tokenizer", "decoder"):
-        if _type(spec.get(name)) != "ByteLevel":
-            raise UnlikeGPT2(f"its {name} is {_type(spec.get(name))}")
-    if not spec["pre_tokenizer"].get("use_regex", True):
-        raise UnlikeGPT2("its pre_tokenizer does not split words")
-    if any(entry["single_word"] for entry in spec["added_tokens"]):
-        raise UnlikeGPT2("it has added tokens with single_word")
+    is_like_gpt2 = (
+        model["type"] == "BPE"
+        and (not model.get("unk_token") or model["vocab"].keys() >= set(_CHARACTERS.values()))
+        and not any(model.get(name) for name in OTHER_OPTIONS)
+        and spec.get("normalizer") is None
+        and _type(spec.get("pre_tokenizer")) == _type(spec.get("decoder")) == "ByteLevel"
+        and spec["pre_tokenizer"].get("use_regex", True)
+        and not any(entry["single_word"] for entry in spec["added_tokens"])
+    )
+    if not is_like_gpt2:
+        raise UnlikeGPT2("its steps are not GPT-2's")
 
 
 def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
