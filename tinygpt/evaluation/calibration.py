@@ -82,7 +82,7 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
-    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError if it does not fit."""
+    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError."""
     tensors = read_torch(path).tensors
     names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}

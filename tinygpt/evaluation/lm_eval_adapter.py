@@ -72,11 +72,11 @@ class TinyGPTLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        """Return (sum of log probabilities, whether it is greedy) of each continuation."""
+        """Return (log probability, whether it is greedy) of each continuation."""
         return list(map_together(self._score, requests, False if disable_tqdm else None, "requests"))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the log probability of each text, in windows without overlap."""
+        """Return texts' log probabilities, in windows without overlap."""
         windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
         totals = [0.0] * len(requests)
         for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):

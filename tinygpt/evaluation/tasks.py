@@ -55,7 +55,7 @@ class Window:
 
     @property
     def first_predicted(self) -> int:
-        return max(self.first, self.begin + 1)  # the first token of a window has no context
+        return max(self.first, self.begin + 1)  # the first has no context
 
     @property
     def weight(self) -> int:
@@ -79,8 +79,8 @@ class Lambada:
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
     """Compute perplexity by Hugging Face's strided method (perplexity.md).
 
-    Windows of max_model_len tokens begin every `stride` tokens (None: a full window), and predict their new tokens.
-    Raise RequestError for a stride not from 1 to max_model_len, or a text of less than two tokens.
+    Windows of max_model_len tokens begin every `stride` tokens (None: a full window). Raise RequestError for a stride
+    not from 1 to max_model_len, or less than two tokens.
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)

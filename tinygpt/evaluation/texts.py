@@ -7,7 +7,7 @@ from typing import Any
 
 from tinygpt.errors import RequestError
 
-SUMMARIES = ("highlights", "summary")  # CNN/DailyMail's name of a summary, and a common one
+SUMMARIES = ("highlights", "summary")  # the first is CNN/DailyMail's
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def driver_of(world: World) -> RankZeroDriver:
 
 @contextmanager
 def _interrupts_put_off() -> Iterator[None]:
-    """Defer signals with Python handlers in the main thread: other ranks would wait after an exception."""
+    """Defer signals in the main thread: other ranks would wait after an exception."""
     seen, handlers = [], {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -181,7 +181,7 @@ def rank_threads(threads: int | None, world: World) -> int:
 
 
 def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> RankModel | TinyGPTError:
-    """Load the part of this rank. Return it, or the first error of any rank, on all ranks.
+    """Load this rank's part. Return it, or the first error of any rank, on all ranks.
 
     All ranks compare checksums of their files. source: already open on rank 0.
     """

@@ -44,7 +44,7 @@ class EndAtOnce:
         self.world.abort(TERMINATED)
 
 
-SPIN_SECONDS = 0.005  # of polling without a nap: usually the next step follows sooner
+SPIN_SECONDS = 0.005  # of polling without a nap
 FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
 SHARED_MEMORY = "/dev/shm/mpich_shm_"  # stays if ranks are killed
 

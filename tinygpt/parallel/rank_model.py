@@ -125,7 +125,7 @@ class RankModel:
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:
-        """Start to receive the logits (R, V) before the step, to avoid a deadlock."""
+        """Start to receive before the step, to avoid a deadlock."""
         last = self._layout.pipeline_size - 1
         sources = [(self._layout.rank_at(last, i), tokens) for i, tokens in enumerate(self._vocab_parts)]
         return [

@@ -38,7 +38,7 @@ class ParallelRunner(ModelRunner):
     """Runs steps on all ranks, from one thread. Rank 0 alone samples."""
 
     def __init__(self, lead: RankZeroDriver, source: ModelSource, opening: LoadCommand):
-        """Load the parts of all ranks. Raise CheckpointError or RequestError with the rank that fails."""
+        """Raise CheckpointError or RequestError with the rank that fails."""
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
         self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size

@@ -103,7 +103,7 @@ def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dic
 
 
 def content_of(token: Any) -> str:
-    """Return the text of a token, a string or an object in files. Raise CheckpointError."""
+    """Return the text of a token. Raise CheckpointError."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")

@@ -87,7 +87,7 @@ class TextStream:
         return self._give(self._stop_strings.push(self._detokenizer.push(token_id), self._is_early))
 
     def push_later(self, token_id: int) -> None:
-        """Add a token whose text is needed only in `finish`, without stop strings."""
+        """Add a token for `finish`, without stop strings."""
         self._later.append(token_id)
 
     def finish(self) -> str:
@@ -139,7 +139,6 @@ class StopStrings:
         return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
     def _unsettled(self, text: str) -> int:
-        """Return the length of the longest suffix that begins a stop string."""
         for length in range(min(len(text), self._longest - 1), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
