@@ -175,8 +175,8 @@ def markdown(rows: Iterable[Row], engines: list[str], absent: dict[tuple[str, st
         cells = []
         for engine in engines:
             times = row.ms.get(engine)
-            text = f"{min(times):.2f} ({statistics.median(times):.2f})" if times else "-"
-            text = "absent" if not times and (engine, row.dtype) in absent else text
+            text = "absent" if (engine, row.dtype) in absent else "-"
+            text = f"{min(times):.2f} ({statistics.median(times):.2f})" if times else text
             cells.append(f"**{text}**" if engine == row.best_peer else text)
         ours = row.ms.get(OURS.name)
         share = f"{row.floor_ms / min(ours):.0%} ({row.limit})" if ours and row.floor_ms else "-"

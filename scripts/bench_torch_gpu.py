@@ -214,21 +214,19 @@ def main() -> None:
         llm = LLM(f"random:{shape}", args.dtype, **sizes)
         if "tinygpt" in args.engines:
             print(f"{shape} {args.dtype}, tinygpt next to transformers: {agreement(llm, model)}", flush=True)
-        cases = [
-            (f"decode, batch {n}", n, (160 if n == 1 else 512) - args.steps // 2, args.steps) for n in args.batches
-        ]
+        lengths = {n: (160 if n == 1 else 512) - args.steps // 2 for n in args.batches}
+        cases = [(f"decode, batch {n}", n, length, args.steps) for n, length in lengths.items()]
         for case, batch, length, steps in [*cases, (f"prefill of {PREFILL}", 1, PREFILL, 0)]:
             prompts = np.random.default_rng(0).integers(0, llm.config.vocab_size, (batch, length)).tolist()
             cells = []
             for name in args.engines:
-                measured = (llm, tinygpt_ms) if name == "tinygpt" else (TORCH_ENGINES[name](model), torch_ms)
+                engine, timed = (llm, tinygpt_ms) if name == "tinygpt" else (TORCH_ENGINES[name](model), torch_ms)
                 try:
-                    ms = statistics.median(measured[1](measured[0], prompts, steps, args.repeats))
-                    cells.append(f"{ms:.3f}")
+                    cells.append(f"{statistics.median(timed(engine, prompts, steps, args.repeats)):.3f}")
                 except Exception as error:  # of one engine: the others go on
                     cells.append(type(error).__name__)
                     print(f"{shape}, {case}, {name}: {error}", file=sys.stderr, flush=True)
-                del measured
+                del engine
                 gc.collect()
             rows.append([shape, case, *cells])
         llm.close()

@@ -50,10 +50,7 @@ it to try the engine out, not for facts.
 def embed(source: Path, output: Path) -> None:
     training = read_json_object(source / "training.json")
     if CORPUS not in training["corpus"]:
-        raise SystemExit(
-            f"{source / 'training.json'} says that the corpus was {training['corpus']!r}, and the demo's card speaks "
-            f"of {CORPUS}."
-        )
+        raise SystemExit(f"the corpus of {source} is {training['corpus']!r} and the demo's card is for {CORPUS}.")
     values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
     tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
     rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
@@ -69,13 +66,9 @@ def embed(source: Path, output: Path) -> None:
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
     """Return the card of a training.json and the fields of a config.json."""
     tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)  # in the records of older runs
-    derived = {
-        "parameters": num_parameters / 1e6,
-        "megabytes": 2 * num_parameters / 1e6,
-        "corpus_tokens": training["corpus_tokens"] / 1e6,
-        "tokens_seen": tokens_seen / 1e6,
-        "passes": tokens_seen / training["corpus_tokens"],
-    }
+    derived = {"parameters": num_parameters / 1e6, "megabytes": 2 * num_parameters / 1e6}
+    derived |= {"corpus_tokens": training["corpus_tokens"] / 1e6, "tokens_seen": tokens_seen / 1e6}
+    derived |= {"passes": tokens_seen / training["corpus_tokens"]}
     return CARD.format(**{**vars(model_config(values)), **training, **derived})
 
 

@@ -237,10 +237,9 @@ def quality_table(results: dict[str, dict[str, Quality]]) -> str:
     for name, qualities in results.items():
         for dtype, quality in qualities.items():
             change = f"{100 * (quality.perplexity / qualities['float32'].perplexity - 1):+.3f} %"
-            differences = f"{quality.difference / quality.positions:.4f}", f"{quality.largest:.3f}"
-            same = f"{100 * quality.agreements / quality.positions:.2f} %"
-            kl = f"{quality.kl / quality.positions:.6f}"
-            rows.append([name, dtype, f"{quality.perplexity:.3f}", change, kl, *differences, same])
+            mean, same = np.array([quality.difference, 100 * quality.agreements]) / quality.positions
+            cells = f"{quality.perplexity:.3f}", change, f"{quality.mean_kl:.6f}", f"{mean:.4f}"
+            rows.append([name, dtype, *cells, f"{quality.largest:.3f}", f"{same:.2f} %"])
     return table(header, rows, header[2:])
 
 

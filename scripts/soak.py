@@ -126,14 +126,6 @@ def resident_bytes(pids: list[int]) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def rank_pids(ranks: int) -> list[int]:
-    """Return this process, and its siblings of the same mpiexec."""
-    if ranks == 1:
-        return [os.getpid()]
-    task = Path(f"/proc/{os.getppid()}/task")
-    return [int(pid) for thread in task.iterdir() for pid in (thread / "children").read_text().split()]
-
-
 def num_left(llm: LLM | RemoteLLM, url: str | None) -> int:
     """Return the samples that still run or wait."""
     time.sleep(0.5)  # the last cancelled samples leave after their step
@@ -160,7 +152,10 @@ def main() -> int:
         else:
             ranks = args.tensor_parallel
             llm = stack.enter_context(LLM(args.model, args.dtype, **sizes, tensor_parallel_size=ranks))
-            pids = rank_pids(ranks)
+            pids = [os.getpid()]
+            if ranks > 1:  # and its siblings of the same mpiexec
+                threads = Path(f"/proc/{os.getppid()}/task").iterdir()
+                pids = [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
         bar = stack.enter_context(tqdm(total=each * THREADS, disable=None))
         with ThreadPoolExecutor(THREADS) as pool:
             for i in range(THREADS):

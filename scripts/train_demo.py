@@ -225,8 +225,7 @@ class Trainer:
         of_time = 1.0 if is_late else (now - begin) / (self.deadline - begin)
         return max(self.tokens_seen / self.tokens, of_time)
 
-    def loss_of(self, forward: Callable[..., Tensor], batch: Tensor) -> Tensor:
-        """Return the loss of a batch (B, T + 1)."""
+    def loss_of(self, forward: Callable[..., Tensor], batch: Tensor) -> Tensor:  # (B, T + 1) -> ()
         with torch.autocast(batch.device.type, torch.bfloat16) if self.bfloat16 else nullcontext():
             return forward(batch[:, :-1], batch[:, 1:])
 
@@ -337,15 +336,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="continue the run in OUT")
     add("--tokens", type=int, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--minutes", type=float, help="bound of this run, everything included")
-    for name, default in SIZES.items():
-        add(f"--{name}", type=int, default=default, help="default: %(default)s")
     add("--batch-tokens", type=int, default=65_536, help="of a step")
-    add("--dropout", type=float, default=0.1)
-    add("--learning-rate", type=float, default=1.5e-3)
-    add("--warmup-steps", type=int, default=200)
-    add("--weight-decay", type=float, default=0.1)
-    add("--evaluations", type=int, default=20)
-    add("--seed", type=int, default=0)
+    numbers = {"dropout": 0.1, "learning-rate": 1.5e-3, "warmup-steps": 200, "weight-decay": 0.1, "evaluations": 20}
+    for name, default in {**SIZES, **numbers, "seed": 0}.items():
+        add(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     has_gpu = torch.cuda.is_available()
     add("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
     add("--bfloat16", action=argparse.BooleanOptionalAction, default=has_gpu, help="multiply in bfloat16")

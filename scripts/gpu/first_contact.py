@@ -157,20 +157,16 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
             texts.add(tuple(output.outputs[0].token_ids))
     if len(texts) > 1:
         raise WrongResult("the same prompt gave different tokens.")
-    return {
-        "relative error of logits": error,
-        "context": prompt,
-        "ms a token": round(1e3 * statistics.median(seconds[2:]), 4),
-    }
+    ms = round(1e3 * statistics.median(seconds[2:]), 4)
+    return {"relative error of logits": error, "context": prompt, "ms a token": ms}
 
 
 def items() -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the items, each of which relies on the ones before it."""
     probes = {function.__name__: lambda f=function: f(the_device()) for function in (mma, grant, graph, read, gemv)}
     small = {f"tiny {dtype}": partial(decode, "random:tiny", dtype) for dtype in LIMITS}
-    large = {
-        f"decode {shape}": partial(decode, f"random:{shape}", "bfloat16") for shape in ("124M", "355M", "774M", "1.5B")
-    }
+    shapes = ("124M", "355M", "774M", "1.5B")
+    large = {f"decode {shape}": partial(decode, f"random:{shape}", "bfloat16") for shape in shapes}
     return {"versions": versions, **probes, **small, **large}
 
 
@@ -214,7 +210,12 @@ def main() -> int:
     parser.add_argument("--alone", choices=items(), help=argparse.SUPPRESS)  # one item, in this process
     arguments = parser.parse_args()
     if arguments.alone:
-        print(json.dumps(answer_of(items()[arguments.alone])), flush=True)
+        try:
+            answer = items()[arguments.alone]()
+        except Exception as error:  # the next item has another process
+            traceback.print_exception(error)
+            answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
+        print(json.dumps(answer), flush=True)
         return 0
     failed = 0
     for name in arguments.items:
@@ -223,14 +224,6 @@ def main() -> int:
         failed += "error" in answer
         print(json.dumps({"item": name, **answer, "seconds": round(time.time() - begin, 1)}), flush=True)
     return 1 if failed else 0
-
-
-def answer_of(item: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    try:
-        return item()
-    except Exception as error:  # the next item has another process
-        traceback.print_exception(error)
-        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
 
 
 def run_apart(command: list[str], seconds: float) -> dict[str, Any]:

@@ -96,15 +96,11 @@ def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, b
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--prompt-lengths 500 --new-tokens 13", "take 513 positions and demo has 512"),
         ("--random 125m", "--random is '125m' and must be one of tiny, 124M"),
-        ("--preset cpu-study --random x", "--random is 'x' and must be one of tiny, 124M"),
-        ("--preset cpu-study --text README.md", "--text is for the perplexity of onnx-study"),
         ("--output /dev/null/file", "--output /dev/null/file"),
         ("--plot x.png --output x.png", "--plot x.png is also read"),
         ("--small", "there is no --preset: omit --small"),
         ("--preset cpu-study --batch-sizes 4", "--preset has cases of its own: omit --batch-sizes"),
-        ("--preset cpu-study --kv-cache-dtype int8", "--preset has cases of its own: omit --kv-cache-dtype"),
         ("--kv-cache-dtype int4", "is 'int4' and must be one of"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--preset onnx-study --text a --output a", "--output a is also read"),

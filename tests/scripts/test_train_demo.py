@@ -70,6 +70,10 @@ def trained(corpus, tmp_path_factory):
     return out, run(corpus, out, "--tokens", "10240")
 
 
+def record_of(out: Path) -> dict:
+    return json.loads((out / "training.json").read_text(encoding="utf-8"))
+
+
 def test_tinygpt_computes_the_logits_that_transformers_does(trained):
     from transformers import GPT2LMHeadModel
 
@@ -85,7 +89,7 @@ def test_tinygpt_computes_the_logits_that_transformers_does(trained):
 def test_embedded_it_keeps_what_its_card_says(trained, tmp_path):
     out, _ = trained
     runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))["embed"](out, tmp_path)
-    facts = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    facts = record_of(out)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert f"| 0.0 million tokens of it, {10240 / facts['corpus_tokens']:.1f} passes," in card
     assert f"{facts['validation_loss']:.3f} per token, {facts['bits_per_byte']:.3f} bits per byte" in card
@@ -98,14 +102,10 @@ def test_the_loss_falls_and_the_record_says_how_far(trained):
     out, printed = trained
     losses = [float(loss) for loss in re.findall(r", validation (\S+)", printed)]
     assert losses[-1] < losses[0] < 6.5  # ln 557 is 6.32
-    record = json.loads((out / "training.json").read_text(encoding="utf-8"))
+    record = record_of(out)
     assert record["validation_loss"] == pytest.approx(min(losses), abs=1e-4)
     assert (record["tokens_seen"], record["window"]) == (10240, 64)
     assert f"python scripts/embed_demo.py {out}" in printed
-
-
-def record_of(out: Path) -> dict:
-    return json.loads((out / "training.json").read_text(encoding="utf-8"))
 
 
 def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(trained, corpus):
@@ -126,10 +126,8 @@ def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(train
 def test_a_pass_shows_every_window_once_and_the_next_one_in_another_order():
     batches = Batches(torch.arange(1000), size=10, num_windows=7, seed=1)
     assert batches.steps_per_pass == 99 // 7
-    passes = [
-        [batches.of_step(number * batches.steps_per_pass + step) for step in range(batches.steps_per_pass)]
-        for number in range(2)
-    ]
+    steps = range(batches.steps_per_pass)
+    passes = [[batches.of_step(number * batches.steps_per_pass + step) for step in steps] for number in range(2)]
     for shown in passes:
         windows = torch.cat(shown)
         assert windows.shape == (98, 11)
