@@ -140,9 +140,9 @@ TEMPLATE = {
 TOKENIZERS = {
     "added tokens with one long beginning": (
         {"added": [{"id": 256 + i, "content": "a" * 700_000 + end} for i, end in enumerate("bc")]},
-        "an added token of 700001 characters",
+        "has 700001 characters",
     ),
-    "a template that grows": ({"post_processor": TEMPLATE}, "more than 1000 tokens around every text"),
+    "a template that grows": ({"post_processor": TEMPLATE}, "more than 1000 tokens around a text"),
 }
 
 
