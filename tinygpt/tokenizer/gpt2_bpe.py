@@ -141,7 +141,30 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
     return Vocabulary(bytes_of, dict(zip(ranks.values(), map(vocab.__getitem__, ranks), strict=True)))
 
 
-class ByteLevelBPE:
+class ByteTokens:
+    """Decoding for vocabularies whose tokens are bytes."""
+
+    _bytes: dict[int, bytes]  # by token id
+    special_ids: frozenset[int]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
+        return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
+
+    def detokenizer(self) -> ByteDetokenizer:
+        return ByteDetokenizer(self._visible_bytes)
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._bytes if token_id >= first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes.get(token_id, b"")
+
+    def _visible_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
+
+
+class ByteLevelBPE(ByteTokens):
     """A tokenizer on tiktoken. Raise UnlikeGPT2 for other kinds."""
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
@@ -175,22 +198,6 @@ class ByteLevelBPE:
             lacking = sorted({c for c in text if not self._id_of_rank.keys() >= {*c.encode()}})
             raise no_token_for(lacking)
         return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        token_bytes = self._visible_bytes if skip_special_tokens else self.token_bytes
-        return b"".join(map(token_bytes, ids)).decode("utf-8", errors="replace")
-
-    def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer(self._visible_bytes)
-
-    def ids_from(self, first: int) -> list[int]:
-        return sorted(token_id for token_id in self._bytes if token_id >= first)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes.get(token_id, b"")
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self.special_ids else self.token_bytes(token_id)
 
 
 def _encoding(bytes_of: Mapping[int, bytes], id_of_rank: Mapping[int, int]) -> tiktoken.Encoding:

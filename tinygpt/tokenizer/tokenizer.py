@@ -9,16 +9,16 @@ from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
-from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, no_token_for, token_to_bytes
+from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, token_to_bytes
 from tinygpt.tokenizer.prepared import read_prepared
 from tinygpt.tokenizer.stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 from tinygpt.weights.files import how_to_replace
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(ByteTokens):
     """A token for each character, as in nanoGPT's smallest models."""
 
-    special_ids: frozenset[int] = frozenset()
+    special_ids = frozenset()
     eos_token_id = None  # texts end by their length
 
     def __init__(self, spec: dict[str, Any]):
@@ -34,18 +34,6 @@ class CharacterTokenizer:
         if lacking:
             raise no_token_for(lacking)
         return [self._ids[character] for character in text]
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
-
-    def detokenizer(self) -> ByteDetokenizer:
-        return ByteDetokenizer(self.token_bytes)
-
-    def ids_from(self, first: int) -> list[int]:
-        return sorted(token_id for token_id in self._bytes if token_id >= first)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes.get(token_id, b"")
 
 
 def is_characters(spec: dict[str, Any]) -> bool:
