@@ -99,10 +99,7 @@ def say(text: str) -> None:
 
 
 def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
-    """Return the peers as on a CPU without AVX-512.
-
-    onnxruntime has no switch, and torch in bfloat16 would take a second a step: both are left out.
-    """
+    """Return the peers without AVX-512; skip onnxruntime, which has no switch, and torch's slow bfloat16."""
     flags, held = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON", []
     for peer in [peer for peer in peers if peer.name != "onnxruntime"]:
         build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}

@@ -141,7 +141,12 @@ def compare(old: list[Record], new: list[Record]) -> list[Record]:
 def comparison_table(compared: list[Record]) -> str:
     """Return the comparison as markdown: medians, the change, and the slowest and fastest run of each side."""
     header = ["test", "old, tokens/s", "new, tokens/s", "change"]
-    rows = [[_test_name(record), *_side_cells(record)] for record in compared]
+    forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
+    changes = ["" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}" for record in compared]
+    cells = [[_cell(form, record) for form in forms] for record in compared]
+    rows = [
+        [_test_name(record), *sides, change] for record, sides, change in zip(compared, cells, changes, strict=True)
+    ]
     note = "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
     return f"{table(header, rows, header[1:])}\n\n- {note}"
 
@@ -164,12 +169,6 @@ def _test_name(record: Record) -> str:
     parts = [record["model_filename"], record["dtype"] or record["model_type"], f"KV cache {record['type_k']}"]
     batch = [] if record["batch_size"] is None else [f"batch {record['batch_size']}"]
     return ", ".join([*parts, f"threads {record['n_threads']}", *batch, f"{kind}{depth}"])
-
-
-def _side_cells(record: Record) -> list[str]:
-    forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
-    change = "" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}"
-    return [*(_cell(form, record) for form in forms), change]
 
 
 class _Cells(string.Formatter):

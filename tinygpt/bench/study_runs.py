@@ -111,7 +111,7 @@ def _run_local(
             params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
             for _ in range(meter.warmups):
                 llm.generate(prompts[: max(case.batch_size, NUM_WARMUP_PROMPTS)], params, use_tqdm=False)
-            repetitions = _repetitions(study, options)
+            repetitions = options.repetitions or study.repetitions[options.small]
             found = measure(llm, prompts, case.new_tokens, repetitions, 0, params, meter)
             results.append(Result(dtype, case, found, _baseline(results, dtype, False), False, quality))
 
@@ -126,17 +126,13 @@ def _run_remote(
     with served(options.model, dtype, flags) as (url, _), RemoteLLM(url, max_connections=NUM_CALLERS) as remote:
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
         runs = []
-        for _ in range(_repetitions(study, options)):
+        for _ in range(options.repetitions or study.repetitions[options.small]):
             start = time.perf_counter()
             outputs = remote.generate(prompts, params)
             total = time.perf_counter() - start
             runs.append(Run(0.0, 0.0, 0.0, max(o.metrics.first_token for o in outputs) - start, total, num_steps=0))
     found = Measurement(tuple(runs), len(prompts), max(case.prompt_lengths), case.new_tokens, peak_memory=0)
     results.append(Result(dtype, case, found, _baseline(results, dtype, True), is_remote=True))
-
-
-def _repetitions(study: Study, options: Options) -> int:
-    return options.repetitions or study.repetitions[options.small]
 
 
 def _baseline(results: list[Result], dtype: str, is_remote: bool) -> float | None:
