@@ -123,13 +123,6 @@ def test_drawn_seeds_are_in_the_records_and_repeat_them(jobs):
     assert read_records(jobs.out[jobs.out.index('{"id"') :])[1]["outputs"] == first
 
 
-def test_every_prompt_is_encoded_once(jobs, encoded):
-    jobs.write([{"prompt": "The fox"}, {"prompt": "It was"}])
-    assert jobs.run() == 0
-    assert encoded == ["The fox", "It was"]
-    assert [record["prompt"] for record in jobs.records().values()] == encoded
-
-
 def test_blank_lines_hold_no_prompt_but_count(jobs):
     jobs.write(["", json.dumps({"prompt": "a"}), "  ", json.dumps({"prompt": "b"}), "\r"])
     assert jobs.run() == 0
@@ -238,14 +231,6 @@ def test_a_folder_may_be_spelled_in_several_ways(jobs, monkeypatch):
     assert jobs.run("--model", "./demo/") == 0
     assert f"{len(LINES)} of {len(LINES)} prompts skipped" in jobs.err
     assert jobs.run("--model", str(DEMO.parent)) == 2
-
-
-def test_records_of_another_dtype_are_left_alone(jobs, no_model):
-    content = b"".join(record(line.get("id", 2), line.get("prompt", ""), dtype="int8") for line in LINES[:3])
-    jobs.output.write_bytes(content)
-    assert jobs.run("--dtype", "bfloat16") == 2
-    assert "was made with dtype int8 and not bfloat16" in jobs.err
-    assert jobs.output.read_bytes() == content
 
 
 def test_auto_must_come_to_the_dtype_of_the_records(jobs):
@@ -379,11 +364,6 @@ def test_a_mark_at_the_beginning_is_not_part_of_the_first_line(jobs):
     assert set(jobs.records()) == set(IDS)
 
 
-def test_flags_are_checked_once_for_all_lines(jobs, no_model):
-    assert jobs.run("--top-k", "-2") == 2
-    assert len(jobs.err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("path", "says"),
     [("./prompts.jsonl", "is the file of --input"), ("absent/out.jsonl", "does not exist"), (".", "is a folder")],
@@ -407,16 +387,6 @@ def test_a_full_disk_is_reported(jobs):
     jobs.output = Path("/dev/full")
     assert jobs.run() == 1
     assert "--output /dev/full cannot be written (No space left on device)" in jobs.err
-
-
-def test_ctrl_c_without_a_file_says_how_a_run_can_be_continued(jobs, monkeypatch):
-    def stop(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(batch, "record_line", stop)
-    assert jobs.run(output=False) == 130
-    again = "0 of 4 prompts answered, on stdout; a run with --output FILE can be continued"
-    assert jobs.err.endswith(f"interrupted: {again}\n")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes any bytes for a name")
@@ -567,17 +537,6 @@ def test_records_are_on_the_disk_a_second_later(tmp_path, disk):
     assert (tmp_path / "out").read_bytes() == b"line\n" * 5
 
 
-def test_an_interrupted_run_syncs_too(tmp_path, disk):
-    def run():
-        with RecordFile(tmp_path / "out", Earlier()) as file:
-            file.write("line")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert disk.synced == ["folder", "file"]
-
-
 @pytest.mark.parametrize("room", range(12))
 def test_a_full_disk_names_the_file(tmp_path, disk, room):
     path, line = tmp_path / "out", '{"id": 1}'
@@ -626,23 +585,3 @@ def test_an_id_that_is_answered_twice_is_refused(tmp_path):
     path.write_bytes(record(1, "The fox") * 2)
     with pytest.raises(RequestError, match=r"line 2 of --output .* answers id 1 a second time"):
         read_earlier(path, PROMPTS, "demo", "auto")
-
-
-VALUES = ["1" * 5000, "-1", "0", "1e999", "NaN", "1.0", "true", "null", '"\\ud800"', '"a\\u0000b"', "[]", '""', "{}"]
-VALUES += ["[" * 3000 + "]" * 3000, '{"a": 1, "a": 2}', '"' + "x" * 5000 + '"', '"/dev/null"', '"é"']
-
-
-@pytest.mark.parametrize("field", ["id", "model", "dtype", "prompt", "prompt_token_ids"])
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12])
-def test_odd_values_in_earlier_records_are_not_answers(tmp_path, field, value):
-    """Refused, or an answer if the field does not decide; never another error."""
-    fields = {"id": "1", "model": '"demo"', "dtype": '"float32"', "prompt": '"The fox"', "prompt_token_ids": "[1]"}
-    fields[field] = value
-    path = tmp_path / "out"
-    path.write_text("{" + ", ".join(f'"{name}": {text}' for name, text in fields.items()) + "}\n", encoding="utf-8")
-    try:
-        said = read_earlier(path, PROMPTS, "demo", "auto")
-    except RequestError as error:
-        said = str(error)
-    is_answer = isinstance(said, Earlier) and said.ids == {1} and field in ("dtype", "prompt_token_ids")
-    assert is_answer or said.startswith(f"line 1 of --output {path}")

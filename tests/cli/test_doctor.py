@@ -10,7 +10,6 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt import hardware
-from tinygpt.cli import info
 from tinygpt.cli import main as cli
 from tinygpt.cli.info import instructions
 from tinygpt.kernels.cpu import jit
@@ -59,42 +58,6 @@ def test_the_cache(report):
     assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
 
 
-def test_a_driver_and_its_devices(monkeypatch):
-    class Driver:
-        def __init__(self, name):
-            self.name = name
-
-        def cuInit(self, flags):
-            return 0
-
-        def cuDriverGetVersion(self, version):
-            version._obj.value = 13010
-
-        def cuDeviceGetCount(self, count):
-            count._obj.value = 2
-
-        def cuDeviceGet(self, device, index):
-            device._obj.value = index
-
-        def cuDeviceGetName(self, name, size, device):
-            name.value = f"GPU {device.value}".encode()
-
-    monkeypatch.setattr(info.ctypes, "CDLL", Driver)
-    monkeypatch.setattr(info.ctypes, "WinDLL", Driver, raising=False)
-    assert info._cuda_driver() == {"driver": "CUDA 13.1", "devices": ["GPU 0", "GPU 1"]}
-    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
-    assert info._cuda_driver() == {"driver": None, "devices": [], "error": "cuInit returned 100"}
-
-
-def test_no_driver(monkeypatch):
-    def load(name):
-        raise OSError(name)
-
-    monkeypatch.setattr(info.ctypes, "CDLL", load)
-    monkeypatch.setattr(info.ctypes, "WinDLL", load, raising=False)
-    assert info._cuda_driver() == {"driver": None, "devices": []}
-
-
 def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
     read, seconds = [], iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
     monkeypatch.setattr("numpy.bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
@@ -113,8 +76,3 @@ def test_the_command_as_users_run_it():
     assert "tinygpt: measuring the memory's bandwidth\n" in result.stderr
     assert any(line.startswith("read_bandwidth ") and line.endswith(" GB/s") for line in lines)
     assert {"versions", "cpu", "kernels", "blas", "cache", "gpu"} <= set(lines)
-
-
-def test_impossible_threads(capsys):
-    assert cli.main(["doctor", "--threads", "0"]) == 2
-    assert "threads is 0" in capsys.readouterr().err

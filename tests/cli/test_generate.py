@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 import sys
 from dataclasses import fields
 
@@ -13,7 +12,6 @@ from support.paths import EOS
 from support.processes import STATS
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.kernels import cpu as kernels
 from tinygpt.kernels.cpu import jit
 from tinygpt.outputs import RequestOutput
 
@@ -28,11 +26,6 @@ def test_text_on_stdout_and_stats_on_stderr(run, llm, how):
     assert result.out == llm.generate("Once upon a time", params)[0].outputs[0].text + "\n"
     assert STATS.fullmatch(result.err).groups() == ("23", "7")
     assert result.code == 0
-
-
-def test_equal_samples_count_once(run):
-    assert STATS.search(run("Once --temperature 0 --max-tokens 8 --n 4").err)[1] == "7"
-    assert STATS.search(run("Once --temperature 0 --max-tokens 1").err)[1] == "0"
 
 
 def test_the_reported_seed_repeats_the_run(run):
@@ -86,23 +79,6 @@ def test_several_samples(run, llm):
     assert result.out == "".join(f"Once{sample.text}\n" for sample in samples)
     assert "sample 3 of 3" in result.err
     assert STATS.search(result.err)[1] == "21"
-
-
-def test_stop_ends_the_text_before_it(run):
-    arguments = ["Once", "--temperature", "0", "--max-tokens", "24"]
-    whole = run(arguments).out
-    stop = whole[20:26]
-    stopped = run([*arguments, "--stop", "never there", "--stop", stop])
-    assert stopped.out == whole[: whole.index(stop)] + "\n"
-
-
-def test_ignore_eos_goes_on(run, llm, small_demo, tmp_path):
-    third = llm.generate("Once", SamplingParams(max_tokens=3))[0].outputs[0].token_ids[2]
-    folder = shutil.copytree(small_demo, tmp_path / "model")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": third}))
-    arguments = ["Once", "--model", str(folder), "--temperature", "0", "--max-tokens", "8"]
-    assert int(STATS.search(run(arguments).err)[1]) <= 2
-    assert STATS.search(run([*arguments, "--ignore-eos"]).err)[1] == "7"
 
 
 def test_the_reference_says_the_same(run):
@@ -213,17 +189,6 @@ def test_time_that_is_over_before_the_first_token(run):
         result = run(f"Once --seed 7 --max-time 1e-9 {how}")
         assert (result.code, result.out) == (0, "\n")
         assert result.err.startswith("tinygpt: prompt 0 tokens; generation 0 tokens; load ")
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "int8"])
-def test_the_kv_cache_has_the_dtype_of_the_flag(run, monkeypatch, name):
-    """It is given one of float32, whose kernels are compiled."""
-    made, new_kv_cache = [], kernels.new_kv_cache
-    monkeypatch.setattr(
-        kernels, "new_kv_cache", lambda *sizes: made.append(sizes) or new_kv_cache(*sizes[:-1], "float32")
-    )
-    assert run(f"Once --max-tokens 1 --kv-cache-dtype {name}").code == 0
-    assert [sizes[-1] for sizes in made] == [name]
 
 
 @pytest.mark.parametrize(("flags", "is_split"), [([], False), (["--no-special-tokens"], True)])

@@ -233,22 +233,6 @@ def new_terminal():
 
 
 @POSIX
-def test_a_terminal_has_a_prompt_a_history_and_editing(new_terminal):
-    terminal = new_terminal("--temperature", "0")
-    terminal.read_until("> ")
-    terminal.type("Once upom\bn a time\n")  # edited before it is sent
-    first = terminal.read_until("\r\n> ").split("\r\n")[-3]  # before the figures and the prompt
-    terminal.type(":reset\n")
-    terminal.read_until("empty")
-    terminal.read_until("> ")
-    terminal.type("\x1b[A\x1b[A\n")  # the last line but one, from the history
-    second = terminal.read_until("\r\n> ").split("\r\n")[-3]  # before the figures and the prompt
-    assert first == second != ""
-    terminal.type("\x04")
-    assert terminal.process.wait(60) == 0
-
-
-@POSIX
 def test_ctrl_c_on_a_terminal(new_terminal):
     """In a line it gives up the line, in a sample it ends the sample; neither ends the program."""
     terminal = new_terminal("--max-tokens", "100000", "--overflow", "slide")

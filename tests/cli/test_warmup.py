@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
-from support.processes import run_process
 from tinygpt import llm as llm_module
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
@@ -83,9 +82,3 @@ def test_kernels_that_cannot_be_kept_are_a_failure(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "could not be kept" in error
     assert "nothing was left to compile" not in error
-
-
-def test_an_impossible_dtype_is_a_sentence():
-    result = run_process("warmup", "--dtype", "float16", text=True)
-    assert (result.returncode, len(result.stderr.splitlines())) == (2, 1)
-    assert "dtype is 'float16'" in result.stderr

@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write DST, complete or not at all. RequestError, before any work, if it exists already."""
+    """Write DST, complete or not at all. Raise RequestError, before any work, if it exists."""
     if args.model is not None and args.target is None:
         args.source, args.target = None, args.source
     args.source = one_of_both("SRC", args.source, args.model)
@@ -70,7 +70,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, target: Path) -> None:
-    """RequestError for impossible arguments."""
     if Path.cwd().is_relative_to(os.path.normpath(target)):
         raise RequestError(f"DST {args.target} is the working folder, or one around it: name a new folder.")
     is_empty = target.is_dir() and not any(target.iterdir())
@@ -95,7 +94,7 @@ def _check(args: argparse.Namespace, target: Path) -> None:
 
 @contextmanager
 def _becoming(target: Path) -> Iterator[Path]:
-    """Yield a folder that is renamed to `target` if the block succeeds: no reader sees half a checkpoint."""
+    """Yield a folder that is renamed to `target` after the block, so that no reader sees half a checkpoint."""
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     partial.mkdir()
     try:
@@ -187,15 +186,9 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
     params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
-    metadata = {
-        "dtype": args.dtype,
-        "tied": str(checkpoint.tied).lower(),
-        "vocab_size": checkpoint.config.vocab_size,
-        "source": args.source,
-        **packed.PACKING,
-        **({} if calibration is None else calibration.about),
-    }
-    return packed.arrays_of(params), metadata
+    about = {"dtype": args.dtype, "tied": str(checkpoint.tied).lower()}
+    about |= {"vocab_size": checkpoint.config.vocab_size, "source": args.source, **packed.PACKING}
+    return packed.arrays_of(params), about | ({} if calibration is None else calibration.about)
 
 
 def _add_warmup_arguments(parser: argparse.ArgumentParser) -> None:

@@ -157,7 +157,6 @@ def flag_of(name: str) -> str:
 
 
 def add_argument(group: argparse._ActionsContainer, name: str, *short: str, **options: Any) -> None:
-    """Add the flag of `name`, and its aliases without help."""
     flag = options.pop("flag", flag_of(name))
     group.add_argument(*short, flag, dest=name, **options)
     aliases = [f"--{alias.replace('_', '-')}" for alias in ALIASES.get(name, ())]
@@ -169,7 +168,7 @@ def add_argument(group: argparse._ActionsContainer, name: str, *short: str, **op
 def add_group(
     parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS, **changes: dict[str, Any]
 ) -> argparse._ArgumentGroup:
-    """Add a group "model" with these flags; `changes` replace options of some of them."""
+    """Add a group "model" with these flags; `changes` replace options."""
     group = parser.add_argument_group("model")
     for name in names:
         add_flag(group, name, **changes.get(name, {}))
@@ -177,7 +176,6 @@ def add_group(
 
 
 def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
-    """Add one of MODEL_FLAGS, with `changes`."""
     options = {**MODEL_FLAGS[name], **changes}
     short = [options.pop("short")] if "short" in options else []
     add_argument(parser, name, *short, **options)
@@ -194,7 +192,7 @@ def checkpoint_of(args: argparse.Namespace) -> str:
 
 
 def one_of_both(name: str, argument: str | None, model: str | None) -> str | None:
-    """Return the argument `name` or --model. RequestError if both were given."""
+    """Return the argument `name` or --model. Raise RequestError if both are given."""
     if argument is not None and model is not None:
         raise RequestError(f"{name} is {argument} and --model is {model}: give one of them.")
     return argument if model is None else model
@@ -213,12 +211,8 @@ FLAGS = {  # the fields of SamplingParams that have a flag
     for name, field in SAMPLING_FIELDS.items()
     if field.metadata["metavar"] or field.metadata["rule"].parse is None
 }
-CLI_DEFAULTS = {name: field.default for name, field in FLAGS.items()} | {
-    "max_tokens": 128,
-    "temperature": 0.8,
-    "top_k": 40,
-    "top_p": 0.95,
-}
+CLI_DEFAULTS = {name: field.default for name, field in FLAGS.items()}
+CLI_DEFAULTS |= {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
 def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
@@ -227,21 +221,19 @@ def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
         for name, field in FLAGS.items():
             if field.metadata["group"] != title:
                 continue
-            rule, default = field.metadata["rule"], CLI_DEFAULTS[name]
-            if rule.parse is None:
-                options = {"action": "store_true"}
-            else:
+            rule, default, about = field.metadata["rule"], CLI_DEFAULTS[name], field.metadata["help"]
+            options = {"action": "store_true"}
+            if rule.parse is not None:
                 action = "append" if rule.repeats else "store"
                 options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
             short = [SHORT[name]] if name in SHORT else []
-            about = field.metadata["help"]
             if rule.repeats and "several times" not in about:
                 about += "; may be given several times"
             add_argument(group, name, *short, default=default, help=_with_default(about, default), **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
-    """Return the SamplingParams of the flags. RequestError names every flag with an impossible value."""
+    """Return the SamplingParams of the flags. Raise RequestError for an impossible value."""
     return SamplingParams(**{name: getattr(args, name) for name in FLAGS}, **others)
 
 

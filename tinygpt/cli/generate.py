@@ -119,7 +119,6 @@ def _check_combination(args: argparse.Namespace) -> None:
 
 
 def _given_prompt(args: argparse.Namespace) -> str | None:
-    """Return the text that the command line holds or names, or None."""
     if args.prompt_text is not None:
         return args.prompt_text
     if args.prompt == [STDIN] or args.file == STDIN:
@@ -196,17 +195,19 @@ class Turns:
     def __init__(self, llm, params: SamplingParams):
         self._llm, self._params, self._session = llm, params, llm.session()
         self._starts: list[int] = []
-        self._num_turns = 0  # turns that were taken back included
-        self._num_truncated = 0
+        self._num_turns = self._num_truncated = 0  # taken back turns count too
 
     def write(self, line: str) -> None:
-        """Add a line and print what follows it, or the reason why that is not possible."""
-        # Another seed for each turn: a turn that is taken back and tried again comes out otherwise.
+        """Add a line and print the continuation, or log the reason why that is impossible."""
+        # Each turn has another seed: a turn that is taken back and tried again gives another text.
         params = replace(self._params, seed=(self._params.seed + self._num_turns) % (MAX_SEED + 1))
         start = len(self._session)
         try:
             self._session.extend(f"\n{line}" if start and line else line)
-            self._log_truncated(params)
+            count = self._llm.num_truncated_tokens(self._session.token_ids, params)
+            if count > self._num_truncated:
+                log(f"the first {count} tokens of the text exceed the model's positions and are truncated")
+            self._num_truncated = count
             chunks = self._session.stream(params)
         except RequestError as error:
             self._session.rewind(start)
@@ -237,15 +238,9 @@ class Turns:
         else:
             log(f"unknown command {name}{suggest(name, COMMANDS) or '; :help lists them'}")
 
-    def _log_truncated(self, params: SamplingParams) -> None:
-        count = self._llm.num_truncated_tokens(self._session.token_ids, params)
-        if count > self._num_truncated:
-            log(f"the first {count} tokens of the text exceed the model's positions and are truncated")
-        self._num_truncated = count
-
 
 def _lines() -> Iterator[str]:
-    """Yield lines of stdin without their ends: edited, and with a history, on a terminal."""
+    """Yield lines of stdin without their ends; on a terminal with editing and a history."""
     if sys.stdin is None:  # the descriptor was closed, as by `<&-`
         raise RequestError("--interactive reads lines from stdin, which is closed.")
     if sys.stdin.isatty():

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report. CheckpointError before it if there is no checkpoint, and after it if it cannot be used."""
+    """Print the report. Raise CheckpointError before it without a checkpoint, and after it for an unusable one."""
     from tinygpt.weights.containers.formats import reader_of
     from tinygpt.weights.open import resolve
 
@@ -111,7 +111,6 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
-    """Return function(*arguments), or None and one more problem."""
     try:
         return function(*arguments)
     except CheckpointError as error:
@@ -231,7 +230,7 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(args: argparse.Namespace) -> None:
-    """Print the report. CheckpointError before it if there is no checkpoint, and after it if it cannot be used."""
+    """Print the report. Raise CheckpointError as `info` does."""
     variables = {name: os.environ.get(name) for name in THREAD_POOLS}
     set_thread_pools(args.threads)
     model = one_of_both("CHECKPOINT", args.checkpoint, args.model)

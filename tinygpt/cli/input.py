@@ -21,7 +21,7 @@ _FIELD_OF_ALIAS = {alias: name for name, aliases in ALIASES.items() for alias in
 
 
 def read_bytes(flag: str, path: str | Path) -> bytes:
-    """Return the content of a file, or of stdin for "-". RequestError if it cannot be read."""
+    """Return the content of a file, or of stdin for "-". Raise RequestError if it cannot be read."""
     if str(path) == STDIN:
         return read_stdin()
     try:
@@ -46,7 +46,7 @@ def text_of_stdin() -> str:
 
 
 def decode(name: str, data: bytes) -> str:
-    """Return UTF-8 as text. RequestError, which begins with `name`, for other data."""
+    """Return UTF-8 as text. Raise RequestError, which begins with `name`, for other data."""
     from tinygpt.evaluation.texts import check_encoding
 
     check_encoding(name, data)
@@ -68,9 +68,9 @@ class PromptRecord:
 
 
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
-    """Return the prompts of a JSONL file. A line's own sampling fields replace those of `defaults`.
+    """Return the prompts of a JSONL file; a line's fields replace those of `defaults`. Blank lines hold no prompt.
 
-    RequestError lists every line that is not valid. Blank lines hold no prompt.
+    Raise RequestError that lists every invalid line.
     """
     from tinygpt.evaluation.texts import check_encoding
 
@@ -92,7 +92,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
 
 def refuse_lines(path: Path, problems: dict[int, str]) -> None:
-    """Raise a RequestError that lists the lines with problems, if there are any."""
+    """Raise RequestError that lists the lines with problems, if there are any."""
     if not problems:
         return
     listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
@@ -109,7 +109,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if unknown:
         raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
     record_id = fields.pop("id", number)
-    if not _is_id(record_id):
+    if type(record_id) is not int and not (isinstance(record_id, str) and is_unicode(record_id)):
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
     given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1 or not isinstance(given[0], (str, list)):
@@ -117,8 +117,9 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     split_special_tokens = fields.pop("split_special_tokens", None)
     if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
         raise RequestError(f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false.")
-    if isinstance(fields.get("logit_bias"), dict):  # keys are texts in JSON
-        fields["logit_bias"] = {_token_id(key): bias for key, bias in fields["logit_bias"].items()}
+    if isinstance(biases := fields.get("logit_bias"), dict):  # keys are texts in JSON; int() refuses 5000 digits
+        is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
+        fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
     return PromptRecord(number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields)))
 
 
@@ -145,15 +146,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"{json.dumps(duplicate)} is there more than once: keep one.")
     return fields
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, str) and is_unicode(value))
-
-
-def _token_id(key: str) -> str | int:
-    """Return the key as a number if it can be a token id; int() refuses thousands of digits."""
-    return int(key) if key.isdecimal() and len(key) <= 20 else key
 
 
 def is_unicode(text: str) -> bool:

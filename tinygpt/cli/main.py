@@ -36,10 +36,7 @@ file or model is missing or cannot be used"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (None: the process's own) and return its exit code.
-
-    As argparse does, --help, --version and malformed flags raise SystemExit.
-    """
+    """Run a command line (None: the process's) and return its exit code. Raise SystemExit as argparse does."""
     _prepare_streams()
     words = [*(sys.argv[1:] if argv is None else argv)]
     if words[:1] in (["help"], ["--help"]):  # `tinygpt help generate` is `tinygpt generate --help`
@@ -71,7 +68,7 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Parse a command line. SystemExit for --help, --version, and for a malformed one."""
+    """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
     command = words[0] if words else None
     if command in COMMANDS:
         parser = command_parser(command, "--help-all" in words)
@@ -111,7 +108,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
-    """Return the parser of a command; it builds without NumPy and Numba. is_all: show rare flags in --help too."""
+    """Return the parser of a command; is_all: show rare flags in --help too."""
     command = _command(name)
     parser = argparse.ArgumentParser(
         f"tinygpt {name}",
@@ -162,7 +159,6 @@ def _flush_streams() -> None:
 
 
 def _report(error: BaseException, args: argparse.Namespace) -> int:
-    """Write the error to stderr and return its exit code."""
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):

@@ -35,10 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = f"what a logit may differ by (default: {defaults})"
     parser.add_argument("--tolerance", type=float, metavar="X", help=about)
     lengths = ", ".join(map(str, PROMPT_LENGTHS))
-    about = (
-        "prompts, as JSONL of objects with a field prompt: a text or token ids (default: "
-        f"{len(PROMPT_LENGTHS)} built-in ones of {lengths} token ids)"
-    )
+    default = f"{len(PROMPT_LENGTHS)} built-in ones of {lengths} token ids"
+    about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
     parser.add_argument("--input", metavar="FILE", help=about)
     about = "greedy tokens after each (default: %(default)s)"
     parser.add_argument("-n", "--max-tokens", type=int, default=32, metavar="N", help=about)
@@ -52,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the comparison. Raise TinyGPTError, and so exit code 1, if it is beyond the tolerance."""
+    """Print the comparison. Raise TinyGPTError if a difference exceeds the tolerance."""
     args.model = checkpoint_of(args)
     _check_flags(args)
     loading.set_thread_pools(args.threads)
@@ -62,9 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         if args.layers and llm.config.embed_dim is not None:
-            raise RequestError(
-                f"--layers compares hidden states of one width, and {args.model} has embeddings of another: omit it."
-            )
+            raise RequestError(f"--layers needs hidden states of one width, and {args.model} has two: omit it.")
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
         log("computing with tinygpt")
@@ -191,19 +187,18 @@ def _print_text(about: dict[str, Any], parity: "Parity") -> None:
         "top-20 agreement": f"{parity.top_20:.2%}",
     }
     print_fields("logits", logits)
-    rows = ((f"from {start}", difference) for start, difference in parity.by_position.items())
-    _print_differences("by position", rows)
+    _print_differences("by position", [f"from {start}" for start in parity.by_position], parity.by_position.values())
     if parity.by_layer is not None:
         names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
-        _print_differences("by layer (for information, no tolerance)", zip(names, parity.by_layer, strict=True))
+        _print_differences("by layer (for information, no tolerance)", names, parity.by_layer)
     print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
     if parity.divergences:
         rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]
         print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
 
 
-def _print_differences(title: str, rows: "Iterable[tuple[str, Difference]]") -> None:
-    cells = [(name, f"{difference.largest:.3g}", f"{difference.mean:.3g}") for name, difference in rows]
+def _print_differences(title: str, names: Iterable[str], found: "Iterable[Difference]") -> None:
+    cells = [(name, f"{at.largest:.3g}", f"{at.mean:.3g}") for name, at in zip(names, found, strict=True)]
     print_table(title, [("", "largest", "mean"), *cells])
 
 
