@@ -23,7 +23,7 @@ READ_SIZE = 2**20  # bytes
 class Checkpoint:
     """A model to load. Its tensors stay in their files until they are asked for.
 
-    path: of the folder or file; container, family: for messages; stored: in the form of `parameters.py`; tied: the head
+    path: of the folder or file; container, family: for messages; stored: in the form of `config.py`; tied: the head
     is the token embedding; ignored: known, unused names; quirks: what was evened out; files: all with tensors.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     """

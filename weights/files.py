@@ -20,6 +20,7 @@ TOKENIZER_FILES = (
     *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
+CONFIG_FILES = ("config.json", "generation_config.json")
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
 

@@ -1,4 +1,4 @@
-"""From the name that a user gives to the checkpoint."""
+"""From the name that a user gives to the checkpoint; a Hub id goes through huggingface_hub."""
 
 import os
 from difflib import get_close_matches
@@ -8,9 +8,10 @@ from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError, describe, listed
-from tinygpt.weights.files import PACKED_FILE
+from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TOKENIZER_FILES
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
+ADAPTER_FILES = ("adapter_config.json",)  # they tell that the id is an adapter's
 FEW = 12  # files in a folder that may all be named: /tmp holds more
 DEMO = Path(__file__).resolve().parent / "demo"
 # Ends of names of weights; no Hub id that can be loaded has them.
@@ -46,8 +47,6 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     try:
         path = _local_path(model)
         if path is None:
-            from tinygpt.weights.hub import download
-
             path = download(str(model))
         refuse_adapter(path, str(model))
         _check_is_checkpoint(path)
@@ -97,3 +96,57 @@ def _check_is_checkpoint(folder: Path) -> None:
         f"{folder} is no checkpoint: it must hold config.json, {' or '.join(FILES)}, and the tokenizer's files, and "
         f"{held}.{hint}"
     )
+
+
+def download(repo_id: str) -> Path:
+    """Return the local folder with the needed files of a Hub checkpoint, downloaded unless they are cached.
+
+    Safetensors are preferred to pytorch_model.bin, and never are both fetched. Of an adapter, only the configuration
+    is fetched. Raises CheckpointError if the id does not exist, access is denied, or the Hub cannot be reached.
+    """
+    from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
+
+    folder = Path()
+    for name in FILES:
+        folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
+        if (folder / name).exists():
+            break
+        if (folder / (name + INDEX)).exists():
+            _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / (name + INDEX)).values())))
+            break
+    if not any((folder / name).exists() for name in ("config.json", *ADAPTER_FILES)):
+        raise CheckpointError(f"{repo_id} on the Hub has no config.json: it is no checkpoint that can be loaded.")
+    return folder
+
+
+def _fetch(repo_id: str, names: list[str]) -> Path:
+    import huggingface_hub  # slow to import, and only a Hub id needs it
+    from huggingface_hub import constants, utils
+
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
+    except utils.HFValidationError as error:
+        raise CheckpointError(
+            f"{repo_id!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2': give one of them."
+        ) from error
+    except utils.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repo_id} on the Hub asks for consent to its terms: accept them there and log in with `hf auth login`."
+        ) from error
+    except utils.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{repo_id!r} is no local folder and there is no such model on the Hub, or it is private: check the "
+            "spelling, or log in with `hf auth login`."
+        ) from error
+    except utils.LocalEntryNotFoundError as error:
+        reason = (
+            "HF_HUB_OFFLINE forbids downloads"
+            if constants.HF_HUB_OFFLINE
+            else f"{constants.ENDPOINT} cannot be reached"
+        )
+        raise CheckpointError(
+            f"{repo_id!r} is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; {reason}."
+        ) from error
+    # The network library below differs with huggingface_hub's version, and so do its errors.
+    except Exception as error:
+        raise CheckpointError(f"downloading {repo_id} from the Hub failed ({error}): try again.") from error

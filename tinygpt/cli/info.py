@@ -154,8 +154,7 @@ def _tokenizer(
 def _files(source: "Source") -> dict[str, dict[str, Any]]:
     """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them."""
     from tinygpt.weights.containers.formats import find_weights
-    from tinygpt.weights.files import TOKENIZER_FILES
-    from tinygpt.weights.hub import CONFIG_FILES
+    from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES
 
     folder, path = source.folder, source.path
     weights = sorted({tensor.path for tensor in source.container.tensors.values()})

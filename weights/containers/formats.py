@@ -8,7 +8,6 @@ from tinygpt.weights.containers.mapped_file import FILES, Container, Peek, Store
 from tinygpt.weights.containers.onnx import is_onnx, read_onnx
 from tinygpt.weights.containers.ranks import (
     find_deepspeed,
-    find_distributed,
     find_ft_folder,
     find_megatron,
     find_nemo,
@@ -29,18 +28,6 @@ MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundr
 NAME_MAX = 255  # bytes of a file's name
 INDEX = ".index.json"  # after the name of the whole file
 Reader = Callable[[Path], Container]
-SAVE_OTHERWISE = "save it with Megatron's --ckpt-format torch, or export it to Hugging Face's layout."
-
-
-def is_gzip(peek: Peek) -> bool:
-    return peek.head.startswith(b"\x1f\x8b")
-
-
-def _refuse(sentence: str) -> Reader:
-    def read(path: Path) -> Container:
-        raise CheckpointError(f"{path} {sentence}")
-
-    return read
 
 
 # Hugging Face's file of each format, a test of its content, and its reader. In shards, the weights lie in files of any
@@ -53,7 +40,6 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
     (is_tf_index, read_tf_bundle),
     (is_tar, read_nemo),
-    (is_gzip, _refuse("is compressed: unpack it with `tar -xzf`, and give the folder.")),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
@@ -63,7 +49,6 @@ FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (find_deepspeed, read_deepspeed),
     (find_megatron, read_megatron),
-    (find_distributed, _refuse(f"is in a distributed format, which is not implemented: {SAVE_OTHERWISE}")),
     (find_nemo, read_unpacked_nemo),
     (find_ft_folder, read_ft_folder),
 )

@@ -23,7 +23,6 @@ RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d
 MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text
 TRACKER = "latest_checkpointed_iteration.txt"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
-DISTRIBUTED = ("*.distcp", "*/.zarray")  # in folders of Megatron core's own formats
 # DeepSpeed: what all experts share, in a folder for each rank or next to one another, and the experts' own files.
 SHARED_FILE = "model_states.pt"
 SHARED_RANK_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
@@ -96,13 +95,6 @@ def _megatron_files(folder: Path) -> dict[str, Path]:
         rank.name: next((rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0])
         for rank in rank_folders(folder)
     }
-
-
-def find_distributed(folder: Path) -> Path | None:
-    """Return the folder, or the part of it, that is in Megatron core's distributed format."""
-    tracked = sorted(folder.glob("iter_*")) if (folder / TRACKER).is_file() else []
-    places = (folder, *tracked, folder / "weights", folder / "model_weights")  # of NeMo 2, and of late NeMo 1
-    return next((place for place in places for pattern in DISTRIBUTED if any(place.glob(pattern))), None)
 
 
 # DeepSpeed, of models with experts
@@ -205,8 +197,6 @@ def _unpacked(folder: Path) -> dict[str, Member]:
 def _nemo(path: Path, members: dict[str, Member]) -> Container:
     if NEMO_CONFIG not in members:
         raise CheckpointError(f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file.")
-    if any(name.startswith("model_weights/") for name in members):
-        raise CheckpointError(f"{path} is in NeMo's distributed format, which is not implemented: save it in one file.")
     weights = {name.rpartition("/")[0]: member for name, member in members.items() if name.endswith(NEMO_WEIGHTS)}
     others = {name: member for name, member in members.items() if not name.endswith(NEMO_WEIGHTS)}
     if not weights:

@@ -57,50 +57,30 @@ def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Tensor:
-    """A StoredTensor of float8 with its scales."""
+class Float8Tensor(MappedTensor):
+    """A tensor of float8 with its scales."""
 
-    codes: MappedTensor
     scales: MappedTensor
-
-    @property
-    def path(self) -> Path:
-        return self.codes.path
-
-    @property
-    def dtype(self) -> str:
-        return NAME
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    @property
-    def is_floating(self) -> bool:
-        return True
+    is_floating = True
 
     def float32(self) -> np.ndarray:
-        return VALUES[self.codes.array("u1")] * self.scales.float32()
+        return VALUES[self.array("u1")] * self.scales.float32()
 
     def release(self) -> None:
         self.scales.release()
 
 
-def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, MappedTensor | Float8Tensor]:
+def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
     """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
-    joined: dict[str, MappedTensor | Float8Tensor] = {
+    joined: dict[str, MappedTensor] = {
         name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}
     }
     for name in scaled:
         codes, scales = tensors[name], tensors.get(name + SCALE)
         if scales is None or scales.dtype != "float32" or not _fits(scales.shape, codes.shape):
             raise CheckpointError(f"{path} holds {name} as float8 without its scales: convert the checkpoint again.")
-        joined[name] = Float8Tensor(codes, scales)
+        joined[name] = Float8Tensor(codes.file, NAME, codes.shape, codes.strides, codes.offset, scales)
     return joined
 
 
