@@ -18,7 +18,7 @@ from support.tiny_checkpoint import random_tensors
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
-from tinygpt.weights.families.gpt2 import read_config
+from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")

@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tinygpt.weights.config import HEAD, STRUCTURE, ModelConfig, parameter_shapes
 from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
 from tinygpt.weights.families.family import Family, Layout, NamedTensor, Rule, Source, named_by
-from tinygpt.weights.files import read_json_object
 
 MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.
@@ -32,21 +30,6 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
     Raise one CheckpointError that names every field that is impossible or not implemented.
     """
     return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
-
-
-def read_config(folder: Path) -> ModelConfig:
-    """Read a folder's config.json of any model_type. Raise CheckpointError, with all that is wrong."""
-    generation = folder / "generation_config.json"
-    fields = read_json_object(folder / "config.json")
-    return config_of_any(fields, read_json_object(generation) if generation.exists() else None)
-
-
-def config_of_any(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    if is_gpt2(fields):
-        return model_config(fields, generation)
-    from tinygpt.weights.families.table import model_type_of  # all families: a twentieth of a start
-
-    return model_type_of(fields).model_config(fields, generation)
 
 
 def canonical_name(name: str) -> str:

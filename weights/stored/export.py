@@ -19,9 +19,9 @@ from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.containers.safetensors import FORMAT, IN_FILES, SCALE, Entry, encode, write_tensors
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
+from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.family import Layout, Transform
 from tinygpt.weights.families.gpt2 import LAYOUT as GPT2_LAYOUT
-from tinygpt.weights.families.gpt2 import read_config
 from tinygpt.weights.families.table import FAMILIES, comes_with_config
 from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_object
 from tinygpt.weights.tensor import DefaultTensor, Tensor

@@ -19,7 +19,7 @@ from tinygpt.weights.config import DTYPES, ModelConfig
 from tinygpt.weights.containers.mapped_file import FILES, MappedFile, MappedTensor
 from tinygpt.weights.containers.safetensors import Entry, read_safetensors, write_tensors
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.gpt2 import read_config
+from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.files import PACKED_FILE, crc32_of, in_a_thread
 
 FORMAT, VERSION = "tinygpt packed weights", "3"
