@@ -41,28 +41,27 @@ def test_a_row_may_ask_for_something_else(completer):
 
 
 def test_a_failure_is_a_value_of_its_row(completer):
-    fields = np.array([None, {"max_tokens": 9999}, {"wisdom": 3}, {"n": 2}, None], object)
-    found = completer(batch([99999], "x", "y", "z", "The fox", sampling_params=fields))
-    said = ["99999", "max_tokens", "unknown sampling field 'wisdom'", "n is 2 and a row has room for one"]
-    for error, words in zip(found["error"], said, strict=False):
-        assert words in error
-    assert list(found["generated_text"][:4]) == [None] * 4
-    assert found["error"][4] is None
-    assert found["generated_text"][4]
-
-
-def test_whatever_is_in_a_row_the_batch_goes_on(completer):
-    """Of other kinds than a prompt or fields are, too long, and failing when a token is drawn."""
     late = {"allowed_token_ids": np.array([11]), "no_repeat_ngram_size": 1}
-    fields = np.array([None, None, None, "max_tokens=3", {3: 4}, {"stop": 5}, late, None], object)
-    prompts = (None, float("nan"), "The fox " * 400, "x", "x", "x", "The", "The fox")
-    found = completer(batch(*prompts, sampling_params=fields))
-    said = ["None", "float", "positions", "max_tokens=3", "'3'", "stop", "leave no token to choose at position 2"]
-    for error, words in zip(found["error"], said, strict=False):
+    rows = [  # prompt, fields, and words of the error
+        ([99999], None, "99999"),
+        ("x", {"max_tokens": 9999}, "max_tokens"),
+        ("x", {"wisdom": 3}, "unknown sampling field 'wisdom'"),
+        ("x", {"n": 2}, "n is 2 and a row has room for one"),
+        (None, None, "None"),
+        (float("nan"), None, "float"),
+        ("The fox " * 400, None, "positions"),
+        ("x", "max_tokens=3", "max_tokens=3"),
+        ("x", {3: 4}, "'3'"),
+        ("x", {"stop": 5}, "stop"),
+        ("The", late, "leave no token to choose at position 2"),
+    ]
+    fields = np.array([*(fields for _, fields, _ in rows), None], object)
+    found = completer(batch(*(prompt for prompt, _, _ in rows), "The fox", sampling_params=fields))
+    for error, (_, _, words) in zip(found["error"], rows, strict=False):
         assert words in error
-    assert list(found["generated_text"][:7]) == [None] * 7
-    assert found["error"][7] is None
-    assert found["generated_text"][7]
+    assert list(found["generated_text"][:-1]) == [None] * len(rows)
+    assert found["error"][-1] is None
+    assert found["generated_text"][-1]
 
 
 def test_fields_are_read_as_arrow_gives_them(completer):

@@ -23,9 +23,7 @@ def locked(llm):
 
 
 @pytest.mark.parametrize("path", NEEDS_KEY)
-@pytest.mark.parametrize(
-    "header", [None, "", "Bearer", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer \xff"]
-)
+@pytest.mark.parametrize("header", [None, "", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer \xff"])
 def test_without_a_key_nothing_is_told(locked, path, header):
     reply = locked.ask(path, **({} if header is None else {"authorization": header}))
     assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")

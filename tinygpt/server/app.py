@@ -73,13 +73,8 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.get("/", include_in_schema=False)(page)
     app.openapi = partial(_openapi, app)
     config, paths = api.config, frozenset(route.path for route in app.routes)
-    app.add_middleware(
-        Gate,
-        allowed_hosts=config.allowed_hosts,
-        api_keys=config.api_keys,
-        paths=paths,
-        count=api.metrics.count_http,
-    )
+    gate = {"allowed_hosts": config.allowed_hosts, "api_keys": config.api_keys, "paths": paths}
+    app.add_middleware(Gate, **gate, count=api.metrics.count_http)
     if config.allowed_origins:
         origins = list(config.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
@@ -119,14 +114,8 @@ async def page() -> HTMLResponse:
         f"default-src 'none'; script-src {_hashes('script', html)}; style-src {_hashes('style', html)}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
-    return HTMLResponse(
-        html,
-        headers={
-            "content-security-policy": policy,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-        },
-    )
+    headers = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    return HTMLResponse(html, headers={"content-security-policy": policy, **headers})
 
 
 def _hashes(tag: str, html: str) -> str:

@@ -26,24 +26,15 @@ FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 class Server(uvicorn.Server):
     """uvicorn's server, which drains after a signal and then ends with status 0.
 
-    It listens while it drains, so that load balancers read status 503 from /health. drain_seconds: until the server
-    ends what runs, and tells the clients so. A second signal ends the process at once.
+    It listens while it drains, so that load balancers read status 503 from /health. A second signal ends it at once.
     """
 
     def __init__(self, app: FastAPI, drain_seconds: float, on_start: Callable[[], None]):
-        """on_start: called when requests can come."""
-        config = uvicorn.Config(
-            app,
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=int(FLUSH_SECONDS),
-        )
-        super().__init__(config)
+        """drain_seconds: until running requests end with an error. on_start: called when requests can come."""
+        off = {"ws": "none", "lifespan": "off", "log_config": None}
+        off |= {"access_log": False, "server_header": False, "proxy_headers": False}
+        seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
+        super().__init__(uvicorn.Config(app, **off, **seconds))
         self._api, self._drain_seconds, self._on_start = app.state.api, drain_seconds, on_start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._deadline = float("inf")
