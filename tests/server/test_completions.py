@@ -27,24 +27,14 @@ CASES = {
 }
 
 
-def chosen(sample) -> dict:
-    return {
-        "index": sample.index,
-        "text": sample.text,
-        "finish_reason": sample.finish_reason,
-        "stop_reason": sample.stop_reason,
-        "token_ids": sample.token_ids,
-    }
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_reply_is_what_generate_gives(server, llm, name):
     [output] = llm.generate(PROMPT, SamplingParams(**CASES[name]))
     reply = server.complete(prompt=PROMPT, return_token_ids=True, **CASES[name])
     assert reply.status == 200
-    fields = ("index", "text", "finish_reason", "stop_reason", "token_ids")
-    choices = [{name: choice[name] for name in fields} for choice in reply.json["choices"]]
-    assert choices == [chosen(sample) for sample in output.outputs]
+    for choice, sample in zip(reply.json["choices"], output.outputs, strict=True):
+        for name in ("index", "text", "finish_reason", "stop_reason", "token_ids"):
+            assert choice[name] == getattr(sample, name)
     assert all(choice["prompt_token_ids"] == output.prompt_token_ids for choice in reply.json["choices"])
 
 

@@ -67,15 +67,8 @@ def test_metrics_count_what_was_done(fresh, llm):
         assert found[f"{prefix}prompt_tokens_total", ""] == 2 * num_prompt_tokens
         assert found[f"{prefix}generation_tokens_total", ""] == 15
         assert found[f"{prefix}request_success_total", "length"] == 3
-        for name in (
-            "time_to_first_token",
-            "e2e_request_latency",
-            "request_queue_time",
-            "request_prefill_time",
-            "request_decode_time",
-            "request_inference_time",
-            "request_time_per_output_token",
-        ):
+        times = "queue_time", "prefill_time", "decode_time", "inference_time", "time_per_output_token"
+        for name in ("time_to_first_token", "e2e_request_latency", *(f"request_{time}" for time in times)):
             assert found[f"{prefix}{name}_seconds_count", ""] == 2
             assert found[f"{prefix}{name}_seconds_sum", ""] >= 0
         assert found[f"{prefix}request_generation_tokens_sum", ""] == 15

@@ -75,14 +75,8 @@ def test_a_silent_stream_is_kept_alive(server, llm, monkeypatch):
 async def answered(app, messages: list[dict], before_last=lambda: None) -> list[dict]:
     """Return what the app sends through plain ASGI. before_last: called in a thread before the last message."""
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "http_version": "1.1",
-        "query_string": b"",
-        "headers": headers,
-    }
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "http_version": "1.1"}
+    scope |= {"query_string": b"", "headers": headers}
     sent = []
 
     async def receive():

@@ -11,14 +11,8 @@ from tinygpt.server.protocol import Strict
 from tinygpt.server.replies import to_json
 
 RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-}
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES |= {500: "server_error", 503: "server_error"}
 MAX_SHOWN = 100  # characters of a field name that the client made up
 
 
