@@ -72,7 +72,7 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
 
 
 def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
-    """Raise CheckpointError if many tokens lack a merge. added: tokens that need none."""
+    """Raise CheckpointError if many tokens lack a merge."""
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
     if num_longer - len(pairs) <= FEW:  # each merge makes one token
         return
@@ -213,7 +213,7 @@ def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return BERT's tokenizer, which Chinese GPT-2s use."""
+    """Return BERT's tokenizer."""
     options = BERT_SPECIAL_TOKENS | options
     tokens = read_text(path).removesuffix("\n").split("\n")
     spec = {

@@ -142,7 +142,7 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteTokens:
-    """Decoding for vocabularies whose tokens are bytes."""
+    """Decoding of tokens that are bytes."""
 
     _bytes: dict[int, bytes]  # by token id
     special_ids: frozenset[int]

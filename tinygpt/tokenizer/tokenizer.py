@@ -156,8 +156,8 @@ class Tokenizer:
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text, with the tokenizer's tokens around it.
 
-        split_special_tokens: read special tokens, such as <|endoftext|>, as plain text. Raise RequestError unless text
-            is a string without lone surrogates.
+        split_special_tokens: read special tokens as plain text. Raise RequestError unless text is a string without lone
+            surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
@@ -195,7 +195,7 @@ class Tokenizer:
         return self._model.ids_from(first)
 
     def detokenizer(self) -> Detokenizer:
-        """Return a new stream: `push` token ids, then `finish`."""
+        """Return a new stream: `push` ids, then `finish`."""
         return self._model.detokenizer()
 
 
