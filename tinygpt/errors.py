@@ -30,7 +30,7 @@ class RequestError(TinyGPTError):
 
 
 class FailedRequestError(TinyGPTError):
-    """A request that failed after it had started; other requests are unaffected."""
+    """A request that failed after its start; others go on."""
 
     work_started = True
 
@@ -50,7 +50,7 @@ def _restored(kind: type[RequestError], reason, field, value, allowed, work_star
 
 
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
-    """Return the error "{field} is {value} and must be {allowed}."; `allowed` starts as "at least 0" does."""
+    """Return the error "{field} is {value} and must be {allowed}."."""
     return RequestError(f"is {reprlib.repr(value)} and must be {allowed}.", field, value, allowed)
 
 

@@ -43,18 +43,16 @@ def physical_cores() -> int:
 
 
 def logical_cores() -> int:
-    """Return the number of cores for this process, each hyper-thread counted."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def linux_cores(allowed: Iterable[int], root: Path) -> int:
-    """Return `physical_cores` of a system with its files under `root`, for these logical cores."""
+    """Return `physical_cores` from files under `root`."""
     cores = len({_siblings(cpu, root) for cpu in _fast(set(allowed), root)})
     return max(1, min([cores, *(int(share) for share in _quotas(root))]))
 
 
 def _fast(allowed: set[int], root: Path) -> set[int]:
-    """Return the allowed logical cores that are fast: as Linux lists Intel's, or measures ARM's."""
     if listed := allowed & _listed(_read(root / "sys/devices/cpu_core/cpus")):
         return listed
     sizes = {cpu: int(_read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed}
@@ -66,13 +64,12 @@ def _siblings(cpu: int, root: Path) -> str:
 
 
 def _listed(text: str) -> set[int]:
-    """Return the numbers of a list: "0-3,8" -> 0, 1, 2, 3, 8."""
     ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _quotas(root: Path) -> list[float]:
-    """Return the CPUs' worth of time of the process's control groups, as `docker run --cpus` sets it."""
+    """Return the CPUs' worth of time of the control groups, as `docker run --cpus` sets it."""
     quotas = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, group = line.split(":", 2)

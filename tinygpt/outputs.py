@@ -24,7 +24,6 @@ class CompletionOutput:
     seed: int  # with the same prompt and parameters, this seed repeats the request
 
     def __repr__(self) -> str:
-        """The text, and how it ended; the rest is in the fields."""
         reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
         return (
             f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids=<{len(self.token_ids)} tokens>, "
@@ -81,7 +80,7 @@ class RequestMetrics:
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean over the tokens after the first; None if there are none."""
+        """Mean over the tokens after the first; None without them."""
         return self.decode_time / (self.num_steps - 1) if self.num_steps > 1 else None
 
     @property
@@ -125,7 +124,6 @@ class RequestOutput:
     num_truncated_tokens: int  # of the prompt's beginning, that were not read, because overflow allows that
 
     def __repr__(self) -> str:
-        """The prompt's beginning, and the samples."""
         prompt = None if self.prompt is None else self.prompt[:80] + "..." * (len(self.prompt) > 80)
         return (
             f"RequestOutput(prompt={prompt!r}, prompt_token_ids=<{len(self.prompt_token_ids)} tokens>, "

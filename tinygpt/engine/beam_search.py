@@ -21,7 +21,7 @@ from tinygpt.tokenizer.stream import TextStream
 
 @dataclass(frozen=True)
 class BeamRules:
-    """The options of a search. SamplingParams says what the fields mean."""
+    """The options of a search, as in SamplingParams."""
 
     num_beams: int  # of all groups together
     max_tokens: int
@@ -37,7 +37,7 @@ class BeamRules:
 
     @property
     def num_options(self) -> int:
-        """The continuations that a group looks at: if every EOS of every beam comes first, enough beams are left."""
+        """The continuations that a group looks at: enough beams are left if each EOS comes first."""
         return max(2, 1 + len(self.eos_token_ids)) * self.group_size
 
     @property
@@ -78,8 +78,6 @@ class Beam:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A sequence that has ended."""
-
     beam: Beam
     score: float  # the beam's total over length**length_penalty
     finish_reason: Literal["stop", "length"]
@@ -100,7 +98,7 @@ class BeamSearch:
         self._groups = [_Group(rules, is_stopped) for _ in range(rules.num_beam_groups)]
 
     def advance(self, candidates: Seq[Candidates]) -> None:
-        """Choose the next beams, where candidates[i] are those of beams[i], group by group."""
+        """Choose the next beams from candidates[i] of beams[i], group by group."""
         is_first = not self.beams[0].token_ids
         is_last = len(self.beams[0].token_ids) + 1 == self.rules.max_tokens
         chosen: Counter[int] = Counter()
@@ -119,7 +117,6 @@ class BeamSearch:
         self.beams = []
 
     def best(self, n: int) -> list[Hypothesis]:
-        """Return the n best sequences that have ended, or all if there are fewer."""
         return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
 
     def _options(self, source: int, candidates: Candidates, chosen: Counter[int]) -> list[tuple[float, int, int]]:
@@ -251,7 +248,6 @@ class Beams:
         self._missing.discard(sequence)
 
     def advance(self, copy_positions: CopyPositions) -> None:
-        """Choose the next tokens of all sequences, or end them, if all predictions are there."""
         if self._missing or self.first.is_finished:
             return
         step = [self._predictions.pop(sequence) for sequence in self._running]
@@ -270,7 +266,6 @@ class Beams:
             self._fail(NOTHING_LEFT.format(len(self._running[0])))
 
     def expire(self) -> None:
-        """End with the hypotheses that there are, because the deadline is over."""
         if not self.first.is_finished:
             self._search.end()
             self._finish()
@@ -280,7 +275,6 @@ class Beams:
             sequence.error = error
 
     def _place(self, beams: list[Beam], copy_positions: CopyPositions) -> None:
-        """Give each new beam a sequence whose slot holds all of its tokens but the last."""
         sources = [self._running[beam.sources[-1]].slot for beam in beams]
         slots, copies = plan_slots(sources, {s.slot: s.token_ids for s in self._sequences})
         for copy in copies:

@@ -36,7 +36,6 @@ class RequestFuture(Future[RequestOutput]):
         self.request, self.num_queued, self._pid = request, 0, os.getpid()
 
     def progress(self) -> Progress:
-        """Return the state of the request, also after it was cancelled."""
         return self.request.progress()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
@@ -113,7 +112,6 @@ class Engine:
     # Commands.
 
     def submit(self, futures: list[RequestFuture]) -> None:
-        """Run the futures' requests. Cancelling a future frees what its request holds."""
         for future in futures:
             future.add_done_callback(self._on_done)
         self._post(partial(self._start, futures))

@@ -31,8 +31,6 @@ _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), 
 
 
 class Mask(NamedTuple):
-    """The tokens that may come next."""
-
     added: np.ndarray  # (V,) float32, added to the scores: 0 for those that may come, -inf for the others
     count: int  # of those that may come
 
@@ -86,7 +84,7 @@ def in_short(problem: str, has_lines: bool = False) -> str:
 
 
 class Guidance:
-    """Makes the guides of one model's requests."""
+    """The guides of one model's requests."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
@@ -99,7 +97,6 @@ class Guidance:
         self._grammar(field, value)
 
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
-        """Return the guide of one sample, whose params have guidance."""
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
         spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
@@ -181,7 +178,6 @@ class Guide:
             self.is_over = self._matcher.is_stopped() and not self._matcher.is_error()
 
     def follow(self, token_ids: list[int]) -> None:
-        """Go to the state after these tokens, counted from the beginning."""
         if token_ids[:-1] != self._token_ids:
             self.restart()
         for token_id in token_ids[len(self._token_ids) :]:

@@ -58,7 +58,6 @@ class InputProcessor:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
         if self._tokenizer is None:
             raise type(self._tokenizer_error)(str(self._tokenizer_error))  # a copy: raising adds frames
         return self._tokenizer
@@ -84,11 +83,9 @@ class InputProcessor:
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated)
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
-        """Return how many tokens of the prompt's beginning its `overflow` would leave out."""
         return self._fit(prompt, params)[2].num_truncated
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
-        """Return how many positions a soft prompt takes; 0 for None."""
         return 0 if soft_prompt is None else len(self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt)))
 
     def scoring_requests(

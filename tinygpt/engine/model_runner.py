@@ -50,7 +50,7 @@ class ModelRunner:
         return self._params is None
 
     def forward(self, batch: Batch) -> Any:
-        """Run one step. Raise CheckpointError if the file that the weights are mapped from was cut short."""
+        """Run one step. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()
         return self._backend.forward(self._params, batch, self._kv_cache, self._workspace)  # (R, V)
 
@@ -75,7 +75,7 @@ class ModelRunner:
         return self._backend.multi_step(*on, warpers, seeds, indices, steps, ends)
 
     def stop_early(self, is_wanted: bool) -> None:
-        """Make the current step of `multi_step` its last. Any thread may call this."""
+        """Make the current step of `multi_step` its last, from any thread."""
         workspace = self._workspace
         if workspace is not None:  # `close` frees it in another thread
             self._backend.stop_early(workspace, is_wanted)
@@ -99,7 +99,7 @@ class ModelRunner:
         return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
 
     def attention_maps(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return the attention of each position to each, (L, H, T, T) float32, for `trace`'s queries."""
+        """Return (L, H, T, T) float32 for `trace`'s queries."""
         scales = [self.config.attention_scale(layer) for layer in range(self.config.n_layer)]
         return host.attention_maps(queries, keys, scales, self.config.alibi_slopes)
 

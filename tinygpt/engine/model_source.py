@@ -28,7 +28,7 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened checkpoint, and how it is to run. LLM's docstring says what each argument of `open` is."""
+    """An opened checkpoint and how it runs; LLM explains each argument of `open`."""
 
     backend: ModuleType
     checkpoint: Checkpoint | PackedCheckpoint
@@ -56,7 +56,6 @@ class ModelSource:
         kv_cache_dtype: str = "auto",
         lora: str | os.PathLike[str] | None = None,
     ) -> "list[ModelSource]":
-        """Open one checkpoint in each dtype."""
         backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
@@ -85,7 +84,6 @@ class ModelSource:
         return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
 
     def begin_checksum(self) -> Future[str]:
-        """Return the future of a text that differs for other weights."""
         return self.checkpoint.begin_checksum()
 
     def load_params(self, threads: int) -> Any:
@@ -122,7 +120,7 @@ def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_toke
 
 
 def check_tokenizer(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError for a damaged tokenizer. A checkpoint without one takes token ids."""
+    """Raise CheckpointError for a damaged tokenizer."""
     with suppress(NoTokenizerError):
         load_tokenizer(checkpoint)
 
@@ -193,7 +191,7 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes, which LLM's docstring explains. `for_model` replaces None by what model and backend suggest."""
+    """Sizes, explained by LLM. `for_model` replaces None."""
 
     max_num_seqs: int = 32
     prefix_cache_seqs: int = 4
@@ -217,7 +215,6 @@ class EngineConfig:
             )
 
     def for_model(self, config: ModelConfig, max_step_tokens: int) -> "EngineConfig":
-        """Return the config for a model, on a backend with at most max_step_tokens in a step."""
         n_positions = config.n_positions  # with ALiBi, the length of training, which is no limit
         if not config.has_alibi and self.max_model_len is not None and self.max_model_len > n_positions:
             raise RequestError(f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len")

@@ -19,16 +19,12 @@ PROMPT_FIELDS = ("prompt", "prompt_token_ids")  # of a dict, or of a line of a f
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text as given, if it was text, and its token ids."""
-
     text: str | None
     token_ids: list[int]
 
 
 @dataclass(frozen=True, eq=False)
 class VirtualTokens:
-    """A soft prompt, and the ids below 0 of its positions in a sequence."""
-
     token_ids: list[int]
     prompt: "SoftPrompt"
 
@@ -40,7 +36,6 @@ class VirtualTokens:
 
 
 def prompt_list(prompts: Any) -> list:
-    """Return a list of prompts from one text, list of token ids or dict, or a list of these."""
     if isinstance(prompts, (str, Prompt, dict)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
@@ -64,7 +59,6 @@ def text_or_ids(given: Any) -> str | list[int]:
 
 
 def checked_ids(prompt: Any) -> list[int]:
-    """Return a list of whole numbers. Raise RequestError for anything else."""
     if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is {reprlib.repr(prompt)} and must be a text or a list of token ids.")
     items = list(prompt)
@@ -97,7 +91,6 @@ def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
 
 
 def params_list(params: Any, count: int) -> list[SamplingParams]:
-    """Return one SamplingParams for each of `count` prompts, from one for all or a list."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     params = list(params) if isinstance(params, Iterable) else [params]
@@ -143,7 +136,7 @@ def read_prompt(
 
 
 def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
-    """Return the token ids of a text. Raise RequestError for an id that only the tokenizer knows."""
+    """Return the token ids of a text. Raise RequestError for an id outside the model."""
     token_ids = tokenizer.encode(text, split_special_tokens)
     if (outside := _first_outside(token_ids, vocab_size)) is not None:
         written = tokenizer.decode([outside])

@@ -34,7 +34,6 @@ class Ragged(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Seq[np.ndarray]) -> "Ragged":
-        """Lay one array or more end to end."""
         bounds = np.zeros(len(arrays) + 1, np.int64)
         np.cumsum([array.size for array in arrays], out=bounds[1:])
         return cls(np.concatenate(arrays), bounds)
@@ -123,7 +122,6 @@ class SamplingState:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """The prompt and the output if a processor reads them; otherwise none."""
         return self._history[: self.num_prompt_tokens + self._num_new]
 
     @property
@@ -144,7 +142,6 @@ def warpers_of(params: SamplingParams) -> tuple[float, ...]:
 
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
-    """Return the processors of the sequences with these rows, at least one."""
     repetition, frequency, presence = np.array([s.penalties for s in states], np.float32).T.copy()
     words = [word for s in states for word in s.words]
     return Processors(
@@ -225,7 +222,6 @@ class Sampler:
         return tokens
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
-        """Return whether its tokens depend on logits and constant warpers alone."""
         (state,) = self._updated_states([sequence])
         return not (state.changes_scores or state.wants_logprobs or sequence.params.top_p_decay < 1)
 
@@ -338,7 +334,6 @@ class PromptLogprobs:
 
     @property
     def num_reusable(self) -> int | float:
-        """Positions that may be copied from other sequences."""
         return math.inf if self.is_complete else self.first
 
     @property
@@ -355,15 +350,12 @@ class PromptLogprobs:
         return next((NOT_FINITE.format(self.first + i) for i in wrong), None)
 
     def num_logits(self, start: int, stop: int) -> int:
-        """Return how many of the last positions from `start` to `stop` need logits."""
         return 0 if self.is_complete else max(stop - max(start, self.first), 0)
 
     def max_count(self, start: int, num_logits: int) -> int | float:
-        """Return how many positions from `start` on need at most num_logits rows of logits."""
         return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
 
     def read(self, runner: ModelRunner, logits: np.ndarray) -> None:
-        """Note the log probabilities of the next targets, from the logits (R, V) of the positions before them."""
         for row, target in zip(logits, self.targets[len(self.found) :], strict=False):
             if np.isfinite(row).all():
                 ids, values, value = runner.top_logprobs(row, target, self.num_best)

@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 class CachedPrefix(NamedTuple):
-    """The tokens of a finished sequence whose keys and values are in a slot."""
+    """A finished sequence's tokens, whose keys and values are in a slot."""
 
     slot: int
     token_ids: list[int]
@@ -91,7 +91,7 @@ class SlotTable:
         return self._empty.pop(), 0
 
     def release(self, slot: int, token_ids: list[int]) -> None:
-        """Take back a slot that holds `token_ids`, and cache them unless a cached prefix has all of them."""
+        """Take back a slot, and cache its tokens unless a cached prefix has them all."""
         cached = list(self.prefixes.values())
         covering = next((other for other, longer in cached if longer[: len(token_ids)] == token_ids), None)
         if not token_ids or token_ids[0] <= SINGLE_USE_IDS or covering is not None:
@@ -138,7 +138,7 @@ class Scheduler:
         self._pending: dict[Sequence, PendingPrefix] = {}  # by the sequence that waits
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue sequences. Beams of one search stay together: they hold slots while they wait for one another."""
+        """Queue sequences. Beams of one search stay together: they wait for one another."""
         self.waiting.extend(sequences)
 
     def schedule(self) -> list[Chunk]:
@@ -157,7 +157,6 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence and free its slot, if it runs or waits."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -268,7 +267,6 @@ class StepInput:
         return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
 
     def prompt_rows(self, i: int) -> slice:
-        """Return the rows of logits for the prompt log probabilities of chunks[i]."""
         return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)
 
 

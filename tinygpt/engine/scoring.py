@@ -90,22 +90,18 @@ class Probe:
         self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
-        """Return teacher-forced logits, (T, V) float32."""
         # Copies: the next step overwrites them.
         return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
 
     def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
-        """Return the inputs of all layers, and last the output of ln_f: (L + 1, T, C) float32, or some of them."""
         return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
 
     def attentions(self, token_ids: list[int]) -> np.ndarray:
-        """Return how much each position attends to each at or before it, (L, H, T, T) float32."""
         queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
         keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
         return self._runner.attention_maps(queries, keys)
 
     def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
-        """Return the last hidden states, pooled to one vector (C,) float32."""
         return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
 
     def _traces(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

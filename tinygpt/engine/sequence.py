@@ -116,7 +116,6 @@ class Sequence:
         self.slot, self.num_cached, self.num_reused = slot, num_cached, num_cached
 
     def reuse(self, stop: int) -> None:
-        """Note that positions up to `stop` were copied from another slot."""
         self.num_reused += stop - self.num_cached
         self.num_cached = stop
 
@@ -172,13 +171,11 @@ class Sequence:
             self.guide.restart()
 
     def expire(self) -> None:
-        """End with the tokens that there are, because its deadline is over."""
         text = self._finish("length", "max_time")
         if self.on_chunk is not None:
             self._give(text, None)
 
     def _push(self, token_id: int) -> str:
-        """Return the text that is certain with this token."""
         is_silent = token_id in self.end_token_ids and not self.params.include_stop_str_in_output
         if self.text is None or is_silent:
             return ""
@@ -221,8 +218,6 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Progress:
-    """The state of a request, which may never end by itself."""
-
     num_prompt_tokens: int
     num_cached_tokens: int
     num_new_tokens: int  # of all samples
@@ -240,7 +235,6 @@ class Request:
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
 
     def when_finished(self, call: Callable[[], None]) -> None:
-        """Call `call` in the step that ends the last sequence, unless the request is removed before."""
         left = len(self.sequences)
 
         def end_one() -> None:
@@ -270,7 +264,6 @@ class Request:
         )
 
     def progress(self) -> Progress:
-        """Return the state of the request. Any thread may call this."""
         count = sum(len(s.new_token_ids) for s in self.sequences)
         num_new = count * self.params.n if len(self.sequences) == 1 else count
         return Progress(len(self.prompt.token_ids), self._num_cached_tokens(), num_new, self._metrics())
@@ -327,7 +320,6 @@ def copied(logprobs: dict[int, float] | None) -> dict[int, float] | None:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    """Return how many tokens two lists have in common at their beginning."""
     if a[: len(b)] == b:
         return len(b)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -34,7 +34,7 @@ class Drafter:
         self._draft_model = None
 
     def propose(self, chunks: list[Chunk]) -> dict[int, list[int]]:
-        """Return drafts after chunks[i], by i, for chunks that reach their sequence's last token."""
+        """Return drafts by i for chunks[i] that reach their sequence's last token."""
         wanted = {i: count for i, chunk in enumerate(chunks) if (count := self.num_wanted(chunk))}
         if not wanted:
             return {}
@@ -55,7 +55,6 @@ class Drafter:
         return {i: draft for i, draft in drafts.items() if draft}
 
     def num_wanted(self, chunk: Chunk) -> int:
-        """Return how many tokens to draft for a sequence; a step that confirms all yields one more."""
         sequence = chunk.sequence
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
@@ -108,7 +107,6 @@ class DraftModel:
     """
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
-        """Load it, in sizes that suit the larger model's engine_config. Raise as ModelRunner does."""
         sizes = replace(engine_config, max_model_len=min(engine_config.max_model_len, source.config.n_positions))
         self.num_speculative_tokens = sizes.num_speculative_tokens
         self._runner = ModelRunner(source, sizes, threads)
@@ -151,7 +149,6 @@ class DraftModel:
         )
 
     def _catch_up(self, drafts: list[Sequence]) -> None:
-        """Read the tokens that this model lacks, but for each sequence's last one."""
         while behind := [draft for draft in drafts if draft.num_uncached > 1]:
             room, counts = self._max_num_tokens, []
             for draft in behind:

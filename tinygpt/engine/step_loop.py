@@ -62,7 +62,6 @@ class StepLoop:
         self._runner = self._sampler.runner = runner
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Run sequences from the next step on, or as soon as they get slots."""
         timed = [sequence for sequence in sequences if sequence.deadline is not None]
         self._timed.update(timed)
         self._next_deadline = min([self._next_deadline, *(sequence.deadline for sequence in timed)])
@@ -208,7 +207,7 @@ class StepLoop:
 
 
 def _num_read(chunks: list[Chunk]) -> int:
-    """Return how many prompt tokens the chunks hold, those of a beam search once."""
+    """Return the prompt tokens in the chunks; a beam search counts once."""
     firsts = (c for c in chunks if c.sequence.beams is None or c.sequence is c.sequence.beams.first)
     return sum(chunk.count for chunk in firsts if not chunk.sequence.new_token_ids)
 
