@@ -12,7 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import SamplingParams
+from tinygpt import LLM, SamplingParams
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TEXT = "Once upon a time there was a king"
@@ -132,6 +132,15 @@ def test_a_text_is_read_when_the_page_opens(server, llm, visit):
     expected = [min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs if logprobs]
     found = visitor.tokens.evaluate_all("all => all.map(each => Number(each.style.getPropertyValue('--bits')))")
     assert found[1:] == pytest.approx(expected, abs=0.006)
+
+
+def test_surprise_is_the_strength_of_a_colour(visit):
+    with LLM("demo") as trained, served(trained) as server:  # a random model is surprised by everything
+        shown = visit(server).tokens.evaluate_all("""all => all.map(each =>
+            [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])""")
+    alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
+    assert len(set(alphas)) >= 5
+    assert alphas == sorted(alphas)
 
 
 def test_the_text_comes_while_it_is_written(server, llm, visit):

@@ -39,9 +39,21 @@ from tinygpt.weights.config import ModelConfig
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
 # Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
-UNUSED_FIELDS = dict.fromkeys(("cpu_strict", "no_kv_offload", "flash_attn", "use_mmap", "embeddings"), False)
-UNUSED_FIELDS |= dict.fromkeys(("poll", "n_gpu_layers", "main_gpu", "no_op_offload"), 0)
-UNUSED_FIELDS |= {"cpu_mask": "0x0", "split_mode": "none", "tensor_split": "0.00", "tensor_buft_overrides": "none"}
+UNUSED_FIELDS = {
+    "cpu_mask": "0x0",
+    "cpu_strict": False,
+    "poll": 0,
+    "n_gpu_layers": 0,
+    "split_mode": "none",
+    "main_gpu": 0,
+    "no_kv_offload": False,
+    "flash_attn": False,
+    "tensor_split": "0.00",
+    "tensor_buft_overrides": "none",
+    "use_mmap": False,
+    "embeddings": False,
+    "no_op_offload": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -179,26 +191,48 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     together = found.batch_size if n_gen else 1
     size, cache = work.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
     model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
-    record = {"build_commit": commit, "build_number": number, "cpu_info": cpu_name(), "gpu_info": gpu}
-    record |= {"backends": "CUDA" if gpu else "CPU", "model_filename": plan.model, "model_type": model_type}
-    record |= {"model_size": work.model_bytes(config, dtype), "model_n_params": size}
-    record |= {"n_batch": plan.step_tokens, "n_ubatch": plan.step_tokens, "n_threads": test.threads}
-    record |= {"type_k": cache, "type_v": cache, **UNUSED_FIELDS}
-    record |= {} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}
-    record |= {"n_gpu_layers": config.n_layer} if gpu else {}
-    record |= {"n_prompt": n_prompt, "n_gen": n_gen, "n_depth": n_depth}
-    record |= {"test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ")}
-    record |= {"avg_ns": round(statistics.fmean(times)), "stddev_ns": round(_deviation(times))}
-    record |= {"avg_ts": statistics.fmean(rates), "stddev_ts": _deviation(rates)}
-    record |= {"samples_ns": times, "samples_ts": rates}
-    record |= {"median_ts": statistics.median(rates), "low_ts": min(rates), "high_ts": max(rates)}
-    record |= {"test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}", "dtype": dtype}
-    record |= {"kv_cache_dtype": plan.caches[dtype], "batch_size": found.batch_size}
-    record |= {"read_gbs": read / 1e9, "bandwidth_share": read / limits.bandwidth}
-    record |= {"bandwidth_gbs": limits.bandwidth / 1e9, "gflops": statistics.median(operations) / 1e9}
-    record |= {"peak_share": statistics.median(peak_shares)}
-    record |= {"block_peak_gflops": block_rate / 1e9, "head_peak_gflops": head_rate / 1e9}
-    return record | {
+    return {
+        "build_commit": commit,
+        "build_number": number,
+        "cpu_info": cpu_name(),
+        "gpu_info": gpu,
+        "backends": "CUDA" if gpu else "CPU",
+        "model_filename": plan.model,
+        "model_type": model_type,
+        "model_size": work.model_bytes(config, dtype),
+        "model_n_params": size,
+        "n_batch": plan.step_tokens,
+        "n_ubatch": plan.step_tokens,
+        "n_threads": test.threads,
+        "type_k": cache,
+        "type_v": cache,
+        **UNUSED_FIELDS,
+        **({} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}),
+        **({"n_gpu_layers": config.n_layer} if gpu else {}),
+        "n_prompt": n_prompt,
+        "n_gen": n_gen,
+        "n_depth": n_depth,
+        "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(statistics.fmean(times)),
+        "stddev_ns": round(_deviation(times)),
+        "avg_ts": statistics.fmean(rates),
+        "stddev_ts": _deviation(rates),
+        "samples_ns": times,
+        "samples_ts": rates,
+        "median_ts": statistics.median(rates),
+        "low_ts": min(rates),
+        "high_ts": max(rates),
+        "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
+        "dtype": dtype,
+        "kv_cache_dtype": plan.caches[dtype],
+        "batch_size": found.batch_size,
+        "read_gbs": read / 1e9,
+        "bandwidth_share": read / limits.bandwidth,
+        "bandwidth_gbs": limits.bandwidth / 1e9,
+        "gflops": statistics.median(operations) / 1e9,
+        "peak_share": statistics.median(peak_shares),
+        "block_peak_gflops": block_rate / 1e9,
+        "head_peak_gflops": head_rate / 1e9,
         "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
         "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in found.runs),
         "outside_share": statistics.median(1 - (run.prompt + run.generation) / run.total for run in found.runs),
