@@ -8,6 +8,7 @@ and one NaN per sign (Micikevicius et al., "FP8 Formats for Deep Learning", 2022
 """
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -61,7 +62,14 @@ class Float8Tensor(MappedTensor):
     """A tensor of float8 with its scales."""
 
     scales: MappedTensor
-    is_floating = True
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) + self.scales.nbytes
+
+    @property
+    def is_floating(self) -> bool:
+        return True
 
     def float32(self) -> np.ndarray:
         return VALUES[self.array("u1")] * self.scales.float32()
