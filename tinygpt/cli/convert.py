@@ -38,10 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)"
     add("--to", type=str.lower, choices=OTHERS, help=about)
     by_format = "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
-    about = f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
-    add_argument(parser, "dtype", type=dtype, metavar="DTYPE", help=f"{about}with --to)")
-    about = "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by "
-    add("--calibrate", metavar="TEXT", type=Path, help=f"{about}the weights alone)")
+    about = (
+        f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
+        "with --to)"
+    )
+    add_argument(parser, "dtype", type=dtype, metavar="DTYPE", help=about)
+    about = (
+        "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
+        "weights alone)"
+    )
+    add("--calibrate", metavar="TEXT", type=Path, help=about)
     about = "in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them"
     add("--act-scales", metavar="FILE", type=Path, help=about)
     about = f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
