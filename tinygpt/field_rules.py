@@ -1,14 +1,19 @@
 """Rules of SamplingParams' fields: the values that a field takes, the words for them, and how a flag's text is read."""
 
+import functools
 import json
 import math
 import operator
+import re
+import reprlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
+from types import ModuleType
 from typing import Any
 
-from tinygpt.errors import invalid
+from tinygpt.errors import RequestError, invalid
 
 MAX_COUNT = 2**31 - 1
 
@@ -237,3 +242,64 @@ JSON_SCHEMA = optional(Rule("a JSON schema: a dict, or the same as JSON text", _
 EARLY_STOPPING = Rule(
     "True, False or 'never'", _early_stopping, lambda text: {"true": True, "false": False}.get(text.lower(), text)
 )
+
+
+# Grammars of guided texts, for the package llguidance.
+
+# 20 000 alternatives compile in a second, and then in the square of their number.
+MAX_CHARACTERS = 2**16
+# Rules of a grammar, or objects of a schema. If each refers to the next, two or three times as many overflow a stack of
+# 8 MB in the package, and end the process.
+MAX_PARTS = 1000
+# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
+SPACES = {"whitespace_pattern": "[ ]?"}
+# By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+
+def check_guide(name: str, value: Any) -> None:
+    """Raise RequestError if no text follows the guide. A server's client may lack the package."""
+    with suppress(ImportError):
+        import llguidance
+
+        grammar_of(llguidance, name, value)
+
+
+@functools.lru_cache(32)
+def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
+    """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
+    num_characters = sum(map(len, value))  # of a text, or of all choices
+    if num_characters > MAX_CHARACTERS:
+        refuse(name, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
+    try:
+        if name == "guided_choice":
+            return llguidance.grammar_from("choice", json.dumps(value)) + OPTIONS
+        if name == "guided_regex":
+            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
+        elif name == "guided_json":
+            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
+        else:
+            grammar = llguidance.grammar_from("grammar", value)
+    except (ValueError, RecursionError) as error:
+        refuse(name, value, str(error))
+    num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
+    if name != "guided_regex" and num_parts > MAX_PARTS:
+        refuse(name, value, f"it has more than {MAX_PARTS} rules and objects")
+    refuse(name, value, llguidance.LLMatcher.validate_grammar(grammar + OPTIONS, None))
+    return grammar + OPTIONS
+
+
+def refuse(name: str, value: Any, problem: str) -> None:
+    if problem:
+        shown = reprlib.repr(list(value)) if name == "guided_choice" else reprlib.repr(value)
+        reason = in_short(problem, name == "guided_grammar")
+        raise RequestError(f"is {shown}, which is not possible: {reason}.", name, value)
+
+
+def in_short(problem: str, has_lines: bool = False) -> str:
+    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
+    message = re.split(r"\n +1 \| |\n<", problem)[0]
+    reason = message.rpartition("error: ")[2]
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
+    readable = "".join(c if c.isprintable() else " " for c in reason)
+    return " ".join(readable.split())[:300].rstrip(".")

@@ -39,6 +39,7 @@ from tinygpt.field_rules import (
     as_integer,
     between,
     biases,
+    check_guide,
     integer,
     number,
     one_of,
@@ -308,6 +309,8 @@ class SamplingParams:
             raise RequestError("is for overflow='slide': set that too, or leave it out.", "stride", self.stride)
         if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
             raise RequestError(f"and {guided[1]} are given together: a text is guided by one of them.", guided[0])
+        if self.guidance is not None:
+            check_guide(*self.guidance)
         if self.num_beams > 1:
             _check_beams(self)
             return

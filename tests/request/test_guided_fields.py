@@ -60,6 +60,28 @@ def test_impossible_values_are_refused_by_name(name, given):
         SamplingParams(**{name: given})
 
 
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_regex": "a(?=b)"}, "look-around"),
+        ({"guided_regex": "a" * 70_000}, "70000 characters, and at most 65536"),
+        ({"guided_json": {"type": "strin"}}, "Invalid type: strin"),
+        ({"guided_json": {"type": "string", "minLength": 3, "maxLength": 2}}, "Unsatisfiable"),
+        ({"guided_json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
+        ({"guided_grammar": "start: b"}, "line 1: unknown name: .b."),
+        ({"guided_grammar": "root ::= ("}, "Expected '\\)' at line 1"),
+        ({"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1500))}, "more than 1000 rules"),
+    ],
+)
+def test_an_impossible_grammar_is_refused_without_a_model(fields, why):
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    name = next(iter(fields))
+    with pytest.raises(RequestError, match=f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$") as error:
+        SamplingParams(**fields)
+    assert len(str(error.value)) < 500
+
+
 def test_a_text_is_guided_by_one_field():
     with pytest.raises(RequestError, match="guided_regex and guided_json are given together"):
         SamplingParams(guided_regex="a", guided_json={})

@@ -1,9 +1,6 @@
 """Guided decoding: the tokens that a grammar allows next. The package llguidance does the work on grammars."""
 
 import functools
-import json
-import re
-import reprlib
 from collections.abc import Callable
 from copy import copy
 from threading import Lock
@@ -13,18 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinygpt.errors import RequestError, how_to_install
+from tinygpt.field_rules import grammar_of, in_short, refuse
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
-# 20 000 alternatives compile in a second, and then in the square of their number.
-MAX_CHARACTERS = 2**16
-# Rules of a grammar, or objects of a schema. If each refers to the next, two or three times as many overflow a stack of
-# 8 MB in the package, and end the process.
-MAX_PARTS = 1000
-# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
-SPACES = {"whitespace_pattern": "[ ]?"}
-# By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
-OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 # Kept by a model: a grammar compiles in milliseconds, and a mask is expanded in the time it takes to compute.
 MAX_GRAMMARS, MAX_MASKS = 32, 64
 _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf))  # (256, 8)
@@ -33,54 +22,6 @@ _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), 
 class Mask(NamedTuple):
     added: np.ndarray  # (V,) float32, added to the scores: 0 for those that may come, -inf for the others
     count: int  # of those that may come
-
-
-def load_llguidance(field: str) -> ModuleType:
-    try:
-        import llguidance
-    except ImportError:
-        reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
-        raise RequestError(reason, field) from None
-    return llguidance
-
-
-def grammar_of(field: str, value: Any) -> str:
-    """Return llguidance's grammar for a guided field. Raise RequestError if it is too large, or none."""
-    llguidance = load_llguidance(field)
-    num_characters = sum(map(len, value))  # of a text, or of all choices
-    if num_characters > MAX_CHARACTERS:
-        refuse(field, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
-    try:
-        if field == "guided_choice":
-            grammar = llguidance.grammar_from("choice", json.dumps(value))
-        elif field == "guided_regex":
-            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
-        elif field == "guided_json":
-            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
-        else:
-            grammar = llguidance.grammar_from("grammar", value)
-    except (ValueError, RecursionError) as error:
-        refuse(field, value, str(error))
-    num_parts = grammar.count("{") + (grammar.count(":") if field == "guided_grammar" else 0)
-    if field in ("guided_json", "guided_grammar") and num_parts > MAX_PARTS:
-        refuse(field, value, f"it has more than {MAX_PARTS} rules and objects")
-    return grammar + OPTIONS
-
-
-def refuse(field: str, value: Any, problem: str) -> None:
-    if problem:
-        shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
-        reason = in_short(problem, field == "guided_grammar")
-        raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
-
-
-def in_short(problem: str, has_lines: bool = False) -> str:
-    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
-    message = re.split(r"\n +1 \| |\n<", problem)[0]
-    reason = message.rpartition("error: ")[2]
-    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
-    readable = "".join(c if c.isprintable() else " " for c in reason)
-    return " ".join(readable.split())[:300].rstrip(".")
 
 
 class Guidance:
@@ -103,8 +44,12 @@ class Guidance:
         return Guide(self._grammar(*params.guidance), end_ids, spread)
 
     def _compile(self, field: str, value: Any) -> "_Grammar":
-        llguidance = load_llguidance(field)
-        grammar = _Grammar(llguidance, self._tokenizer, grammar_of(field, value))
+        try:
+            import llguidance
+        except ImportError:
+            reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
+            raise RequestError(reason, field) from None
+        grammar = _Grammar(llguidance, self._tokenizer, grammar_of(llguidance, field, value))
         refuse(field, value, grammar.first.get_error())
         if grammar.can_only_end(self._vocab_size):  # the end of a text without tokens is never noticed
             refuse(field, value, "it allows no text but the empty one")
