@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 from tinygpt.engine.engine import Engine, RequestFuture
-from tinygpt.engine.input_processor import InputProcessor, OnChunk
-from tinygpt.engine.model_runner import ModelRunner
+from tinygpt.engine.input_processor import InputProcessor, OnChunk, score_of
+from tinygpt.engine.model_runner import ModelRunner, Probe, check_pooling
 from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
 from tinygpt.engine.prompts import Prompt, params_list, params_or_fields, prompt_list
 from tinygpt.engine.sampler import Warpers
-from tinygpt.engine.scoring import Probe, check_pooling, score_of
 from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid

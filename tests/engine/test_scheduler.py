@@ -49,7 +49,7 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
     for chunk in chunks:
         is_sampled = chunk.is_sampled
         cache_of(scheduler).write(chunk.sequence, chunk.count)
-        chunk.sequence.advance(chunk.count)
+        chunk.sequence.num_cached += chunk.count
         if is_sampled:
             chunk.sequence.take(SampledToken(token_id))
     for sequence in scheduler.finished:
@@ -252,7 +252,7 @@ def test_a_kept_slot_that_was_copied_from_is_not_the_next_to_go():
     scheduler.add(branch)
     finish(scheduler)
     assert branch.num_reused == 10
-    assert [token_ids[0] for _, token_ids in scheduler.slots.prefixes.values()] == [7, 7]
+    assert [token_ids[0] for token_ids in scheduler.slots.prefixes.values()] == [7, 7]
 
 
 @pytest.mark.parametrize(("num_steps", "num_kept"), [(1, 0), (3, 1)])
@@ -325,7 +325,7 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
 def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
     """Each slot is a running sequence's, or kept, or empty."""
     used = [s.slot for s in scheduler.running]
-    held = dict(scheduler.slots.prefixes.values())
+    held = scheduler.slots.prefixes
     assert sorted([*used, *held, *scheduler.slots._empty]) == list(range(slots + kept))
     assert len(held) <= kept
     assert scheduler.slots.num_free == slots - len(used)
@@ -339,7 +339,7 @@ def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
 
 def kept(slots: SlotTable) -> list[list[int]]:
     """Return the cached prefixes, the least recently used first."""
-    return [token_ids for _, token_ids in slots.prefixes.values()]
+    return [*slots.prefixes.values()]
 
 
 def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:

@@ -154,14 +154,12 @@ def _built_in_prompts(llm: "LLM") -> list[list[int]]:
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Return their token ids. Raise RequestError that lists every invalid line."""
-    from tinygpt.engine.prompts import read_ids
-
     prompts, problems = [], {}
     for record in read_prompts(path, SamplingParams()):
         try:
             prompt, split = record.prompt, record.split_special_tokens
             given = prompt if split is None else llm.read_prompt(prompt, split).token_ids
-            prompts.append(read_ids("logits", given, llm.config, lambda: llm.tokenizer, llm.max_model_len))
+            prompts.append(llm._read_ids("logits", given))
         except TinyGPTError as error:
             problems[record.line] = str(error)
     refuse_lines(path, problems)

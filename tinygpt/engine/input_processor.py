@@ -13,13 +13,22 @@ import numpy as np
 from tinygpt.engine.beam_search import Beams, beam_rules
 from tinygpt.engine.guided import Guidance
 from tinygpt.engine.model_source import EngineConfig, load_tokenizer
-from tinygpt.engine.prompts import Fitted, Prompt, VirtualTokens, encode, fit, prompt_list, read_ids, read_prompt
+from tinygpt.engine.prompts import (
+    Fitted,
+    Prompt,
+    VirtualTokens,
+    check_ids,
+    describe_positions,
+    encode,
+    fit,
+    prompt_list,
+    text_or_ids,
+)
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS
-from tinygpt.engine.scoring import read_continuations, scoring_request
 from tinygpt.engine.sequence import Request, Sequence, copied
 from tinygpt.errors import CheckpointError, RequestError, invalid
-from tinygpt.outputs import StreamChunk
+from tinygpt.outputs import ContinuationScore, StreamChunk
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from tinygpt.tokenizer.stream import TextStream
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -67,10 +76,38 @@ class InputProcessor:
         self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
-        return read_prompt(prompt, self._config, lambda: self.tokenizer, split_special_tokens)
+        """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token.
+
+        split_special_tokens: as for `Tokenizer.encode`.
+        """
+        if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
+            raise invalid("split_special_tokens", split_special_tokens, "True or False")
+        if isinstance(prompt, Prompt):
+            if split_special_tokens is None:
+                return prompt
+            raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
+        given, config = text_or_ids(prompt), self._config
+        is_text = isinstance(given, str)
+        if is_text and given:
+            return Prompt(given, encode(given, self.tokenizer, config.vocab_size, split_special_tokens))
+        if given:
+            check_ids(given, config.vocab_size)
+        elif config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
+            raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
+        return Prompt(given if is_text else None, given or [config.bos_token_id])
 
     def read_ids(self, what: str, given: Any) -> list[int]:
-        return read_ids(what, given, self._config, lambda: self.tokenizer, self._engine_config.max_model_len)
+        """Return the token ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example."""
+        given = text_or_ids(given)
+        if not given:
+            raise RequestError(f"{what} need at least one token id: the list is empty.")
+        token_ids = self.read_prompt(given).token_ids
+        if len(token_ids) > self._engine_config.max_model_len:
+            raise RequestError(
+                f"{len(token_ids)} token ids were given, but {self._describe_positions()}: give at most "
+                f"{self._engine_config.max_model_len}."
+            )
+        return token_ids
 
     def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
         """Return the request for a prompt. on_chunk: called with each token's text as it is made."""
@@ -86,17 +123,57 @@ class InputProcessor:
         return self._fit(prompt, params)[2].num_truncated
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
-        return 0 if soft_prompt is None else len(self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt)))
+        return len(self._soft_prompts.find(soft_prompt) or ())
 
     def scoring_requests(
         self, prompt: Any, continuations: Any, soft_prompt: str | None, split_special_tokens: bool | None
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
-        virtual = self._soft_prompts.find(SamplingParams(soft_prompt=soft_prompt))
-        continuations, tokenizer_of = prompt_list(continuations), lambda: self.tokenizer
-        pairs = read_continuations(prompt, continuations, self._config, tokenizer_of, split_special_tokens)
-        sizes = self._engine_config.max_model_len, self._config.n_positions
-        return [scoring_request(context, token_ids, virtual, *sizes) for context, token_ids in pairs]
+        virtual, prompt = self._soft_prompts.find(soft_prompt), text_or_ids(prompt)
+        pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
+        return [self._scoring_request(context, token_ids, virtual) for context, token_ids in pairs]
+
+    def _read_pair(
+        self, before: str | list[int], after: str | list[int], split: bool | None
+    ) -> tuple[list[int], list[int]]:
+        """Return the ids of a context, and of its continuation. `LLM.score` says where one ends."""
+        if not after:
+            raise RequestError("a continuation is empty: give each some text, or a token id at least.")
+        are_texts = isinstance(before, str) and isinstance(after, str)
+        if are_texts:
+            whole = before + after
+            before = before.rstrip()
+            after = whole[len(before) :]
+        context = self.read_prompt(before, split).token_ids
+        token_ids = self.read_prompt(after, split).token_ids
+        if are_texts and before:
+            together = self.tokenizer.encode(whole, split)
+            if together[: len(context)] == context and len(together) > len(context):
+                token_ids = together[len(context) :]
+        return context, token_ids
+
+    def _scoring_request(self, context: list[int], continuation: list[int], virtual: VirtualTokens | None) -> Request:
+        """Return a request that reads both without the last token, whose logits are not needed.
+
+        A sequence draws a token at the end of its prompt, which is ignored.
+        """
+        context = [*(virtual.token_ids if virtual else ()), *context]
+        total, most = len(context) + len(continuation), self._engine_config.max_model_len + 1
+        if total > most:
+            raise RequestError(
+                f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
+                f"{self._describe_positions()}: shorten them to {most} tokens together, the last of which needs no "
+                "position."
+            )
+        token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1)
+        wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
+        sequence = Sequence(
+            token_ids, params, 0, 0, frozenset(), text=None, soft_prompt=virtual, prompt_logprobs=wanted
+        )
+        return Request(Prompt(None, token_ids), params, [sequence])
+
+    def _describe_positions(self) -> str:
+        return describe_positions(self._engine_config.max_model_len, self._config.n_positions)
 
     def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         prompt = self.read_prompt(prompt)
@@ -115,7 +192,7 @@ class InputProcessor:
                 "num_beams",
                 params.num_beams,
             )
-        virtual = self._soft_prompts.find(params)
+        virtual = self._soft_prompts.find(params.soft_prompt, params.prompt_embeds)
         token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
         return prompt, virtual, fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions)
 
@@ -183,31 +260,26 @@ class SoftPrompts:
         self._named = {name: self._add(read_soft_prompt(source, config)) for name, source in sources.items()}
         self._next_id = SINGLE_USE_IDS
 
-    def find(self, params: SamplingParams) -> VirtualTokens | None:
+    def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
         """Return the soft prompt of a request. Raise RequestError if there is none of this name or it does not fit."""
-        if params.prompt_embeds is not None:
-            return self._add(SoftPrompt("prompt", embeds=self._checked_embeds(params.prompt_embeds)))
-        if params.soft_prompt is None:
-            return None
-        if params.soft_prompt not in self._named:
+        if embeds is not None:
+            if embeds.shape[1] != (width := self._config.embedding_size):
+                raise RequestError(
+                    f"has shape {embeds.shape} and this model's embeddings are {width} wide: give an array of shape "
+                    f"(P, {width}).",
+                    "prompt_embeds",
+                )
+            return self._add(SoftPrompt("prompt", embeds=embeds))
+        if name is not None and name not in self._named:
             known = f"the names are {', '.join(map(repr, self._named))}" if self._named else "none was loaded"
-            reason = f"is {params.soft_prompt!r} and {known}: load it with LLM(soft_prompts={{name: path}})."
-            raise RequestError(reason, "soft_prompt", params.soft_prompt)
-        return self._named[params.soft_prompt]
+            reason = f"is {name!r} and {known}: load it with LLM(soft_prompts={{name: path}})."
+            raise RequestError(reason, "soft_prompt", name)
+        return self._named.get(name)
 
     def _add(self, prompt: SoftPrompt) -> VirtualTokens:
         with self._lock:  # requests come from any thread
             first, self._next_id = self._next_id, self._next_id - len(prompt)
         return VirtualTokens(list(range(first, first - len(prompt), -1)), prompt)
-
-    def _checked_embeds(self, embeds: np.ndarray) -> np.ndarray:
-        if embeds.shape[1] != (width := self._config.embedding_size):
-            raise RequestError(
-                f"has shape {embeds.shape} and this model's embeddings are {width} wide: give an array of shape "
-                f"(P, {width}).",
-                "prompt_embeds",
-            )
-        return embeds
 
 
 def _num_sequences(params: SamplingParams) -> int:
@@ -225,3 +297,9 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
             on_chunk(chunk._replace(index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
 
     return give
+
+
+def score_of(request: Request) -> ContinuationScore:
+    wanted = request.sequences[0].prompt_logprobs
+    best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
+    return ContinuationScore(wanted.targets, wanted.logprobs, is_greedy=wanted.targets == best)

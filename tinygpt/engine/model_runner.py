@@ -1,14 +1,14 @@
-"""ModelRunner: a loaded model on one backend. A benchmark wraps one, and `parallel` replaces it."""
+"""ModelRunner: a loaded model on one backend. Probe: logits, hidden states and attention of given tokens."""
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.model_source import EngineConfig, ModelSource
-from tinygpt.errors import RequestError
+from tinygpt.engine.model_source import LOGIT_ROWS, EngineConfig, ModelSource
+from tinygpt.errors import RequestError, invalid
 from tinygpt.kernels import host
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import Batch
@@ -18,6 +18,11 @@ from tinygpt.weights.config import ModelConfig
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16
+POOLINGS = {
+    "last": lambda states: states[-1],
+    "mean": lambda states: states.mean(0),
+    "sum": lambda states: states.sum(0),
+}
 
 
 class ModelRunner:
@@ -118,6 +123,42 @@ class ModelRunner:
     def _check_file(self) -> None:
         if self._file is not None:
             self._file.check_whole()
+
+
+class Probe:
+    """Computes in a slot that steps never use. The engine's thread alone calls the methods."""
+
+    def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
+        self._runner = runner
+        self._slot = engine_config.spare_slot
+        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens)
+
+    def logits(self, token_ids: list[int]) -> np.ndarray:
+        # Copies: the next step overwrites them.
+        return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
+
+    def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
+        return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
+
+    def attentions(self, token_ids: list[int]) -> np.ndarray:
+        queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
+        keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
+        return self._runner.attention_maps(queries, keys)
+
+    def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
+        return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
+
+    def _traces(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return map(self._runner.trace, self._batches(token_ids, [0]))
+
+    def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
+        for first in range(0, len(token_ids), self._chunk_size):
+            yield Batch.of([token_ids[first : first + self._chunk_size]], [first], [self._slot], logits_of)
+
+
+def check_pooling(pooling: str) -> None:
+    if pooling not in tuple(POOLINGS):
+        raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
 
 
 def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:

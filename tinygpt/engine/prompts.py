@@ -1,14 +1,13 @@
-"""Prompts as callers give them: checked, turned into token ids, and fitted into the model's positions."""
+"""Prompts and params as callers give them, checked, and a prompt fitted into the model's positions."""
 
 import operator
 import reprlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.errors import RequestError, invalid
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.config import ModelConfig
 
 if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -104,37 +103,6 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
 # Token ids.
 
 
-def read_prompt(
-    prompt: Any,
-    config: ModelConfig,
-    tokenizer_of: Callable[[], "Tokenizer"],
-    split_special_tokens: bool | None = None,
-) -> Prompt:
-    """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token.
-
-    `tokenizer_of()` returns the tokenizer, or raises the error that says why there is none. split_special_tokens: as
-    for `Tokenizer.encode`.
-    """
-    if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
-        raise invalid("split_special_tokens", split_special_tokens, "True or False")
-    if isinstance(prompt, Prompt):
-        if split_special_tokens is not None:
-            raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
-        return prompt
-    given = text_or_ids(prompt)
-    if isinstance(given, str):
-        token_ids = encode(given, tokenizer_of(), config.vocab_size, split_special_tokens) if given else []
-    else:
-        token_ids = given
-        if (outside := _first_outside(token_ids, config.vocab_size)) is not None:
-            raise RequestError(f"{_unknown(outside, config.vocab_size)}.")
-    if not token_ids:
-        if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
-            raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
-        token_ids = [config.bos_token_id]
-    return Prompt(given if isinstance(given, str) else None, token_ids)
-
-
 def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
     """Return the token ids of a text. Raise RequestError for an id outside the model."""
     token_ids = tokenizer.encode(text, split_special_tokens)
@@ -144,23 +112,9 @@ def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tok
     return token_ids
 
 
-def read_ids(
-    what: str, given: Any, config: ModelConfig, tokenizer_of: Callable[[], "Tokenizer"], max_model_len: int
-) -> list[int]:
-    """Return the token ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example.
-
-    Raise RequestError for none, for ids outside the vocabulary and for more than max_model_len.
-    """
-    given = text_or_ids(given)
-    if not given:
-        raise RequestError(f"{what} need at least one token id: the list is empty.")
-    token_ids = read_prompt(given, config, tokenizer_of).token_ids
-    if len(token_ids) > max_model_len:
-        raise RequestError(
-            f"{len(token_ids)} token ids were given, but {describe_positions(max_model_len, config.n_positions)}: "
-            f"give at most {max_model_len}."
-        )
-    return token_ids
+def check_ids(token_ids: Iterable[int], vocab_size: int) -> None:
+    if (outside := _first_outside(token_ids, vocab_size)) is not None:
+        raise RequestError(f"{_unknown(outside, vocab_size)}.")
 
 
 def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:

@@ -1,7 +1,6 @@
-"""Scheduler: the sequences of a step and their numbers of tokens, the slots of the KV cache, and shared prefixes.
+"""Scheduler: a step's sequences and their numbers of tokens, the slots of the KV cache, and shared prefixes.
 
-Keys and values of a position depend on the tokens up to it alone, bit for bit. A prompt that begins like another one,
-running or finished, copies them.
+Keys and values of a position depend on the tokens up to it alone, bit for bit: prompts that begin alike share them.
 """
 
 import itertools
@@ -9,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from tinygpt.engine.model_source import LOGIT_ROWS
 from tinygpt.engine.sequence import Sequence, common_prefix
 from tinygpt.kernels.batch import NO_EMBEDS, Batch
 
-# Tokens that waiting for another sequence's prompt must save. Waiting costs a step. A decode step takes as long as 9
-# (alone) to 60 (with 31 others) tokens of a prompt: measured on the demo checkpoint.
+# Tokens that waiting for another sequence's prompt must save. Waiting costs a step, as long as 9 (alone) to 60 (with 31
+# others) tokens of a prompt: measured on the demo checkpoint.
 WORTH_WAITING = 16
 
 # Ids of virtual tokens from here down belong to one request: no later prompt begins with them.
@@ -28,16 +27,12 @@ CopyPositions = Callable[[int, int, int, int], None]  # source_slot, target_slot
 
 
 class Chunk(NamedTuple):
-    """The next `count` tokens of a sequence.
-
-    is_sampled: whether they reach the sequence's last token, so that the step yields the next one.
-    num_prompt_logits: how many of the last tokens need logits for the prompt's log probabilities.
-    """
+    """The next `count` tokens of a sequence."""
 
     sequence: Sequence
     count: int
-    is_sampled: bool
-    num_prompt_logits: int
+    is_sampled: bool  # whether they reach the sequence's last token
+    num_prompt_logits: int  # of the last tokens, for the prompt's log probabilities
 
     @classmethod
     def of(cls, sequence: Sequence, count: int) -> "Chunk":
@@ -50,41 +45,21 @@ class Chunk(NamedTuple):
         return max(int(self.is_sampled), self.num_prompt_logits)
 
 
-class CachedPrefix(NamedTuple):
-    """A finished sequence's tokens, whose keys and values are in a slot."""
-
-    slot: int
-    token_ids: list[int]
-
-
-class PendingPrefix(NamedTuple):
-    """A sequence that is about to compute the first `count` tokens, for which another one waits."""
-
-    sequence: Sequence
-    count: int
-
-
 class SlotTable:
-    """`max_num_seqs` slots for running sequences, and `prefix_cache_seqs` more for prefixes of finished ones.
-
-    The least recently used prefix is evicted first.
-    """
+    """`max_num_seqs` slots for running sequences, and `prefix_cache_seqs` more for the tokens of finished ones."""
 
     def __init__(self, max_num_seqs: int, prefix_cache_seqs: int):
         self.prefix_cache_seqs = prefix_cache_seqs
         self._empty = list(range(max_num_seqs + prefix_cache_seqs))[::-1]
-        self.prefixes: dict[int, CachedPrefix] = {}  # by slot, the least recently used first
+        self.prefixes: dict[int, list[int]] = {}  # tokens by slot, the least recently used first
 
     @property
     def num_free(self) -> int:
         return len(self._empty) + len(self.prefixes) - self.prefix_cache_seqs
 
     def take(self, prompt: list[int]) -> tuple[int, int]:
-        """Return a slot for a prompt, and how many of the prompt's tokens the slot holds. `num_free` is not 0.
-
-        A cached prefix is continued in its own slot, which loses nothing, if the prompt has at least one token more.
-        """
-        for slot, token_ids in self.prefixes.values():
+        """Return a free slot for a prompt, and how many of the prompt's tokens the slot holds."""
+        for slot, token_ids in self.prefixes.items():
             if len(token_ids) < len(prompt) and prompt[: len(token_ids)] == token_ids:
                 del self.prefixes[slot]
                 return slot, len(token_ids)
@@ -92,7 +67,7 @@ class SlotTable:
 
     def release(self, slot: int, token_ids: list[int]) -> None:
         """Take back a slot, and cache its tokens unless a cached prefix has them all."""
-        cached = list(self.prefixes.values())
+        cached = list(self.prefixes.items())
         covering = next((other for other, longer in cached if longer[: len(token_ids)] == token_ids), None)
         if not token_ids or token_ids[0] <= SINGLE_USE_IDS or covering is not None:
             self._empty.append(slot)
@@ -102,8 +77,8 @@ class SlotTable:
         for other, shorter in cached:
             if token_ids[: len(shorter)] == shorter:
                 self._evict(other)
-        self.prefixes[slot] = CachedPrefix(slot, token_ids)
-        while len(self.prefixes) > self.prefix_cache_seqs:
+        self.prefixes[slot] = token_ids
+        if len(self.prefixes) > self.prefix_cache_seqs:
             self._evict(next(iter(self.prefixes)))
 
     def touch(self, slot: int) -> None:
@@ -117,9 +92,7 @@ class SlotTable:
 class Scheduler:
     """First come, first served. A sequence holds one slot of the KV cache from its first step to its last.
 
-    max_num_tokens: new tokens in a step, at least as many as running sequences. A long prompt is cut into chunks, so
-        that decoding sequences wait for a bounded step.
-    copy_positions(source_slot, target_slot, start, stop): copies keys and values.
+    max_num_tokens: new tokens in a step, at least as many as running sequences. Longer prompts are cut into chunks.
     write_prefix(sequence): writes the keys and values of a sequence's soft prompt into its empty slot.
     """
 
@@ -135,7 +108,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
         self._copy_positions, self._write_prefix = copy_positions, write_prefix
-        self._pending: dict[Sequence, PendingPrefix] = {}  # by the sequence that waits
+        # By waiting sequence: the sequence that computes its first tokens, and how many.
+        self._pending: dict[Sequence, tuple[Sequence, int]] = {}
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences. Beams of one search stay together: they wait for one another."""
@@ -160,8 +134,7 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
-            # Numbers that are not finite may have spread to earlier positions. If the sequence failed they have; if a
-            # token was sampled there are none; a partially prefilled prompt may contain some.
+            # NaNs spread to all positions of a failed sequence. Until a token is sampled, a prompt may contain some.
             self._copy_to_followers(sequence, 0 if sequence.error else sequence.num_cached)
             num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
             self.running.remove(sequence)
@@ -194,19 +167,16 @@ class Scheduler:
             self._share(follower)
 
     def _share(self, sequence: Sequence) -> None:
-        """Copy the longest prefix that is cached or running, or wait for a sequence that will soon have a longer one.
-
-        A sequence waits only for sequences that arrived before it.
-        """
+        """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
         wanted = sequence.context_token_ids[: sequence.num_reusable]
         earlier = self.running[: self.running.index(sequence)]
         running = [(_num_shared(wanted, other), other) for other in earlier]
         ready = [(min(count, other.num_cached), other.slot) for count, other in running]
-        cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.values()]
+        cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.items()]
         num_ready, slot = max(ready + cached, default=(0, None))
         num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
         if num_shared - max(num_ready, sequence.num_cached) >= WORTH_WAITING:
-            self._pending[sequence] = PendingPrefix(other, num_shared)
+            self._pending[sequence] = other, num_shared
             return
         self._pending.pop(sequence, None)
         self._copy(slot, sequence, num_ready)
@@ -214,16 +184,17 @@ class Scheduler:
             self.slots.touch(slot)
 
     def _waits(self, sequence: Sequence) -> bool:
-        pending = self._pending.get(sequence)
-        if pending is not None and (pending.sequence.slot is None or pending.sequence.num_cached >= pending.count):
-            self._share(sequence)
+        if sequence in self._pending:
+            other, count = self._pending[sequence]
+            if other.slot is None or other.num_cached >= count:
+                self._share(sequence)
         return sequence in self._pending
 
     def _copy_to_followers(self, sequence: Sequence, num_ready: int) -> list[Sequence]:
         """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
-        followers = [s for s, pending in self._pending.items() if pending.sequence is sequence]
+        followers = [follower for follower, (other, _) in self._pending.items() if other is sequence]
         for follower in followers:
-            self._copy(sequence.slot, follower, min(num_ready, self._pending[follower].count))
+            self._copy(sequence.slot, follower, min(num_ready, self._pending[follower][1]))
         return followers
 
     def _copy(self, slot: int | None, sequence: Sequence, stop: int) -> None:
@@ -238,16 +209,12 @@ def _num_shared(wanted: list[int], other: Sequence) -> int:
 
 @dataclass(frozen=True)
 class StepInput:
-    """The chunks of a step as a batch, and the rows of their logits.
-
-    drafts: by i, the tokens that were drafted to follow chunks[i]; they go through the model with it.
-    last_rows: for chunks[i], the row of logits after its own last token; the rows of its draft follow.
-    """
+    """The chunks of a step as a batch, and the rows of their logits."""
 
     chunks: list[Chunk]
-    drafts: Mapping[int, list[int]]
+    drafts: Mapping[int, list[int]]  # by i, the tokens drafted to follow chunks[i]
     batch: Batch
-    last_rows: list[int]
+    last_rows: list[int]  # for chunks[i], the row of logits after its last token; those of its draft follow
 
     @classmethod
     def of(cls, chunks: list[Chunk], drafts: Mapping[int, list[int]]) -> "StepInput":
@@ -262,7 +229,7 @@ class StepInput:
         return cls(chunks, drafts, batch, last_rows)
 
     def ends(self) -> list[tuple[int, Sequence]]:
-        """Return the sequences whose next token is due, each with its row of logits."""
+        """Return each sequence whose next token is due, with its row of logits."""
         pairs = zip(self.last_rows, self.chunks, strict=True)
         return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
 
@@ -270,16 +237,8 @@ class StepInput:
         return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)
 
 
-def rows_of(logits: Any, rows: Seq[int]) -> Any:
-    """Return rows of the logits (R, V); all of them without a copy."""
-    return logits if len(rows) == len(logits) else logits[rows]
-
-
 def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarray:
-    """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C).
-
-    The keys and values of a prefix are in the cache before its sequence's first step, so it has none here.
-    """
+    """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C)."""
     parts, num_rows = [], 0
     for i, chunk in enumerate(chunks):
         virtual, start = chunk.sequence.soft_prompt, chunk.sequence.num_cached

@@ -119,9 +119,6 @@ class Sequence:
         self.num_reused += stop - self.num_cached
         self.num_cached = stop
 
-    def advance(self, count: int) -> None:
-        self.num_cached += count
-
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, and are to be computed again."""
         self.num_dropped = self.window.num_dropped(len(self))

@@ -75,7 +75,7 @@ def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
         tokens = sampler.sample(logits[[step.last_rows[i] + num_tokens for i in running]], sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.take(token)
-            sequence.advance(1)
+            sequence.num_cached += 1
 
 
 def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
@@ -171,7 +171,7 @@ class DraftModel:
         )
         logits = self._runner.forward(batch)  # (R, V)
         for draft, count in chunks:
-            draft.advance(count)
+            draft.num_cached += count
             self._cached[draft.slot] = draft.token_ids[: draft.num_cached]
         return logits
 

@@ -1,18 +1,17 @@
 """StepLoop: schedule, run, sample, record. The engine's thread alone calls it."""
 
 import time
-from collections.abc import Iterator
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.beam_search import Prediction, predict
+from tinygpt.engine.beam_search import predict
 from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.model_source import EngineConfig
 from tinygpt.engine.sampler import Sampler, draws_of, gather_warpers, sampled
-from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable, StepInput, rows_of
-from tinygpt.engine.sequence import SampledToken, Sequence
+from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable, StepInput
+from tinygpt.engine.sequence import Sequence
 from tinygpt.engine.spec_decode import Drafter, DraftModel, confirm_drafts
 from tinygpt.kernels.batch import Batch
 from tinygpt.outputs import Throughput
@@ -35,36 +34,25 @@ class StepTimer:
 
 
 class StepLoop:
-    """The sequences that run or wait, and the steps that advance them.
-
-    runner: the model; a benchmark may put a wrapper in its place. draft_model: for speculative decoding.
-    """
+    """The sequences that run or wait, and the steps that advance them."""
 
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None):
         slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
         max_num_tokens = engine_config.max_num_batched_tokens
         self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._write_prefix)
         self.throughput = Throughput()
-        self._runner = runner
+        self.sampler = Sampler(runner)
         self._max_model_len = engine_config.max_model_len
-        self._sampler = Sampler(runner)
         self._drafter = Drafter(engine_config, draft_model)
         self._timed: set[Sequence] = set()  # the sequences that have a deadline
-        self._next_deadline = inf  # no later than the earliest of theirs
         self._timer = StepTimer()
 
     @property
     def runner(self) -> ModelRunner:
-        return self._runner
-
-    @runner.setter
-    def runner(self, runner: Any) -> None:
-        self._runner = self._sampler.runner = runner
+        return self.sampler.runner
 
     def add(self, sequences: list[Sequence]) -> None:
-        timed = [sequence for sequence in sequences if sequence.deadline is not None]
-        self._timed.update(timed)
-        self._next_deadline = min([self._next_deadline, *(sequence.deadline for sequence in timed)])
+        self._timed.update(sequence for sequence in sequences if sequence.deadline is not None)
         self.scheduler.add(*sequences)
 
     def remove(self, sequences: list[Sequence]) -> None:
@@ -76,17 +64,13 @@ class StepLoop:
                 sequence.error = "it was cancelled."
 
     def close(self) -> None:
-        self._runner.close()
+        self.runner.close()
         self._drafter.close()
-        self._sampler.close()
+        self.sampler.close()
 
     def step(self, seconds: float = 0.0) -> None:
-        """Run one forward pass: one new token for each sequence that is past its prompt.
-
-        If no sequence needs a look in between, run as many passes as fit into `seconds`, or more on a GPU.
-        """
-        if self._next_deadline <= time.perf_counter():
-            self._expire()
+        """Run a forward pass, or as many as fit into `seconds` if no sequence needs a look in between."""
+        self._expire()
         if chunks := self.scheduler.schedule():
             started, num_read = time.perf_counter(), _num_read(chunks)
             texts = [chunk.sequence for chunk in chunks if chunk.sequence.beams is None]
@@ -108,39 +92,36 @@ class StepLoop:
         self._timer.note(time.perf_counter() - started, num_steps)
         for beams in dict.fromkeys(sequence.beams for sequence in self.scheduler.running):
             if beams is not None:
-                beams.advance(self._runner.copy_positions)
+                beams.advance(self.runner.copy_positions)
 
     def _run_one(self, chunks: list[Chunk]) -> None:
         step = StepInput.of(chunks, self._drafter.propose(chunks))
-        self._sampler.compute_masks([sequence for _, sequence in step.ends()])
-        logits = self._runner.forward(step.batch)  # (R, V)
+        self.sampler.compute_masks([sequence for _, sequence in step.ends()])
+        logits = self.runner.forward(step.batch)  # (R, V)
         for i, chunk in enumerate(chunks):  # before sampling, which may write over the logits
             if chunk.num_prompt_logits:
-                chunk.sequence.prompt_logprobs.read(self._runner, logits[step.prompt_rows(i)])
-        tokens, predictions = self._sample(logits, step)
+                chunk.sequence.prompt_logprobs.read(self.runner, logits[step.prompt_rows(i)])
+        self._choose_tokens(logits, step)
         for chunk in chunks:
-            sequence = chunk.sequence
-            if chunk.is_sampled and sequence.beams is not None:
-                sequence.beams.take(sequence, next(predictions))
-            elif chunk.is_sampled:
-                sequence.take(next(tokens))
-            sequence.advance(chunk.count)
-        confirm_drafts(self._sampler, logits, step)
+            chunk.sequence.num_cached += chunk.count
+        confirm_drafts(self.sampler, logits, step)
 
-    def _sample(self, logits: Any, step: StepInput) -> tuple[Iterator[SampledToken], Iterator[Prediction]]:
+    def _choose_tokens(self, logits: Any, step: StepInput) -> None:
         drawn = [(row, sequence) for row, sequence in step.ends() if sequence.beams is None]
         searched = [(row, sequence) for row, sequence in step.ends() if sequence.beams is not None]
-        tokens = predictions = ()
         if searched:  # first: the sampler may write over the logits
             rows, sequences = zip(*searched, strict=True)
-            predictions = predict(self._sampler, logits[list(rows)], sequences)
+            predictions = predict(self.sampler, logits[list(rows)], sequences)
+            for sequence, prediction in zip(sequences, predictions, strict=True):
+                sequence.beams.take(sequence, prediction)
         if drawn:
             rows, sequences = zip(*drawn, strict=True)
-            tokens = self._sampler.sample(rows_of(logits, list(rows)), sequences)
-        return iter(tokens), iter(predictions)
+            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V), without a copy if possible
+            for sequence, token in zip(sequences, self.sampler.sample(own, sequences), strict=True):
+                sequence.take(token)
 
-    # Several decode steps in one call, if the backend chooses the tokens and no sequence needs a look in between. On a
-    # GPU, later steps run while Python reads the tokens of earlier ones; on a CPU, Python costs a tenth of a step.
+    # Several decode steps in one call, if the backend chooses the tokens. On a GPU, later steps run while Python reads
+    # the tokens of earlier ones; on a CPU, Python costs a tenth of a step.
 
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
         for chunk in chunks:
@@ -150,15 +131,16 @@ class StepLoop:
                 seconds = 0.0
         if any(chunk.sequence.on_chunk for chunk in chunks):
             seconds = min(seconds, STREAM_SECONDS)
-        seconds = min(seconds, self._next_deadline - time.perf_counter())
-        steps = self._runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))
+        if self._timed:
+            seconds = min(seconds, min(sequence.deadline for sequence in self._timed) - time.perf_counter())
+        steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))
         if steps == 1:
             return 1
         for chunk in chunks:
             sequence = chunk.sequence
             if not chunk.is_sampled or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
                 return 1
-            if sequence.window is not None or not self._sampler.is_drawn_alone(sequence):
+            if sequence.window is not None or not self.sampler.is_drawn_alone(sequence):
                 return 1
             room = self._max_model_len - sequence.num_cached
             steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))
@@ -170,18 +152,18 @@ class StepLoop:
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         warpers = gather_warpers([s.sampling_state for s in sequences])
         ends = frozenset().union(*(sequence.end_token_ids for sequence in sequences))
-        ends = np.array([token_id for token_id in ends if token_id < self._runner.config.vocab_size], np.int32)  # (E,)
+        ends = np.array([token_id for token_id in ends if token_id < self.runner.config.vocab_size], np.int32)  # (E,)
         taken = 0
-        for token_ids in self._runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
+        for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
                 if sequence.is_finished:
                     continue
                 sequence.take(sampled(token_id, sequence))
                 if token_id >= 0:
-                    sequence.advance(1)
+                    sequence.num_cached += 1
                 if sequence.is_finished:
-                    self._runner.stop_early(True)  # another sequence may have the slot
+                    self.runner.stop_early(True)  # another sequence may have the slot
         return taken
 
     def _expire(self) -> None:
@@ -190,7 +172,6 @@ class StepLoop:
             if not sequence.is_finished:
                 (sequence.beams or sequence).expire()
             self._end(sequence)
-        self._next_deadline = min((sequence.deadline for sequence in self._timed), default=inf)
 
     def _end(self, sequence: Sequence) -> None:
         self._timed.discard(sequence)
@@ -202,7 +183,7 @@ class StepLoop:
     def _write_prefix(self, sequence: Sequence) -> None:
         prompt = sequence.soft_prompt.prompt
         if prompt.kind == "prefix":
-            self._runner.write_positions(sequence.slot, 0, prompt.keys, prompt.values)
+            self.runner.write_positions(sequence.slot, 0, prompt.keys, prompt.values)
             sequence.reuse(len(prompt))
 
 
