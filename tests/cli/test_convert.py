@@ -380,9 +380,9 @@ def other_vocabulary(file: Path) -> None:
 
 DAMAGE = {
     "empty": (lambda file: cut(file, 0), "is empty"),
-    "cut in the header": (lambda file: cut(file, 100), "not a whole safetensors file"),
-    "cut in the data": (lambda file: cut(file, file.stat().st_size - 1), "not a whole safetensors file"),
-    "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "not a whole safetensors file"),
+    "cut in the header": (lambda file: cut(file, 100), "a damaged safetensors file"),
+    "cut in the data": (lambda file: cut(file, file.stat().st_size - 1), "a damaged safetensors file"),
+    "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "a damaged safetensors file"),
     "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
     "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
     "another version": (set_metadata(version="1"), "version 1 .* reads version 3"),

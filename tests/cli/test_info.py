@@ -81,7 +81,7 @@ def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
     report = info(capsys, folder)
     config, weights = report["refused"]
     assert "selu" in config
-    assert "model.safetensors is not a whole safetensors file" in weights
+    assert "model.safetensors is a damaged safetensors file" in weights
     assert report["config"] is report["tied"] is report["ignored"] is None
     assert report["tensors"] == {}
     assert "model.safetensors" in report["files"]

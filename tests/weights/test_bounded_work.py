@@ -72,7 +72,7 @@ def test_a_pickle_whose_work_is_more_than_its_size(tmp_path, case):
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", PICKLES[case])
         archive.writestr("archive/data/0", b"\0" * 16)
-    assert f"{path} holds a damaged pickle" in outcome("open_checkpoint(folder)", tmp_path)
+    assert f"{path} is a damaged pickle" in outcome("open_checkpoint(folder)", tmp_path)
 
 
 def test_a_safetensors_file_with_huge_dimensions(tmp_path):

@@ -142,7 +142,7 @@ def test_every_flipped_bit_of_a_variable_is_found(tmp_path):
         path.unlink()
         path.write_bytes(damaged)
         checkpoint = open_checkpoint(tmp_path)
-        with pytest.raises(CheckpointError, match=r"model/.* does not have the checksum in the index"):
+        with pytest.raises(CheckpointError, match=r"model/.* does not have its checksum"):
             [checkpoint.tensor(name) for name in checkpoint.stored]
 
 

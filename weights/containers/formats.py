@@ -1,23 +1,13 @@
-"""The tables by which the format of a file or a folder is found, its reader, and weights in shards."""
+"""The tables by which the format of a file or a folder is found, and weights in shards."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from tinygpt.weights.containers import ranks
 from tinygpt.weights.containers.gguf import is_gguf, read_gguf
 from tinygpt.weights.containers.mapped_file import FILES, Container, Peek, StoredTensor
 from tinygpt.weights.containers.onnx import is_onnx, read_onnx
-from tinygpt.weights.containers.ranks import (
-    find_deepspeed,
-    find_ft_folder,
-    find_megatron,
-    find_nemo,
-    is_tar,
-    read_deepspeed,
-    read_ft_folder,
-    read_megatron,
-    read_nemo,
-    read_unpacked_nemo,
-)
 from tinygpt.weights.containers.safetensors import is_safetensors, read_safetensors
 from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
 from tinygpt.weights.containers.torch import is_torch, read_torch, read_training_checkpoint
@@ -26,20 +16,19 @@ from tinygpt.weights.files import read_json_object
 
 MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundred
 NAME_MAX = 255  # bytes of a file's name
-INDEX = ".index.json"  # after the name of the whole file
+INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor
 Reader = Callable[[Path], Container]
 
-
-# Hugging Face's file of each format, a test of its content, and its reader. In shards, the weights lie in files of any
-# names, and an index `FILE.index.json` names the shard of each tensor.
-CONTAINERS: dict[str, tuple[Callable[[Peek], bool], Reader]] = dict(
-    zip(FILES, ((is_safetensors, read_safetensors), (is_torch, read_torch)), strict=True)
-)
+# Hugging Face's file of each format, a test of its content, and its reader.
+CONTAINERS: dict[str, tuple[Callable[[Peek], bool], Reader]] = {
+    FILES[0]: (is_safetensors, read_safetensors),
+    FILES[1]: (is_torch, read_torch),
+}
 # Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
     (is_tf_index, read_tf_bundle),
-    (is_tar, read_nemo),
+    (ranks.is_tar, ranks.read_nemo),
     (is_torch, read_training_checkpoint),
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
@@ -47,14 +36,13 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
 # Files that belong together: what finds the first one, or the folder itself, and the reader.
 FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
-    (find_deepspeed, read_deepspeed),
-    (find_megatron, read_megatron),
-    (find_nemo, read_unpacked_nemo),
-    (find_ft_folder, read_ft_folder),
+    (ranks.find_deepspeed, ranks.read_deepspeed),
+    (ranks.find_megatron, ranks.read_megatron),
+    (ranks.find_nemo, ranks.read_unpacked_nemo),
+    (ranks.find_ft_folder, ranks.read_ft_folder),
 )
 PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
-# Names that a folder may also hold next to its weights.
-LAST_PATTERNS = ("*.ckpt", "*.npz")
+LAST_PATTERNS = ("*.ckpt", "*.npz")  # names that a folder may also hold next to its weights
 
 
 def read_weights(path: Path) -> Container:
@@ -77,12 +65,13 @@ def read_weights(path: Path) -> Container:
 def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     """Return the file that a folder's weights are read from, and its reader. Raise CheckpointError for several."""
     for name, (is_as_named, read) in CONTAINERS.items():
-        if (folder / name).exists():
-            peek = Peek.into(folder / name)
+        file, index = folder / name, folder / (name + INDEX)
+        if file.exists():
+            peek = Peek.into(file)
             others = (read for is_format, read in FORMATS if is_format(peek))
-            return folder / name, read if is_as_named(peek) else next(others, read)
-        if (folder / (name + INDEX)).exists():
-            return folder / (name + INDEX), lambda index, read=read: read_shards(index, read)
+            return file, read if is_as_named(peek) else next(others, read)
+        if index.exists():
+            return index, partial(read_shards, read=read)
     for find, read in FOLDERS:
         if found := find(folder):
             return found, read

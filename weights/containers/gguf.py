@@ -14,15 +14,14 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.containers.mapped_file import (
-    ITEMSIZE,
     MAX_SIZE,
     Container,
     MappedFile,
-    MappedTensor,
     Peek,
     StoredTensor,
+    check_places,
     contiguous_strides,
-    do_overlap,
+    parsing,
 )
 from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 from tinygpt.weights.tensor import shortest
@@ -40,21 +39,13 @@ Q8_0, Q8_0_VALUES = 8, 32  # ggml's number of the type, and the values of a bloc
 
 
 @dataclass(frozen=True, slots=True)
-class BlockTensor:
-    """A StoredTensor in one of ggml's block formats: a row's blocks of `block_bytes` lie end to end."""
+class BlockTensor(StoredTensor):
+    """A tensor in ggml's block format of the number `kind`: a row's blocks of `block_bytes` lie end to end."""
 
-    file: MappedFile
-    kind: int  # ggml's number of the format
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    kind: int
     block_values: int
     block_bytes: int
-    is_floating = True
-
-    @property
-    def path(self) -> Path:
-        return self.file.path
+    is_floating = property(lambda self: True)
 
     @property
     def nbytes(self) -> int:
@@ -69,15 +60,13 @@ class BlockTensor:
         return values
 
     def release(self) -> None:
-        MappedTensor(self.file, "float32", (self.nbytes // 4,), (1,), self.offset).release()
+        self.file.release(self.offset, self.offset + self.nbytes)
 
 
 def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
     """Return the values (N, values of a block) float32 of blocks (N, bytes) uint8 of ggml's format `kind`."""
     if kind == Q8_0:  # common enough to need no package
-        values = blocks[:, 2:].view(np.int8).astype(np.float32)
-        values *= blocks[:, :2].copy().view(np.float16)
-        return values
+        return blocks[:, 2:].view(np.int8) * blocks[:, :2].copy().view(np.float16).astype(np.float32)
     from gguf import GGMLQuantizationType, quants
 
     return quants.dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType(kind))
@@ -108,23 +97,22 @@ def is_gguf(peek: Peek) -> bool:
 
 def read_gguf(path: Path) -> Container:
     """Return the tensors of a GGUF file; metadata are the file's keys. Raise CheckpointError if it is damaged."""
-    file = MappedFile(path)
-    try:
-        return _Reader(file).container()
-    except CheckpointError:
-        raise
-    except (struct.error, ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} is a damaged GGUF file ({error}): download it again.") from error
+    with parsing(path, "GGUF file"):
+        return _Reader(MappedFile(path)).container()
 
 
 class _Reader:
     """A single pass over a file, which never reads beyond the bytes that are left."""
 
     def __init__(self, file: MappedFile):
-        self.file, self.place = file, 0
+        self.file, self.place = file, len(MAGIC)
 
     def container(self) -> Container:
-        self._check_version()
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            self._refuse("a big-endian file: convert it to a little-endian one")
+        if version not in VERSIONS:
+            self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         self._need(num_keys, 13)  # the least that a key and its value take: lengths, a type and a byte
         metadata = dict(self._named(num_keys, lambda: self._value(self._number("I"))))
@@ -132,19 +120,14 @@ class _Reader:
             self._refuse(f"one of {shown(metadata['split.count'])} parts: join them with `llama-gguf-split --merge`")
         self._need(num_tensors, 24)
         places = dict(self._named(num_tensors, self._place_of_tensor))
-        start = self._start_of_data(metadata.get("general.alignment", ALIGNMENT))
-        lying = {name: self._tensor(name, start, *place) for name, place in places.items()}
-        self._check_places([data for _, data in lying.values()])
-        tensors = {name: tensor for name, (tensor, _) in lying.items()}
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+            raise ValueError(f"an alignment of {shown(alignment)}")
+        start = -(-self.place // alignment) * alignment
+        tensors = {name: self._tensor(name, start, *place) for name, place in places.items()}
+        lying = [range(t.offset, t.offset + t.nbytes) for t in tensors.values() if t.is_floating]
+        check_places(lying, len(self.file))
         return Container("GGUF", tensors, metadata)
-
-    def _check_version(self) -> None:
-        self._take(len(MAGIC))
-        version = self._number("I")
-        if version & 0xFFFF == 0:
-            self._refuse("a big-endian file: convert it to a little-endian one")
-        if version not in VERSIONS:
-            self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
 
     def _named(self, count: int, read: Callable[[], Any]) -> Any:
         names = set()
@@ -184,32 +167,14 @@ class _Reader:
             raise ValueError("a tensor of an impossible shape")
         return shape, self._number("I"), self._number("Q")
 
-    def _start_of_data(self, alignment: Any) -> int:
-        if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise ValueError(f"an alignment of {shown(alignment)}")
-        return -(-self.place // alignment) * alignment
-
-    def _tensor(
-        self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int
-    ) -> tuple[StoredTensor, range]:
-        count, begin = math.prod(shape), start + offset
-        if kind in PLAIN:
-            tensor = MappedTensor(self.file, PLAIN[kind], shape, contiguous_strides(shape), begin)
-            return tensor, range(begin, begin + count * ITEMSIZE[PLAIN[kind]])
-        if (known := block_format(kind)) is None:
-            return MappedTensor(self.file, f"ggml type {kind}", shape, contiguous_strides(shape), begin), range(0)
+    def _tensor(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
+        strides, begin = contiguous_strides(shape), start + offset
+        if kind in PLAIN or (known := block_format(kind)) is None:
+            return StoredTensor(self.file, PLAIN.get(kind, f"ggml type {kind}"), shape, strides, begin)
         dtype, values, size = known
         if not shape or shape[-1] % values:
             raise ValueError(f"{shown(name)}, whose rows of {shape[-1:]} are no whole blocks of {values}")
-        tensor = BlockTensor(self.file, kind, dtype, shape, begin, values, size)
-        return tensor, range(begin, begin + count // values * size)
-
-    def _check_places(self, lying: list[range]) -> None:
-        for data in lying:
-            if data.stop > len(self.file):
-                raise ValueError(f"a tensor reaches to byte {data.stop} of {len(self.file)}")
-        if do_overlap(lying):
-            raise ValueError("tensors are laid over one another")
+        return BlockTensor(self.file, dtype, shape, strides, begin, kind, values, size)
 
     def _string(self) -> str:
         return str(self._take(self._number("Q")), "utf-8")

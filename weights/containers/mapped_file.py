@@ -4,19 +4,21 @@ import math
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.errors import CheckpointError, LostFileError
+from tinygpt.weights.errors import MAX_SHOWN, CheckpointError, LostFileError
 from tinygpt.weights.files import in_a_thread, open_regular
-from tinygpt.weights.tensor import Tensor
 
 # Hugging Face's file of each format, in transformers' order of search.
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -32,40 +34,17 @@ AHEAD, AHEAD_BYTES = 4, 2**25
 PEEK_HEAD, PEEK_TAIL = 512, 48  # bytes
 
 
-class StoredTensor(Tensor, Protocol):
-    """A tensor in a file; `float32` decodes its elements."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def dtype(self) -> str:
-        """NumPy's name or "bfloat16" if it can be read, else the format's."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def is_floating(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class Container:
-    """The content of a file, or of files that belong together. format: its name in messages.
-
-    archive_members: NeMo's other files. rank_metadata: of each rank's file. graph: ONNX's.
-    """
-
-    format: str
-    tensors: Mapping[str, StoredTensor]
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    archive_members: Mapping[str, Any] = field(default_factory=dict)
-    rank_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    graph: Any = None
+@contextmanager
+def parsing(path: Path, kind: str, *damage: type[Exception]) -> Iterator[None]:
+    """Turn errors of reading and parsing a file into CheckpointErrors that name it. damage: a library's own errors."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, OverflowError, struct.error, *damage) as error:
+        raise CheckpointError(f"{path} is a damaged {kind} ({str(error)[:MAX_SHOWN]}): download it again.") from error
 
 
 @dataclass(frozen=True)
@@ -78,14 +57,11 @@ class Peek:
 
     @classmethod
     def into(cls, path: Path) -> "Peek":
-        try:
-            with open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                head = file.read(PEEK_HEAD)
-                file.seek(max(size - PEEK_TAIL, 0))
-                return cls(head, file.read(PEEK_TAIL), size)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        with parsing(path, "file"), open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            head = file.read(PEEK_HEAD)
+            file.seek(max(size - PEEK_TAIL, 0))
+            return cls(head, file.read(PEEK_TAIL), size)
 
 
 class MappedFile:
@@ -99,15 +75,12 @@ class MappedFile:
         self.path = path
         first = part.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY if part else 0
         self.begin = part.start - first if part else 0
-        try:
-            with open_regular(path) as file:
-                if not os.fstat(file.fileno()).st_size or part == range(0):
-                    raise CheckpointError(f"{path} is empty: download it again.")
-                # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
-                size = part.stop - first if part else 0
-                self.data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        with parsing(path, "file"), open_regular(path) as file:
+            if not os.fstat(file.fileno()).st_size or part == range(0):
+                raise CheckpointError(f"{path} is empty: download it again.")
+            # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
+            size = part.stop - first if part else 0
+            self.data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
         if self.data[:24] == b"version https://git-lfs.":
             raise CheckpointError(
                 f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
@@ -117,10 +90,12 @@ class MappedFile:
     def __len__(self) -> int:
         return len(self.data)
 
-    def release(self) -> None:
-        """Let all pages leave memory: systems read megabytes for a few touched bytes."""
-        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-            self.data.madvise(mmap.MADV_DONTNEED)
+    def release(self, start: int = 0, stop: int | None = None) -> None:
+        """Let all pages within some bytes leave memory: systems read megabytes for a few touched bytes."""
+        start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = len(self) if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self.data.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def check_whole(self) -> None:
         """Raise LostFileError if the file was cut: touching lost pages would end the process."""
@@ -132,14 +107,18 @@ class MappedFile:
 
 
 @dataclass(frozen=True, slots=True)
-class MappedTensor:
-    """A StoredTensor that lies in a file as an array: `strides` in elements, `offset` in bytes from its start."""
+class StoredTensor:
+    """A tensor that lies in a file as an array: `strides` in elements, `offset` in bytes from the file's start.
+
+    dtype: NumPy's name or "bfloat16" if it can be read, else the format's. verify: raises CheckpointError for damage.
+    """
 
     file: MappedFile
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    verify: Callable[[], None] | None = field(default=None, compare=False, kw_only=True)
 
     @property
     def path(self) -> Path:
@@ -160,6 +139,8 @@ class MappedTensor:
         return np.ndarray(self.shape, dtype, self.file.data, self.offset, strides)
 
     def float32(self) -> np.ndarray:
+        if self.verify:
+            self.verify()
         array = self.array(STORED_AS[self.dtype])
         if self.dtype != "bfloat16":
             return np.require(array, np.float32, "A")
@@ -169,36 +150,46 @@ class MappedTensor:
 
     def release(self) -> None:
         """Let the pages that hold only this tensor leave memory."""
-        if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
-            return
-        extent = element_extent(self.shape, self.strides) * np.dtype(STORED_AS[self.dtype]).itemsize
-        start = -(-self.offset // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (self.offset + extent) // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop > start:
-            self.file.data.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        extent = element_extent(self.shape, self.strides) * ITEMSIZE.get(self.dtype, 1)
+        self.file.release(self.offset, self.offset + extent)
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedTensor(MappedTensor):
-    """A MappedTensor whose bytes are verified whenever it is read."""
+@dataclass(frozen=True)
+class Container:
+    """The content of a file, or of files that belong together. format: its name in messages.
 
-    verify: Callable[[], None] = field(compare=False)
+    archive_members: NeMo's other files. rank_metadata: of each rank's file. graph: ONNX's.
+    """
 
-    def float32(self) -> np.ndarray:
+    format: str
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    archive_members: Mapping[str, Any] = field(default_factory=dict)
+    rank_metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    graph: Any = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a file, and their checksum if it is known: an archive's entry or a variable."""
+
+    file: MappedFile
+    name: str
+    data: range
+    checksum: int | None = None
+    checksum_of: Callable[[Any], int] = zlib.crc32
+
+    def read(self) -> bytes:
         self.verify()
-        return MappedTensor.float32(self)
+        return self.file.data[self.data.start : self.data.stop]
 
-
-class Part(Protocol):
-    """Bytes of a file with a checksum: an archive's entry or a variable."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def data(self) -> range: ...
-
-    def verify(self) -> None: ...
+    def verify(self) -> None:
+        """Raise CheckpointError unless the bytes have the checksum."""
+        data = np.asarray(memoryview(self.file.data)[self.data.start : self.data.stop])
+        if self.checksum is not None and self.checksum_of(data) != self.checksum:
+            raise CheckpointError(
+                f"{self.file.path} is damaged, its part {self.name!r} does not have its checksum: download it again."
+            )
 
 
 class ReadAhead:
@@ -220,18 +211,20 @@ class ReadAhead:
         self._results[index].result()
 
 
+def check_places(places: Iterable[range], size: int) -> None:
+    """Raise ValueError if a part reaches outside the file's bytes, or parts are laid over one another."""
+    end = 0
+    for data in sorted(places, key=lambda data: data.start):
+        if data.start < 0 or data.stop > size:
+            raise ValueError(f"a part reaches to byte {data.stop} of {size}")
+        if data and data.start < end:
+            raise ValueError("parts are laid over one another")
+        end = max(end, data.stop)
+
+
 def is_possible_shape(shape: Iterable[Any]) -> bool:
     sizes = tuple(shape)
     return len(sizes) <= MAX_DIMENSIONS and all(type(size) is int and 0 <= size <= MAX_SIZE for size in sizes)
-
-
-def do_overlap(places: Iterable[range]) -> bool:
-    end = 0
-    for data in sorted(filter(None, places), key=lambda data: data.start):
-        if data.start < end:
-            return True
-        end = data.stop
-    return False
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ The package `onnx` parses the graph. Weights in other files are mapped from ther
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -14,15 +15,16 @@ from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     Container,
     MappedFile,
-    MappedTensor,
     Peek,
     StoredTensor,
     contiguous_strides,
     is_possible_shape,
+    parsing,
 )
 from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 
 DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # of ONNX's numbers, the readable ones
+EXTERNAL = 1  # a tensor's data_location, if it lies in another file
 MAX_SHARING = 100  # of a file's bytes, by all tensors in it: several may be one
 PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}  # operations whose second input may be a matrix of weights
 DOMAINS = {"", "ai.onnx", "com.microsoft"}  # of operations; a function's domain is another
@@ -48,28 +50,18 @@ class Graph:
     inputs: dict[str, tuple] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class InlineTensor:
-    """A StoredTensor in the graph itself: `proto` is onnx's TensorProto."""
+@dataclass(frozen=True, slots=True)
+class InlineTensor(StoredTensor):
+    """A tensor in the graph itself: `proto` is onnx's TensorProto."""
 
-    path: Path
-    dtype: str
-    shape: tuple[int, ...]
+    name: str
     proto: Any = field(compare=False)
-    name: str = ""
-    is_floating = True
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
     def float32(self) -> np.ndarray:
         from onnx import numpy_helper
 
-        try:
+        with parsing(self.path, f"ONNX file at {shown(self.name)}"):
             return np.asarray(numpy_helper.to_array(self.proto)).astype(np.float32).reshape(self.shape)
-        except ValueError as error:
-            raise CheckpointError(f"{self.path} is damaged at {shown(self.name)}: export it again.") from error
 
     def release(self) -> None:
         """Keep the graph, which is in memory as a whole."""
@@ -92,29 +84,25 @@ def read_onnx(path: Path) -> Container:
     except ImportError as error:
         raise CheckpointError(f"{path} is an ONNX file, which needs onnx: {how_to_install('onnx')}.") from error
     file = MappedFile(path)
-    try:
+    with parsing(path, "ONNX file", Exception):  # protobuf's own class of errors differs with its implementation
         model = onnx.load_model_from_string(file.data[:])
-    # protobuf's own class of errors differs with its implementation.
-    except Exception as error:
-        raise CheckpointError(f"{path} is a damaged ONNX file ({error}): export it again.") from error
     file.release()
     reader = _Reader(file)
-    try:
+    with parsing(path, "ONNX file"):
         _check_strings(model)
         reader.read_graph(model.graph)
-        reader.check_total()
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path} is a damaged ONNX file ({error}): export it again.") from error
-    if not reader.graph.tensors:
+        for other in reader.files.values():
+            if (claimed := reader.claimed[other]) > MAX_SHARING * len(other):
+                raise ValueError(f"its tensors claim {claimed} bytes of {len(other)}")
+    graph = reader.graph
+    if not graph.tensors:
         raise CheckpointError(f"{path} holds no weights: give another file.")
     # Exporters merge equal tensors: the others are outputs of an Identity of the one that is kept.
-    for node in reader.graph.nodes:
-        if node.kind == "Identity" and node.inputs and node.inputs[0] in reader.graph.tensors:
+    for node in graph.nodes:
+        if node.kind == "Identity" and node.inputs and node.inputs[0] in graph.tensors:
             for name in node.outputs:
-                reader.graph.tensors.setdefault(name, reader.graph.tensors[node.inputs[0]])
-    return Container("ONNX", reader.graph.tensors, graph=reader.graph)
+                graph.tensors.setdefault(name, graph.tensors[node.inputs[0]])
+    return Container("ONNX", graph.tensors, graph=graph)
 
 
 def _check_strings(message: Any) -> None:
@@ -130,17 +118,12 @@ def _check_strings(message: Any) -> None:
 
 
 class _Reader:
-    """Collects a graph's tensors and nodes, and counts the bytes that tensors claim of each file."""
+    """Collects a graph's tensors and nodes, and counts the bytes that tensors claim of each file beside it."""
 
     def __init__(self, file: MappedFile):
         self.file, self.graph = file, Graph()
         self.files: dict[str, MappedFile] = {}
-        self.claimed: dict[Path, int] = {}
-
-    def check_total(self) -> None:
-        for file in (self.file, *self.files.values()):
-            if (claimed := self.claimed.get(file.path, 0)) > MAX_SHARING * len(file):
-                raise ValueError(f"its tensors claim {claimed} bytes of {len(file)}")
+        self.claimed: Counter[MappedFile] = Counter()
 
     def read_graph(self, graph: Any) -> None:
         for tensor in graph.initializer:
@@ -174,17 +157,18 @@ class _Reader:
         shape, dtype = tuple(proto.dims), DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")
         if not is_possible_shape(shape):
             raise ValueError(f"an impossible shape of {shown(proto.name)}")
+        strides = contiguous_strides(shape)
         if dtype not in ITEMSIZE:
-            return MappedTensor(self.file, dtype, shape, contiguous_strides(shape), 0)  # never read
+            return StoredTensor(self.file, dtype, shape, strides, 0)  # never read
         size = math.prod(shape) * ITEMSIZE[dtype]
-        if proto.data_location == 1:  # EXTERNAL
+        if proto.data_location == EXTERNAL:
             external = {entry.key: entry.value for entry in proto.external_data}
             file, begin, there = self._external(proto.name, external, size)
-            self.claimed[file.path] = self.claimed.get(file.path, 0) + size
-            tensor = MappedTensor(file, dtype, shape, contiguous_strides(shape), begin)
+            self.claimed[file] += size
+            tensor = StoredTensor(file, dtype, shape, strides, begin)
         else:
             there = _inline_size(proto, dtype)
-            tensor = InlineTensor(self.file.path, dtype, shape, proto, proto.name)
+            tensor = InlineTensor(self.file, dtype, shape, strides, 0, proto.name, proto)
         if there != size:
             raise ValueError(f"{shown(proto.name)} of shape {shape} has {there} bytes and needs {size}")
         return tensor

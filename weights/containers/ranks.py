@@ -5,15 +5,14 @@ does the metadata, by rank. A file alone has the rank "".
 """
 
 import configparser
-import os
 import re
 import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
-from tinygpt.weights.containers.mapped_file import Container, MappedFile, MappedTensor, Peek
+from tinygpt.weights.containers.mapped_file import Container, MappedFile, Peek, StoredTensor, parsing
 from tinygpt.weights.containers.torch import read_training_checkpoint
 from tinygpt.weights.errors import CheckpointError, shown
 from tinygpt.weights.files import open_regular, read_regular_text
@@ -21,7 +20,8 @@ from tinygpt.weights.files import open_regular, read_regular_text
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
 MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text
-TRACKER = "latest_checkpointed_iteration.txt"
+# Files that name the folder of the latest iteration.
+MEGATRON_TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
 # DeepSpeed: what all experts share, in a folder for each rank or next to one another, and the experts' own files.
 SHARED_FILE = "model_states.pt"
@@ -42,16 +42,14 @@ class Member:
 
     def text(self) -> str:
         """Return the text. Raise CheckpointError if it is too long or not UTF-8."""
-        try:
+        with parsing(self.path, "text"):
             if self.part is None:
                 return read_regular_text(self.path)
             if len(self.part) > MAX_TEXT:
-                raise CheckpointError(f"{self.path} has a text of {len(self.part)} bytes, which is none.")
+                raise ValueError(f"{len(self.part)} bytes")
             with open_regular(self.path) as file:
                 file.seek(self.part.start)
                 return file.read(len(self.part)).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{self.path} has a text that cannot be read: {error}.") from error
 
 
 def rank_folders(folder: Path) -> list[Path]:
@@ -71,17 +69,24 @@ def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member
     return Container(name, tensors, archive_members=others, rank_metadata=by_rank)
 
 
+def latest(folder: Path, tracker: str) -> Path:
+    """Return the folder beside it that the file `tracker` names, or the folder itself if there is no such file."""
+    if not (folder / tracker).is_file():
+        return folder
+    name = Member(folder / tracker).text().strip()
+    if tracker == MEGATRON_TRACKER and name.isdecimal() and len(name) < 10:
+        name = f"iter_{int(name):07}"
+    if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
+        raise CheckpointError(f"{folder / tracker} names no folder beside it: give the folder of an iteration.")
+    return folder / name
+
+
 # Megatron-LM
 
 
 def find_megatron(folder: Path) -> Path | None:
     """Return the folder with the ranks of the latest iteration, if the folder holds any."""
-    if (folder / TRACKER).is_file():
-        iteration = Member(folder / TRACKER).text().strip()
-        name = f"iter_{int(iteration):07}" if iteration.isdecimal() and len(iteration) < 10 else iteration
-        if (name != "release" and not name.startswith("iter_")) or not (folder / name).is_dir():
-            raise CheckpointError(f"{folder / TRACKER} names no folder beside it: give the folder of an iteration.")
-        folder = folder / name
+    folder = latest(folder, MEGATRON_TRACKER)
     return folder if any(file.is_file() for file in _megatron_files(folder).values()) else None
 
 
@@ -102,11 +107,7 @@ def _megatron_files(folder: Path) -> dict[str, Path]:
 
 def find_deepspeed(folder: Path) -> Path | None:
     """Return the folder, or the latest of its folders, if DeepSpeed wrote a model with experts there."""
-    if (folder / "latest").is_file():
-        name = Member(folder / "latest").text().strip()
-        if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
-            raise CheckpointError(f"{folder / 'latest'} names no folder beside it: give the folder of a step.")
-        folder = folder / name
+    folder = latest(folder, DEEPSPEED_TRACKER)
     return folder if _deepspeed_files(folder) else None
 
 
@@ -143,17 +144,6 @@ def _deepspeed_files(folder: Path) -> dict[str, Path]:
 # NeMo
 
 
-class _Bounded:
-    """A file for tarfile, which otherwise reads as many bytes as a header claims."""
-
-    def __init__(self, file: BinaryIO):
-        self._file, self._size = file, os.fstat(file.fileno()).st_size
-        self.seek, self.tell = file.seek, file.tell
-
-    def read(self, count: int) -> bytes:
-        return self._file.read(min(count, self._size))
-
-
 def is_tar(peek: Peek) -> bool:
     return peek.head[257:262] == b"ustar"
 
@@ -161,20 +151,14 @@ def is_tar(peek: Peek) -> bool:
 def read_nemo(path: Path) -> Container:
     """Return a .nemo archive's tensors, read in place. Raise CheckpointError if it is damaged or another archive."""
     members: dict[str, Member] = {}
-    try:
-        with open_regular(path) as source, tarfile.open(fileobj=cast(Any, _Bounded(source)), mode="r:") as archive:
-            for count, info in enumerate(archive):
-                name = info.name.removeprefix("./")
-                if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):
-                    raise CheckpointError(
-                        f"{path} has a member {info.name!r} that is a link, or a second one: refused."
-                    )
-                if info.isreg() and not info.issparse():
-                    members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
-    except CheckpointError:
-        raise
-    except (tarfile.TarError, OSError, ValueError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{path} is a damaged archive ({error}): download it again.") from error
+    source = cast(Any, MappedFile(path).data)  # a file would be asked for as many bytes as a header claims
+    with parsing(path, "archive", tarfile.TarError, RecursionError), tarfile.open(fileobj=source, mode="r:") as archive:
+        for count, info in enumerate(archive):
+            name = info.name.removeprefix("./")
+            if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):
+                raise CheckpointError(f"{path} has a member {info.name!r} that is a link, or a second one: refused.")
+            if info.isreg() and not info.issparse():
+                members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
     return _nemo(path, members)
 
 
@@ -219,10 +203,8 @@ def find_ft_folder(folder: Path) -> Path | None:
 def read_ft_folder(folder: Path) -> Container:
     """Return tensors of one dimension and, as metadata, the sections of config.ini. Raise CheckpointError."""
     parser = configparser.RawConfigParser()
-    try:
+    with parsing(folder / FT_CONFIG, "configuration", configparser.Error):
         parser.read_string(read_regular_text(folder / FT_CONFIG))
-    except (configparser.Error, OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / FT_CONFIG} cannot be read ({str(error)[:200]}): copy it again.") from error
     sections = {name: dict(parser[name]) for name in parser.sections()}
     given = next(
         (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section), "fp32"
@@ -237,8 +219,8 @@ def read_ft_folder(folder: Path) -> Container:
     return Container(FT_FOLDER, {file.stem: _ft_tensor(file, *FT_DTYPES[given]) for file in files}, sections)
 
 
-def _ft_tensor(path: Path, dtype: str, itemsize: int) -> MappedTensor:
+def _ft_tensor(path: Path, dtype: str, itemsize: int) -> StoredTensor:
     file = MappedFile(path)
     if len(file) % itemsize:
         raise CheckpointError(f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again.")
-    return MappedTensor(file, dtype, (len(file) // itemsize,), (1,), 0)
+    return StoredTensor(file, dtype, (len(file) // itemsize,), (1,), 0)

@@ -21,10 +21,11 @@ from safetensors import SafetensorError, safe_open
 from tinygpt.weights.containers.mapped_file import (
     Container,
     MappedFile,
-    MappedTensor,
     Peek,
+    StoredTensor,
     contiguous_strides,
     is_possible_shape,
+    parsing,
 )
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import sync
@@ -58,46 +59,36 @@ def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Tensor(MappedTensor):
+class Float8Tensor(StoredTensor):
     """A tensor of float8 with its scales."""
 
-    scales: MappedTensor
+    scales: StoredTensor
+    is_floating = property(lambda self: True)
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) + self.scales.nbytes
 
-    @property
-    def is_floating(self) -> bool:
-        return True
-
     def float32(self) -> np.ndarray:
         return VALUES[self.array("u1")] * self.scales.float32()
 
-    def release(self) -> None:
-        self.scales.release()
 
-
-def with_scales(path: Path, tensors: Mapping[str, MappedTensor]) -> dict[str, MappedTensor]:
+def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
-    joined: dict[str, MappedTensor] = {
-        name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}
-    }
+    joined = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}}
     for name in scaled:
         codes, scales = tensors[name], tensors.get(name + SCALE)
-        if scales is None or scales.dtype != "float32" or not _fits(scales.shape, codes.shape):
+        fits = scales is not None and scales.dtype == "float32" and len(scales.shape) == len(codes.shape)
+        if not fits or not all(n in (1, size) for n, size in zip(scales.shape, codes.shape, strict=True)):
             raise CheckpointError(f"{path} holds {name} as float8 without its scales: convert the checkpoint again.")
         joined[name] = Float8Tensor(codes.file, NAME, codes.shape, codes.strides, codes.offset, scales)
     return joined
 
 
-def _fits(scales: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    return len(scales) == len(shape) and all(one in (1, size) for one, size in zip(scales, shape, strict=True))
-
-
 MAX_HEADER = 100_000_000  # bytes, the library's bound
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+WRITTEN = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, IN_FILES: 1}  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -106,7 +97,6 @@ class Entry:
 
     dtype: str
     shape: tuple[int, ...]
-    nbytes: int
     array: Callable[[], np.ndarray]
 
 
@@ -121,27 +111,22 @@ def read_safetensors(path: Path) -> Container:
     has no bfloat16 for NumPy.
     """
     file = MappedFile(path)
-    try:
-        with safe_open(path, framework="numpy"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole safetensors file ({error}): download it again.") from error
+    with parsing(path, "safetensors file", SafetensorError), safe_open(path, framework="numpy"):
+        pass
     (header_size,) = struct.unpack_from("<Q", file.data)
     start = 8 + header_size
     header = json.loads(file.data[8:start])
     metadata = header.pop("__metadata__", None) or {}
-    tensors = {name: _tensor(file, start, entry) for name, entry in header.items()}
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        if not is_possible_shape(shape):  # the library allows any sizes if one is 0
+            raise CheckpointError(f"{path} holds a tensor of an impossible shape: download it again.")
+        offset = start + entry["data_offsets"][0]
+        tensors[name] = StoredTensor(file, DTYPES.get(dtype, dtype), shape, contiguous_strides(shape), offset)
     file.release()
     tensors = with_scales(path, tensors) if metadata.get("format") == FORMAT else tensors
     return Container("safetensors", tensors, metadata)
-
-
-def _tensor(file: MappedFile, start: int, entry: dict[str, Any]) -> MappedTensor:
-    shape = tuple(entry["shape"])
-    if not is_possible_shape(shape):  # the library allows any sizes if one is 0
-        raise CheckpointError(f"{file.path} holds a tensor of an impossible shape: download it again.")
-    dtype: str = DTYPES.get(entry["dtype"]) or entry["dtype"]
-    return MappedTensor(file, dtype, shape, contiguous_strides(shape), start + entry["data_offsets"][0])
 
 
 def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], boundary: int = 8) -> None:
@@ -149,7 +134,7 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[st
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, entry in entries.items():
-        offsets = [start, start := start + entry.nbytes]
+        offsets = [start, start := start + WRITTEN[entry.dtype] * math.prod(entry.shape)]
         header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
     text += b" " * (-(8 + len(text)) % boundary)  # the format allows spaces after the JSON, and no gaps in the data

@@ -8,23 +8,22 @@ the table's are verified when it is read, a variable's at its first read.
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tinygpt.weights.containers.mapped_file import (
     ITEMSIZE,
     Container,
     MappedFile,
+    Part,
     Peek,
     ReadAhead,
-    VerifiedTensor,
+    StoredTensor,
+    check_places,
     contiguous_strides,
-    do_overlap,
     is_possible_shape,
+    parsing,
 )
 from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 from tinygpt.weights.files import read_regular_text
@@ -43,27 +42,6 @@ MAX_KEYS = 20  # times the table's bytes, by all keys
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
 
-@dataclass(frozen=True)
-class Variable:
-    """A variable's dtype, shape and place by the index; a Part of ReadAhead."""
-
-    file: MappedFile
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: range
-    checksum: int
-    crc32c: Callable[[Any], int]
-
-    def verify(self) -> None:
-        data = np.frombuffer(self.file.data, np.uint8, len(self.data), self.data.start)
-        if self.crc32c(data) != self.checksum:
-            raise CheckpointError(
-                f"{self.file.path} is damaged, its variable {self.name} does not have the checksum in the index: "
-                "download it again."
-            )
-
-
 def is_tf_index(peek: Peek) -> bool:
     return peek.tail.endswith(MAGIC)
 
@@ -72,10 +50,8 @@ def find_tf_index(folder: Path) -> Path | None:
     """Return the index of the latest checkpoint, if TensorFlow's file `checkpoint` names one."""
     if not (folder / "checkpoint").is_file():
         return None
-    try:
+    with parsing(folder / "checkpoint", "text"):
         found = LATEST.search(read_regular_text(folder / "checkpoint"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{folder / 'checkpoint'} cannot be read: {error}.") from error
     index = folder / f"{found[1]}{INDEX}" if found else folder
     return index if index.is_file() else None
 
@@ -94,33 +70,23 @@ def read_tf_bundle(path: Path) -> Container:
         checksum = google_crc32c.value(data)
         return ((checksum >> 15 | checksum << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
 
-    try:
+    with parsing(path, "index of TensorFlow's"):
         variables = _read_index(path, crc32c)
-    except CheckpointError:
-        raise
-    except (ValueError, OverflowError) as error:
-        raise CheckpointError(f"{path} is a damaged index of TensorFlow's: {error}. Download it again.") from error
-    ahead: dict[Path, ReadAhead] = {}
-    for file in {variable.file for variable in variables}:
-        inside = [variable for variable in variables if variable.file is file]
-        for variable in inside:
-            if variable.data.stop > len(file):
-                raise CheckpointError(
-                    f"{file.path} has {len(file)} bytes, and its variable {shown(variable.name)} reaches to byte "
-                    f"{variable.data.stop}: download it again."
-                )
-        if do_overlap(variable.data for variable in inside):
-            raise CheckpointError(f"{file.path} has variables that are laid over one another: download it again.")
-        ahead[file.path] = ReadAhead(inside)
-    return Container("TensorFlow bundle", {v.name: _tensor(v, ahead[v.file.path]) for v in variables})
+    ahead = ReadAhead(part for part, _, _ in variables)
+    places: dict[MappedFile, list[range]] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for part, dtype, shape in variables:
+        places.setdefault(part.file, []).append(part.data)
+        strides, verify = contiguous_strides(shape), partial(ahead.verify, part)
+        tensors[part.name] = StoredTensor(part.file, dtype, shape, strides, part.data.start, verify=verify)
+    for file, inside in places.items():
+        with parsing(file.path, "data file of TensorFlow's"):
+            check_places(inside, len(file))
+    return Container("TensorFlow bundle", tensors)
 
 
-def _tensor(variable: Variable, ahead: ReadAhead) -> VerifiedTensor:
-    strides, verify = contiguous_strides(variable.shape), partial(ahead.verify, variable)
-    return VerifiedTensor(variable.file, variable.dtype, variable.shape, strides, variable.data.start, verify)
-
-
-def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[Variable]:
+def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[tuple[Part, str, tuple[int, ...]]]:
+    """Return each variable's bytes, dtype and shape."""
     records = _read_table(MappedFile(path).data[:], crc32c)
     if b"" not in records:
         raise ValueError("it has no header")
@@ -146,7 +112,8 @@ def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[Variable]:
         dtype, shape = DTYPES.get(kind, f"TensorFlow's type {kind}"), _shape(entry.get(2, b""))
         if kind in DTYPES and math.prod(shape) * ITEMSIZE[dtype] != size:
             raise ValueError(f"a variable of shape {shape} has {size} bytes")
-        variables.append(Variable(files[shard], name, dtype, shape, range(offset, offset + size), checksum, crc32c))
+        part = Part(files[shard], name, range(offset, offset + size), checksum, crc32c)
+        variables.append((part, dtype, shape))
     return variables
 
 

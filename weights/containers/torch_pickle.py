@@ -7,11 +7,12 @@ others are refused, or become Stubs in a training checkpoint. No code of a file 
 import io
 import pickle
 import pickletools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinygpt.weights.containers.mapped_file import is_possible_shape
+from tinygpt.weights.containers.mapped_file import is_possible_shape, parsing
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import open_regular
 
@@ -27,7 +28,7 @@ STORAGE_DTYPES = {
     "IntStorage": "int32",
     "LongStorage": "int64",
 }
-MAX_STUBS = 10_000  # classes
+MAX_STUBS, MAX_NAME = 10_000, 100  # classes, characters of each one's name
 MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
 
 
@@ -74,15 +75,22 @@ class Stub:
     def append(self, item: Any) -> None: ...
 
 
-class StateDict(dict):
-    """An OrderedDict without the attributes that a state dict has (`_metadata`: versions of modules)."""
+class CheckedDict(dict):
+    """A dictionary without attributes (a state dict's `_metadata`: versions of modules) and with names as keys.
+
+    Other keys are left out, or refused if it is strict: to hash nested tuples or colliding ints takes for ever.
+    """
+
+    def __init__(self, is_strict: bool):
+        self.is_strict = is_strict
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if type(key) is str or (type(key) is int and abs(key) < 2**31):
+            super().__setitem__(key, value)
+        elif self.is_strict:
+            raise ValueError("a key of a dictionary that is no string")
 
     def __setstate__(self, state: Any) -> None: ...
-
-
-def is_key(key: Any) -> bool:
-    """Return whether a dictionary may have the key: to hash nested tuples or colliding ints takes for ever."""
-    return type(key) is str or (type(key) is int and abs(key) < 2**31)
 
 
 class TorchUnpickler(pickle._Unpickler):
@@ -99,79 +107,58 @@ class TorchUnpickler(pickle._Unpickler):
         self.storages: dict[str, Storage] = {}
         self._stubs: dict[str, type[Stub]] = {}
         self._unspent = pushed  # instructions; an honest file pushes an element for each item of a dictionary
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = {
-            "collections.OrderedDict": self._ordered_dict,
+        self._allowed = {
+            "collections.OrderedDict": self._checked_dict,
             "torch._utils._rebuild_tensor_v2": self._strided_view,
             "torch._utils._rebuild_parameter": self._parameter,
+            **{f"torch.{storage}": dtype for storage, dtype in STORAGE_DTYPES.items()},
         }
+
+    def find_class(self, module: str, name: str) -> Any:
         full_name = f"{module}.{name}"
-        if full_name in allowed:
-            return allowed[full_name]
-        if module == "torch" and name in STORAGE_DTYPES:
-            return STORAGE_DTYPES[name]
+        if full_name in self._allowed:
+            return self._allowed[full_name]
         if self.has_stubs and len(self._stubs) < MAX_STUBS:
-            return self._stubs.setdefault(full_name, type("Stub", (Stub,), {"name": full_name}))
+            return self._stubs.setdefault(full_name, type("Stub", (Stub,), {"name": full_name[-MAX_NAME:]}))
         raise CheckpointError(
             f"{self.path} asks for {full_name!r}, which no tensor needs and which could run any program: nothing was "
             "run. If you trust the file, convert it to safetensors with the library that wrote it."
         )
 
     def persistent_load(self, record: Any) -> Storage:
-        if type(record) is tuple and len(record) == 6 and record[5] is None:  # the legacy form's view of a storage
-            record = record[:5]
-        if type(record) is not tuple or len(record) != 5 or record[0] != "storage":
-            raise ValueError("a storage in a form that is not known")
-        _, kind, key, _device, size = record
-        dtype = kind if isinstance(kind, str) else getattr(kind, "name", None)
-        if type(dtype) is not str or type(key) is not str or not is_possible_shape([size]):
-            raise ValueError("a storage in a form that is not known")
+        match record:  # None: the legacy form's view of a storage
+            case ("storage", kind, str(key), _, size) | ("storage", kind, str(key), _, size, None):
+                dtype = kind if isinstance(kind, str) else getattr(kind, "name", None)
+                if not isinstance(dtype, str) or not is_possible_shape([size]):
+                    raise ValueError("a storage of an impossible dtype or size")
+            case _:
+                raise ValueError("a storage in a form that is not known")
         storage = Storage(key, dtype, size)
         if self.storages.setdefault(key, storage) != storage:
             raise ValueError("one storage of two dtypes or sizes")
         return storage
 
     def load_build(self) -> None:
-        if not isinstance(self.stack[-2], Stub | StateDict):  # a checked view would take other numbers
+        if not isinstance(self.stack[-2], Stub | CheckedDict):  # a checked view would take other numbers
             raise ValueError("attributes for an object that has none")
         super().load_build()
 
-    def load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        if self._items([key, value]):
-            self.stack[-1][key] = value
-
-    def load_setitems(self) -> None:
-        self.stack[:] = self._items(self.stack)
-        super().load_setitems()
-
     def load_dict(self) -> None:
-        self.stack[:] = self._items(self.stack)
-        super().load_dict()
+        items = self.pop_mark()
+        self.append(self._checked_dict(zip(items[::2], items[1::2], strict=True)))
 
-    def refuse_set(self) -> None:
-        raise ValueError("a set, which no state dict has")
+    dispatch |= {pickle.BUILD[0]: load_build, pickle.DICT[0]: load_dict}
+    dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(self._checked_dict())
 
-    dispatch |= {pickle.BUILD[0]: load_build, pickle.SETITEM[0]: load_setitem, pickle.SETITEMS[0]: load_setitems}
-    dispatch |= {pickle.DICT[0]: load_dict, pickle.EMPTY_SET[0]: refuse_set, pickle.ADDITEMS[0]: refuse_set}
-    dispatch[pickle.FROZENSET[0]] = refuse_set
-
-    def _items(self, items: list) -> list:
-        """Return keys and values in turn, in a training checkpoint without the keys that no state dict has."""
-        if all(map(is_key, items[::2])):
-            return items
-        if not self.has_stubs:
-            raise ValueError("a key of a dictionary that is no string")
-        pairs = zip(items[::2], items[1::2], strict=True)
-        return [part for pair in pairs if is_key(pair[0]) for part in pair]
-
-    def _ordered_dict(self, pairs: Any = ()) -> StateDict:
-        self._unspent -= len(pairs)
-        if self._unspent < 0:
-            raise ValueError("one list that is given to many dictionaries")
-        items = self._items([part for key, value in pairs for part in (key, value)])
-        return StateDict(zip(items[::2], items[1::2], strict=True))
+    def _checked_dict(self, pairs: Iterable[Any] = ()) -> CheckedDict:
+        """Return a dictionary. Raise ValueError for a list of pairs that makes many dictionaries."""
+        found = CheckedDict(is_strict=not self.has_stubs)
+        for key, value in pairs:
+            found[key] = value
+            self._unspent -= 1
+            if self._unspent < 0:
+                raise ValueError("one list that is given to many dictionaries")
+        return found
 
     def _strided_view(self, storage, offset, shape, strides, _requires_grad, _hooks, _metadata=None) -> Any:
         if isinstance(storage, Stub):
@@ -194,30 +181,24 @@ def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, 
     Instructions are checked first: Python allocates what a damaged program claims.
     """
     start = file.tell()
-    try:
+    with parsing(path, "pickle", Exception):  # any instruction may meet an object that it was not made for
         for pushed, (opcode, argument, _) in enumerate(pickletools.genops(file)):
             if pushed >= MAX_INSTRUCTIONS or (
                 opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > MAX_INSTRUCTIONS
             ):
                 raise ValueError(f"more than {MAX_INSTRUCTIONS} instructions")
+            if opcode.name in ("EMPTY_SET", "FROZENSET"):
+                raise ValueError("a set, which no state dict has")
         stop = file.tell()
         file.seek(start)
         unpickler = TorchUnpickler(file.read(stop - start), path, has_stubs, pushed)
         return unpickler.load(), unpickler.storages
-    except CheckpointError:
-        raise
-    # Any instruction may meet an object of a kind that it was not made for.
-    except Exception as error:
-        raise CheckpointError(f"{path} holds a damaged pickle ({error}): download it again.") from error
 
 
 def read_plain_pickle(path: Path) -> Any:
     """Return the one object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            return load_pickle(file, path, has_stubs=False)[0]
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    with parsing(path, "pickle"), open_regular(path) as file:
+        return load_pickle(file, path, has_stubs=False)[0]
 
 
 def fields_of(value: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ embedding; biases, norms and positions stay float32. Configuration and tokenizer
 """
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_objec
 from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 SAFETENSORS, NPZ = "model.safetensors", "model.npz"
-DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,8 @@ class Part:
 
 def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
     """Write model.safetensors into the folder, as transformers' save_pretrained does."""
-    kind, itemsize = DTYPES[dtype]
-    entries = {
-        part.name: Entry(kind, part.shape, itemsize * math.prod(part.shape), partial(_read, part, dtype))
-        for part in parts_of(checkpoint)
-    }
+    parts = parts_of(checkpoint)
+    entries = {part.name: Entry(DTYPES[dtype], part.shape, partial(_read, part, dtype)) for part in parts}
     write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
     return folder / SAFETENSORS
 
@@ -74,7 +70,7 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
         arrays[part.short_name] = array
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
     entries = {
-        name: Entry(IN_FILES if a.dtype == np.uint8 else "F32", a.shape, a.nbytes, partial(np.asarray, a))
+        name: Entry(IN_FILES if a.dtype == np.uint8 else "F32", a.shape, partial(np.asarray, a))
         for name, a in arrays.items()
     }
     write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})

@@ -11,12 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 
 from tinygpt.weights.config import DTYPES, ModelConfig
-from tinygpt.weights.containers.mapped_file import FILES, MappedFile, MappedTensor
+from tinygpt.weights.containers.mapped_file import FILES, MappedFile, StoredTensor
 from tinygpt.weights.containers.safetensors import Entry, read_safetensors, write_tensors
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.families.config_file import read_config
@@ -44,7 +43,7 @@ class PackedCheckpoint:
     dtype: str
     tied: bool
     metadata: Mapping[str, str]
-    stored: Mapping[str, MappedTensor]
+    stored: Mapping[str, StoredTensor]
     checksum: Future[str]
 
     @classmethod
@@ -59,7 +58,7 @@ class PackedCheckpoint:
             packed = read_safetensors(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
-        metadata, stored = packed.metadata, cast(Mapping[str, MappedTensor], packed.tensors)
+        metadata, stored = packed.metadata, packed.tensors
         _check_metadata(file, metadata)
         checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
         return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored, checksum)
@@ -107,12 +106,9 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
     checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
-    entries = {
-        name: Entry(NAMES[array.dtype.name], array.shape, array.nbytes, partial(np.asarray, array))
-        for name, array in ordered
-    }
+    entries = {name: Entry(NAMES[a.dtype.name], a.shape, partial(np.asarray, a)) for name, a in ordered}
     write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
-    if crc32_of([_data(cast(Mapping[str, MappedTensor], read_safetensors(path).tensors))]) != checksum:
+    if crc32_of([_data(read_safetensors(path).tensors)]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 
@@ -129,7 +125,7 @@ def _check_metadata(file: Path, metadata: Mapping[str, str]) -> None:
         raise CheckpointError(f"{file} has damaged metadata, {metadata}: {CONVERT_AGAIN}")
 
 
-def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable[str]:
+def _differences(stored: Mapping[str, StoredTensor], layout: Layout) -> Iterable[str]:
     yield from (f"{name} is missing" for name in layout if name not in stored)
     yield from (f"{name} is unexpected" for name in stored if name not in layout)
     for name in layout.keys() & stored.keys():
@@ -140,6 +136,6 @@ def _differences(stored: Mapping[str, MappedTensor], layout: Layout) -> Iterable
             yield f"{name} does not start on its boundary"
 
 
-def _data(stored: Mapping[str, MappedTensor]) -> memoryview:
+def _data(stored: Mapping[str, StoredTensor]) -> memoryview:
     data = memoryview(next(iter(stored.values())).file.data)
     return data[min(tensor.offset for tensor in stored.values()) :]
