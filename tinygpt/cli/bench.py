@@ -25,8 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)"
     source.add_argument("--random", metavar="SHAPE", help=about)
     model.add_argument("--dtype", type=dtypes, metavar="LIST", help=MODEL_FLAGS["dtype"]["help"])
-    about = f"{MODEL_FLAGS['kv_cache_dtype']['help'].partition(' (')[0]} (default: auto)"
-    add_flag(model, "kv_cache_dtype", default=None, help=about)
+    add_flag(model, "kv_cache_dtype", default=None)
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")
     about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
     add_flag(model, "device", choices=("cpu", "cuda"), default=None, help=about)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_argument, add_flag, add_group, dtype, one_of_both
+from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group, one_of_both
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.output import log, progress
 from tinygpt.errors import RequestError, TinyGPTError, invalid
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
         "with --to)"
     )
-    add_argument(parser, "dtype", type=dtype, metavar="DTYPE", help=about)
+    add_flag(parser, "dtype", default=None, metavar="DTYPE", help=about)
     about = (
         "a text like the model's input, to smooth channels by their activations on it (int8, int4; default: by the "
         "weights alone)"

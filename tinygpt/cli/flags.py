@@ -1,8 +1,6 @@
 """Flags that several commands share: the arguments of LLM and the fields of SamplingParams.
 
-To add a flag of the model, add it to MODEL_FLAGS under the name of LLM's argument. The sampling flags derive from the
-fields of SamplingParams. A flag of another program with the same meaning is an alias in ALIASES, which --help does not
-list.
+The sampling flags derive from the fields of SamplingParams. --help does not list aliases.
 """
 
 import argparse
@@ -35,9 +33,8 @@ ALIASES = {
     "max_num_seqs": ("parallel",),
     "draft_model": ("model_draft", "speculative_model"),
     "num_speculative_tokens": ("draft_max",),
-    "tensor_parallel_size": ("tensor_parallel_size", "tensor_para_size"),
-    "pipeline_parallel_size": ("pipeline_parallel_size", "pipeline_para_size"),
-    "split_special_tokens": ("split_special_tokens",),
+    "tensor_parallel_size": ("tensor_para_size",),
+    "pipeline_parallel_size": ("pipeline_para_size",),
 }
 DTYPE_ALIASES = {
     **dict.fromkeys(("f32", "fp32", "float"), "float32"),
@@ -84,10 +81,6 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _model_flag(about: str, kind: Any = str, metavar: str | None = None, default: Any = None, **more: Any) -> dict:
-    return {"help": _with_default(about, default), "type": kind, "metavar": metavar, "default": default, **more}
-
-
 def _with_default(about: str, default: Any) -> str:
     if "(default: " in about:
         return about
@@ -95,52 +88,48 @@ def _with_default(about: str, default: Any) -> str:
     return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
 
 
+def _option(default: Any, kind: Callable[[str], Any], metavar: str | None, about: str, **more: Any) -> dict[str, Any]:
+    return {"default": default, "type": kind, "metavar": metavar, "help": _with_default(about, default), **more}
+
+
+WEIGHTS = f"precision of the weights: {', '.join(DTYPES)}"
+KV_CACHE = (
+    "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, otherwise bfloat16"
+)
+SOFT_PROMPT = "a soft prompt in PEFT's layout"
 # An argument of LLM -> what add_argument takes; "flag" and "short" are its names if they differ from the argument's.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
-    "model": _model_flag(CHECKPOINT, default="demo", short="-m"),
-    "dtype": _model_flag(
-        f"precision of the weights: {', '.join(DTYPES)}; auto is the dtype of a converted checkpoint, and float32 for "
-        "any other",
-        dtype,
-        default="auto",
+    "model": _option("demo", str, None, CHECKPOINT, short="-m"),
+    "dtype": _option("auto", dtype, None, f"{WEIGHTS}; auto is the dtype of a converted checkpoint, otherwise float32"),
+    "kv_cache_dtype": _option("auto", dtype, "DTYPE", KV_CACHE),
+    "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)", short="-t"),
+    "device": _option("cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'),
+    "max_num_seqs": _option(32, int, "N", "samples that run at once; others wait"),
+    "max_num_batched_tokens": _option(
+        None, int, "N", "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)"
     ),
-    "kv_cache_dtype": _model_flag(
-        "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, and bfloat16 for "
-        "all others",
-        *(dtype, "DTYPE", "auto"),
+    "prefix_cache_seqs": _option(4, int, "N", "finished samples kept in the KV cache, for prompts that begin alike"),
+    "max_model_len": _option(
+        None, int, "N", "positions reserved for each sample, prompt included (default: all that the model has)"
     ),
-    "threads": _model_flag("threads that compute (default: one for each fast physical core)", int, "N", short="-t"),
-    "device": _model_flag(
-        '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow', str.lower, default="cpu"
-    ),
-    "max_num_seqs": _model_flag("samples that run at once; others wait", int, "N", 32),
-    "max_num_batched_tokens": _model_flag(
-        "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)", int, "N"
-    ),
-    "prefix_cache_seqs": _model_flag(
-        "finished samples kept in the KV cache, for prompts with the same prefix", int, "N", 4
-    ),
-    "max_model_len": _model_flag(
-        "positions reserved for each sample, prompt included (default: all that the model has)", int, "N"
-    ),
-    "lora": _model_flag("a LoRA adapter in PEFT's layout to merge", metavar="PATH"),
-    "soft_prompt": _model_flag(
-        "a soft prompt in PEFT's layout in front of every prompt; with --input, several may be given: a line's field "
-        "soft_prompt names one, and the default is the first",
-        *(named_path, "NAME=PATH"),
+    "lora": _option(None, str, "PATH", "a LoRA adapter in PEFT's layout to merge"),
+    "soft_prompt": _option(
+        None,
+        named_path,
+        "NAME=PATH",
+        f"{SOFT_PROMPT} in front of every prompt; with --input, several may be given: a line's field soft_prompt names "
+        "one, and the default is the first",
         action="append",
     ),
-    "draft_model": _model_flag(
-        "a smaller model with the same tokens that drafts: fewer steps, the same text", metavar="MODEL"
+    "draft_model": _option(
+        None, str, "MODEL", "a smaller model with the same tokens that drafts: fewer steps, the same text"
     ),
-    "num_speculative_tokens": _model_flag("tokens of a draft", int, "N", 4),
-    "tensor_parallel_size": _model_flag(
-        "processes that share each layer, up to 4; this command starts mpiexec, unless mpiexec has started it",
-        *(int, "N", 1),
-        flag="--tensor-parallel",
+    "num_speculative_tokens": _option(4, int, "N", "tokens of a draft"),
+    "tensor_parallel_size": _option(
+        1, int, "N", "processes that share each layer, up to 4; mpiexec starts them", flag="--tensor-parallel"
     ),
-    "pipeline_parallel_size": _model_flag(
-        "stages that share the layers, each of --tensor-parallel processes", *(int, "N", 1), flag="--pipeline-parallel"
+    "pipeline_parallel_size": _option(
+        1, int, "N", "stages that share the layers, each of --tensor-parallel processes", flag="--pipeline-parallel"
     ),
     "split_special_tokens": {
         "flag": "--no-special-tokens",
@@ -153,32 +142,39 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
 
 def flag_of(name: str) -> str:
     """Return the flag of a field of SamplingParams or an argument of LLM."""
-    return MODEL_FLAGS.get(name, {}).get("flag", f"--{name.replace('_', '-')}")
+    return MODEL_FLAGS.get(name, {}).get("flag", _spelled(name))
 
 
-def add_argument(group: argparse._ActionsContainer, name: str, *short: str, **options: Any) -> None:
-    flag = options.pop("flag", flag_of(name))
+def _spelled(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _add(group: argparse._ActionsContainer, name: str, *short: str, **options: Any) -> None:
+    """Add a flag and its hidden aliases: those of ALIASES, and the name if the flag differs from it."""
+    flag = flag_of(name)
     group.add_argument(*short, flag, dest=name, **options)
-    aliases = [f"--{alias.replace('_', '-')}" for alias in ALIASES.get(name, ())]
+    aliases = [_spelled(alias) for alias in (name, *ALIASES.get(name, ())) if _spelled(alias) != flag]
     if aliases:
         hidden = {key: options[key] for key in ("type", "action", "metavar") if key in options}
         group.add_argument(*aliases, dest=name, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **hidden)
 
 
+def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
+    """Add a flag of the model; `changes` replace what add_argument takes."""
+    options = {**MODEL_FLAGS[name], **changes}
+    options.pop("flag", None)
+    short = [options.pop("short")] if "short" in options else []
+    _add(group, name, *short, **options)
+
+
 def add_group(
     parser: argparse.ArgumentParser, names: Iterable[str] = MODEL_FLAGS, **changes: dict[str, Any]
 ) -> argparse._ArgumentGroup:
-    """Add a group "model" with these flags; `changes` replace options."""
+    """Add a group "model" with these flags; `changes` are those of `add_flag`, by name."""
     group = parser.add_argument_group("model")
     for name in names:
         add_flag(group, name, **changes.get(name, {}))
     return group
-
-
-def add_flag(parser: argparse._ActionsContainer, name: str, **changes: Any) -> None:
-    options = {**MODEL_FLAGS[name], **changes}
-    short = [options.pop("short")] if "short" in options else []
-    add_argument(parser, name, *short, **options)
 
 
 def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOINT} (default: demo)") -> None:
@@ -205,14 +201,13 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, "soft_prompts": soft_prompts}
 
 
-SHORT = {"max_tokens": "-n", "seed": "-s"}  # as in llama.cpp
+SHORT = {"max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
+DEFAULTS = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}  # other fields have SamplingParams' own
 FLAGS = {  # the fields of SamplingParams that have a flag
     name: field
     for name, field in SAMPLING_FIELDS.items()
     if field.metadata["metavar"] or field.metadata["rule"].parse is None
 }
-CLI_DEFAULTS = {name: field.default for name, field in FLAGS.items()}
-CLI_DEFAULTS |= {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 
 def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
@@ -221,15 +216,14 @@ def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
         for name, field in FLAGS.items():
             if field.metadata["group"] != title:
                 continue
-            rule, default, about = field.metadata["rule"], CLI_DEFAULTS[name], field.metadata["help"]
+            rule, about, default = field.metadata["rule"], field.metadata["help"], DEFAULTS.get(name, field.default)
             options = {"action": "store_true"}
             if rule.parse is not None:
                 action = "append" if rule.repeats else "store"
                 options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
-            short = [SHORT[name]] if name in SHORT else []
             if rule.repeats and "several times" not in about:
                 about += "; may be given several times"
-            add_argument(group, name, *short, default=default, help=_with_default(about, default), **options)
+            _add(group, name, *SHORT.get(name, ()), default=default, help=_with_default(about, default), **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tinygpt.cli.batch import num_cut, record_line, run_batch
+from tinygpt.cli.batch import record_line, run_batch
 from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
-from tinygpt.cli.input import STDIN, decode, read_bytes, text_of_stdin
+from tinygpt.cli.input import STDIN, read_text
 from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.output import counted, emit, log, rates
 from tinygpt.errors import RequestError, suggest
@@ -40,13 +40,15 @@ FULL = "The text is unchanged: use :rewind or :reset, or start with --overflow s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "words, joined by a space; - is stdin (default: all of stdin is the prompt, as it is)"
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
+    parser.add_argument(
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="words, joined by spaces; - is stdin (default: all of stdin, as it is)",
+    )
     add = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.").add_argument
-    about = "the same as PROMPT, in one word (default: none)"
-    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help=about)
-    about = "all of a text file is the prompt, as it is; - is stdin (default: none)"
-    add("-f", "--file", metavar="FILE", help=about)
+    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the same as PROMPT, in one word (default: none)")
+    add("-f", "--file", metavar="FILE", help="a text file that is the prompt, as it is; - is stdin (default: none)")
     add_sampling_groups(parser)
     add = parser.add_argument_group("input and output").add_argument
     about = (
@@ -88,7 +90,7 @@ def run(args: argparse.Namespace) -> None:
         run_interactive(args, with_seed(params), _given_prompt(args))
     else:
         prompt = _given_prompt(args)
-        _run_prompt(args, text_of_stdin() if prompt is None else prompt, with_seed(params))
+        _run_prompt(args, read_text("stdin") if prompt is None else prompt, with_seed(params))
 
 
 def _check_combination(args: argparse.Namespace) -> None:
@@ -122,9 +124,9 @@ def _given_prompt(args: argparse.Namespace) -> str | None:
     if args.prompt_text is not None:
         return args.prompt_text
     if args.prompt == [STDIN] or args.file == STDIN:
-        return text_of_stdin()
+        return read_text("stdin")
     if args.file is not None:
-        return decode(f"--file {args.file}", read_bytes("--file", args.file))
+        return read_text(f"--file {args.file}", args.file)
     return " ".join(args.prompt) if args.prompt else None
 
 
@@ -140,9 +142,10 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     if is_one and not args.json and not args.no_stream:
-        _stream(llm, prompt, params, front)
+        finish_reasons = [_stream(llm, prompt, params, front)]
     else:
         (output,) = llm.generate([prompt], params)
+        finish_reasons = [sample.finish_reason for sample in output.outputs]
         if args.json:
             emit(record_line(None, args.model, llm.dtype, output))
         else:
@@ -150,21 +153,24 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
                 if len(output.outputs) > 1:
                     log(f"sample {sample.index + 1} of {len(output.outputs)}:")
                 emit(front + sample.text)
-        if num := num_cut(params, output):
-            log(f"{counted(num, 'guided text')} cut short by {flag_of('max_tokens')} or {flag_of('max_time')}")
-    seed = f"; seed {params.seed}" if params.temperature else ""
-    log(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{seed}")
+    if params.guidance is not None and (num_cut := finish_reasons.count("length")):
+        log(f"{counted(num_cut, 'guided text')} cut short by --max-tokens or --max-time")
+    log(f"{rates(llm.engine.throughput - before)}; {_load(load_seconds, params)}")
 
 
-def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> None:
+def _load(seconds: float, params: SamplingParams) -> str:
+    return f"load {seconds:.2f} s" + (f"; seed {params.seed}" if params.temperature else "")
+
+
+def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> str | None:
+    """Print the text as it is made. Return its finish_reason."""
     emit(front, end="")
     finish_reason = None
     for chunk in llm.stream(prompt, params):
         emit(chunk.text, end="")
         finish_reason = chunk.finish_reason
     emit()
-    if params.guidance is not None and finish_reason == "length":
-        log("1 guided text cut short by --max-tokens or --max-time")
+    return finish_reason
 
 
 def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:
@@ -176,8 +182,7 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str
     session.stream(params).close()  # raises if the params are impossible for this model
     warm_up(llm, args)
     turns = Turns(llm, params)
-    seed = f"; seed {params.seed}" if params.temperature else ""
-    log(f"type a text, and :help for more; load {load_seconds:.2f} s{seed}")
+    log(f"type a text, and :help for more; {_load(load_seconds, params)}")
     if first:
         turns.write(first)
     for line in _lines():

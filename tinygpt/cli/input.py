@@ -2,15 +2,18 @@
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tinygpt.cli.flags import ALIASES, with_seed
 from tinygpt.cli.output import counted, log
-from tinygpt.errors import RequestError, suggest
+from tinygpt.errors import RequestError, TinyGPTError, suggest
 from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
 
+Result = TypeVar("Result")
 STDIN = "-"
 MAX_LISTED = 20  # lines with problems that an error lists
 EXAMPLE = json.dumps({"prompt": "Once upon a time"})
@@ -20,36 +23,30 @@ _FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
 _FIELD_OF_ALIAS = {alias: name for name, aliases in ALIASES.items() for alias in aliases if name in _PARAMS_FIELDS}
 
 
-def read_bytes(flag: str, path: str | Path) -> bytes:
-    """Return the content of a file, or of stdin for "-". Raise RequestError if it cannot be read."""
-    if str(path) == STDIN:
-        return read_stdin()
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise RequestError(f"{flag} {path} cannot be read: {error.strerror}.") from None
-
-
-def read_stdin() -> bytes:
-    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
-        raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
-    if sys.stdin.isatty():
-        log("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
-    return sys.stdin.buffer.read()
-
-
-def text_of_stdin() -> str:
-    text = decode("stdin", read_stdin())
-    if not text:
-        log("stdin is empty: the text starts from the BOS token")
-    return text
-
-
-def decode(name: str, data: bytes) -> str:
-    """Return UTF-8 as text. Raise RequestError, which begins with `name`, for other data."""
+def read_bytes(name: str, path: str | Path) -> bytes:
+    """Return the content of a file, or of stdin for "-". Raise RequestError, which begins with `name`."""
     from tinygpt.evaluation.texts import check_encoding
 
+    if str(path) == STDIN:
+        if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+            raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
+        if sys.stdin.isatty():
+            log("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
+        data = sys.stdin.buffer.read()
+    else:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{name} cannot be read: {error.strerror}.") from None
     check_encoding(name, data)
+    return data
+
+
+def read_text(name: str, path: str = STDIN) -> str:
+    """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
+    data = read_bytes(name, path)
+    if not data and path == STDIN:
+        log("stdin is empty: the text starts from the BOS token")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -72,35 +69,33 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
     Raise RequestError that lists every invalid line.
     """
-    from tinygpt.evaluation.texts import check_encoding
+    lines = enumerate(read_bytes(f"--input {path}", path).split(b"\n"), 1)
+    line_of: dict[str | int, int] = {}
 
-    data = read_bytes("--input", path)
-    check_encoding(f"--input {path}", data)
-    records, problems = {}, {}
-    for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
+    def read(number: int, line: bytes) -> PromptRecord:
+        record = _read_line(number, line, defaults)
+        if record.id in line_of:
+            raise RequestError(f"id {record.id!r} is already that of line {line_of[record.id]}.")
+        line_of[record.id] = number
+        return record
+
+    return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
+
+
+def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
+    """Return what the reader of each line returns. Raise RequestError that lists every line with an error."""
+    results, problems = [], []
+    for number, read in readers.items():
         try:
-            record = _read_line(number, line, defaults)
-            if record.id in records:
-                raise RequestError(f"id {record.id!r} is already that of line {records[record.id].line}.")
-            records[record.id] = record
-        except RequestError as error:
-            problems[number] = str(error)
-    refuse_lines(path, problems)
-    return list(records.values())
-
-
-def refuse_lines(path: Path, problems: dict[int, str]) -> None:
-    """Raise RequestError that lists the lines with problems, if there are any."""
-    if not problems:
-        return
-    listed = [f"  line {number}: {problem}" for number, problem in list(problems.items())[:MAX_LISTED]]
-    if len(problems) > MAX_LISTED:
-        listed.append(f"  and {len(problems) - MAX_LISTED} more")
-    source = "stdin" if str(path) == STDIN else path
-    headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
-    raise RequestError("\n".join([headline, *listed]))
+            results.append(read())
+        except TinyGPTError as error:
+            problems.append(f"  line {number}: {error}")
+    if problems:
+        source = "stdin" if str(path) == STDIN else path
+        headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
+        more = [f"  and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+        raise RequestError("\n".join([headline, *problems[:MAX_LISTED], *more]))
+    return results
 
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
@@ -109,7 +104,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if unknown:
         raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
     record_id = fields.pop("id", number)
-    if type(record_id) is not int and not (isinstance(record_id, str) and is_unicode(record_id)):
+    if type(record_id) not in (int, str):
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
     given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1 or not isinstance(given[0], (str, list)):
@@ -146,12 +141,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicate = next(name for name in names if names.count(name) > 1)
         raise RequestError(f"{json.dumps(duplicate)} is there more than once: keep one.")
     return fields
-
-
-def is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode the text: JSON and file names may hold lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -59,7 +59,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     try:
         from tinygpt.llm import LLM, start_compiling_draw
 
-        if args.device == "cpu" and getattr(args, "temperature", 1) > 0 and thread_count(args.threads) > 1:
+        if args.device == "cpu" and args.temperature > 0 and thread_count(args.threads) > 1:
             start_compiling_draw()
         llm = LLM(**llm_arguments(args), **more)
         gc.freeze()
@@ -76,9 +76,7 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     from tinygpt.sampling_params import SamplingParams
 
     if kernel_cache().num_compiled:
-        params = SamplingParams(
-            max_tokens=2, temperature=getattr(args, "temperature", 1.0), top_k=40, top_p=0.95, seed=0
-        )
+        params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
         llm.generate([[0]], params)
 
 
@@ -90,10 +88,7 @@ def warn_if_oversubscribed(threads: int | Sequence[int] | None) -> None:
 
 
 def set_thread_pools(threads: int | None) -> None:
-    """Size the thread pools of libraries not imported yet. Raise RequestError for an impossible number.
-
-    Without --threads, a variable that is set already stays.
-    """
+    """Size the thread pools of libraries that are not imported yet; a variable stays if `threads` is None."""
     count = thread_count(threads)
     if "numba" in sys.modules:  # its pool has its size, and Numba refuses another one
         return
@@ -109,10 +104,7 @@ def has_ranks(args: argparse.Namespace) -> bool:
 
 
 def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
-    """Return in rank 0, or without ranks. Any other rank follows rank 0, and exits after it.
-
-    A process that mpiexec did not start becomes mpiexec with the same command line. Raise RequestError without mpiexec.
-    """
+    """Become mpiexec if it has not started this process. Return in rank 0; other ranks follow it, and exit."""
     if not has_ranks(args):
         return
     layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib import import_module
+from typing import NoReturn
 
 import tinygpt
 from tinygpt.cli.flags import Command, flag_of
@@ -24,7 +25,6 @@ INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, S
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
 # Control characters other than tabs and ends of lines, and characters that change the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-_FLAG = re.compile(r"--[A-Za-z]\w*(?:[_-]\w+)*")
 
 DESCRIPTION = "GPT-2 inference on NumPy and Numba."
 EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
@@ -69,55 +69,47 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
-    command = words[0] if words else None
-    if command in COMMANDS:
-        parser = command_parser(command, "--help-all" in words)
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        # --max_tokens, as other programs spell it; words after -- are text.
-        end = words.index("--") if "--" in words else len(words)
-        rest = [_with_hyphens(word) if word not in flags else word for word in words[1:end]] + [*words[end:]]
-        # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
-        read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
-        args, unknown = read(rest)
-        if unknown:
-            flag = next((word for word in unknown if word.startswith("-")), None)
-            if flag is None:
-                parser.error(f"unexpected argument {unknown[0]!r}")
-            name = flag.partition("=")[0]
-            parser.error(f"unknown flag {name}{suggest(name, flags)}")
-        args.command = command
-        return args
-    listed = ", ".join(COMMANDS)
-    parser = argparse.ArgumentParser(
-        "tinygpt",
-        usage="tinygpt COMMAND [flags]",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    if not words or words[0] not in COMMANDS:
+        _explain_commands(words)
+    parser = command_parser(words[0], "--help-all" in words)
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    # --max_tokens, as other programs spell it; words after -- are text.
+    end = words.index("--") if "--" in words else len(words)
+    rest = [word if word in flags else _with_hyphens(word) for word in words[1:end]] + [*words[end:]]
+    # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
+    read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
+    args, unknown = read(rest)
+    if unknown:
+        flag = next((word for word in unknown if word.startswith("-")), None)
+        if flag is None:
+            parser.error(f"unexpected argument {unknown[0]!r}")
+        name = flag.partition("=")[0]
+        parser.error(f"unknown flag {name}{suggest(name, flags)}")
+    args.command = words[0]
+    return args
+
+
+def _explain_commands(words: Sequence[str]) -> NoReturn:
+    """Print the help, the version or the error of a command line without a known command, and exit."""
+    parser = _parser("tinygpt", "COMMAND [flags]", DESCRIPTION, EXAMPLES)
     parser.add_argument("-V", "--version", action="version", version=f"tinygpt {tinygpt.__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND")
     for name in COMMANDS:
         subparsers.add_parser(name, help=_command(name).summary)
-    if command is None:
+    if not words:
         parser.print_help(sys.stderr)
-        parser.exit(USAGE)
-    if command not in ("-h", "--help", "-V", "--version"):
-        parser.error(f"unknown command {command}{suggest(command, COMMANDS) or f'; give one of {listed}'}")
-    return parser.parse_args(words[:1])  # exits
+    elif words[0] in ("-h", "--help", "-V", "--version"):
+        parser.parse_args(words[:1])
+    else:
+        nearest = suggest(words[0], COMMANDS) or f"; give one of {', '.join(COMMANDS)}"
+        parser.error(f"unknown command {words[0]}{nearest}")
+    sys.exit(USAGE)
 
 
 def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     """Return the parser of a command; is_all: show rare flags in --help too."""
     command = _command(name)
-    parser = argparse.ArgumentParser(
-        f"tinygpt {name}",
-        usage=f"tinygpt {name} {command.arguments}",
-        description=command.summary,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _parser(f"tinygpt {name}", command.arguments, command.summary, EPILOG)
     command.add_arguments(parser)
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
     about = "show the log, and the traceback of an error (default: off)"
@@ -132,9 +124,14 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     return parser
 
 
+def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.ArgumentParser:
+    form = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
+
+
 def _with_hyphens(word: str) -> str:
-    found = _FLAG.match(word)
-    return word if found is None else found[0].replace("_", "-") + word[found.end() :]
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if word.startswith("--") else word
 
 
 def _command(name: str) -> Command:
@@ -142,10 +139,10 @@ def _command(name: str) -> Command:
 
 
 def _prepare_streams() -> None:
-    """Write UTF-8 on every system; stderr escapes what UTF-8 cannot encode, such as file names."""
-    for stream, errors in ((sys.stdout, "strict"), (sys.stderr, "backslashreplace")):
+    """Write UTF-8 on every system, and escape what UTF-8 cannot encode, such as file names, as JSON does too."""
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors=errors)
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def _flush_streams() -> None:

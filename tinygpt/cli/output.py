@@ -185,7 +185,7 @@ def write_results(text: str, path: Path | None) -> None:
         return
     from tinygpt.weights.files import atomic_write
 
-    data = f"{text}\n".encode()
+    data = f"{text}\n".encode("utf-8", "backslashreplace")
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
             path.write_bytes(data)

@@ -3,17 +3,17 @@
 import argparse
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import Command, add_checkpoint, add_flag, checkpoint_of
-from tinygpt.cli.input import read_prompts, refuse_lines
+from tinygpt.cli.flags import WEIGHTS, Command, add_checkpoint, add_flag, checkpoint_of
+from tinygpt.cli.input import PromptRecord, read_lines, read_prompts
 from tinygpt.cli.output import check_writable, log, print_fields, print_json, print_table
 from tinygpt.errors import RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.config import DTYPES
 
 if TYPE_CHECKING:
     from tinygpt.evaluation.parity import Difference, Golden, Parity
@@ -27,8 +27,7 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
-    about = f"precision of the weights: {', '.join(DTYPES)} (default: %(default)s)"
-    add_flag(parser, "dtype", default="float32", help=about)
+    add_flag(parser, "dtype", default="float32", help=f"{WEIGHTS} (default: float32)")
     add_flag(parser, "device")
     add_flag(parser, "threads")
     defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
@@ -154,18 +153,15 @@ def _built_in_prompts(llm: "LLM") -> list[list[int]]:
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Return their token ids. Raise RequestError that lists every invalid line."""
-    prompts, problems = [], {}
-    for record in read_prompts(path, SamplingParams()):
-        try:
-            prompt, split = record.prompt, record.split_special_tokens
-            given = prompt if split is None else llm.read_prompt(prompt, split).token_ids
-            prompts.append(llm._read_ids("logits", given))
-        except TinyGPTError as error:
-            problems[record.line] = str(error)
-    refuse_lines(path, problems)
-    if not prompts:
+
+    def ids_of(record: PromptRecord) -> list[int]:
+        prompt, split = record.prompt, record.split_special_tokens
+        return llm._read_ids("logits", prompt if split is None else llm.read_prompt(prompt, split).token_ids)
+
+    records = read_prompts(path, SamplingParams())
+    if not records:
         raise RequestError(f"{path} holds no prompt.")
-    return prompts
+    return read_lines(path, {record.line: partial(ids_of, record) for record in records})
 
 
 def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
