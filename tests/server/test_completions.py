@@ -108,6 +108,10 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
     assert all(name.startswith("bytes:\\x") for name in names)
     found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
     assert found["tokens"] == [server.api.names.name(halves[0])]
+    asked = {"prompt": "Once", "max_tokens": 3, "logprobs": 0, "seed": 1, "allowed_token_ids": halves}
+    whole = server.complete(**asked).json["choices"][0]["logprobs"]["tokens"]
+    events = server.complete(**asked, stream=True).events  # also of a token without a text
+    assert [name for event in events for name in event["choices"][0]["logprobs"]["tokens"]] == whole
 
 
 def test_several_prompts_of_every_kind(server, llm):

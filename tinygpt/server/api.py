@@ -4,7 +4,7 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
@@ -22,19 +22,17 @@ from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
-from tinygpt.server.chat import Chat, ChatTemplate, chat_ids
-from tinygpt.server.completions import Completion, events, ranked, scored, scoring_request, suffix_ids, whole_events
-from tinygpt.server.errors import ApiError, from_engine
+from tinygpt.server.chat import ChatTemplate, chat_ids
+from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, suffix_ids
 from tinygpt.server.metrics import Metrics, finish_reasons, num_made, num_read
-from tinygpt.server.replies import DONE, TokenNames, event, to_json
-from tinygpt.server.work import LARGE, PING, SSE, EventStream, Outbox, Work, while_connected
-from tinygpt.wire import chunk_to_json, output_to_json, score_to_json
+from tinygpt.server.replies import ApiError, TokenNames, from_engine, to_json
+from tinygpt.server.work import LARGE, SSE, EventStream, Outbox, Requests, Work, while_connected
+from tinygpt.wire import score_to_json
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server
 
 Result = TypeVar("Result")
-Requests = list[tuple[Prompt, SamplingParams]]
 
 
 @dataclass(frozen=True)
@@ -114,12 +112,13 @@ class Api:
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
-        if form.stream and max_tokens:
-            return await self._stream(job, request)
-        outputs = await self._outputs(job, max_tokens, request)
-        if not form.stream:
-            return _json(job.reply(outputs))
-        return Response(whole_events(job, outputs) + DONE, headers=SSE)
+        if max_tokens and (
+            form.stream or not form.suffix or (params.best_of or 0) <= params.n or not params.temperature
+        ):
+            return await self._answer(job, request)
+        find = self._best_before_suffix if max_tokens else self._scored
+        outputs = await find(job, request)
+        return Response(job.all_events(outputs), headers=SSE) if form.stream else _json(job.reply(outputs))
 
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
         """Answer messages."""
@@ -141,40 +140,33 @@ class Api:
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        job = Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names)
-        if form.stream:
-            return await self._stream(job, request)
-        return _json(job.reply(await self._run([(prompts[0], params)], request)))
+        return await self._answer(Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names), request)
 
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
         self._check_logprobs(form, "logprobs", "prompt_logprobs")
         self._check_open()
-        [prompt] = await self._prompts([form.prompt or ""], form, request)
+        prompts = await self._prompts([form.prompt or ""], form, request)
         params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
-        if not form.stream:
-            [output] = await self._run([(prompt, params)], request)
-            return _json(output_to_json(output))
-        work = await self._work([(prompt, params)], True, request)
+        return await self._answer(Generation({}, form, prompts, params, self.names), request)
 
-        async def written() -> AsyncIterator[bytes]:
-            async for chunks in work.chunks():
-                if chunks is not PING:
-                    yield b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
-            yield event({"output": output_to_json(work.futures[0].result())})
+    async def _answer(self, job: Job, request: Request) -> Response:
+        requests = [(prompt, job.params) for prompt in job.prompts]
+        if not job.form.stream:
+            return _json(job.reply(await self._run(requests, request)))
+        work = await self._work(requests, True, request)
+        return EventStream(job, work, partial(self._end, request, work))
 
-        return EventStream(written(), partial(self._end, request, work))
+    async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
+        """Return the outputs of max_tokens 0."""
+        bos = self.llm.config.bos_token_id
+        found = await self._run([scoring_request(prompt, job.params, bos) for prompt in job.prompts], request)
+        return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
 
-    async def _outputs(self, job: Completion, max_tokens: int, request: Request) -> list[RequestOutput]:
+    async def _best_before_suffix(self, job: Completion, request: Request) -> list[RequestOutput]:
         prompts, params = job.prompts, job.params
-        if not max_tokens:
-            bos = self.llm.config.bos_token_id
-            found = await self._run([scoring_request(prompt, params, bos) for prompt in prompts], request)
-            return [scored(prompt, params, output) for prompt, output in zip(prompts, found, strict=True)]
-        if not job.form.suffix or (params.best_of or params.n) == params.n or params.temperature == 0:
-            return await self._run([(prompt, params) for prompt in prompts], request)
         [suffix] = await self._prompts([job.form.suffix], job.form, request, "suffix")
-        total = max(len(prompt.token_ids) for prompt in prompts) + max_tokens + len(suffix.token_ids) + 1
+        total = max(len(prompt.token_ids) for prompt in prompts) + params.max_tokens + len(suffix.token_ids) + 1
         if total > (limit := self.llm.max_model_len):
             message = f"this model's context has {limit} tokens; prompt, max_tokens and suffix take {total}."
             raise ApiError(400, message, "suffix", "context_length_exceeded")
@@ -185,10 +177,6 @@ class Api:
         reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
         texts = [Prompt(None, head + tokens) for head, tokens in zip(heads, ids, strict=True)]
         return ranked(candidates, ids, await self._run([(text, reading) for text in texts], request), params.n)
-
-    async def _stream(self, job: Completion | Chat, request: Request) -> Response:
-        work = await self._work([(prompt, job.params) for prompt in job.prompts], True, request)
-        return EventStream(events(job, work), partial(self._end, request, work))
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._work(requests, False, request)

@@ -28,7 +28,7 @@ from tinygpt.errors import suggest
 from tinygpt.llm import LLM
 from tinygpt.server import protocol
 from tinygpt.server.api import Api, ServerConfig
-from tinygpt.server.errors import BUG, ApiError, from_validation, respond
+from tinygpt.server.replies import BUG, ApiError, from_validation, respond
 from tinygpt.server.work import JsonRoute
 
 PAGE = Path(__file__).resolve().parent / "page.html"

@@ -1,20 +1,15 @@
-"""Chat completions: the checkpoint's template in Jinja's sandbox, its special tokens, and the replies."""
+"""Chat completions: the checkpoint's template in Jinja's sandbox, and its special tokens."""
 
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tinygpt.engine.prompts import Prompt
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
-from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol import ChatRequest
-from tinygpt.server.replies import TokenNames, chat_logprobs, usage
 from tinygpt.tokenizer.added_tokens import content_of
 from tinygpt.tokenizer.files import read_json
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -121,57 +116,3 @@ def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) ->
     ]
     options = marks.guard(form.chat_template_kwargs or {}) | {"add_generation_prompt": form.add_generation_prompt}
     return marks.encode(template.render(messages, options), tokenizer.encode)
-
-
-@dataclass
-class Chat:
-    """A checked chat completion. head: the beginning of every reply and event."""
-
-    head: dict[str, Any]
-    form: ChatRequest
-    prompts: list[Prompt]  # one
-    params: SamplingParams
-    names: TokenNames
-
-    @property
-    def num_read(self) -> int:
-        return len(self.prompts[0].token_ids)
-
-    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        [output] = outputs
-        choices = [
-            {
-                "index": sample.index,
-                "message": {"role": "assistant", "content": sample.text or "", "refusal": None},
-                **self._details(sample, sample.token_ids, sample.logprobs or ()),
-            }
-            for sample in output.outputs
-        ]
-        num_made = sum(len(sample.token_ids) for sample in output.outputs)
-        ids = {"prompt_token_ids": output.prompt_token_ids} if self.form.return_token_ids else {}
-        return {**self.head, "choices": choices, "usage": usage(self.num_read, num_made), **ids}
-
-    def first_choices(self) -> list[dict[str, Any]]:
-        """Return the first event's choice of each sample: the role."""
-        return [{"index": i, "delta": {"role": "assistant", "content": ""}} for i in range(self.params.n)]
-
-    def tells_prompt(self, i: int, chunk: StreamChunk) -> bool:
-        return False
-
-    def ready(self, chunks: list) -> list:
-        return chunks
-
-    def chunk_choice(self, i: int, chunk: StreamChunk) -> dict[str, Any]:
-        token_ids = [] if chunk.token_id is None else [chunk.token_id]
-        details = self._details(chunk, token_ids, [] if chunk.logprobs is None else [chunk.logprobs])
-        return {"index": chunk.index, "delta": {"content": chunk.text}, **details}
-
-    def _details(self, made: CompletionOutput | StreamChunk, token_ids: list[int], found: Iterable) -> dict[str, Any]:
-        form, pairs = self.form, zip(token_ids, found, strict=False)
-        ended = {} if made.finish_reason is None else {"stop_reason": made.stop_reason}
-        return {
-            "logprobs": chat_logprobs(self.names, form.top_logprobs or 0, pairs) if form.logprobs else None,
-            "finish_reason": made.finish_reason,
-            **ended,
-            **({"token_ids": token_ids} if form.return_token_ids else {}),
-        }

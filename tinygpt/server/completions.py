@@ -1,6 +1,6 @@
-"""Completions: the choices of a checked request, whole and as events; max_tokens 0; suffix."""
+"""Choices of checked completions and chats, whole and as events; max_tokens 0; suffix."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -8,82 +8,142 @@ from typing import Any
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.chat import Chat
-from tinygpt.server.protocol import CompletionRequest
-from tinygpt.server.replies import PING as PING_COMMENT
-from tinygpt.server.replies import CompletionLogprobs, EventWriter, TokenNames, described, usage
-from tinygpt.server.work import PING, PromptChunk, Work
+from tinygpt.server.protocol import StreamOptions
+from tinygpt.server.replies import (
+    DONE,
+    CompletionLogprobs,
+    Logprobs,
+    PromptChunk,
+    TokenNames,
+    chat_logprobs,
+    described,
+    event,
+    to_json,
+    usage,
+)
+from tinygpt.wire import chunk_to_json, output_to_json
 
-Found = list[dict[int, float] | None]  # log probabilities of a prompt's tokens
+OBFUSCATED_SIZE = 64  # bytes
+Made = CompletionOutput | StreamChunk
 
 
 @dataclass
-class Completion:
-    """A checked completion. head: the beginning of every reply and event.
-
-    first: log probabilities of all tokens after BOS alone, which `echo` shows for the first token of a prompt.
-    """
+class Job:
+    """A checked request. head: the beginning of every reply and event."""
 
     head: dict[str, Any]
-    form: CompletionRequest
+    form: Any  # a model of `protocol`
     prompts: list[Prompt]
     params: SamplingParams
     names: TokenNames
-    first: dict[int, float] | None = None
-    _found: dict[int, Found] = field(default_factory=dict)  # of prompts whose log probabilities are known
-    _lists: dict[int, CompletionLogprobs] = field(default_factory=dict)  # of choices that have begun
-    _held: list[PromptChunk] = field(default_factory=list)
 
-    @property
-    def num_read(self) -> int:
-        return sum(len(prompt.token_ids) for prompt in self.prompts)
+    def __post_init__(self):
+        options = self.form.stream_options or StreamOptions()
+        self._ends_with_usage, self._tells_usage = options.include_usage, options.continuous_usage_stats
+        self._is_padded, self._num_made = options.include_obfuscation, 0
+        has_logprobs = self.form.logprobs is not None and self.form.logprobs is not False
+        self._tells_all = self._tells_usage or self.form.return_token_ids or has_logprobs  # also tokens without a text
+        self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
+
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        """Return the choice of a whole sample or of one token. i: index of the prompt."""
+        raise NotImplementedError
+
+    def end_of_choice(self, made: Made, token_ids: list[int]) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": made.finish_reason}
+        if made.finish_reason is not None:
+            end["stop_reason"] = made.stop_reason
+        if self.form.return_token_ids:
+            end["token_ids"] = token_ids
+        return end
+
+    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+        return [self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs]
 
     def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        return {**self.head, "choices": self.choices(outputs), "usage": usage(self.num_read, num_made)}
+        return {**self.head, "choices": self.choices(outputs), "usage": self._usage(num_made)}
 
-    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
-        return [
-            self._choice(i, sample, sample.token_ids, sample.logprobs or ())
-            for i, output in enumerate(outputs)
-            for sample in output.outputs
-        ]
+    def begin(self) -> bytes:
+        """Return the events before the first token."""
+        return b""
 
-    def first_choices(self) -> list[dict[str, Any]]:
-        return []
-
-    def ready(self, chunks: list[PromptChunk]) -> list[PromptChunk]:
-        """Return the chunks whose prompt's log probabilities are known, if they are asked for, and hold the others."""
-        if self.params.prompt_logprobs is None:
-            return chunks
+    def write(self, chunks: list[PromptChunk]) -> bytes:
+        """Return the events of chunks that come together."""
+        written = []
         for i, chunk in chunks:
-            if chunk.prompt_logprobs is not None:
-                self._found[i] = chunk.prompt_logprobs
-        chunks = self._held + chunks
-        self._held = [pair for pair in chunks if pair[0] not in self._found]
-        return [pair for pair in chunks if pair[0] in self._found]
+            self._num_made += chunk.token_id is not None
+            choice = self.choice(i, chunk)
+            # The text is empty for a part of a character.
+            tells_prompt = choice.get("text") or "prompt_logprobs" in choice
+            if chunk.text or chunk.finish_reason or self._tells_all or tells_prompt:
+                written.append(self._event(choice))
+        return b"".join(written)
 
-    def chunk_choice(self, i: int, chunk: StreamChunk) -> dict[str, Any]:
-        token_ids = [] if chunk.token_id is None else [chunk.token_id]
-        if self.form.logprobs is not None or chunk.finish_reason is not None or self.tells_prompt(i, chunk):
-            return self._choice(i, chunk, token_ids, [] if chunk.logprobs is None else [chunk.logprobs])
-        ids = {"token_ids": token_ids} if self.form.return_token_ids else {}
-        index = i * self.params.n + chunk.index
-        return {"index": index, "text": chunk.text, "logprobs": None, "finish_reason": None, **ids}
+    def _event(self, choice: dict[str, Any] | None) -> bytes:
+        """choice: None in the event that has the usage alone."""
+        has_usage = choice is None or self._tells_usage
+        counts = f',"usage":{to_json(self._usage(self._num_made))}' if has_usage else ""
+        written = f"{self._event_head}{'' if choice is None else to_json(choice)}]{counts}}}\n\n"
+        if self._is_padded:
+            padding = "x" * (-len(written + ',"obfuscation":""') % OBFUSCATED_SIZE)
+            written = f'{written[:-3]},"obfuscation":"{padding}"}}\n\n'
+        return written.encode()
 
-    def tells_prompt(self, i: int, chunk: StreamChunk) -> bool:
-        """Return whether the chunk begins a choice that tells something of its prompt."""
-        form = self.form
-        asked = form.echo or form.return_token_ids or form.prompt_logprobs is not None
-        return bool(asked) and i * self.params.n + chunk.index not in self._lists
+    def all_events(self, outputs: list[RequestOutput]) -> bytes:
+        """Return the events of a complete reply without tokens: one for each choice."""
+        return b"".join(map(self._event, self.choices(outputs))) + self.end(outputs) + DONE
 
-    def _choice(
-        self, i: int, made: CompletionOutput | StreamChunk, token_ids: list[int], found: Sequence[dict[int, float]]
-    ) -> dict[str, Any]:
-        """Return the choice of a whole sample or of one token; the first of a choice also has the prompt's part."""
-        form, prompt, index = self.form, self.prompts[i], i * self.params.n + made.index
-        text, tokens, is_first = made.text or "", zip(token_ids, found, strict=False), index not in self._lists
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        """Return the events after the last token."""
+        return self._event(None) if self._ends_with_usage else b""
+
+    def _usage(self, num_made: int) -> dict[str, int]:
+        return usage(sum(len(prompt.token_ids) for prompt in self.prompts), num_made)
+
+
+def _tokens(made: Made) -> tuple[list[int], list[Logprobs]]:
+    """Return the token ids and their log probabilities, if they were asked for."""
+    if isinstance(made, CompletionOutput):
+        return made.token_ids, made.logprobs or []
+    return [] if made.token_id is None else [made.token_id], [] if made.logprobs is None else [made.logprobs]
+
+
+@dataclass
+class Chat(Job):
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        ids, found = _tokens(made)
+        if isinstance(made, CompletionOutput):
+            content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
+        else:
+            content = {"delta": {"content": made.text}}
+        pairs = zip(ids, found, strict=False)
+        logprobs = chat_logprobs(self.names, self.form.top_logprobs or 0, pairs) if self.form.logprobs else None
+        return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
+
+    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
+        return {**super().reply(outputs), **ids}
+
+    def begin(self) -> bytes:
+        delta = {"role": "assistant", "content": ""}
+        return b"".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
+
+
+@dataclass
+class Completion(Job):
+    """first: log probabilities of all tokens after BOS alone, which `echo` shows for the first token of a prompt."""
+
+    first: Logprobs | None = None
+    _found: dict[int, list[Logprobs | None]] = field(default_factory=dict)  # of prompts, as soon as they are known
+    _lists: dict[int, CompletionLogprobs] = field(default_factory=dict)  # of choices that have begun
+    _held: list[PromptChunk] = field(default_factory=list)
+
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        """Return the choice; the first of a sample also has the prompt's part."""
+        form, prompt, index, text = self.form, self.prompts[i], i * self.params.n + made.index, made.text or ""
+        ids, found = _tokens(made)
+        tokens, is_first = zip(ids, found, strict=False), index not in self._lists
         if is_first:
             options = bool(form.return_tokens_as_token_ids), bool(form.return_token_ids)
             self._lists[index] = CompletionLogprobs(self.names, form.logprobs or 0, *options)
@@ -91,20 +151,27 @@ class Completion:
             text = self._prompt_text(prompt) + text
             given = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
             tokens = chain(zip(given, [self.first, *self._found.get(i, [])[1:]], strict=False), tokens)
-        choice = {
-            "index": index,
-            "text": text,
-            "logprobs": None if form.logprobs is None else self._lists[index].add(tokens),
-            "finish_reason": made.finish_reason,
-        }
-        if made.finish_reason is not None:
-            choice["stop_reason"] = made.stop_reason
-        if form.return_token_ids:
-            choice |= {"token_ids": token_ids} | ({"prompt_token_ids": prompt.token_ids} if is_first else {})
+        logprobs = None if form.logprobs is None else self._lists[index].add(tokens)
+        choice = {"index": index, "text": text, "logprobs": logprobs, **self.end_of_choice(made, ids)}
+        if is_first and form.return_token_ids:
+            choice["prompt_token_ids"] = prompt.token_ids
         if is_first and form.prompt_logprobs is not None:
             pairs = zip(prompt.token_ids, self._found.get(i, []), strict=False)
             choice["prompt_logprobs"] = [described(self.names, form.prompt_logprobs, *pair) for pair in pairs]
         return choice
+
+    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+        self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
+        return super().choices(outputs)
+
+    def write(self, chunks: list[PromptChunk]) -> bytes:
+        """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
+        if self.params.prompt_logprobs is not None:
+            self._found |= {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
+            chunks = self._held + chunks
+            self._held = [pair for pair in chunks if pair[0] not in self._found]
+            chunks = [pair for pair in chunks if pair[0] in self._found]
+        return super().write(chunks)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if prompt.text is not None:
@@ -112,32 +179,18 @@ class Completion:
         return b"".join(map(self.names.bytes_of, prompt.token_ids)).decode("utf-8", errors="replace")
 
 
-async def events(job: Completion | Chat, work: Work) -> AsyncIterator[bytes]:
-    """Yield the events of a streamed reply; chunks that come together are written together."""
-    writer = EventWriter(job.head, job.form.stream_options, job.num_read)
-    if begin := job.first_choices():
-        yield "".join(map(writer.write, begin)).encode()
-    tells_all = writer.tells_usage or bool(job.form.return_token_ids) or job.form.logprobs not in (None, False)
-    async for chunks in work.chunks():
-        if chunks is PING:
-            yield PING_COMMENT
-            continue
-        written = []
-        for i, chunk in job.ready(chunks):
-            writer.num_made += chunk.token_id is not None
-            # The text is empty for a part of a character.
-            if chunk.text or chunk.finish_reason or tells_all or job.tells_prompt(i, chunk):
-                written.append(writer.write(job.chunk_choice(i, chunk)))
-        if written:
-            yield "".join(written).encode()
-    yield writer.end()
+@dataclass
+class Generation(Job):
+    """The request of a RemoteLLM, which reads the records of `wire`."""
 
+    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return output_to_json(outputs[0])
 
-def whole_events(job: Completion, outputs: list[RequestOutput]) -> bytes:
-    """Return the events of a reply that is complete already: one for each choice."""
-    writer = EventWriter(job.head, job.form.stream_options, job.num_read)
-    writer.num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    return "".join(map(writer.write, job.choices(outputs))).encode() + writer.end()
+    def write(self, chunks: list[PromptChunk]) -> bytes:
+        return b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
+
+    def end(self, outputs: list[RequestOutput]) -> bytes:
+        return event({"output": output_to_json(outputs[0])})
 
 
 def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:

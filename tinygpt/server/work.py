@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinygpt.engine.engine import RequestFuture
@@ -23,17 +23,16 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.errors import BUG, ApiError, error_body, from_engine
-from tinygpt.server.replies import DONE, event
+from tinygpt.server.completions import Job
+from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error_body, event, from_engine
 
 log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
-PING = None  # in place of chunks
 
+Requests = list[tuple[Prompt, SamplingParams]]
 Result = TypeVar("Result")
-PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
 
 
 class Outbox:
@@ -70,7 +69,7 @@ class Work:
         self._reason: Exception | None = None  # of `stop`
         self.futures: list[RequestFuture] = []
 
-    async def submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool, num_bytes: int) -> None:
+    async def submit(self, requests: Requests, stream: bool, num_bytes: int) -> None:
         """Run all requests, or none. Raises as LLM.submit does. num_bytes: of the HTTP body."""
         if num_bytes <= LARGE and all(params.guidance is None for _, params in requests):
             self._submit(requests, stream)
@@ -95,27 +94,24 @@ class Work:
             raise
 
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
-        """Yield all chunks that have come, until the last request has ended; PING after some silence."""
+        """Yield all chunks that have come, until the last request has ended; None after some silence."""
         num_left = len(self.futures)
-        pinging = asyncio.get_running_loop().call_later(PING_SECONDS, self._queue.put_nowait, PING)
+        ping_later = partial(asyncio.get_running_loop().call_later, PING_SECONDS, self._queue.put_nowait, None)
+        pinging = ping_later()
         try:
             while num_left:
                 items = [await self._queue.get()]
                 while not self._queue.empty():
                     items.append(self._queue.get_nowait())
-                if PING in items:
-                    pinging = asyncio.get_running_loop().call_later(PING_SECONDS, self._queue.put_nowait, PING)
-                    yield PING
-                    items.remove(PING)
+                if None in items:
+                    pinging = ping_later()
+                    yield None
+                    items.remove(None)
                 chunks = [item for item in items if item[1] is not None]
                 num_left -= len(items) - len(chunks)
                 yield chunks
         finally:
             pinging.cancel()
-        if self._reason is not None:
-            raise self._reason
-        for future in self.futures:
-            future.result()  # or the error that ended it
 
     def cancel(self) -> None:
         for future in self.futures:
@@ -128,14 +124,17 @@ class Work:
 
     def found(self) -> list[RequestOutput | Progress]:
         """Return the output of each finished request, and the progress of each unfinished one."""
-        return [future.result() if _is_finished(future) else future.progress() for future in self.futures]
+        return [
+            future.progress() if future.cancelled() or not future.done() or future.exception() else future.result()
+            for future in self.futures
+        ]
 
     def token_gaps(self) -> Iterator[float]:
         """Yield the seconds between tokens of each streamed sample."""
         for times in list(self._times.values()):
             yield from (after - before for before, after in pairwise(times))
 
-    def _submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], stream: bool) -> None:
+    def _submit(self, requests: Requests, stream: bool) -> None:
         try:
             for i, (prompt, params) in enumerate(requests):
                 future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
@@ -151,10 +150,6 @@ class Work:
         if chunk is not None and chunk.token_id is not None:
             self._times.setdefault((i, chunk.index), []).append(time.perf_counter())
         self._outbox.post(self._queue, i, chunk)
-
-
-def _is_finished(future: RequestFuture) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
 
 
 class JsonRoute(APIRoute):
@@ -190,29 +185,28 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
 
-    def __init__(self, written: AsyncIterator[bytes], end: Callable[[], None]):
+    def __init__(self, job: Job, work: Work, end: Callable[[], None]):
         """end: called once, however the reply ends, also if it never begins."""
-        super().__init__()
-        self._written, self._end = written, end
+        super().__init__(self._events(job, work), headers=SSE)
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect):
-                await while_connected(receive, self._send(send))
+                await while_connected(receive, self.stream_response(send))
         finally:
             self._end()
 
-    async def _send(self, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in SSE.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _events(self, job: Job, work: Work) -> AsyncIterator[bytes]:
         last = DONE
         try:
-            async for part in self._written:
-                if part:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            yield job.begin()
+            async for chunks in work.chunks():
+                yield PING if chunks is None else job.write(chunks)
+            last = job.end(await work.outputs()) + DONE
         except ApiError as error:
             last = event(error_body(error)) + DONE
         except TinyGPTError as error:
@@ -220,7 +214,7 @@ class EventStream(Response):
         except Exception:
             log.exception("a bug ended a stream")
             last = event(error_body(BUG)) + DONE
-        await send({"type": "http.response.body", "body": last, "more_body": False})
+        yield last
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
