@@ -21,12 +21,11 @@ class RequestError(TinyGPTError):
         super().__init__(reason if field is None else f"{field} {reason}")
         self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
 
-    def __reduce__(self) -> tuple:  # Exception's own would pass the whole sentence as the reason
-        return _restored, (type(self), self.reason, self.field, self.value, self.allowed, self.work_started)
-
     def named(self, name: str | None) -> "RequestError":
         """Return the same error with another name for its field, for example "--temperature"."""
-        return _restored(type(self), self.reason, name, self.value, self.allowed, self.work_started)
+        error = type(self)(self.reason, name, self.value, self.allowed)
+        error.work_started = self.work_started
+        return error
 
 
 class FailedRequestError(TinyGPTError):
@@ -41,12 +40,6 @@ class ServerError(TinyGPTError):
 
 class QueueFullError(TinyGPTError):
     """`max_queue` samples are waiting: submit again later."""
-
-
-def _restored(kind: type[RequestError], reason, field, value, allowed, work_started) -> RequestError:
-    error = kind(reason, field, value, allowed)
-    error.work_started = work_started
-    return error
 
 
 def invalid(field: str, value: Any, allowed: str) -> RequestError:

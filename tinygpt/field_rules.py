@@ -8,10 +8,10 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 from tinygpt.errors import RequestError, invalid
 
@@ -43,35 +43,34 @@ def read_field(name: str, value: Any, rule: Rule) -> Any:
     """Return the value as the engine sees it. Raise RequestError with name, value and allowed values."""
     try:
         return rule.read(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise invalid(name, value, rule.allowed) from None
+
+
+def need(is_right: bool) -> None:
+    """Raise ValueError, for `read_field`, unless a value is right."""
+    if not is_right:
+        raise ValueError
 
 
 # Readers.
 
 
 def as_integer(value: Any, low: int, high: int = MAX_COUNT) -> int:
-    if isinstance(value, bool):  # True == 1 would be taken for a count
-        raise TypeError
+    need(not isinstance(value, bool))  # True == 1 would be taken for a count
     number = operator.index(value)
-    if not low <= number <= high:
-        raise ValueError
+    need(low <= number <= high)
     return number
 
 
 def as_number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError
-    try:
-        return float(value)
-    except OverflowError as error:
-        raise ValueError from error
+    need(isinstance(value, Real) and not isinstance(value, bool))
+    return float(value)
 
 
 def as_texts(value: Any) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError
+    need(all(isinstance(text, str) and text for text in texts))
     return texts
 
 
@@ -80,8 +79,7 @@ def as_ids(value: Any) -> tuple[int, ...]:
 
 
 def as_unicode(value: Any) -> str:
-    if not (isinstance(value, str) and value):
-        raise ValueError
+    need(isinstance(value, str) and value != "")
     value.encode("utf-8")  # UnicodeEncodeError, a ValueError, for half a character
     return value
 
@@ -101,8 +99,7 @@ def integer(low: int, high: int = MAX_COUNT, note: str = "") -> Rule:
 def number(is_allowed: Callable[[float], bool], allowed: str) -> Rule:
     def read(value: Any) -> float:
         found = as_number(value)
-        if not is_allowed(found):  # false for NaN
-            raise ValueError
+        need(is_allowed(found))  # false for NaN
         return found
 
     return Rule(allowed, read, float)
@@ -112,40 +109,36 @@ def between(low: float, high: float, note: str = "") -> Rule:
     return number(lambda found: low <= found <= high, f"a number from {low:g} to {high:g}{note}")
 
 
-def one_of(*names: str) -> Rule:
+def one_of(literal: Any) -> Rule:
+    """literal: a Literal of the names."""
+    *names, last = get_args(literal)
+
     def read(value: Any) -> str:
-        if not isinstance(value, str) or value not in names:
-            raise ValueError
+        need(isinstance(value, str) and value in (*names, last))
         return value
 
-    return Rule(f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}", read, str.lower)
+    return Rule(f"{', '.join(map(repr, names))} or {last!r}", read, str.lower)
 
 
 def optional(rule: Rule) -> Rule:
-    return Rule(
-        f"{rule.allowed}, or None",
-        lambda value: None if value is None else rule.read(value),
-        rule.parse,
-        rule.repeats,
+    return replace(
+        rule, allowed=f"{rule.allowed}, or None", read=lambda value: None if value is None else rule.read(value)
     )
 
 
 def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
+    need(isinstance(value, bool))
     return value
 
 
 def _words(value: Any) -> tuple[str, ...]:
     words = as_texts(value)
-    if not all(map(str.strip, words)):
-        raise ValueError
+    need(all(map(str.strip, words)))
     return words
 
 
 def _some(values: tuple) -> tuple:
-    if not values:
-        raise ValueError
+    need(values != ())
     return values
 
 
@@ -177,45 +170,35 @@ def _embeddings(value: Any) -> Any:
     import numpy as np  # not needed for --help
 
     array = np.array(value, np.float32)  # (P, C), a copy
-    if array.ndim != 2 or not array.size or not np.isfinite(array).all():
-        raise ValueError
+    need(array.ndim == 2 and array.size > 0 and np.isfinite(array).all())
     array.flags.writeable = False
     return array
 
 
 def _functions(value: Any) -> tuple[Callable, ...]:
     functions = () if value is None else (value,) if callable(value) else tuple(value)
-    if not all(map(callable, functions)):
-        raise TypeError
+    need(all(map(callable, functions)))
     return functions
 
 
 def _alternatives(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):  # its letters are not meant
-        raise TypeError
+    need(not isinstance(value, str))  # its letters are not meant
     return _some(tuple(map(as_unicode, value)))
 
 
 def _json_schema(value: Any) -> str:
     """Read a dict, its JSON text, or a class with `model_json_schema`, such as pydantic's. Kept as text."""
-    if hasattr(value, "model_json_schema"):
-        try:
-            value = value.model_json_schema()
-        except Exception as error:  # pydantic's own, of a class whose fields no schema describes
-            raise ValueError from error
     try:
+        value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         schema = json.loads(value) if isinstance(value, str) else value
-        if not isinstance(schema, Mapping):
-            raise TypeError
+        need(isinstance(schema, Mapping))
         return as_unicode(json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
-    except RecursionError as error:
+    except Exception as error:  # pydantic's own, of a class whose fields no schema describes, or RecursionError
         raise ValueError from error
 
 
 def _early_stopping(value: Any) -> bool | str:
-    if value == "never":
-        return value
-    return _boolean(value)
+    return value if value == "never" else _boolean(value)
 
 
 _IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"

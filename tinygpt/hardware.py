@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tinygpt.errors import invalid
+from tinygpt.field_rules import integer, read_field
 
 MAX_THREADS = 1024
 ROOT = Path("/")
@@ -24,9 +24,7 @@ def thread_count(threads: Any = None) -> int:
     """Return `threads`, or the number of fast cores for None. Raise RequestError if it is impossible."""
     if threads is None:
         return physical_cores()
-    if isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise invalid("threads", threads, f"a whole number from 1 to {MAX_THREADS}")
-    return threads
+    return read_field("threads", threads, integer(1, MAX_THREADS))
 
 
 def physical_cores() -> int:

@@ -12,41 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
+from tinygpt import field_rules as rules
 from tinygpt.errors import RequestError, invalid, suggest
-from tinygpt.field_rules import (
-    ALTERNATIVES,
-    BOOLEAN,
-    COUNT,
-    CUTOFF,
-    EARLY_STOPPING,
-    EMBEDDINGS,
-    FUNCTIONS,
-    GRAMMAR,
-    ID_LISTS,
-    ID_OR_IDS,
-    IDS,
-    JSON_SCHEMA,
-    LOGPROBS,
-    NAME,
-    POSITIVE,
-    REGEX,
-    SECONDS,
-    SHARE,
-    SOME_IDS,
-    TEXTS,
-    WORDS,
-    Rule,
-    as_integer,
-    between,
-    biases,
-    check_guide,
-    integer,
-    number,
-    one_of,
-    option,
-    optional,
-    read_field,
-)
+from tinygpt.field_rules import Rule, option
 
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 10_000  # of one prompt: all stay in memory until the last is finished
@@ -71,6 +39,9 @@ GROUPS = ("sampling", END, SCORES, GUIDED, WARPERS, BEAMS, DRAFTS, POSITIONS, LO
 # f(prompt_token_ids, new_token_ids, scores (V,) float32) -> scores (V,)
 LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
+TopPRule = Literal["hf", "openai", "fastertransformer"]
+LogprobsMode = Literal["raw", "processed"]
+Overflow = Literal["refuse", "clamp", "truncate", "slide"]
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -95,7 +66,7 @@ def _read_fields(instance: Any) -> None:
     for field in fields(instance):
         value = getattr(instance, field.name)
         if value is None or value is not field.default:  # another default is valid as it is
-            object.__setattr__(instance, field.name, read_field(field.name, value, field.metadata["rule"]))
+            object.__setattr__(instance, field.name, rules.read_field(field.name, value, field.metadata["rule"]))
 
 
 @_documented
@@ -103,9 +74,9 @@ def _read_fields(instance: Any) -> None:
 class RepetitionDetection:
     """A rule for samples that loop (vLLM's fields): their last tokens are one pattern, `min_count` times in a row."""
 
-    max_pattern_size: int = option(MISSING, POSITIVE, None, "most tokens of a pattern")
-    min_count: int = option(MISSING, integer(2), None, "how often it occurs")
-    min_pattern_size: int = option(1, POSITIVE, None, "fewest tokens of a pattern")
+    max_pattern_size: int = option(MISSING, rules.POSITIVE, None, "most tokens of a pattern")
+    min_count: int = option(MISSING, rules.integer(2), None, "how often it occurs")
+    min_pattern_size: int = option(1, rules.POSITIVE, None, "fewest tokens of a pattern")
 
     def __post_init__(self):
         _read_fields(self)
@@ -124,18 +95,19 @@ def repetition(text: str) -> dict[str, int]:
 
 
 def _seed(value: Any) -> int | None:
-    seed = as_integer(value, -1, MAX_SEED)
+    seed = rules.as_integer(value, -1, MAX_SEED)
     return None if seed == -1 else seed
 
 
-TEMPERATURE = number(
+TEMPERATURE = rules.number(
     lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
     f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
 )
-TOP_K = Rule("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(as_integer(value, -1), 0), int)
-SEED = optional(Rule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
-PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
-REPETITION = optional(
+TOP_K = Rule("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(rules.as_integer(value, -1), 0), int)
+SEED = rules.optional(Rule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
+SAMPLES, BEAM_COUNT = rules.integer(1, MAX_SAMPLES), rules.integer(1, MAX_BEAMS)
+PENALTY = rules.between(-2, 2, " (0 is off)")  # OpenAI's limit
+REPETITION = rules.optional(
     Rule(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
         "min_pattern_size, 1 to max_pattern_size",
@@ -177,83 +149,68 @@ class SamplingParams:
       guided_regex has Rust's syntax without look-around; guided_grammar Lark's or llama.cpp's (GBNF).
     """
 
-    max_tokens: int = option(16, POSITIVE, "N", "largest number of new tokens")
+    max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")
     temperature: float = option(0.0, TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
     top_k: int = option(0, TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off")
-    top_p: float = option(1.0, SHARE, "P", "of those, keep the most probable that reach probability P; 1 is off")
+    top_p: float = option(1.0, rules.SHARE, "P", "of those, keep the most probable that reach probability P; 1 is off")
     seed: int | None = option(None, SEED, "N", "the same seed gives the same text (default: drawn, and reported)")
-    n: int = option(1, integer(1, MAX_SAMPLES), "N", "samples for each prompt")
-    stop: str | Iterable[str] | None = option(None, TEXTS, "TEXT", "a text to end at, which is cut off", END)
-    stop_token_ids: Iterable[int] | None = option(None, IDS, "ID,ID", "tokens to end at, whose text is cut off", END)
-    ignore_eos: bool = option(False, BOOLEAN, None, "go on past the end-of-text token", END)
+    n: int = option(1, SAMPLES, "N", "samples for each prompt")
+    stop: str | Iterable[str] | None = option(None, rules.TEXTS, "TEXT", "a text to end at, which is cut off", END)
+    stop_token_ids: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "tokens to end at, their text cut off", END)
+    ignore_eos: bool = option(False, rules.BOOLEAN, None, "go on past the end-of-text token", END)
     logprobs: int | None = option(
-        None, LOGPROBS, "N", "of each new token, and of the N most probable ones at its position; -1 is all", LOGS
+        None, rules.LOGPROBS, "N", "of each new token, and of the N most probable ones at its position; -1 is all", LOGS
     )
-    logit_bias: Mapping[int, float] | None = option(None, biases(100), "ID=X", "add X to a token's score", SCORES)
+    logit_bias: Mapping[int, float] | None = option(None, rules.biases(100), "ID=X", "add X to a token's score", SCORES)
     repetition_penalty: float = option(
-        1.0, between(1e-3, 1e3), "X", "divide the scores of tokens in the prompt or text by X; 1 is off", SCORES
+        1.0, rules.between(1e-3, 1e3), "X", "divide the scores of tokens in the prompt or text by X; 1 is off", SCORES
     )
     frequency_penalty: float = option(0.0, PENALTY, "X", "subtract X each time a token occurs in the text", SCORES)
     presence_penalty: float = option(0.0, PENALTY, "X", "subtract X if a token occurs in the text", SCORES)
-    no_repeat_ngram_size: int = option(0, COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
-    bad_words: str | Iterable[str] | None = option(None, WORDS, "TEXT", "a text that may not occur", SCORES)
+    no_repeat_ngram_size: int = option(0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
+    bad_words: str | Iterable[str] | None = option(None, rules.WORDS, "TEXT", "a text that may not occur", SCORES)
     bad_words_ids: Iterable[Iterable[int]] | None = option(
-        None, ID_LISTS, "ID,ID", "tokens that may not occur in a row", SCORES
+        None, rules.ID_LISTS, "ID,ID", "tokens that may not occur in a row", SCORES
     )
-    min_tokens: int = option(0, COUNT, "N", "not before N tokens", END)
-    allowed_token_ids: Iterable[int] | None = option(None, SOME_IDS, "ID,ID", "only these tokens may occur", SCORES)
-    suppress_tokens: Iterable[int] | None = option(None, IDS, "ID,ID", "these tokens may not occur", SCORES)
+    min_tokens: int = option(0, rules.COUNT, "N", "not before N tokens", END)
+    allowed_token_ids: Iterable[int] | None = option(None, rules.SOME_IDS, "ID,ID", "only these may occur", SCORES)
+    suppress_tokens: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "these tokens may not occur", SCORES)
     logits_processors: LogitsProcessor | Iterable[LogitsProcessor] | None = option(
-        None, FUNCTIONS, None, "f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both", SCORES
+        None, rules.FUNCTIONS, None, "f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both", SCORES
     )
-    top_p_rule: Literal["hf", "openai", "fastertransformer"] = option(
-        "hf",
-        one_of("hf", "openai", "fastertransformer"),
-        "RULE",
-        "what happens to the token that reaches top_p: hf, openai, fastertransformer",
-        WARPERS,
+    top_p_rule: TopPRule = option(
+        "hf", rules.one_of(TopPRule), "RULE", "the token that reaches top_p: hf, openai or fastertransformer", WARPERS
     )
-    top_p_decay: float = option(1.0, SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS)
-    top_p_min: float = option(1e-6, SHARE, "P", "but not below P", WARPERS)
+    top_p_decay: float = option(1.0, rules.SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS)
+    top_p_min: float = option(1e-6, rules.SHARE, "P", "but not below P", WARPERS)
     top_p_reset_ids: int | Iterable[int] | None = option(
-        None, ID_OR_IDS, "ID,ID", "one of these tokens resets top_p to its first value", WARPERS
+        None, rules.ID_OR_IDS, "ID,ID", "one of these tokens resets top_p to its first value", WARPERS
     )
     min_p: float = option(
-        0.0,
-        between(0, 1),
-        "P",
-        "leave out what is less than P times as probable as the most probable token; 0 is off",
-        WARPERS,
+        0.0, rules.between(0, 1), "P", "leave out what is below P times the highest probability; 0 is off", WARPERS
     )
-    typical_p: float = option(
-        1.0, SHARE, "P", "keep the most typical tokens that reach probability P; 1 is off", WARPERS
-    )
-    epsilon_cutoff: float = option(0.0, CUTOFF, "P", "leave out what is less probable than P; 0 is off", WARPERS)
+    typical_p: float = option(1.0, rules.SHARE, "P", "keep the most typical tokens that reach P; 1 is off", WARPERS)
+    epsilon_cutoff: float = option(0.0, rules.CUTOFF, "P", "leave out what is less probable than P; 0 is off", WARPERS)
     eta_cutoff: float = option(
-        0.0, CUTOFF, "P", "as epsilon_cutoff, lower where the distribution is flat; 0 is off", WARPERS
+        0.0, rules.CUTOFF, "P", "as epsilon_cutoff, lower where the distribution is flat; 0 is off", WARPERS
     )
     best_of: int | None = option(
-        None,
-        optional(integer(1, MAX_SAMPLES)),
-        "N",
-        "samples to make, of which the n most probable per token are returned (default: as many as n)",
+        None, rules.optional(SAMPLES), "N", "samples to make; the n most probable per token are returned (default: n)"
     )
-    num_beams: int = option(1, integer(1, MAX_BEAMS), "N", "beams; 1 is off, and more need temperature 0", BEAMS)
-    length_penalty: float = option(1.0, between(-10, 10), "X", "above 0 favors long texts, below 0 short ones", BEAMS)
+    num_beams: int = option(1, BEAM_COUNT, "N", "beams; 1 is off, and more need temperature 0", BEAMS)
+    length_penalty: float = option(1.0, rules.between(-10, 10), "X", "above 0 favors long texts, below 0 short", BEAMS)
     early_stopping: bool | Literal["never"] = option(
-        False, EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
+        False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
     )
-    num_beam_groups: int = option(1, integer(1, MAX_BEAMS), "N", "groups that avoid one another's tokens", BEAMS)
-    diversity_penalty: float = option(0.0, between(0, 1e6, " (0 is off)"), "X", "how much they do", BEAMS)
-    prompt_lookup_num_tokens: int = option(0, COUNT, "N", "draft N tokens found earlier in the text; 0 is off", DRAFTS)
-    max_matching_ngram_size: int = option(2, POSITIVE, "N", "longest run of tokens before them that must match", DRAFTS)
+    num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
+    diversity_penalty: float = option(0.0, rules.between(0, 1e6, " (0 is off)"), "X", "how much they do", BEAMS)
+    prompt_lookup_num_tokens: int = option(0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS)
+    max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "longest run of tokens before them to match", DRAFTS)
     eos_token_id: int | Iterable[int] | None = option(
-        None, ID_OR_IDS, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)", END
+        None, rules.ID_OR_IDS, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)", END
     )
-    include_stop_str_in_output: bool = option(
-        False, BOOLEAN, None, "keep the stop text, or that of the stop token", END
-    )
-    max_time: float | None = option(None, SECONDS, "SECONDS", "after this many seconds from the arrival", END)
+    include_stop_str_in_output: bool = option(False, rules.BOOLEAN, None, "keep the stop text, or stop token's", END)
+    max_time: float | None = option(None, rules.SECONDS, "SECONDS", "after this many seconds from the arrival", END)
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = option(
         None,
         REPETITION,
@@ -261,48 +218,38 @@ class SamplingParams:
         "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
         END,
     )
-    prompt_logprobs: int | None = option(None, LOGPROBS, "N", "of each token of the prompt", LOGS)
-    logprobs_mode: Literal["raw", "processed"] = option(
-        "raw",
-        one_of("raw", "processed"),
-        "MODE",
-        "raw: the model's own; processed: those that tokens were drawn from",
-        LOGS,
+    prompt_logprobs: int | None = option(None, rules.LOGPROBS, "N", "of each token of the prompt", LOGS)
+    logprobs_mode: LogprobsMode = option(
+        "raw", rules.one_of(LogprobsMode), "MODE", "raw: the model's; processed: those of the tokens' draw", LOGS
     )
-    overflow: Literal["refuse", "clamp", "truncate", "slide"] = option(
+    overflow: Overflow = option(
         "refuse",
-        one_of("refuse", "clamp", "truncate", "slide"),
+        rules.one_of(Overflow),
         "HOW",
         "what to do: refuse, clamp (fewer new tokens), truncate (the prompt's beginning) or slide (without end: "
         "the oldest tokens are dropped, and the rest is read again)",
         POSITIONS,
     )
     stride: int | None = option(
-        None, optional(POSITIVE), "N", "tokens to drop at a time (default: half the positions)", POSITIONS
+        None, rules.optional(rules.POSITIVE), "N", "tokens to drop at a time (default: half the positions)", POSITIONS
     )
-    soft_prompt: str | None = option(None, NAME, None, "one of the LLM's soft prompts", INPUTS)
+    soft_prompt: str | None = option(None, rules.NAME, None, "one of the LLM's soft prompts", INPUTS)
     prompt_embeds: Any = option(
-        None, EMBEDDINGS, None, "embeddings (P, n_embd) of tokens that the vocabulary does not have", INPUTS, repr=False
+        None, rules.EMBEDDINGS, None, "embeddings (P, n_embd) of tokens without an id", INPUTS, repr=False
     )
     guided_choice: Iterable[str] | None = option(
-        None, ALTERNATIVES, "TEXT", "this text; given several times, one of them", GUIDED
+        None, rules.ALTERNATIVES, "TEXT", "this text; given several times, one of them", GUIDED
     )
-    guided_regex: str | None = option(None, REGEX, "REGEX", "what the whole of this regular expression matches", GUIDED)
+    guided_regex: str | None = option(None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED)
     guided_json: str | Mapping[str, Any] | None = option(
-        None,
-        JSON_SCHEMA,
-        "SCHEMA",
-        'JSON by this schema, such as \'{"type": "object"}\' or "$(cat schema.json)"',
-        GUIDED,
+        None, rules.JSON_SCHEMA, "SCHEMA", 'JSON by this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
     )
-    guided_grammar: str | None = option(None, GRAMMAR, "GRAMMAR", "by this grammar, in Lark's syntax or GBNF", GUIDED)
+    guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "by this grammar, Lark's or GBNF", GUIDED)
 
     def __post_init__(self):
         _read_fields(self)
-        if self.best_of is not None and self.best_of < self.n:
-            raise invalid("best_of", self.best_of, f"at least n, which is {self.n}")
-        if self.min_tokens > self.max_tokens:
-            raise invalid("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        self._need("best_of", self.best_of is None or self.best_of >= self.n, f"at least n, which is {self.n}")
+        self._need("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.soft_prompt is not None and self.prompt_embeds is not None:
             raise RequestError("and prompt_embeds are both given: give one of them.", "soft_prompt", self.soft_prompt)
         if self.stride is not None and self.overflow != "slide":
@@ -310,13 +257,27 @@ class SamplingParams:
         if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
             raise RequestError(f"and {guided[1]} are given together: a text is guided by one of them.", guided[0])
         if self.guidance is not None:
-            check_guide(*self.guidance)
+            rules.check_guide(*self.guidance)
         if self.num_beams > 1:
-            _check_beams(self)
+            self._check_beams()
             return
         for name in ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
             if (value := getattr(self, name)) != SAMPLING_FIELDS[name].default:
                 raise RequestError(f"is {value!r} and num_beams is 1: set num_beams, or leave it out.", name, value)
+
+    def _need(self, name: str, is_right: bool, allowed: str) -> None:
+        if not is_right:
+            raise invalid(name, getattr(self, name), allowed)
+
+    def _check_beams(self) -> None:
+        beams, groups = self.num_beams, self.num_beam_groups
+        self._need("n", self.n <= beams, f"at most num_beams, which is {beams}")
+        self._need("temperature", self.temperature == 0, "0 with num_beams: a beam search draws nothing")
+        self._need("best_of", self.best_of is None, "left out with num_beams: a beam search returns its n best")
+        self._need("overflow", self.overflow != "slide", "another one with num_beams: beams keep their positions")
+        self._need("num_beam_groups", beams % groups == 0, f"a divisor of num_beams, which is {beams}")
+        allowed = f"above 0 exactly if num_beam_groups, which is {groups}, is above 1"
+        self._need("diversity_penalty", (groups > 1) == (self.diversity_penalty > 0), allowed)
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
@@ -344,23 +305,6 @@ class SamplingParams:
 
 SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams)}
 _DEFAULTS = SamplingParams()
-
-
-def _check_beams(params: SamplingParams) -> None:
-    beams, groups = params.num_beams, params.num_beam_groups
-    if params.n > beams:
-        raise invalid("n", params.n, f"at most num_beams, which is {beams}")
-    if params.temperature > 0:
-        raise invalid("temperature", params.temperature, "0 with num_beams: a beam search draws nothing")
-    if params.best_of is not None:
-        raise invalid("best_of", params.best_of, "left out with num_beams: a beam search returns its n best")
-    if params.overflow == "slide":
-        raise invalid("overflow", params.overflow, "another one with num_beams: beams keep their positions")
-    if beams % groups:
-        raise invalid("num_beam_groups", groups, f"a divisor of num_beams, which is {beams}")
-    if (groups > 1) != (params.diversity_penalty > 0):
-        allowed = f"above 0 exactly if num_beam_groups, which is {groups}, is above 1"
-        raise invalid("diversity_penalty", params.diversity_penalty, allowed)
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

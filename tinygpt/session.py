@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tinygpt.engine.prompts import Prompt, params_or_fields, text_or_ids
-from tinygpt.errors import RequestError, invalid
+from tinygpt.errors import RequestError
+from tinygpt.field_rules import integer, read_field
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 
@@ -79,10 +80,8 @@ class Session:
     def rewind(self, position: int) -> None:
         """Remove all tokens from `position` on."""
         self._check_open()
-        if isinstance(position, bool) or not isinstance(position, int) or not 0 <= position <= len(self._token_ids):
-            count = len(self._token_ids)
-            raise invalid("position", position, f"a whole number from 0 to {count}, the session's tokens")
-        self._token_ids = self._token_ids[:position]
+        is_within = integer(0, len(self._token_ids), ", the session's tokens")
+        self._token_ids = self._token_ids[: read_field("position", position, is_within)]
 
     def close(self) -> None:
         """Forget the tokens. Later calls raise RequestError."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import invalid
+from tinygpt.field_rules import integer, read_field
 
 # Variables of MPICH and derivatives, Open MPI, PMIx and Slurm.
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
@@ -58,9 +58,10 @@ class Layout:
 
     @classmethod
     def of(cls, tensor_parallel_size: Any, pipeline_parallel_size: Any) -> "Layout":
-        _check_size("tensor_parallel_size", tensor_parallel_size, MAX_TENSOR_SIZE)
-        _check_size("pipeline_parallel_size", pipeline_parallel_size, MAX_PIPELINE_SIZE)
-        return cls(tensor_parallel_size, pipeline_parallel_size)
+        return cls(
+            read_field("tensor_parallel_size", tensor_parallel_size, integer(1, MAX_TENSOR_SIZE)),
+            read_field("pipeline_parallel_size", pipeline_parallel_size, integer(1, MAX_PIPELINE_SIZE)),
+        )
 
     @property
     def size(self) -> int:
@@ -76,8 +77,3 @@ class Layout:
     def tensor_group(self, rank: int) -> list[int]:
         stage, _ = self.place_of(rank)
         return [self.rank_at(stage, t) for t in range(self.tensor_size)]
-
-
-def _check_size(name: str, size: Any, most: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= most:
-        raise invalid(name, size, f"a whole number from 1 to {most}")
