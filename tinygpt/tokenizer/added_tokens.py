@@ -8,12 +8,6 @@ from typing import Any
 
 from tinygpt.errors import CheckpointError
 
-# Unicode's White_Space; str.isspace() and \s have four control characters more.
-WHITESPACE = frozenset(
-    "\t\n\v\f\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-    "\u2028\u2029\u202f\u205f\u3000"
-)
-
 
 @dataclass(frozen=True)
 class AddedToken:
@@ -32,49 +26,32 @@ class AddedTokenSplitter:
     """Splits at added tokens as Hugging Face's `tokenizers`: normalized=False first, longest first."""
 
     def __init__(self, tokens: Iterable[AddedToken]):
-        tokens = list(tokens)
-        passes = ([t for t in tokens if not t.normalized], [t for t in tokens if t.normalized])
-        self._passes = [_Pass(group) for group in passes if group]
+        self._by_content = {token.content: token for token in tokens}
+        contents = sorted(self._by_content, key=len, reverse=True)  # re takes the first alternative that matches
+        passes = [[c for c in contents if self._by_content[c].normalized is flag] for flag in (False, True)]
+        self._patterns = [re.compile("|".join(map(re.escape, group))) for group in passes if group]
 
-    def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
-        """Yield ids of added tokens, and the non-empty strings between them.
+    def split(self, text: str, split_special_tokens: bool) -> list[str | int]:
+        """Return ids of added tokens, and the non-empty strings between them.
 
         split_special_tokens: a special token stays text, and hides overlapped tokens of its pass.
         """
         parts: list[str | int] = [text] if text else []
-        for matcher in self._passes:
-            if split_special_tokens and matcher.are_all_special:
-                continue
-            split = (matcher.split(part, split_special_tokens) if isinstance(part, str) else [part] for part in parts)
+        for pattern in self._patterns:
+            split = (self._split(pattern, p, split_special_tokens) if isinstance(p, str) else [p] for p in parts)
             parts = [*chain.from_iterable(split)]
-        return iter(parts)
+        return parts
 
-
-class _Pass:
-    def __init__(self, tokens: list[AddedToken]):
-        self._by_content = {token.content: token for token in tokens}
-        # re takes the first alternative that matches.
-        contents = sorted(self._by_content, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, contents)))
-        self.are_all_special = all(token.special for token in tokens)
-
-    def split(self, text: str, split_special_tokens: bool) -> Iterator[str | int]:
+    def _split(self, pattern: re.Pattern, text: str, split_special_tokens: bool) -> Iterator[str | int]:
         start = 0
-        for match in self._pattern.finditer(text):
+        for match in pattern.finditer(text):
             token = self._by_content[match.group()]
             if split_special_tokens and token.special:
                 continue
-            begin, end = match.span()
-            while token.lstrip and begin > start and text[begin - 1] in WHITESPACE:
-                begin -= 1
-            while token.rstrip and end < len(text) and text[end] in WHITESPACE:
-                end += 1
-            if start < begin:
-                yield text[start:begin]
-            # An earlier token may have stripped all of a token of white space.
-            if not token.lstrip or max(begin, start) < end:
-                yield token.id
-            start = end
+            if start < match.start():
+                yield text[start : match.start()]
+            yield token.id
+            start = match.end()
         if start < len(text):
             yield text[start:]
 

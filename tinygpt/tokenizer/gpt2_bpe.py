@@ -215,7 +215,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         and spec.get("normalizer") is None
         and _type(spec.get("pre_tokenizer")) == _type(spec.get("decoder")) == "ByteLevel"
         and spec["pre_tokenizer"].get("use_regex", True)
-        and not any(entry["single_word"] for entry in spec["added_tokens"])
+        and not any(entry[flag] for entry in spec["added_tokens"] for flag in ("single_word", "lstrip", "rstrip"))
     )
     if not is_like_gpt2:
         raise UnlikeGPT2("its steps are not GPT-2's")
