@@ -8,6 +8,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
 IDS = [3, 1, 4]
+NOT_UTF8 = "'utf-8' codec can't decode byte 0xff in position 100: invalid start byte"
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +17,7 @@ def damaged(tmp_path_factory):
     folder = write_with_demo_tokenizer(tmp_path_factory.mktemp("damaged"))
     (folder / "vocab.json").write_bytes((folder / "vocab.json").read_bytes()[:100] + b"\xff")
     with LLM(str(folder), device="reference", max_num_seqs=2) as llm:
-        yield llm, f"{folder / 'vocab.json'} is not UTF-8 at byte 100; download it again."
+        yield llm, f"{folder / 'vocab.json'} is not valid JSON ({NOT_UTF8}): download it again."
 
 
 WAYS = {

@@ -31,8 +31,8 @@ def save(library: Library, folder: Path, **files) -> Tokenizer:
 
 
 def write(folder: Path, name: str, content) -> None:
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    (folder / name).write_text(text, encoding="utf-8", newline="")
+    text = content if isinstance(content, str | bytes) else json.dumps(content, ensure_ascii=False)
+    (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 def write_pair(library: Library, folder: Path, vocab="vocab.json", merges="merges.txt", **files) -> None:

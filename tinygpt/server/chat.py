@@ -11,9 +11,8 @@ from typing import Any
 from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.server.protocol import ChatRequest
 from tinygpt.tokenizer.added_tokens import content_of
-from tinygpt.tokenizer.files import read_json
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.files import read_regular_text
+from tinygpt.weights.files import read_json_object, read_regular_text
 
 MAX_CHARACTERS = 1_000_000  # of a prompt
 
@@ -47,7 +46,7 @@ class ChatTemplate:
     def from_folder(cls, folder: Path) -> "ChatTemplate | None":
         """Return the template that transformers would take, or None. Raises CheckpointError."""
         config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-        options = read_json(config) if config.exists() else {}
+        options = read_json_object(config) if config.exists() else {}
         source = read_regular_text(file) if file.exists() else options.get("chat_template")
         if isinstance(source, list):  # several templates with names
             source = next((each.get("template") for each in source if each.get("name") == "default"), None)

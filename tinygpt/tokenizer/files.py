@@ -3,7 +3,6 @@
 Merges that were cut short would give other tokens: `check_none_is_missing` refuses them.
 """
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, filterfalse
 from pathlib import Path
@@ -11,19 +10,7 @@ from typing import Any
 
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.tokenizer.added_tokens import content_of, read_added_tokens
-from tinygpt.weights.files import VOCAB_AND_MERGES, how_to_replace, read_regular_text
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise CheckpointError."""
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}); {how_to_replace(path)}.") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a JSON {type(content).__name__} and must hold an object.")
-    return content
+from tinygpt.weights.files import VOCAB_AND_MERGES, how_to_replace, read_json_object, read_regular_text
 
 
 def read_text(path: Path) -> str:
@@ -63,11 +50,10 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
     """Return merges, "left right" or [left, right], as pairs. Raise CheckpointError."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
-    if set(map(len, pairs)) - {2} or not all(chain.from_iterable(pairs)):
-        wrong = next(merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2 or not all(pair))
+    if {*map(len, pairs)} - {2} or {*map(type, chain.from_iterable(pairs))} - {str} or "" in chain.from_iterable(pairs):
+        is_pair = [len(pair) == 2 and all(isinstance(token, str) and token for token in pair) for pair in pairs]
+        wrong = merges[is_pair.index(False)]
         raise CheckpointError(f"the merge {wrong!r} in {path} must be two tokens; {how_to_replace(path)}.")
-    if set(map(type, chain.from_iterable(pairs))) - {str}:
-        raise CheckpointError(f"the merges in {path} must be made of strings; {how_to_replace(path)}.")
     return pairs
 
 
@@ -112,9 +98,10 @@ def read_tokenizer(folder: Path) -> dict[str, Any]:
     CheckpointError, or NoTokenizerError if there is none or it is not implemented.
     """
     options = _read_options(folder)
+    pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
     if (folder / "tokenizer.json").exists():
-        spec = checked_spec(read_json(folder / "tokenizer.json"), folder / "tokenizer.json", options)
-    elif pair := _vocab_and_merges(folder):
+        spec = checked_spec(read_json_object(folder / "tokenizer.json"), folder / "tokenizer.json", options)
+    elif pair := next((pair for pair in pairs if all(path.exists() for path in pair)), None):
         spec = _from_vocab_and_merges(*pair, options)
     elif (folder / "vocab.txt").exists():
         spec = _from_vocab_txt(folder / "vocab.txt", options)
@@ -132,11 +119,6 @@ def _read_options(folder: Path) -> dict[str, Any]:
         return options
     options |= _read_json_if_there(folder / "special_tokens_map.json")
     return options | {"added_tokens": _read_json_if_there(folder / "added_tokens.json")}
-
-
-def _vocab_and_merges(folder: Path) -> tuple[Path, Path] | None:
-    pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
-    return next((pair for pair in pairs if all(path.exists() for path in pair)), None)
 
 
 def _no_tokenizer(folder: Path) -> str:
@@ -165,14 +147,16 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
         spec.setdefault(name, None)
         if spec[name] is not None and not (isinstance(spec[name], dict) and "type" in spec[name]):
             raise CheckpointError(f"the {name} in {path} is {spec[name]!r} and must be an object with a type.")
-    _check_model(model, path)
+    if model["type"] != "Unigram":  # which the library checks
+        _check_vocabulary(model.get("vocab"), path)
+        _check_merges(model.get("merges") or [], model["vocab"], path)
     spec["added_tokens"] = read_added_tokens(spec, options)
     spec.setdefault("eos_token", GPT2_SPECIAL_TOKENS["eos_token"])
     return spec
 
 
 def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
-    ids = read_json(vocab)
+    ids = read_json_object(vocab)
     _check_vocabulary(ids, vocab)
     is_gpt1s = not any(SPACE in token for token in ids) and any(token.endswith(END_OF_WORD) for token in ids)
     if is_gpt1s and ids.keys() >= BIOGPT_ENDS:  # its merges have a third column
@@ -190,51 +174,35 @@ def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -
 def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     options = GPT2_SPECIAL_TOKENS | options
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    spec = {"version": "1.0", "model": model, "normalizer": None}
-    spec |= {"pre_tokenizer": dict(byte_level), "decoder": byte_level}
-    spec["added_tokens"] = read_added_tokens(spec, options)
     before = options["bos_token"] if options.get("add_bos_token") else None
     after = options["eos_token"] if options.get("add_eos_token") else None
-    return spec | {"post_processor": _template(before, after, spec["added_tokens"])}
+    return _spec(model, options, None, dict(byte_level), byte_level, before, after)
 
 
 def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return BPE of lower-cased words, as in transformers."""
     options = {"unk_token": GPT1_UNKNOWN} | options
-    spec = {
-        "version": "1.0",
-        "model": {**model, "unk_token": content_of(options["unk_token"]), "end_of_word_suffix": END_OF_WORD},
-        "normalizer": _bert_normalizer(),
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "post_processor": None,
-        "decoder": {"type": "BPEDecoder", "suffix": END_OF_WORD},
-    }
-    return spec | {"added_tokens": read_added_tokens(spec, options)}
+    model = {**model, "unk_token": content_of(options["unk_token"]), "end_of_word_suffix": END_OF_WORD}
+    decoder = {"type": "BPEDecoder", "suffix": END_OF_WORD}
+    return _spec(model, options, _bert_normalizer(), {"type": "BertPreTokenizer"}, decoder)
 
 
 def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     """Return BERT's tokenizer."""
     options = BERT_SPECIAL_TOKENS | options
     tokens = read_text(path).removesuffix("\n").split("\n")
-    spec = {
-        "version": "1.0",
-        "model": {
-            "type": "WordPiece",
-            "vocab": {token: i for i, token in enumerate(tokens)},
-            "unk_token": content_of(options["unk_token"]),
-            "continuing_subword_prefix": "##",
-            "max_input_chars_per_word": 100,
-        },
-        "normalizer": _bert_normalizer(
-            options.get("tokenize_chinese_chars", True),
-            options.get("strip_accents"),
-            options.get("do_lower_case", True),
-        ),
-        "pre_tokenizer": {"type": "BertPreTokenizer"},
-        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+    model = {
+        "type": "WordPiece",
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "unk_token": content_of(options["unk_token"]),
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
     }
-    spec["added_tokens"] = read_added_tokens(spec, options)
-    return spec | {"post_processor": _template(options["cls_token"], options["sep_token"], spec["added_tokens"])}
+    chinese, lowercase = options.get("tokenize_chinese_chars", True), options.get("do_lower_case", True)
+    normalizer = _bert_normalizer(chinese, options.get("strip_accents"), lowercase)
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    ends = options["cls_token"], options["sep_token"]
+    return _spec(model, options, normalizer, {"type": "BertPreTokenizer"}, decoder, *ends)
 
 
 def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lowercase: bool = True) -> dict[str, Any]:
@@ -242,25 +210,21 @@ def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lo
     return {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, **cases}
 
 
-def _template(before: Any, after: Any, added: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return a post_processor that puts a token before and after each text, or neither."""
-    ids = {entry["content"]: entry["id"] for entry in added}
+def _spec(model: Any, options: Any, normalizer: Any, splitter: Any, decoder: Any, before=None, after=None) -> dict:
+    """Return a tokenizer.json that puts a token before and after each text, or neither."""
+    spec = {"version": "1.0", "model": model, "normalizer": normalizer, "pre_tokenizer": splitter, "decoder": decoder}
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
     names = [content_of(token) if token else None for token in (before, after)]
     pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]
     text = {"Sequence": {"id": "A", "type_id": 0}}
-    return {
+    spec["post_processor"] = {
         "type": "TemplateProcessing",
         "single": [piece for piece in (pieces[0], text, pieces[1]) if piece],
         "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in names if n},
     }
-
-
-def _check_model(model: dict[str, Any], path: Path) -> None:
-    if model["type"] == "Unigram":
-        return  # the library checks it
-    _check_vocabulary(model.get("vocab"), path)
-    _check_merges(model.get("merges") or [], model["vocab"], path)
+    return spec
 
 
 def _check_vocabulary(vocab: Any, path: Path) -> None:
@@ -279,4 +243,4 @@ def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
+    return read_json_object(path) if path.exists() else {}

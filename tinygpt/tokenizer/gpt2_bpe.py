@@ -20,7 +20,6 @@ from tinygpt.tokenizer.stream import ByteDetokenizer
 
 NUM_BYTES = 256
 NEVER = 2**62  # the rank without a merge
-NUM_SLOTS = 2**19  # about ten times the merges
 Pair = tuple[str, str]
 
 
@@ -46,39 +45,24 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     Walk back in time for all merges at once: x and y touch at the border, each used up at some rank. Of equal merges
     the leftmost goes first, hence < and <=.
     """
-    merges = _MergeRanks(left, right)
+    num_ranks = NUM_BYTES + len(left)
+    keys = left * num_ranks + right  # of merges
+    by_key = np.argsort(keys)
+    keys = keys[by_key]
     x, y = left, right  # (N,)
     left, right = (np.concatenate([np.zeros(NUM_BYTES, np.int64), part]) for part in (left, right))  # by rank
-    x_used = y_used = np.arange(NUM_BYTES, len(left))
+    x_used = y_used = np.arange(NUM_BYTES, num_ranks)
     while (goes_on := np.maximum(x, y) >= NUM_BYTES).any():
         x, y, x_used, y_used = (ranks[goes_on] for ranks in (x, y, x_used, y_used))
         is_x = x > y
         x_used, y_used = np.where(is_x, x, x_used), np.where(is_x, y_used, y)
         x, y = np.where(is_x, right[x], x), np.where(is_x, y, left[y])
-        ranks = merges.find(x, y)
+        touching = x * num_ranks + y
+        places = np.searchsorted(keys[:-1], touching)
+        ranks = np.where(keys[places] == touching, by_key[places] + NUM_BYTES, NEVER)
         if ((ranks < x_used) & (ranks <= y_used)).any():
             return True
     return False
-
-
-class _MergeRanks:
-    def __init__(self, left: np.ndarray, right: np.ndarray):
-        self._num_ranks = NUM_BYTES + len(left)
-        keys = left * self._num_ranks + right
-        order = np.argsort(keys)
-        self._keys, self._ranks = keys[order], order + NUM_BYTES
-        self._may_be = np.zeros(NUM_SLOTS, bool)
-        self._may_be[keys & (NUM_SLOTS - 1)] = True
-
-    def find(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the rank of the merge of each pair (N,), or NEVER."""
-        keys = left * self._num_ranks + right
-        ranks = np.full(len(keys), NEVER)
-        (hits,) = np.nonzero(self._may_be[keys & (NUM_SLOTS - 1)])  # a tenth: a search is slow
-        places = np.searchsorted(self._keys[:-1], keys[hits])
-        is_there = self._keys[places] == keys[hits]
-        ranks[hits[is_there]] = self._ranks[places[is_there]]
-        return ranks
 
 
 # GPT-2's pattern, with little regex stack for long white space: all of a run at the end of a text, else all but its
@@ -93,13 +77,11 @@ MAX_TEMPLATE = 1000  # tokens on either side of a text
 # GPT-2 writes an unprintable byte as a character from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
-_CHARACTERS = {byte: chr(byte) for byte in _PRINTABLE} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
-# Unprintable characters below 256 become U+FFFF, which Latin-1 refuses.
-_TO_LATIN1 = {ord(_CHARACTERS[byte]): byte for byte in _OTHERS} | dict.fromkeys(_OTHERS, 0xFFFF)
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
 # Bytes by character number; the last entry is for all further characters.
 _NO_BYTE = -1
-_BYTE_OF = np.full(max(map(ord, _CHARACTERS.values())) + 2, _NO_BYTE, np.int16)
-_BYTE_OF[[*map(ord, _CHARACTERS.values())]] = [*_CHARACTERS]
+_BYTE_OF = np.full(max(map(ord, _BYTES)) + 2, _NO_BYTE, np.int16)
+_BYTE_OF[[*map(ord, _BYTES)]] = [*_BYTES.values()]
 
 
 class UnlikeGPT2(Exception):
@@ -109,8 +91,8 @@ class UnlikeGPT2(Exception):
 def token_to_bytes(token: str) -> bytes:
     """Return the bytes of a vocabulary's token; other characters stand for themselves."""
     try:
-        return token.translate(_TO_LATIN1).encode("latin-1")
-    except UnicodeEncodeError:
+        return bytes(_BYTES[character] for character in token)
+    except KeyError:
         return token.encode("utf-8", errors="surrogatepass")
 
 
@@ -135,7 +117,7 @@ class Vocabulary(NamedTuple):
 
 def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
     vocab = model["vocab"]
-    alphabet = {character: byte for byte, character in _CHARACTERS.items() if character in vocab}
+    alphabet = {character: byte for character, byte in _BYTES.items() if character in vocab}
     ranks = token_ranks(model["merges"], alphabet)
     bytes_of = dict(zip(vocab.values(), tokens_to_bytes(vocab), strict=True))
     return Vocabulary(bytes_of, dict(zip(ranks.values(), map(vocab.__getitem__, ranks), strict=True)))
@@ -210,7 +192,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
     model = spec["model"]
     is_like_gpt2 = (
         model["type"] == "BPE"
-        and (not model.get("unk_token") or model["vocab"].keys() >= set(_CHARACTERS.values()))
+        and (not model.get("unk_token") or model["vocab"].keys() >= _BYTES.keys())
         and not any(model.get(name) for name in OTHER_OPTIONS)
         and spec.get("normalizer") is None
         and _type(spec.get("pre_tokenizer")) == _type(spec.get("decoder")) == "ByteLevel"
