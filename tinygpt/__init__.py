@@ -8,17 +8,11 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
-_HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "RemoteLLM": "remote",
-    "SamplingParams": "sampling_params",
-    "warmup": "llm",
-}
+_HOMES = {"AsyncLLM": "async_llm", "RemoteLLM": "remote", "SamplingParams": "sampling_params"}  # others: llm
 
 
 def __getattr__(name: str):
     """Import a name on first use, so that `--help` never waits for NumPy or Numba."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
-    return getattr(import_module(f"tinygpt.{_HOMES[name]}"), name)
+    return getattr(import_module(f"tinygpt.{_HOMES.get(name, 'llm')}"), name)

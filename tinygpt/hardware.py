@@ -67,26 +67,11 @@ def _listed(text: str) -> set[int]:
 
 
 def _quotas(root: Path) -> list[float]:
-    """Return the CPUs' worth of time of the control groups, as `docker run --cpus` sets it."""
-    quotas = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, group = line.split(":", 2)
-        if not controllers:  # version 2
-            found = [_read(place / "cpu.max").split() for place in _places(root / "sys/fs/cgroup", group)]
-        elif "cpu" in controllers.split(","):
-            names, tops = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), {controllers, "cpu"}
-            places = [place for top in tops for place in _places(root / "sys/fs/cgroup" / top, group)]
-            found = [[_read(place / name).strip() for name in names] for place in places]
-        else:
-            continue
-        # Without a limit, the quota is "max", or -1.
-        quotas += [int(pair[0]) / int(pair[1]) for pair in found if len(pair) == 2 and pair[0].isdigit()]
-    return quotas
-
-
-def _places(top: Path, group: str) -> list[Path]:
-    relative = PurePosixPath(group.lstrip("/"))
-    return [top / part for part in (relative, *relative.parents)]
+    """Return the CPUs' worth of time of the control groups (version 2), as `docker run --cpus` sets it."""
+    groups = [line.removeprefix("0::/") for line in _read(root / "proc/self/cgroup").splitlines() if line[:3] == "0::"]
+    places = [place for group in map(PurePosixPath, groups) for place in (group, *group.parents)]
+    pairs = [_read(root / "sys/fs/cgroup" / place / "cpu.max").split() for place in places]
+    return [int(pair[0]) / int(pair[1]) for pair in pairs if pair and pair[0] != "max"]
 
 
 def _read(path: Path) -> str:

@@ -44,27 +44,26 @@ class LLM:
         1.5B): random weights of that shape, to measure speed without a download.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
         converted checkpoint, and float32 for any other.
-    device: "cpu"; "cuda" (one NVIDIA GPU; float32, bfloat16 or int8 weights); or "reference" (NumPy in float64, slow,
-        float32 weights only).
-    threads: number of threads that compute; None is one for each fast physical core.
+    device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).
+    threads: threads that compute; None is one for each fast physical core.
     max_num_seqs: samples that run at once; others wait.
     max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
     kv_cache_dtype: "float32", "bfloat16", "int8", or "auto": float32 for float32 weights, bfloat16 for the others.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
-        that is more. With fewer, decoding samples wait less for others' prompts; with more, prompts are read faster.
-    prefix_cache_seqs: finished samples that stay in the KV cache for prompts that begin like them; 0 is none, and then
-        finished requests share nothing. Each takes the memory of a running sample.
+        that is more. Fewer shorten the wait for others' prompts; more read prompts faster.
+    prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts that
+        begin like them; with 0 finished requests share nothing.
     max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
     draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step of
         this one to confirm: fewer steps, the same results.
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
-    soft_prompts: {name: folder in PEFT's layout, or file}: prompts of prompt tuning, p-tuning or prefix tuning, which
-        requests name as their soft_prompt.
+    soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
+        soft_prompt.
     split_special_tokens: read a special token such as <|endoftext|> within a text as plain text, for texts of unknown
-        origin; by default it is that token, as in transformers. `read_prompt` has the same for one text.
+        origin; by default it is that token, as in transformers.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
-        `mpiexec -n` has started with the product of both (extra "mpi"). Rank 0 runs the program; in all others, LLM
-        does not return: they serve rank 0 until it ends. threads are each rank's.
+        `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
+        it until it ends. threads are each rank's.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, on these sizes or on other requests, to the last bit. Several Python threads may
@@ -123,7 +122,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The checkpoint's tokenizer. NoTokenizerError if none runs here, CheckpointError if it is damaged."""
+        """The tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
         self.engine.check_open()
         return self._inputs.tokenizer
 
@@ -140,12 +139,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the outputs in the prompts' order.
 
-        prompts: a text, a list of texts, or lists of token ids, of any lengths. An empty prompt starts at BOS.
-            {"prompt": text or ids} and {"prompt_token_ids": ids} are prompts, too.
-        params: one SamplingParams, or one for each prompt. fields: those of one SamplingParams in place of params, as
-            in generate("Once", max_tokens=8); all methods that take params take fields.
-        use_tqdm: True shows a bar that counts finished prompts on stderr, False none; None shows one for several
-            prompts if stderr is a terminal. A function replaces tqdm, as in vLLM.
+        prompts: a text, a list of texts or of lists of token ids, of {"prompt": text or ids} or {"prompt_token_ids":
+            ids}. An empty prompt starts at BOS.
+        params: one SamplingParams, or one for each prompt. fields: of one SamplingParams in place of params, as in
+            generate("Once", max_tokens=8); all methods that take params take fields.
+        use_tqdm: whether a bar on stderr counts finished prompts; None is for several prompts on a terminal. A function
+            replaces tqdm, as in vLLM.
         Raise RequestError, before any work, if a prompt cannot be served, and FailedRequestError if a request fails,
         which ends the others. Ctrl-C ends the call's requests.
         """
@@ -159,8 +158,7 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         """Yield (index of the prompt, output) as soon as each prompt is finished, for `generate`'s arguments.
 
-        return_exceptions: yield the error of a failed request in place of its output, as asyncio.gather does; without
-            it, the error is raised and ends the others.
+        return_exceptions: yield the error of a failed request in place of its output, and go on with the others.
         All prompts are checked when this is called. Closing the iterator ends the requests.
         """
         self.engine.check_open()
@@ -171,8 +169,8 @@ class LLM:
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, token by token. It is checked at the call; closing the iterator ends the request.
 
-        A chunk's text never ends inside a character, and all chunks of a sample together are its text, tokens and
-        logprobs in `generate`. Chunks of n samples come mixed, each with its index.
+        A chunk's text never ends inside a character; a sample's chunks together are its text, tokens and logprobs in
+        `generate`. Chunks of n samples come mixed, each with its index.
         """
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks)
@@ -184,13 +182,11 @@ class LLM:
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
     ) -> RequestFuture:
-        """Continue one prompt in the background. Any thread may call this.
+        """Continue one prompt in the background. Cancelling the future frees what the request holds within a step.
 
-        Cancelling the future, before or during the run, frees what the request holds within a step.
         on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
             not run them.
-        Raise, before any work, RequestError if the prompt cannot be served, and QueueFullError if max_queue samples are
-        waiting.
+        Raise, before any work, RequestError if the prompt cannot be served, QueueFullError if max_queue samples wait.
         """
         if on_chunk is not None and not callable(on_chunk):
             raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
@@ -201,8 +197,7 @@ class LLM:
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
         """Return how many tokens of the prompt's beginning its overflow would leave out. Raise as `generate` does."""
         self.engine.check_open()
-        params = params_list(params, 1)[0]
-        return self._inputs.num_truncated_tokens(_single_prompt(prompt), params)
+        return self._inputs.num_truncated_tokens(_single_prompt(prompt), params_list(params, 1)[0])
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
         """Return how many positions the soft prompt of this name takes in front of a prompt; 0 for None."""
@@ -247,9 +242,7 @@ class LLM:
         self.engine.check_open()
         check_pooling(pooling)
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        vectors = [
-            self.engine.call(partial(self._probe.embedding, token_ids, pooling)) for token_ids in given
-        ]  # (C,) each
+        vectors = [self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def score(
@@ -263,9 +256,8 @@ class LLM:
 
         prompt: a text or token ids; an empty one is the BOS token. It is read once.
         continuations: texts, or lists of token ids.
-        Texts are encoded as evaluation harnesses do: white space at the end of the prompt counts as the beginning of
-        each continuation, prompt and continuation are encoded together, and the tokens after the prompt's own are the
-        continuation. If the prompt's tokens differ then, or either is token ids, both are encoded apart.
+        As in evaluation harnesses, white space at the prompt's end belongs to each continuation, and prompt and
+        continuation are encoded together; apart, if that changes the prompt's tokens, or if either is token ids.
         soft_prompt: the name of a soft prompt in front of the prompt. split_special_tokens: as for `read_prompt`.
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
@@ -280,10 +272,7 @@ class LLM:
         self.engine.check_health()
 
     def close(self) -> None:
-        """Free the memory. Later calls and unfinished futures raise RequestError.
-
-        A function that the engine calls during a step gets RequestError, and nothing is closed.
-        """
+        """Free the memory. Later calls, unfinished futures and a call within a step raise RequestError."""
         self.engine.close()
         self._inputs.close()
 
@@ -361,8 +350,8 @@ def _single_prompt(prompt: Any) -> Any:
 def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None) -> int:
     """Compile all kernels that a model of this dtype may need on the CPU. Return the number that had to compile.
 
-    Kernels are kept for later processes. Models of one dtype share them, whatever their size. The arguments are those
-    of LLM. Raises TinyGPTError if the kernels cannot be kept, and the errors of LLM.
+    Kernels are kept for later processes; models of one dtype share them. The arguments are those of LLM.
+    Raise TinyGPTError if the kernels cannot be kept, and the errors of LLM.
     """
     from tinygpt.kernels.cpu.jit import kernel_cache
 

@@ -11,9 +11,9 @@ from tinygpt.errors import invalid
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request. `text` is None where the checkpoint has no tokenizer."""
+    """One sample of a request. `text` is None if the checkpoint has no tokenizer."""
 
-    index: int  # which of the request's n samples; the best first where best_of or num_beams chose them
+    index: int  # among the request's n samples; the best first if best_of or num_beams chose them
     text: str | None
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
@@ -33,7 +33,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How probable a continuation of a prompt is. `is_greedy` says that it is what greedy decoding would write."""
+    """How probable a continuation of a prompt is. is_greedy: whether greedy decoding would write it."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each token
@@ -50,10 +50,9 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Moments of one request, in seconds of time.perf_counter().
+    """Moments of one request, in seconds of time.perf_counter(); None if its max_time was over before.
 
-    The moment is None if the request ended before it, because its max_time was over. `num_steps` is the number of
-    tokens of the longest sample. Times include the compilation of kernels.
+    num_steps: tokens of the longest sample. Times include the compilation of kernels.
     """
 
     arrival: float
@@ -90,13 +89,13 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work of an engine's steps.
+    """Work of an engine's steps, with the compilation of kernels.
 
-    A text's first token counts as part of its prompt. The time of a step that both reads prompts and continues texts is
-    divided evenly among its tokens. Times include the compilation of kernels.
+    A text's first token counts as part of its prompt. A step that also reads prompts divides its time evenly among its
+    tokens.
     """
 
-    prompt_tokens: int = 0  # computed ones, once for a beam search; not those found in the KV cache
+    prompt_tokens: int = 0  # computed, not found in the KV cache; once for a beam search
     prompt_seconds: float = 0.0
     new_tokens: int = 0  # after the first of each text; equal samples are one text, and so is a beam search
     new_seconds: float = 0.0
@@ -110,18 +109,18 @@ class Throughput:
 
 @dataclass(frozen=True, repr=False)
 class RequestOutput:
-    """A prompt and its samples. `prompt` is None where token ids were given."""
+    """A prompt and its samples. `prompt` is None if token ids were given."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    # Per token id -> log probability, None for the first. Where max_time was over before all of them were known, the
-    # list holds the first ones' alone, and there is no sum.
+    # Per token id -> log probability, None for the first. If max_time ends the request before all are known, the list
+    # holds the first, and there is no sum.
     prompt_logprobs: list[dict[int, float] | None] | None
     prompt_cumulative_logprob: float | None  # sum over the tokens after the first
-    num_cached_tokens: int  # of the prompt, that were not computed for this request: others had them in the KV cache
-    num_truncated_tokens: int  # of the prompt's beginning, that were not read, because overflow allows that
+    num_cached_tokens: int  # of the prompt, found in the KV cache
+    num_truncated_tokens: int  # of the prompt's beginning, not read because overflow allows that
 
     def __repr__(self) -> str:
         prompt = None if self.prompt is None else self.prompt[:80] + "..." * (len(self.prompt) > 80)
@@ -134,14 +133,14 @@ class RequestOutput:
 class StreamChunk(NamedTuple):
     """The text that became certain with one more token, and that token. A sample's last chunk has a finish reason.
 
-    A step makes one for each stream, and waits for it: a frozen dataclass takes three times as long to make.
+    A tuple, because a frozen dataclass takes three times as long to make, and a step waits for it.
     """
 
     text: str
-    token_id: int | None  # None where the sample ended without one more: its max_time was over
+    token_id: int | None  # None if max_time ended the sample without one more
     finish_reason: Literal["stop", "length"] | None = None
-    index: int = 0  # which of the request's n samples
-    logprobs: dict[int, float] | None = None  # of this token, as in CompletionOutput's list, whose text may come later
+    index: int = 0  # among the request's n samples
+    logprobs: dict[int, float] | None = None  # of this token, whose text may come later
     prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
 

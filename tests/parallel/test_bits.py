@@ -250,17 +250,6 @@ def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone)
                 assert digest(other.logits([i * 7 % 101 for i in range(70)])) == expected
 
 
-def test_an_llm_that_is_forgotten_makes_room_for_the_next(monkeypatch, folders):
-    """Its thread ends when it has had nothing to do for a second."""
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
-    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, threads):
-        llm.close()
-        LLM(folders("five"), **OPTIONS, **sizes).generate([[5]], max_tokens=3)
-        with LLM(folders("odd"), **OPTIONS, **sizes) as second:
-            second.generate([[5]], max_tokens=3)
-    assert threads.aborted is None
-
-
 def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(monkeypatch, folders):
     sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
     with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):

@@ -3,13 +3,8 @@
 Ranks are threads here (support/thread_world.py). Most tests need no model: what the others hear is enough.
 """
 
-import gc
-import signal
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +13,6 @@ from support.thread_world import Aborted, Threads, running
 from tinygpt.engine.model_source import EngineConfig
 from tinygpt.errors import RequestError, TinyGPTError
 from tinygpt.parallel.driver import NO_PLAN, Command, RankZeroDriver, plan_size
-from tinygpt.parallel.mpi import EndAtOnce
 from tinygpt.weights.config import ModelConfig
 
 SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
@@ -74,26 +68,26 @@ def test_an_order_waits_for_another_threads(stage):
         is_begun.wait(PATIENCE)
         with lead.order():
             second.set_result(list(done))
-            lead.tell(Command.READ)
+            lead.tell(Command.READ_POSITIONS)
 
     done = []
     thread = threading.Thread(target=other)
     thread.start()
     with lead.order():
-        lead.tell(Command.COPY)
+        lead.tell(Command.COPY_POSITIONS)
         is_begun.set()
         thread.join(0.05)  # the other would get in here
         assert not second.done()
-        lead.tell(Command.COPY)
+        lead.tell(Command.COPY_POSITIONS)
         done.append("first")
     assert second.result(PATIENCE) == ["first"]
     thread.join(PATIENCE)
     lead.end()
     assert orders(threads, heard) == [
         Command.OPEN,
-        Command.COPY,
-        Command.COPY,
-        Command.READ,
+        Command.COPY_POSITIONS,
+        Command.COPY_POSITIONS,
+        Command.READ_POSITIONS,
         Command.CLOSE,
         Command.END,
     ]
@@ -141,85 +135,12 @@ def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, erro
     assert capfd.readouterr().err == f"tinygpt: error: rank 0 of 2, on here: {error!r}\n"
 
 
-@contextmanager
-def handled(number: int, handler: Callable) -> Iterator[None]:
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_raises_is_felt_behind_the_order(stage, number):
-    """The others hear all of the order, and the end of the program."""
-    lead, heard, threads = stage
-    open_model(lead)
-
-    def order() -> None:
-        with lead.order():
-            signal.raise_signal(number)
-            lead.tell(Command.READ)
-
-    def stop(*_) -> None:
-        raise Stopped
-
-    with handled(number, stop), pytest.raises(Stopped):
-        order()
-    lead.end()
-    assert orders(threads, heard) == [Command.OPEN, Command.READ, Command.CLOSE, Command.END]
-
-
-def test_what_ends_all_ranks_ends_them_within_an_order_too(stage):
-    lead, ended = stage[0], []
-    with handled(signal.SIGTERM, EndAtOnce(SimpleNamespace(abort=ended.append))), lead.order():
-        signal.raise_signal(signal.SIGTERM)
-        assert ended == [143]
-
-
-class Stopped(KeyboardInterrupt):
-    pass
-
-
-def test_a_model_that_is_forgotten_is_closed(stage):
+def test_a_second_model_is_refused_until_the_first_is_closed(stage):
     lead, heard, threads = stage
     open_model(lead)
     with pytest.raises(RequestError, match="another LLM of several ranks is open"):
         open_model(lead)
-    lead.forget_model()
+    lead.close_model()
     open_model(lead)
     lead.end()
     assert orders(threads, heard) == [Command.OPEN, Command.CLOSE, Command.OPEN, Command.CLOSE, Command.END]
-
-
-def test_a_model_is_closed_behind_the_order_in_which_it_is_found_to_be_garbage(stage):
-    """A collection may come anywhere, in the thread that gives an order, too."""
-    lead, heard, threads = stage
-    open_model(lead)
-    with lead.order():
-        lead.forget_model()
-        lead.tell(Command.COPY)
-    lead.end()
-    assert orders(threads, heard) == [Command.OPEN, Command.COPY, Command.CLOSE, Command.END]
-
-
-def test_a_second_model_looks_for_garbage_first(stage):
-    """An LLM is a circle of objects, which nobody may have collected yet."""
-    lead, heard, threads = stage
-    open_model(lead)
-
-    class Forgotten:
-        def __init__(self):
-            self.me = self
-
-        def __del__(self):
-            lead.forget_model()
-
-    gc.disable()
-    try:
-        Forgotten()
-        open_model(lead)
-    finally:
-        gc.enable()
-    lead.end()
-    assert orders(threads, heard).count(Command.OPEN) == 2

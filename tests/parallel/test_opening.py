@@ -3,8 +3,6 @@
 Ranks are threads here; that real ones see the same is in test_mpi.py.
 """
 
-import signal
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ from support.thread_world import Threads, running
 from tinygpt.cli.main import main
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import CheckpointError
-from tinygpt.parallel import driver, runner
+from tinygpt.parallel import driver
 from tinygpt.parallel.driver import LoadCommand, RankZeroDriver, follow
 from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.runner import ParallelRunner
@@ -105,29 +103,3 @@ def test_each_rank_is_sent_its_share_of_keys_and_values(opened):
     found = runner.read_positions(1, 3, 8)
     np.testing.assert_array_equal(found, (keys, values))
     assert runner._lead.world._threads.num_scattered == keys.size
-
-
-def test_an_interrupt_while_a_model_is_opened_leaves_none(monkeypatch, five):
-    """It is felt when all ranks have theirs; nobody has the model then, and another can be opened."""
-    leads, load = [], runner.load_together
-
-    def load_and_interrupt(world, *given):
-        loaded = load(world, *given)
-        if not leads:
-            leads.append(world)
-            signal.raise_signal(signal.SIGINT)
-        return loaded
-
-    monkeypatch.setattr(runner, "load_together", load_and_interrupt)
-    arguments = (five, "float32")
-    layout, own = Layout(2, 1), ModelSource.open(*arguments)
-    lead = RankZeroDriver(running(Threads(2), follow))
-    opening = LoadCommand(arguments, layout, SIZES.for_model(own.config, 16), 1)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            ParallelRunner(lead, own, opening)
-        assert ParallelRunner(lead, own, opening).config == own.config
-    finally:
-        signal.signal(signal.SIGINT, before)
-        lead.end()

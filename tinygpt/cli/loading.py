@@ -111,13 +111,13 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
     from tinygpt.parallel.driver import driver_of
-    from tinygpt.parallel.mpi import EndAtOnce, process_world, world_of
+    from tinygpt.parallel.mpi import process_world, world_of
 
     world = process_world()
     if world.rank == 0:
         world_of(layout)
         driver_of(world)  # now: a command line may be refused before any model is opened
-        signal.signal(signal.SIGTERM, EndAtOnce(world))
+        signal.signal(signal.SIGTERM, lambda number, _: world.abort(128 + number))
         return
     if world.size != layout.size:  # rank 0 reports it
         sys.exit(USAGE)

@@ -1,7 +1,6 @@
 """Commands of rank 0 to the other ranks, as integers of one size for a model, and how ranks follow."""
 
 import atexit
-import gc
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -20,19 +20,27 @@ from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.hardware import physical_cores
 from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.launch import Layout
-from tinygpt.parallel.mpi import EndAtOnce, World, end_all
+from tinygpt.parallel.mpi import World, end_all
 from tinygpt.parallel.rank_model import RankModel
 
 
 class Command(IntEnum):
+    """What ranks do together. Commands on an open model have the names of RankModel's methods."""
+
     FORWARD = 1  # a batch follows
     TRACE = 2  # a batch follows
-    COPY = 3  # source slot, target slot, start, stop
-    READ = 4  # slot, start, stop
-    WRITE = 5  # slot, start; an object follows: keys and values
+    COPY_POSITIONS = 3  # source slot, target slot, start, stop
+    READ_POSITIONS = 4  # slot, start, stop
+    WRITE_POSITIONS = 5  # slot, start; an object follows: keys and values
     CLOSE = 6
     OPEN = 7  # an object follows: a LoadCommand
     END = 8
+
+    def run(self, model: RankModel, *arguments: Any) -> Any:
+        return getattr(model, self.name.lower())(*arguments)
+
+
+NUMBERS = {Command.COPY_POSITIONS: 4, Command.READ_POSITIONS: 3, Command.WRITE_POSITIONS: 2}  # that follow
 
 
 @dataclass(frozen=True)
@@ -78,32 +86,25 @@ class RankZeroDriver:
         self._plan = np.zeros(NO_PLAN, np.int32)
         self._process = os.getpid()
         self._turn = threading.Lock()
-        self._model_is_open = self._model_is_forgotten = self._has_ended = False
+        self._model_is_open = self._has_ended = False
         atexit.register(self.end)
 
     @contextmanager
     def order(self, opens_model: bool = False) -> Iterator[None]:
         """Run a block that all ranks take part in. If it fails, all ranks end.
 
-        SIGINT and SIGTERM are deferred until its end. Raise TinyGPTError after the ranks' end, RequestError for a
-        second model.
+        Raise TinyGPTError after the ranks' end, RequestError for a second model.
         """
-        with _interrupts_put_off():
-            with self._turn:
-                self._close_forgotten()
-                if self._has_ended:
-                    raise TinyGPTError("the other ranks have ended with this program.")
-                if opens_model and self._model_is_open:
-                    gc.collect()  # an LLM is a cycle of objects
-                    self._close_forgotten()
-                    if self._model_is_open:
-                        raise RequestError("another LLM of several ranks is open in this program: close it first.")
-                try:
-                    yield
-                except BaseException as error:
-                    self._has_ended = True
-                    end_all(self.world, error)
-            self._try_to_close_forgotten()
+        with self._turn:
+            if self._has_ended:
+                raise TinyGPTError("the other ranks have ended with this program.")
+            if opens_model and self._model_is_open:
+                raise RequestError("another LLM of several ranks is open in this program: close it first.")
+            try:
+                yield
+            except BaseException as error:
+                self._has_ended = True
+                end_all(self.world, error)
 
     def tell(self, command: Command, *numbers: int, batch: Batch | None = None) -> None:
         """Broadcast a command, within `order`."""
@@ -117,38 +118,22 @@ class RankZeroDriver:
         """Make room for the plans of a new model, within `order`."""
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
 
-    def forget_model(self) -> None:
-        """Close the model after the current command, perhaps of this thread: a finalizer calls this."""
-        if os.getpid() == self._process:
-            self._model_is_forgotten = True
-            with _interrupts_put_off():
-                self._try_to_close_forgotten()
+    def close_model(self) -> None:
+        with self._turn:
+            self._close_model()
 
     def end(self) -> None:
         if os.getpid() != self._process:
             return
         atexit.unregister(self.end)
-        with _interrupts_put_off(), self._turn:
+        with self._turn:
+            self._close_model()
             if not self._has_ended:
                 self._has_ended = True
-                self._close_model()
                 self.tell(Command.END)
 
-    def _try_to_close_forgotten(self) -> None:
-        while self._model_is_forgotten and self._turn.acquire(blocking=False):
-            try:
-                self._close_forgotten()
-            finally:
-                self._turn.release()
-
-    def _close_forgotten(self) -> None:
-        if self._model_is_forgotten:
-            self._model_is_forgotten = False
-            if not self._has_ended:
-                self._close_model()
-
     def _close_model(self) -> None:
-        if self._model_is_open:
+        if self._model_is_open and not self._has_ended:
             self.tell(Command.CLOSE)
             self._plan, self._model_is_open = np.zeros(NO_PLAN, np.int32), False
 
@@ -156,24 +141,6 @@ class RankZeroDriver:
 @cache
 def driver_of(world: World) -> RankZeroDriver:
     return RankZeroDriver(world)
-
-
-@contextmanager
-def _interrupts_put_off() -> Iterator[None]:
-    """Defer signals in the main thread: other ranks would wait after an exception."""
-    seen, handlers = [], {}
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handler = signal.getsignal(number)
-            if callable(handler) and not isinstance(handler, EndAtOnce):
-                handlers[number] = signal.signal(number, lambda *arguments: seen.append(arguments))
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    if seen:
-        handlers[seen[0][0]](*seen[0])
 
 
 def rank_threads(threads: int | None, world: World) -> int:
@@ -244,19 +211,11 @@ def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
     plan = np.zeros(plan_size(sizes), np.int32)
     while True:
         world.broadcast(plan)
-        command, numbers = plan[0], plan[1:5].tolist()
+        command = Command(plan[0])
         if command == Command.CLOSE:
             return
         model.check_file()
-        if command == Command.FORWARD:
-            model.forward(batch_of(plan))
-        elif command == Command.TRACE:
-            model.trace(batch_of(plan))
-        elif command == Command.COPY:
-            model.copy_positions(*numbers)
-        elif command == Command.READ:
-            model.read_positions(*numbers[:3])
-        elif command == Command.WRITE:
-            model.write_positions(*numbers[:2])
+        if command in NUMBERS:
+            command.run(model, *plan[1 : 1 + NUMBERS[command]].tolist())
         else:
-            raise ValueError(f"unexpected command while a model is loaded: {command}")
+            command.run(model, batch_of(plan))

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import CDLL, c_void_p, cast
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 
@@ -17,7 +16,7 @@ import numpy as np
 from tinygpt.errors import RequestError, TinyGPTError, how_to_install
 from tinygpt.parallel.launch import Layout, launched_size, mpiexec_beside
 
-FAILED, TERMINATED = 1, 143  # 128 + SIGTERM, as a shell reports it
+FAILED = 1  # an exit code
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +31,6 @@ def end_all(world: "World", error: BaseException) -> NoReturn:
         place = f"rank {world.rank} of {world.size}, on {world.host}"
         print(f"tinygpt: error: {place}: {what}", file=sys.stderr, flush=True)
     world.abort(FAILED)
-
-
-@dataclass(frozen=True)
-class EndAtOnce:
-    """A SIGTERM handler that ends all ranks."""
-
-    world: "World"
-
-    def __call__(self, *_: Any) -> NoReturn:
-        self.world.abort(TERMINATED)
 
 
 SPIN_SECONDS = 0.005  # of polling without a nap

@@ -1,8 +1,6 @@
 """A model on several ranks with the interface of a ModelRunner; how ranks are joined."""
 
-import os
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ import numpy as np
 
 from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.model_source import EngineConfig, ModelSource
-from tinygpt.errors import RequestError
 from tinygpt.hardware import thread_count
 from tinygpt.kernels.batch import Batch
 from tinygpt.parallel.cut import check_cut, run_groups
@@ -40,7 +37,7 @@ class ParallelRunner(ModelRunner):
     def __init__(self, lead: RankZeroDriver, source: ModelSource, opening: LoadCommand):
         """Raise CheckpointError or RequestError with the rank that fails."""
         self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
-        self._backend, self._source, self._lead, self._process = source.backend, source, lead, os.getpid()
+        self._backend, self._source, self._lead = source.backend, source, lead
         self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
         self._workspace, self._kv_cache, self._file = None, None, source.file
         with lead.order(opens_model=True):
@@ -49,15 +46,12 @@ class ParallelRunner(ModelRunner):
             loaded = load_together(lead.world, opening, source)
             if isinstance(loaded, RankModel):
                 lead.note_model(opening.sizes)
-                # Within the order, after which an interrupt is raised.
-                self._close = weakref.finalize(self, lead.forget_model)
-                self._close.atexit = False  # the driver ends at exit
         if not isinstance(loaded, RankModel):
             raise loaded
         self._params = loaded
 
     def forward(self, batch: Batch) -> Any:
-        return self._ordered(lambda model: model.forward(batch), Command.FORWARD, batch=batch)
+        return self._run(Command.FORWARD, batch=batch)
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -76,38 +70,34 @@ class ParallelRunner(ModelRunner):
             own = type(warpers)(*(column[rows] for column in warpers))
             return self.sample(logits, own, seeds[rows], indices[rows], batch.context_lens[rows] + step)
 
-        with self._one_order() as model:
+        with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        return self._ordered(lambda model: model.trace(batch), Command.TRACE, batch=batch)
+        return self._run(Command.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        numbers = source_slot, target_slot, start, stop
-        self._ordered(lambda model: model.copy_positions(*numbers), Command.COPY, *numbers)
+        self._run(Command.COPY_POSITIONS, source_slot, target_slot, start, stop)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        numbers = slot, start, stop
-        return self._ordered(lambda model: model.read_positions(*numbers), Command.READ, *numbers)
+        return self._run(Command.READ_POSITIONS, slot, start, stop)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self._ordered(lambda model: model.write_positions(slot, start, (keys, values)), Command.WRITE, slot, start)
+        self._run(Command.WRITE_POSITIONS, slot, start, here=[(keys, values)])
 
     def close(self) -> None:
-        self._params = None
-        self._close()
+        if self._params is not None:
+            self._params = None
+            self._lead.close_model()
 
-    def _ordered(
-        self, do: Callable[[RankModel], Any], command: Command, *numbers: int, batch: Batch | None = None
-    ) -> Any:
-        with self._one_order() as model:
+    def _run(self, command: Command, *numbers: int, batch: Batch | None = None, here: Sequence[Any] = ()) -> Any:
+        """Run a command on all ranks. here: rank 0's further arguments."""
+        with self._order() as model:
             self._lead.tell(command, *numbers, batch=batch)
-            return do(model)
+            return command.run(model, *(numbers if batch is None else [batch]), *here)
 
     @contextmanager
-    def _one_order(self) -> Iterator[RankModel]:
-        if os.getpid() != self._process:
-            raise RequestError("this process was forked from a rank: its LLM is the parent's alone.")
+    def _order(self) -> Iterator[RankModel]:
         self._params.check_file()
         with self._lead.order():
             yield self._params

@@ -203,30 +203,25 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         raise UnlikeGPT2("its steps are not GPT-2's")
 
 
-def _template_ids(processor: dict[str, Any] | None) -> tuple[list[int], list[int]]:
+def _template_ids(processor: dict[str, Any] | None) -> list[list[int]]:
+    """Return the ids before and after each text."""
     if _type(processor) in (None, "ByteLevel"):
-        return [], []
-    if _type(processor) == "Sequence":
-        others = [part for part in processor["processors"] if _type(part) != "ByteLevel"]
-        if len(others) > 1:
-            raise UnlikeGPT2("its post_processor has several steps")
-        return _template_ids(others[0] if others else None)
+        return [[], []]
     if _type(processor) != "TemplateProcessing":
         raise UnlikeGPT2(f"its post_processor is {_type(processor)}")
-    before: list[int] = []
-    after: list[int] = []
-    side = before
+    sides: list[list[int]] = [[], []]
+    is_after = False
     for piece in processor["single"]:
         if "Sequence" in piece:
-            side = after
+            is_after = True
             continue
         ids = processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise ValueError(f"the template's ids of {piece['SpecialToken']['id']!r} are no token ids")
-        if len(side) + len(ids) > MAX_TEMPLATE:
+        if len(sides[is_after]) + len(ids) > MAX_TEMPLATE:
             raise CheckpointError(f"the tokenizer's post_processor puts more than {MAX_TEMPLATE} tokens around a text.")
-        side += ids
-    return before, after
+        sides[is_after] += ids
+    return sides
 
 
 def _type(part: dict[str, Any] | None) -> str | None:

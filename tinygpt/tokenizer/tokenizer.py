@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
+from tinygpt.field_rules import BOOLEAN, read_field
 from tinygpt.tokenizer.files import MALFORMED, checked_spec, read_tokenizer
 from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, token_to_bytes
 from tinygpt.tokenizer.prepared import read_prepared
@@ -144,7 +145,7 @@ class Tokenizer:
 
     @classmethod
     def _made_of(cls, load: Callable[[], TokenizerModel], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
-        check_switch(split_special_tokens)
+        read_field("split_special_tokens", split_special_tokens, BOOLEAN)
         try:
             return cls(load(), split_special_tokens)
         except TinyGPTError:
@@ -161,7 +162,7 @@ class Tokenizer:
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
-        check_switch(split_special_tokens)
+        read_field("split_special_tokens", split_special_tokens, BOOLEAN)
         if not isinstance(text, str):
             raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         try:
@@ -206,11 +207,6 @@ def _load(spec: dict[str, Any]) -> TokenizerModel:
         return ByteLevelBPE(spec)
     except UnlikeGPT2:
         return LibraryTokenizer(spec)
-
-
-def check_switch(split_special_tokens: Any) -> None:
-    if not isinstance(split_special_tokens, bool):
-        raise RequestError(f"split_special_tokens is {split_special_tokens!r} and must be True or False.")
 
 
 def _check_token_id(token_id: Any, position: int) -> None:
