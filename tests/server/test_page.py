@@ -14,6 +14,7 @@ from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, SamplingParams
 
+pytestmark = pytest.mark.page
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TEXT = "Once upon a time there was a king"
 SETTINGS = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "seed": 7}
