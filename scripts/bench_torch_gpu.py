@@ -3,9 +3,9 @@
     python scripts/bench_torch_gpu.py --models 124M 355M      # batch 1, 8 and 32 (needs torch and transformers)
     python scripts/bench_torch_gpu.py --models tiny --device cpu --engines tinygpt eager    # a rehearsal
 
-Engines: tinygpt; transformers eager; transformers compiled with mode="reduce-overhead" and a static cache; and torch's
-operations in a CUDA graph that is captured by hand. Decoding is timed at a mean context of 160 (batch 1) or 512
-positions, a prefill is of 1023 tokens. The table has medians in milliseconds.
+Engines: tinygpt; transformers eager; transformers compiled with mode="reduce-overhead", which replays CUDA graphs.
+Decoding is timed at a mean context of 160 (batch 1) or 512 positions, a prefill is of 1023 tokens. The table has
+medians in milliseconds.
 """
 
 import argparse
@@ -13,14 +13,12 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
 
 # tinygpt is next to scripts/, installed or not.
@@ -92,66 +90,7 @@ class Compiled:
         return out.logits[:, -1:].argmax(-1)
 
 
-class Graph:
-    """torch's operations with a static cache, replayed as CUDA graphs. Position and tokens stay on the device."""
-
-    def __init__(self, model: GPT2LMHeadModel):
-        self.model, self.size = model, None
-
-    def start(self, token_ids: list[list[int]], num_steps: int) -> None:
-        batch, length = len(token_ids), len(token_ids[0])
-        if self.size != (batch, length, num_steps):
-            self.size, config, device = (batch, length, num_steps), self.model.config, self.model.device
-            shape = config.n_layer, batch, config.n_head, length + num_steps, config.n_embd // config.n_head
-            self.keys, self.values = (torch.zeros(shape, device=device, dtype=self.model.dtype) for _ in range(2))
-            self.prompt = torch.zeros((batch, length), device=device, dtype=torch.long)
-            self.tokens = torch.zeros((batch, 1), device=device, dtype=torch.long)
-            self.position = torch.zeros(1, device=device, dtype=torch.long)
-            self.columns = torch.arange(length + num_steps, device=device)
-            self.prefill = self._captured(lambda: self._forward(self.prompt, None))
-            self.step = self._captured(self._decode) if num_steps else None
-        self.prompt.copy_(torch.tensor(token_ids))
-        self.prefill()
-        self.position.fill_(length)
-
-    def _decode(self) -> None:
-        self._forward(self.tokens, self.position)
-        self.position.add_(1)
-
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Return the replay of `run`, captured after two runs in which libraries initialize."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.position.fill_(1)
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        return graph.replay
-
-    def _forward(self, token_ids: Tensor, position: Tensor | None) -> None:
-        """Write the next tokens. position: of a decode step; None for prompts."""
-        gpt2, length = self.model.transformer, token_ids.shape[1]
-        positions = self.columns[:length] if position is None else position
-        mask = None if position is None else (self.columns <= position).view(1, 1, 1, -1)
-        x = gpt2.wte(token_ids) + gpt2.wpe(positions)  # (B, N, C)
-        for layer, block in enumerate(gpt2.h):
-            heads = block.attn.c_attn(block.ln_1(x)).view(len(x), length, 3 * block.attn.num_heads, -1)
-            q, k, v = heads.transpose(1, 2).chunk(3, dim=1)  # (B, H, N, D)
-            self.keys[layer].index_copy_(2, positions, k)
-            self.values[layer].index_copy_(2, positions, v)
-            if mask is not None:
-                k, v = self.keys[layer], self.values[layer]  # (B, H, T, D)
-            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-            x = x + block.attn.c_proj(attended.transpose(1, 2).reshape(x.shape))
-            x = x + block.mlp(block.ln_2(x))
-        self.tokens.copy_(self.model.lm_head(gpt2.ln_f(x[:, -1:])).argmax(-1))
-
-
-TORCH_ENGINES = {"eager": Eager, "compiled": Compiled, "graph": Graph}
+TORCH_ENGINES = {"eager": Eager, "compiled": Compiled}
 
 
 def torch_ms(engine: Any, prompts: list[list[int]], steps: int, repeats: int) -> list[float]:

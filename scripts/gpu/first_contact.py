@@ -22,8 +22,19 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+# tinygpt is next to scripts/, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.gpu import probes
+from tinygpt import LLM, SamplingParams
+from tinygpt.kernels.cuda.layers.epilogue import LOGITS
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
+from tinygpt.kernels.cuda.packing import pack, panel_count, step_count
+from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
+from tinygpt.kernels.cuda.runtime.peak import PEAK_THREADS, READ_BLOCKS, read_kernel
+from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
+from tinygpt.kernels.host import from_bfloat16, to_bfloat16
 
 SECONDS = 60  # of an item, with its compilation
 SECONDS_OF_LARGE = {"decode 355M": 120, "decode 774M": 180, "decode 1.5B": 300}  # random weights are drawn twice
@@ -32,19 +43,12 @@ REPEATS = 30
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 
 
-class WrongResult(Exception):
-    """A result that differs from the expected one by more than allowed."""
-
-
 def versions() -> dict[str, Any]:
-    device = the_device()  # first: without numba-cuda its error says how to install it
+    device = devices.the_device()  # first: without numba-cuda its error says how to install it
     from cuda.bindings import driver, nvjitlink
     from numba import cuda
 
-    from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
-
     gpu = cuda.get_current_device()
-    releases = {"libNVVM": release_of_libnvvm(), "nvJitLink": nvjitlink.version()}
     return {
         "GPU": gpu.name if isinstance(gpu.name, str) else gpu.name.decode(),
         "compute capability": gpu.compute_capability,
@@ -52,77 +56,61 @@ def versions() -> dict[str, Any]:
         "free GiB": round(device.free_bytes() / 2**30, 1),
         "driver's CUDA": driver.cuDriverGetVersion()[1],
         **{name: metadata.version(name) for name in ("numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core")},
-        **{name: ".".join(map(str, release)) for name, release in releases.items()},
+        "libNVVM": release_of_libnvvm(),
+        "nvJitLink": nvjitlink.version(),
     }
 
 
 def mma(device: Any) -> dict[str, Any]:
     """Multiply by mma.sync, with operands loaded by cp.async."""
-    from scripts.gpu import probes
-    from tinygpt.kernels.host import to_bfloat16
-
     generator = np.random.default_rng(0)
     a, b = (generator.integers(-8, 9, (rows, 32)).astype(np.float32) for rows in (16, 8))
     out = device.array(np.full(128, np.nan, np.float32))
     device.launch(probes.multiply, 1, 32, out, *(device.array(to_bfloat16(values).ravel()) for values in (a, b)))
-    need_equal(device.read(out).reshape(16, 8), a @ b.T)
+    np.testing.assert_equal(device.read(out).reshape(16, 8), a @ b.T)
     return {}
 
 
 def grant(device: Any, kib: int = 100) -> dict[str, Any]:
     """Use more shared memory than the default of a launch."""
-    from scripts.gpu import probes
-
     values = np.arange(kib << 8, dtype=np.float32)
     out = device.array(values * np.float32(np.nan))
     device.launch(probes.reverse, 1, 256, out, device.array(values), values.size, shared_bytes=values.nbytes)
-    need_equal(device.read(out), values[::-1])
+    np.testing.assert_equal(device.read(out), values[::-1])
     return {"KiB": kib}
 
 
 def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> dict[str, Any]:
     """Replay a graph of dependent kernels that do next to nothing: the cost of a launch, also of an early one."""
-    from scripts.gpu import probes
-
     found: dict[str, Any] = {"nodes": nodes, "blocks": blocks}
     for kind, kernel in {"us a node": probes.count_up, "us a node that begins early": probes.count_up_early}.items():
         counts = device.zeros((blocks,), np.int32)
         device.launch(kernel, blocks, threads, counts)  # compiled before the capture
         launch = partial(device.launch, kernel, blocks, threads, counts)
         replay = device.capture(lambda launch=launch: [launch() for _ in range(nodes)])
-        need_equal(device.read(counts), np.ones(blocks, np.int32))  # a capture runs nothing
+        np.testing.assert_equal(device.read(counts), np.ones(blocks, np.int32))  # a capture runs nothing
         seconds, runs = median_seconds(device, replay)
-        need_equal(device.read(counts), np.full(blocks, 1 + runs * nodes, np.int32))
+        np.testing.assert_equal(device.read(counts), np.full(blocks, 1 + runs * nodes, np.int32))
         found[kind] = round(1e6 * seconds / nodes, 3)
     return found
 
 
 def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8)) -> dict[str, Any]:
     """Read memory 16 bytes at a time: GB/s by loads in flight."""
-    from tinygpt.kernels.cuda.runtime.peak import PEAK_THREADS, read_kernel
-
     words = np.random.default_rng(0).integers(0, 1 << 32, kib << 8, np.uint32)
-    on_device, found = device.array(words), {}
+    on_device, found, blocks = device.array(words), {}, READ_BLOCKS * device.multiprocessors
     for per_thread in loads:
-        for blocks in (1, 2, 4):
-            threads = blocks * device.multiprocessors * PEAK_THREADS
-            rounds = words.size // (threads * per_thread * 4)
-            count, out = rounds * threads * per_thread * 4, device.zeros((threads,), np.uint32)
-            arguments = read_kernel(per_thread), blocks * device.multiprocessors, PEAK_THREADS, out, on_device, rounds
-            seconds, _ = median_seconds(device, partial(device.launch, *arguments), repeats=10)
-            need_equal(np.bitwise_xor.reduce(device.read(out)), np.bitwise_xor.reduce(words[:count]))
-            found[f"{per_thread} x {blocks}"] = round(4 * count / seconds / 1e9)
-    return {"MiB": kib >> 10, "GB/s by loads a thread x blocks": found}
+        rounds = words.size // (blocks * PEAK_THREADS * per_thread * 4)
+        count, out = rounds * blocks * PEAK_THREADS * per_thread * 4, device.zeros((blocks * PEAK_THREADS,), np.uint32)
+        arguments = read_kernel(per_thread), blocks, PEAK_THREADS, out, on_device, rounds
+        seconds, _ = median_seconds(device, partial(device.launch, *arguments), repeats=10)
+        np.testing.assert_equal(np.bitwise_xor.reduce(device.read(out)), np.bitwise_xor.reduce(words[:count]))
+        found[per_thread] = round(4 * count / seconds / 1e9)
+    return {"MiB": kib >> 10, "GB/s by loads a thread": found}
 
 
 def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> dict[str, Any]:
     """Run one token's linear layer in bfloat16, larger than the L2 cache: GB/s by its width."""
-    from tinygpt.kernels.cuda.layers.epilogue import LOGITS
-    from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
-    from tinygpt.kernels.cuda.packing import pack, panel_count, step_count
-    from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
-    from tinygpt.kernels.host import from_bfloat16, to_bfloat16
-
     generator, found = np.random.default_rng(0), {}
     function, sizes = linear_kernel("bfloat16", 1, LOGITS), device.array(np.ones(NUM_SIZES, np.int32))
     for width in widths:
@@ -142,8 +130,6 @@ def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768
 
 def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: int = 5) -> dict[str, Any]:
     """Compare logits with the reference's, and time greedy steps of one sequence with all that the host does."""
-    from tinygpt import LLM, SamplingParams
-
     sizes = {"max_num_seqs": 1, "prefix_cache_seqs": 0}
     with LLM(model, device="reference", **sizes) as reference:
         token_ids = np.random.default_rng(0).integers(0, reference.config.vocab_size, prompt).tolist()
@@ -155,25 +141,20 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
             (output,) = llm.generate([token_ids], params, use_tqdm=False)
             seconds.append((output.metrics.finished - output.metrics.first_token) / max(steps - 1, 1))
             texts.add(tuple(output.outputs[0].token_ids))
-    if len(texts) > 1:
-        raise WrongResult("the same prompt gave different tokens.")
+    assert len(texts) == 1, "the same prompt gave different tokens."
     ms = round(1e3 * statistics.median(seconds[2:]), 4)
     return {"relative error of logits": error, "context": prompt, "ms a token": ms}
 
 
 def items() -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the items, each of which relies on the ones before it."""
-    probes = {function.__name__: lambda f=function: f(the_device()) for function in (mma, grant, graph, read, gemv)}
+    checks = {
+        function.__name__: lambda f=function: f(devices.the_device()) for function in (mma, grant, graph, read, gemv)
+    }
     small = {f"tiny {dtype}": partial(decode, "random:tiny", dtype) for dtype in LIMITS}
     shapes = ("124M", "355M", "774M", "1.5B")
     large = {f"decode {shape}": partial(decode, f"random:{shape}", "bfloat16") for shape in shapes}
-    return {"versions": versions, **probes, **small, **large}
-
-
-def the_device() -> Any:
-    from tinygpt.kernels.cuda.runtime import device
-
-    return device.the_device()
+    return {"versions": versions, **checks, **small, **large}
 
 
 def median_seconds(device: Any, run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, int]:
@@ -189,19 +170,10 @@ def median_seconds(device: Any, run: Callable[[], Any], repeats: int = REPEATS) 
 
 
 def need_near(found: np.ndarray, expected: np.ndarray, limit: float) -> float:
-    """Return the relative error in the 2-norm. Raise WrongResult if it is not below `limit`."""
+    """Return the relative error in the 2-norm, which must be below `limit` and no NaN."""
     error = float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
-    if not error < limit:  # also for NaN
-        raise WrongResult(f"the relative error is {error:.2g} and must be below {limit:.2g}.")
+    assert error < limit, f"the relative error is {error:.2g} and must be below {limit:.2g}."
     return error
-
-
-def need_equal(found: np.ndarray, expected: np.ndarray) -> None:
-    """Raise WrongResult unless all numbers are equal."""
-    if not np.array_equal(found, expected):
-        wrong = np.flatnonzero(np.not_equal(found, expected))
-        pair = f"{np.ravel(found)[wrong[0]]} instead of {np.ravel(expected)[wrong[0]]}"
-        raise WrongResult(f"{wrong.size} of {np.size(expected)} numbers are wrong; number {wrong[0]} is {pair}.")
 
 
 def main() -> int:
@@ -217,13 +189,13 @@ def main() -> int:
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}
         print(json.dumps(answer), flush=True)
         return 0
-    failed = 0
+    has_failed = False
     for name in arguments.items:
         begin = time.time()
         answer = run_apart([sys.executable, __file__, "--alone", name], SECONDS_OF_LARGE.get(name, SECONDS))
-        failed += "error" in answer
+        has_failed |= "error" in answer
         print(json.dumps({"item": name, **answer, "seconds": round(time.time() - begin, 1)}), flush=True)
-    return 1 if failed else 0
+    return int(has_failed)
 
 
 def run_apart(command: list[str], seconds: float) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_simulated_gpu_passes(device, item):
 def test_a_product_that_is_wrong_is_no_result(device, monkeypatch):
     read = device.read
     monkeypatch.setattr(device, "read", lambda array: np.float32(1.001) * read(array))
-    with pytest.raises(first_contact.WrongResult, match=r"the relative error is 0\.001"):
+    with pytest.raises(AssertionError, match=r"the relative error is 0\.001"):
         SMALL["gemv"](device)
 
 
@@ -71,7 +71,7 @@ def test_other_logits_are_no_result(device, monkeypatch, factor, tmp_path):
         return np.float32(1.0 if "device='reference'" in repr(llm) else factor) * logits(llm, ids)
 
     monkeypatch.setattr(LLM, "logits", wrong)
-    with pytest.raises(first_contact.WrongResult, match="the relative error is"):
+    with pytest.raises(AssertionError, match="the relative error is"):
         first_contact.decode(str(write_one_layer(tmp_path, 40)), "float32", prompt=2, steps=1)
 
 
