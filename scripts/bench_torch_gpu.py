@@ -27,6 +27,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table
 from tinygpt.weights.checkpoint import SHAPES, open_random
+from tinygpt.weights.stored.export import parts_of
 
 PREFILL = 1023
 CHECK_PROMPT = 32
@@ -39,8 +40,8 @@ def build_model(shape: str, dtype: str, device: str) -> GPT2LMHeadModel:
     with torch.device("meta"):  # draws no weights
         model = GPT2LMHeadModel(GPT2Config(**sizes))
     tensors = {
-        f"transformer.{name}": torch.from_numpy(np.ascontiguousarray(t.float32())).to(device, getattr(torch, dtype))
-        for name, t in checkpoint.stored.items()
+        part.name: torch.from_numpy(np.ascontiguousarray(part.array())).to(device, getattr(torch, dtype))
+        for part in parts_of(checkpoint)
     }
     model.load_state_dict(tensors | {"lm_head.weight": tensors["transformer.wte.weight"]}, assign=True)
     return model.eval()

@@ -50,6 +50,7 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.parity import Golden, load_goldens, save_goldens
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.stored.export import parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS, MEMORY = 20, 2 << 30  # of a load: CPU time, and bytes on top of the memory that is in use
@@ -111,7 +112,7 @@ def golden_file(folder: Path) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    return {name: tensor.float32().copy() for name, tensor in open_checkpoint(folder).stored.items()}
+    return {part.short_name: part.array().copy() for part in parts_of(open_checkpoint(folder))}
 
 
 def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.ndarray:

@@ -39,6 +39,7 @@ from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import DTYPES
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.stored.export import parts_of
 
 INT8_CACHE = "int8 KV cache"  # with float32 weights: the name of its results
 Tensors = dict[str, np.ndarray]
@@ -211,7 +212,7 @@ def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -
     """Write an edited copy of a checkpoint into a new folder; the edit may measure on token_ids."""
     checkpoint = open_checkpoint(model)
     shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
-    tensors = {name: np.array(stored.float32()) for name, stored in checkpoint.stored.items()}
+    tensors = {part.short_name: np.array(part.array()) for part in parts_of(checkpoint)}
     edit(tensors, checkpoint, token_ids)
     save_file(tensors, folder / "model.safetensors")
     return str(folder)

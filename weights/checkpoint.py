@@ -1,6 +1,5 @@
 """Checkpoint: a model's configuration and parameters, from any format, or drawn at random to measure speed."""
 
-import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
+from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import crc32_of, in_a_thread, open_regular
-from tinygpt.weights.tensor import LazyTensor, Tensor
+from tinygpt.weights.tensor import RandomTensor, Tensor
 
 READ_SIZE = 2**20  # bytes
 
@@ -61,8 +60,7 @@ class Checkpoint:
         self._parameter(name).release()
 
     def _parameter(self, name: str) -> Tensor:
-        tensor = self.stored[EMBEDDING if self.tied and name == HEAD else name]
-        return LazyTensor(np.transpose, (tensor,)) if is_transposed(name) else tensor
+        return self.stored[EMBEDDING if self.tied and name == HEAD else name]
 
     def begin_checksum(self) -> Future[str]:
         """Return the CRC-32s of all files, computed in a thread. The future may raise CheckpointError.
@@ -89,29 +87,6 @@ SHAPES = {
     "1.5B": ModelConfig(n_layer=48, n_embd=1600, n_head=25),
 }
 SHAPE_OF = {shape.lower(): shape for shape in SHAPES}  # 124m is 124M
-STD = np.float32(0.02)
-
-
-@dataclass(frozen=True)
-class RandomTensor:
-    """A tensor that is drawn from its name at each read, with the same bits every time.
-
-    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. Random biases show in the logits if
-    they are forgotten.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-
-    def float32(self) -> np.ndarray:
-        generator = np.random.default_rng(zlib.crc32(self.name.encode()))
-        array = generator.standard_normal(self.shape, np.float32)
-        array *= STD
-        if ".ln_" in f".{self.name}" and self.name.endswith(".weight"):
-            array += 1
-        return array
-
-    def release(self) -> None: ...
 
 
 def open_random(model: str) -> Checkpoint:

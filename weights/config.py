@@ -1,43 +1,22 @@
 """ModelConfig, which describes a model's arithmetic, dtypes of weights, and names and shapes of parameters.
 
-Names of parameters are Hugging Face's for GPT-2. Matrices of layers are (in, out), all others (out, in).
+Names of parameters are Hugging Face's for GPT-2. Every matrix is (out, in).
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
 # Every spelling of an implemented function, and the function.
 ACTIVATIONS = {
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     "quick_gelu": "quick_gelu",
     "relu": "relu",
-    "silu": "silu",
-    "swish": "silu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
     "tanh": "tanh",
 }
-# Fields of ModelConfig that have one value in every GPT-2.
-STRUCTURE = (
-    "norm_placement",
-    "positions",
-    "embed_norm",
-    "final_norm",
-    "embed_dim",
-    "embed_scale",
-    "expert_layers",
-    "num_experts",
-    "experts_per_token",
-    "norm_topk_prob",
-)
 
 
 @dataclass(frozen=True)
@@ -70,6 +49,7 @@ class ModelConfig:
     tie_word_embeddings: bool = True
     bos_token_id: int | None = 50256
     eos_token_ids: tuple[int, ...] = (50256,)
+    # STRUCTURE from here on.
     norm_placement: str = "pre"
     positions: str = "learned"
     embed_norm: bool = False
@@ -124,70 +104,45 @@ class ModelConfig:
         return (*slopes, *(2.0 ** (-4 * (2 * head + 1) / power) for head in range(self.n_head - power)))
 
 
+_FIELDS = tuple(field.name for field in fields(ModelConfig))
+STRUCTURE = _FIELDS[_FIELDS.index("norm_placement") :]  # fields that have one value in every GPT-2
 EMBEDDING, POSITIONS, HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
-PROJECT_IN, PROJECT_OUT = "project_in.weight", "project_out.weight"
-_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")  # of a layer
 
 
 def is_transposed(name: str) -> bool:
+    """Return whether the parameter is a matrix that GPT-2's own files have as (in, out)."""
     return name.startswith("h.") and name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     C, E, V = config.n_embd, config.embedding_size, config.vocab_size
-    learned = {POSITIONS: (config.n_positions, C)} if config.positions == "learned" else {}
-    project_in = {PROJECT_IN: (C, E)} if config.embed_dim else {}
-    project_out = {PROJECT_OUT: (E, C)} if config.embed_dim else {}
-    return {
-        EMBEDDING: (V, E),
-        **project_in,
-        **learned,
-        **(_norm("ln_e", C) if config.embed_norm else {}),
-        **{f"h.{i}.{name}": shape for i in range(config.n_layer) for name, shape in _layer(config, i).items()},
-        **(_norm("ln_f", C) if config.final_norm else {}),
-        **project_out,
-        HEAD: (V, E),
-    }
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (V, E)}
+    if config.embed_dim:
+        shapes["project_in.weight"] = C, E
+    if config.positions == "learned":
+        shapes[POSITIONS] = config.n_positions, C
+    if config.embed_norm:
+        shapes |= _module("ln_e", C)
+    for layer in range(config.n_layer):
+        shapes |= {f"h.{layer}.{name}": shape for name, shape in _layer(config, layer).items()}
+    if config.final_norm:
+        shapes |= _module("ln_f", C)
+    if config.embed_dim:
+        shapes["project_out.weight"] = E, C
+    return shapes | {HEAD: (V, E)}
 
 
 def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    C = config.n_embd
-    attention = {
-        **_norm("ln_1", C),
-        **_linear("attn.c_attn", C, 3 * C),
-        **_linear("attn.c_proj", C, C),
-        **_norm("ln_2", C),
-    }
-    if layer not in config.expert_layers:
-        return attention | _mlp("mlp", config)
-    experts = [_mlp(f"mlp.experts.{e}", config) for e in range(config.num_experts)]
-    return attention | {"mlp.gate.weight": (config.num_experts, C)} | {k: v for one in experts for k, v in one.items()}
-
-
-def _mlp(name: str, config: ModelConfig) -> dict[str, tuple[int, ...]]:
     C, F = config.n_embd, config.inner_size
-    return _linear(f"{name}.c_fc", C, F) | _linear(f"{name}.c_proj", F, C)
+    shapes = _module("ln_1", C) | _module("attn.c_attn", 3 * C, C) | _module("attn.c_proj", C, C) | _module("ln_2", C)
+    mlps = ["mlp"]
+    if layer in config.expert_layers:
+        shapes["mlp.gate.weight"] = config.num_experts, C
+        mlps = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+    for mlp in mlps:
+        shapes |= _module(f"{mlp}.c_fc", F, C) | _module(f"{mlp}.c_proj", C, F)
+    return shapes
 
 
-def _linear(name: str, k: int, n: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (k, n), f"{name}.bias": (n,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
-
-
-def split_name(parameter: str) -> tuple[int | None, str, str]:
-    found = _PARAMETER.fullmatch(parameter)
-    if found is None:
-        module, kind = parameter.rsplit(".", 1)
-        return None, module, kind
-    return int(found[1]), found[2], found[3]
-
-
-def name_in_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> str:
-    """Return a parameter's name in `top`, or that of a module in a layer, such as `layers`.3."""
-    if parameter in top:
-        return top[parameter]
-    layer, module, kind = split_name(parameter)
-    return f"{layers}.{layer}.{modules[module]}.{kind}"
+def _module(name: str, *shape: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}

@@ -1,10 +1,16 @@
-"""Tensors that are read only when they are asked for."""
+"""Tensors that are read, computed or drawn only when they are asked for."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
+
+from tinygpt.weights.config import is_transposed
+
+STD = np.float32(0.02)
 
 
 class Tensor(Protocol):
@@ -46,14 +52,32 @@ class DefaultTensor:
     def release(self) -> None: ...
 
 
+zeros, ones = partial(np.zeros, dtype=np.float32), partial(np.ones, dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class RandomTensor:
+    """A tensor that is drawn from its name at each read, with the same bits every time, in GPT-2's own layout.
+
+    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. Random biases show in the logits if
+    they are forgotten.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+    def float32(self) -> np.ndarray:
+        is_in_out = is_transposed(self.name)
+        generator = np.random.default_rng(zlib.crc32(self.name.encode()))
+        array = generator.standard_normal(self.shape[::-1] if is_in_out else self.shape, np.float32)
+        array *= STD
+        if ".ln_" in f".{self.name}" and self.name.endswith(".weight"):
+            array += 1
+        return array.T if is_in_out else array
+
+    def release(self) -> None: ...
+
+
 def shortest(number: float) -> float:
     """Return the shortest decimal of a file's float32: 1e-05 instead of 9.999999747378752e-06."""
     return float(str(np.float32(number)))
-
-
-def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def ones(shape: tuple[int, ...]) -> np.ndarray:
-    return np.ones(shape, np.float32)

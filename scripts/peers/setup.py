@@ -143,13 +143,14 @@ def make_checkpoint(model: str, folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from tinygpt.weights.checkpoint import open_random
+    from tinygpt.weights.stored.export import parts_of
 
     checkpoint = open_random(model)
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
     config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", **sizes}
     config |= {"layer_norm_epsilon": 1e-5, "n_inner": None, "n_positions": 1024, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tensors = {f"transformer.{name}": tensor.float32() for name, tensor in checkpoint.stored.items()}
+    tensors = {part.name: part.array() for part in parts_of(checkpoint)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

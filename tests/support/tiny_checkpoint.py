@@ -9,6 +9,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support.paths import DEMO, VOCAB_SIZE
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import HEAD, is_transposed
 
 V, T, C, F, LAYERS = 11, 6, 8, 20, 2
 CONFIG = {
@@ -50,6 +52,20 @@ def random_tensors(prefix: str = "transformer.") -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
     shapes = shapes_of(C, F, LAYERS, V, T)
     return {prefix + name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
+def gpt2_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+    """Every parameter but the head, as GPT-2's own files have it."""
+    arrays = {name: checkpoint.tensor(name) for name in checkpoint.stored if name != HEAD}
+    return {name: np.ascontiguousarray(array.T) if is_transposed(name) else array for name, array in arrays.items()}
+
+
+def assert_holds(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> None:
+    """Compare all bits of parameters that are given as GPT-2's own files have them."""
+    for name, array in arrays.items():
+        found = checkpoint.tensor(name)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
 
 
 def write_json(path: Path, value: object) -> None:

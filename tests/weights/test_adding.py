@@ -7,7 +7,7 @@ from support.tiny_checkpoint import C, T, random_tensors, write_checkpoint
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.config import is_transposed, parameter_shapes
 from tinygpt.weights.families import table
-from tinygpt.weights.families.family import Family, NamedTensor, Rule, Transform, transposed
+from tinygpt.weights.families.family import Family, Rule, Transform, as_is
 from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.open import open_checkpoint
 
@@ -23,10 +23,7 @@ def split_names(name):
 def rule_of(name):
     if name == "wpe.weight":
         return Rule((name,), Transform(lambda shape, n: (shape[0] + SKIPPED, shape[1]), lambda array: array[SKIPPED:]))
-    if ".c_attn." not in name:
-        return Rule((name,), transposed() if is_transposed(name) else Transform(lambda shape, n: shape))
-    joined = transposed(axis=1) if name.endswith(".weight") else Transform(lambda shape, n: (shape[0] // n,), axis=0)
-    return Rule(split_names(name), joined)
+    return Rule(split_names(name), as_is(0)) if ".c_attn." in name else Rule((name,))
 
 
 # GPT-2 with queries, keys and values in matrices of their own, (out, in) all of them, and positions from 2 on.
@@ -38,7 +35,6 @@ SPLIT = Family(
         {**source.config_json, "model_type": "gpt2", "n_embd": source.config_json["width"]}
     ),
     rules=lambda source, config: {name: rule_of(name) for name in parameter_shapes(config)},
-    named=lambda source: [NamedTensor(name, name, tensor) for name, tensor in source.container.tensors.items()],
 )
 
 

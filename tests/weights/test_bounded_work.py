@@ -250,7 +250,7 @@ def nemo_of(count):
 @pytest.mark.parametrize(
     ("make", "count", "sentence"),
     [
-        (gguf_of, 20_000, "missing: |from which the model's sizes are seen"),
+        (gguf_of, 20_000, "missing: |which shows a size"),
         (onnx_of, 8_000, "does not hold the GPT-2 of ONNX"),
         (fastertransformer_of, 1_000, "does not hold the GPT of FasterTransformer"),
         (tf_of, 1_010, "too long a key"),

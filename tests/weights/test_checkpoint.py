@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
-from support.tiny_checkpoint import CONFIG, C, random_tensors, write_checkpoint, write_config, write_json
+from support.tiny_checkpoint import CONFIG, C, assert_holds, random_tensors, write_checkpoint, write_config, write_json
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.config import is_transposed
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.families.gpt2 import canonical_name, is_ignored
 from tinygpt.weights.open import DEMO, open_checkpoint
@@ -72,13 +71,6 @@ SAVERS = [save_whole, save_shards, save_zip, save_legacy, save_bin_shards]
 
 def float32_of(tensor):
     return tensor.float().numpy() if HAS_TRANSFORMERS else tensor.astype(np.float32)
-
-
-def assert_holds(checkpoint, expected):
-    for name, array in expected.items():
-        found = checkpoint.tensor(name)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

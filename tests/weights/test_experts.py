@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
+from support.tiny_checkpoint import assert_holds
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.lora import merge_lora
-from tinygpt.weights.config import is_transposed
 from tinygpt.weights.open import open_checkpoint
 
 
@@ -21,8 +21,7 @@ def test_every_parameter(tp, in_folders, tmp_path):
     config = checkpoint.config
     assert checkpoint.family == "Megatron-LM GPT with experts"
     assert (config.expert_layers, config.num_experts, config.inner_size) == (EXPERT_LAYERS, E, F)
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(checkpoint.tensor(name), array.T if is_transposed(name) else array, err_msg=name)
+    assert_holds(checkpoint, arrays)
 
 
 @pytest.mark.parametrize("name", ["model_optim_rng.pt", "model_rng.pt"])

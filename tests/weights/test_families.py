@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from support.foreign import WRITERS, nanogpt_state
-from support.tiny_checkpoint import CONFIG, LAYERS, random_tensors, write_json
+from support.tiny_checkpoint import CONFIG, LAYERS, assert_holds, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.weights.config import HEAD, is_transposed
+from tinygpt.weights.config import HEAD
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.open import open_checkpoint
 
@@ -22,10 +22,7 @@ SIZES = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer")
 
 def same_bits(checkpoint, expected):
     assert len(expected) == 4 + 12 * LAYERS
-    for name, array in expected.items():
-        found = checkpoint.tensor(name)
-        assert found.dtype == np.float32
-        np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
+    assert_holds(checkpoint, expected)
     np.testing.assert_array_equal(checkpoint.tensor(HEAD), expected["wte.weight"])
 
 

@@ -8,25 +8,19 @@ from support.family_models import T, write_family
 from support.foreign import fastertransformer
 from support.megatron_writer import Form, megatron, rank_file
 from support.processes import Result
-from support.tiny_checkpoint import random_tensors, write_checkpoint
+from support.tiny_checkpoint import assert_holds, gpt2_arrays, random_tensors, write_checkpoint
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.config import HEAD, is_transposed, parameter_shapes
+from tinygpt.weights.config import HEAD, parameter_shapes
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
 
 
-def same_bits(checkpoint):
-    for name, array in TENSORS.items():
-        expected = array.T if is_transposed(name) else array
-        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
-
-
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_a_folder_for_any_number_of_gpus(tmp_path, gpus):
     checkpoint = open_checkpoint(fastertransformer(tmp_path, TENSORS, gpus))
-    same_bits(checkpoint)
+    assert_holds(checkpoint, TENSORS)
     config = checkpoint.config
     assert (config.bos_token_id, config.eos_token_ids, config.activation) == (1, (2,), "gelu_tanh")
     assert checkpoint.tied
@@ -55,7 +49,7 @@ def test_other_families(tmp_path, name, settings, gpus):
     """The converter for OPT writes a head that is a copy."""
     expected = open_checkpoint(write_family(tmp_path / "source", name))
     config = expected.config
-    arrays = {n: expected.tensor(n).T if is_transposed(n) else expected.tensor(n) for n in expected.stored if n != HEAD}
+    arrays = gpt2_arrays(expected)
     arrays |= {HEAD: arrays["wte.weight"]} if name != "bloom-6" else {}
     sizes = {"head_num": config.n_head, "size_per_head": config.head_size, "num_layer": config.n_layer}
     checkpoint = open_checkpoint(fastertransformer(tmp_path / "there", arrays, gpus, **{**settings, **sizes}))
@@ -71,8 +65,9 @@ def test_other_families(tmp_path, name, settings, gpus):
 
 def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
     source = open_checkpoint(write_family(tmp_path / "source", "bloom-6"))
-    arrays = {n: source.tensor(n).T if is_transposed(n) else source.tensor(n) for n in source.stored if n != HEAD}
-    there = fastertransformer(tmp_path / "there", arrays, **BLOOM, head_num=6, size_per_head=5, max_pos_seq_len=T)
+    there = fastertransformer(
+        tmp_path / "there", gpt2_arrays(source), **BLOOM, head_num=6, size_per_head=5, max_pos_seq_len=T
+    )
     assert Result(capsys, "convert", [str(there), str(tmp_path / "back"), "--to", "safetensors"]).code == 0
     back, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source.path))
     assert back.keys() == first.keys()
@@ -155,7 +150,7 @@ def open_megatron(folder, **fields):
 @pytest.mark.parametrize("version", [1, 2])
 def test_1_versions_1_and_2_of_megatron_are_brought_into_order(tmp_path, version):
     """It does so with version 3 alone."""
-    same_bits(open_megatron(tmp_path, version=version))
+    assert_holds(open_megatron(tmp_path, version=version), TENSORS)
 
 
 def test_7_heads_that_are_not_tied(tmp_path):

@@ -69,8 +69,7 @@ def test_the_file_is_read_by_others(source, target):
 
 
 def test_it_computes_what_bfloat16_makes_of_the_same_weights(target, tmp_path):
-    checkpoint = open_checkpoint(target)
-    tensors = {name: np.array(tensor.float32()) for name, tensor in checkpoint.stored.items()}
+    tensors = tiny_checkpoint.gpt2_arrays(open_checkpoint(target))
     plain = tiny_checkpoint.write_checkpoint(tmp_path / "plain", tensors)
     with LLM(str(target), max_num_seqs=1) as float8, LLM(str(plain), "bfloat16", max_num_seqs=1) as bfloat16:
         assert (float8.dtype, bfloat16.dtype) == ("bfloat16", "bfloat16")

@@ -169,7 +169,8 @@ def test_an_embedding_that_came_along_is_both_of_a_tied_pair_unless_one_was_trai
 def test_the_bits_of_a_merged_matrix_are_those_of_a_sum_in_rank_order(plain):
     base = open_checkpoint(plain.base)
     merged = merge_lora(base, plain.adapter)
-    update, _ = merged.stored["h.0.attn.c_attn.weight"].sources
+    transposed, _ = merged.stored["h.0.attn.c_attn.weight"].sources
+    (update,) = transposed.sources
     a, b = (factor.float32() for factor in update.sources)
     rows = np.concatenate([np.einsum("or,ri->oi", b[i : i + 1], a) for i in range(len(b))])
     expected = rows * np.float32(8 / 3) + base.tensor("h.0.attn.c_attn.weight")

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 
 from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
-from support.tiny_checkpoint import write_json
+from support.tiny_checkpoint import assert_holds, gpt2_arrays, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.checkpoint import RandomTensor
-from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
+from tinygpt.weights.checkpoint import random_checkpoint
+from tinygpt.weights.config import HEAD, ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 # Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
 CONFIG = ModelConfig(vocab_size=18, n_positions=5, n_embd=24, n_head=6, n_layer=4, n_inner=36)
-ARRAYS = {name: RandomTensor(name, shape).float32() for name, shape in parameter_shapes(CONFIG).items() if name != HEAD}
+ARRAYS = gpt2_arrays(random_checkpoint("random", CONFIG))
 ERAS = {
     "2020": {"layers": "language_model.transformer", "attention": "attention"},
     "2021": {"layers": "language_model.encoder", "attention": "self_attention"},
@@ -32,9 +32,7 @@ def form(**fields):
 
 
 def same_bits(checkpoint, arrays=ARRAYS):
-    for name, array in arrays.items():
-        expected = array.T if is_transposed(name) else array
-        np.testing.assert_array_equal(checkpoint.tensor(name), expected, err_msg=name)
+    assert_holds(checkpoint, arrays)
     np.testing.assert_array_equal(checkpoint.tensor(HEAD), arrays["wte.weight"])
     assert checkpoint.tied
 

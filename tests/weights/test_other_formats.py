@@ -9,12 +9,12 @@ import pytest
 from support.foreign import NEED_GGUF, WRITERS, nanogpt_state
 from support.paths import DEMO
 from support.recorded import MISSING
-from support.tiny_checkpoint import CONFIG, random_tensors, write_checkpoint, write_json
+from support.tiny_checkpoint import CONFIG, gpt2_arrays, random_tensors, write_checkpoint, write_json
 from support.torch_files import own_bytes
 from tinygpt.cli import main as cli
 from tinygpt.engine.model_source import load_tokenizer
-from tinygpt.weights.checkpoint import RandomTensor
-from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
+from tinygpt.weights.checkpoint import random_checkpoint
+from tinygpt.weights.config import ModelConfig, parameter_shapes
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.open import open_checkpoint
 
@@ -107,9 +107,7 @@ def test_halves_are_rounded_to_even(tmp_path, to, dtype):
 
 
 def wide(folder, **fields):
-    arrays = {
-        name: RandomTensor(name, shape).float32() for name, shape in parameter_shapes(WIDE).items() if name != HEAD
-    }
+    arrays = gpt2_arrays(random_checkpoint("random", WIDE))
     sizes = {
         name: getattr(WIDE, name) for name in ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner")
     }

@@ -92,7 +92,7 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
         raise CheckpointError(f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all).")
     shapes = parameter_shapes(checkpoint.config)
     for name, size in sizes.items():
-        width, _ = shapes[f"{name}.weight"]  # (in, out)
+        _, width = shapes[f"{name}.weight"]  # (out, in)
         if size.shape != (width,) or not np.isfinite(size).all() or (size < 0).any():
             raise CheckpointError(f"{path} must hold {width} sizes, finite and none below 0, for {name}.")
     digest = hashlib.sha256(next(iter(tensors.values())).file.data).hexdigest()

@@ -38,17 +38,18 @@ def checked_config(
     if is_whole(n_embd) and is_whole(n_head) and n_head > 0 and n_embd % n_head:
         problems.append(f"n_embd {n_embd} cannot be divided into {n_head} heads (n_head)")
     if problems:
-        raise CheckpointError(
-            f"{described_by} cannot be used: {'; '.join(problems)}. Correct it, or take another checkpoint."
-        )
+        raise CheckpointError(f"{described_by} cannot be used: {'; '.join(problems)}.")
     names = ModelConfig.__dataclass_fields__.keys() - {*STRUCTURE, "eos_token_ids"}
     fields = {name: values[name] for name in names if name in values}
     return ModelConfig(**fields, **structure, eos_token_ids=_as_tuple(values["eos_token_id"]))
 
 
-def written_eos(config: ModelConfig) -> int | list[int] | None:
+def written_config(model_type: str, architecture: str, config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a config.json. names: ModelConfig's names by the written ones."""
     ids = list(config.eos_token_ids)
-    return ids[0] if len(ids) == 1 else ids or None
+    fields = {theirs: getattr(config, ours) for theirs, ours in names.items()}
+    ends = {"eos_token_id": ids[0] if len(ids) == 1 else ids or None}
+    return {"model_type": model_type, "architectures": [architecture], **fields, **ends}
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -104,21 +105,36 @@ UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id",
 GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
 
 
-def from_config_json(source: Source) -> dict[str, Any]:
-    return {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
+def config_of_parts(
+    source: Source,
+    described_by: str,
+    guessed: Mapping[str, Any] = NONE,
+    seen: Mapping[str, Any] = NONE,
+    said: Mapping[str, Any] = NONE,
+    structure: Mapping[str, Any] = NONE,
+) -> ModelConfig:
+    """Return ModelConfig of files that have other settings than config.json, or none.
 
-
-def ends_of(vocab_size: Any) -> dict[str, Any]:
-    """Return GPT-2's ids that begin and end a text, if the vocabulary has them."""
-    end = GPT2_END if isinstance(vocab_size, int) and vocab_size > GPT2_END else None
-    return {"bos_token_id": end, "eos_token_id": end}
+    seen: in shapes; said: in the settings, and stronger. guessed: weaker than a config.json next to the files. Raise
+    CheckpointError for impossible fields, or if nothing says the number of heads.
+    """
+    V = {**seen, **said}.get("vocab_size")
+    end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
+    beside = {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
+    values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
+    if values.get("n_head") is None:
+        raise source.error(
+            "does not say how many heads its model has, which no tensor shows: write them into a file "
+            f'{source.folder / "config.json"}, such as {{"n_head": 12}}.'
+        )
+    return checked_config(values, described_by=described_by, structure=structure)
 
 
 class Shapes:
     """The shapes of tensors by name, of the first part of each, before they are matched."""
 
     def __init__(self, source: Source, tensors: Iterable[NamedTensor]):
-        self._path, self._shapes = source.path, {one.name: one.tensor.shape for one in tensors if one.part == 0}
+        self._source, self._shapes = source, {one.name: one.tensor.shape for one in tensors if one.part == 0}
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes
@@ -126,20 +142,9 @@ class Shapes:
     def size(self, name: str, axis: int) -> int:
         """Return one size of a tensor. Raise CheckpointError if the tensor or the axis is absent."""
         if name not in self._shapes or len(self._shapes[name]) <= axis:
-            raise CheckpointError(
-                f"{self._path} holds no tensor {name} of {axis + 1} dimensions or more, from which the model's sizes "
-                "are seen: give the whole checkpoint."
-            )
+            raise self._source.error(f"holds no tensor {name} of {axis + 1} dimensions or more, which shows a size.")
         return self._shapes[name][axis]
 
     def layers(self, pattern: str) -> int:
         numbers = [int(found[1]) for name in self._shapes if (found := re.match(pattern, name))]
         return 1 + max(numbers, default=-1)
-
-
-def need_heads(source: Source, values: Mapping[str, Any]) -> None:
-    if values.get("n_head") is None:
-        raise CheckpointError(
-            f"{source.path} does not say how many heads its model has, which no tensor shows: write them into a file "
-            f'{source.folder / "config.json"}, such as {{"n_head": 12}}.'
-        )

@@ -1,6 +1,6 @@
 """A family of checkpoints: its names in files, the parameters that they stand for, and its configuration."""
 
-import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import ModelConfig, is_transposed, name_in_tables
+from tinygpt.weights.config import ModelConfig, is_transposed
 from tinygpt.weights.containers.mapped_file import Container, StoredTensor
+from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.files import read_json_object
 from tinygpt.weights.tensor import LazyTensor, Tensor, zeros
 
@@ -39,6 +40,9 @@ class Source:
     @property
     def model_type(self) -> Any:
         return (self.config_json or {}).get("model_type")
+
+    def error(self, text: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} {text}")
 
 
 @dataclass(frozen=True)
@@ -87,46 +91,26 @@ class Transform:
         return self.of_whole(whole) if self.of_whole else whole
 
 
-def _shared(shape: Shape, axis: int | None, n: int) -> Shape:
+def shared(shape: Shape, axis: int | None, n: int) -> Shape:
+    """Return the shape of one of n parts along an axis, or the whole shape."""
     return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
 
 
-def _split(array: np.ndarray, n: int, axis: int | None) -> list[np.ndarray]:
-    return [array] if axis is None else np.split(array, n, axis)
-
-
 def as_is(axis: int | None = None) -> Transform:
-    return Transform(lambda shape, n: _shared(shape, axis, n), axis=axis, to_parts=lambda a, n: _split(a, n, axis))
+    return Transform(
+        lambda shape, n: shared(shape, axis, n),
+        axis=axis,
+        to_parts=lambda array, n: [array] if axis is None else np.split(array, n, axis),
+    )
 
 
 AS_IS = as_is()
-
-
-def transposed(axis: int | None = None) -> Transform:
-    """Transpose torch's Linear matrices, (out, in); `axis` is the parameter's."""
-    return Transform(
-        lambda shape, n: _shared(shape, axis, n)[::-1],
-        np.transpose,
-        axis,
-        to_parts=lambda array, n: [part.T for part in _split(array, n, axis)],
-    )
-
-
-def without_rows(count: int) -> Transform:
-    """Drop the first rows of a table, which belong to nothing."""
-    return Transform(
-        lambda shape, n: (shape[0] + count, *shape[1:]),
-        lambda array: array[count:],
-        to_parts=lambda array, n: [np.pad(array, ((count, 0), (0, 0)))],
-    )
-
-
-# Of matrices that were convolutions of width 1.
-WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape), lambda array: array[0])
+# Of matrices that are (in, out) in files.
+TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])
 
 
 def queries_keys_values(order: str, head_size: int) -> Transform:
-    """Join (out, in) parts, each with some heads. order: of a part's rows: h heads, head size d, 3 matrices."""
+    """Join parts, each with some heads. order: of a part's rows: h heads, head size d, 3 matrices."""
     sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
     axes = tuple(order.index(letter) for letter in "3hd")
 
@@ -136,29 +120,15 @@ def queries_keys_values(order: str, head_size: int) -> Transform:
         return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
 
     def of_whole(array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1, *array.shape[2:]).T  # (..., 3 C)
+        return array.reshape(-1, *array.shape[2:])  # (3 C, ...)
 
     def to_parts(array: np.ndarray, n: int) -> list[np.ndarray]:
-        rest = array.shape[:-1][::-1]
-        heads = np.split(array.T.reshape(3, -1, head_size, *rest), n, axis=1)  # each (3, heads, head size, ...)
+        rest = array.shape[1:]
+        heads = np.split(array.reshape(3, -1, head_size, *rest), n, axis=1)  # each (3, heads, head size, ...)
         back = (*np.argsort(axes), *range(3, 3 + len(rest)))
         return [part.transpose(back).reshape(-1, *rest) for part in heads]
 
-    return Transform(lambda shape, n: (shape[-1] // n, *shape[:-1]), of_part, 1, of_whole, to_parts)
-
-
-def flat(shape: Shape, n: int, axis: int | None) -> Transform:
-    """Join n parts without shapes."""
-    return _flat(_shared(shape, axis, n), axis)
-
-
-def flat_queries_keys_values(shape: Shape, n: int) -> Transform:
-    """Join n parts without shapes, each with its heads of all three: (..., 3, C of the part)."""
-    return _flat((*shape[:-1], 3, shape[-1] // 3 // n), len(shape), lambda array: array.reshape(shape))
-
-
-def _flat(part: Shape, axis: int | None, of_whole: Callable[[np.ndarray], np.ndarray] | None = None) -> Transform:
-    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
+    return Transform(lambda shape, n: shared(shape, 0, n), of_part, 1, of_whole, to_parts)
 
 
 @dataclass(frozen=True)
@@ -174,10 +144,35 @@ class Rule:
 NO_BIAS = Rule((), default=zeros)
 
 
-def rule_by_tables(parameter: str, top: Mapping[str, str], layers: str, modules: Mapping[str, str]) -> Rule:
-    """Return the rule of a parameter that is one tensor by another name; matrices of layers are (out, in)."""
-    name = name_in_tables(parameter, top, layers, modules)
-    return Rule((name,), transposed() if is_transposed(parameter) else AS_IS)
+def rule_in_out(parameter: str, name: str) -> Rule:
+    """Return the rule of one tensor, of a family whose matrices of layers are (in, out)."""
+    return Rule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)
+
+
+MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
+_PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
+
+
+def split_name(parameter: str) -> tuple[str | None, str, str]:
+    """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
+    found = _PARAMETER.fullmatch(parameter)
+    return found.groups() if found else (None, *parameter.rsplit(".", 1))
+
+
+@dataclass(frozen=True)
+class Names:
+    """A family's names. layers: of the list of layers; in_layer: of MODULES; others: of modules outside layers."""
+
+    layers: str
+    in_layer: tuple[str, ...]
+    others: Mapping[str, str]
+
+    def of(self, parameter: str) -> str:
+        """Return the tensor's name: h.3.ln_1.bias may be layers.3.input_layernorm.bias."""
+        layer, module, kind = split_name(parameter)
+        if layer is None:
+            return f"{self.others[module]}.{kind}"
+        return f"{self.layers}.{layer}.{self.in_layer[MODULES.index(module)]}.{kind}"
 
 
 @dataclass(frozen=True)

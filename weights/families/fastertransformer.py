@@ -1,28 +1,23 @@
 """GPT as FasterTransformer's converters write it: Megatron's names, every matrix (in, out), in files without shapes."""
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
-from tinygpt.weights.errors import CheckpointError, shown
-from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json
-from tinygpt.weights.families.family import (
-    Family,
-    NamedTensor,
-    Rule,
-    Source,
-    flat,
-    flat_queries_keys_values,
-)
-from tinygpt.weights.families.megatron import MODULES
+import numpy as np
+
+from tinygpt.weights.config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
+from tinygpt.weights.errors import shown
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts
+from tinygpt.weights.families.family import Family, NamedTensor, Names, Rule, Source, Transform, shared, split_name
+from tinygpt.weights.families.megatron import ATTENTION, MLP
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
 
-_TOP = {EMBEDDING: "model.wte", POSITIONS: "model.wpe", HEAD: "model.lm_head.weight"}
-_TOP |= {f"ln_e.{kind}": f"model.pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
-_TOP |= {"ln_f.weight": "model.final_layernorm.weight", "ln_f.bias": "model.final_layernorm.bias"}
-# The axis of the parameter along which GPUs share it; of queries, keys and values, each GPU has its heads of all three.
+_NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}
+_NAMES = Names("model.layers", ATTENTION + MLP, {**_NORMS, "lm_head": "model.lm_head"})
+# The axis in files along which GPUs share a tensor; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
 _SIZES = {
@@ -70,28 +65,24 @@ def _config(source: Source) -> ModelConfig:
     structure = _structure(source, settings)
     heads, head_size = _number(settings.get("head_num")), _number(settings.get("size_per_head"))
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)) or heads % n:
-        raise CheckpointError(
-            f"{source.path}: head_num is {shown(heads)} and size_per_head {shown(head_size)}, for {n} GPUs; both must "
-            "be whole numbers from 1 up, and each GPU has as many heads. Correct config.ini."
+        raise source.error(
+            f"has head_num {shown(heads)} and size_per_head {shown(head_size)} for {n} GPUs: both must be "
+            "whole numbers from 1 up, and each GPU has as many heads."
         )
     C, shapes = heads * head_size, Shapes(source, _named(source))
-    V = shapes.size(_TOP[EMBEDDING], 0) // C
     has_table = structure.get("positions") != "alibi"
     length = settings.get("max_pos_seq_len", _BLOOMS_LENGTH)
-    values = {
-        **ends_of(V),
-        "activation_function": "gelu_new",
-        **from_config_json(source),
-        **{ours: _number(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings},
-        "vocab_size": V,
-        "n_positions": shapes.size(_TOP[POSITIONS], 0) // C if has_table else _number(length),
+    seen = {
+        "vocab_size": shapes.size(_name(EMBEDDING), 0) // C,
+        "n_positions": shapes.size(_name(POSITIONS), 0) // C if has_table else _number(length),
         "n_embd": C,
         "n_head": heads,
         "n_inner": shapes.size("model.layers.0.mlp.dense_h_to_4h.bias", 0) * n,
     }
+    said = {ours: _number(settings[theirs]) for theirs, ours in _SIZES.items() if theirs in settings}
     if (activation := settings.get("activation_type")) is not None:
-        values["activation_function"] = _ACTIVATIONS.get(activation.lower(), activation)
-    return checked_config(values, described_by="config.ini", structure=structure)
+        said["activation_function"] = _ACTIVATIONS.get(activation.lower(), activation)
+    return config_of_parts(source, "config.ini", {"activation_function": "gelu_new"}, seen, said, structure)
 
 
 def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
@@ -112,7 +103,7 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
         named = "; ".join(
             f"{name} is {shown(settings.get(name, _ARITHMETIC[name][0]))}" for name in dict.fromkeys(wrong)
         )
-        raise CheckpointError(f"{source.path} is no plain GPT-2, and its kind is not implemented: {named}.")
+        raise source.error(f"is no plain GPT-2, and its kind is not implemented: {named}.")
     return structure
 
 
@@ -125,14 +116,30 @@ def _number(text: Any) -> Any:
     return text
 
 
+def _name(parameter: str) -> str:
+    is_table = parameter in (EMBEDDING, POSITIONS)
+    return f"model.{parameter.removesuffix('.weight')}" if is_table else _NAMES.of(parameter)
+
+
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    n, rules = _parts(source), {}
-    for name, shape in parameter_shapes(config).items():
-        kind = name.partition(".")[2].partition(".")[2]
-        is_qkv = kind.startswith("attn.c_attn.")
-        transform = flat_queries_keys_values(shape, n) if is_qkv else flat(shape, n, _AXES.get(kind))
-        rules[name] = Rule((name_in_tables(name, _TOP, "model.layers", MODULES),), transform)
-    return rules
+    shapes, n = parameter_shapes(config), _parts(source)
+    return {name: Rule((_name(name),), _flat(name, shape, n)) for name, shape in shapes.items()}
+
+
+def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
+    """Join n parts without shapes: matrices (in, out); queries, keys and values (..., 3, C of the part)."""
+    _, module, kind = split_name(parameter)
+    is_in_out = is_transposed(parameter)
+    there = shape[::-1] if is_in_out else shape
+    whole, axis = there, _AXES.get(f"{module}.{kind}")
+    if module == "attn.c_attn":
+        whole, axis = (*there[:-1], 3, there[-1] // 3), len(there)
+    part = shared(whole, axis, n)
+
+    def of_whole(array: np.ndarray) -> np.ndarray:
+        return array.reshape(there).T if is_in_out else array.reshape(there)
+
+    return Transform(lambda shape, n: (math.prod(part),), lambda array: array.reshape(part), axis, of_whole)
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:

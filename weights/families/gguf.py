@@ -4,27 +4,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
-from tinygpt.weights.errors import CheckpointError, NoTokenizerError, shown
-from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json
-from tinygpt.weights.families.family import Family, Rule, Source, as_named, rule_by_tables
+from tinygpt.weights.config import EMBEDDING, ModelConfig, parameter_shapes
+from tinygpt.weights.errors import NoTokenizerError, shown
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts
+from tinygpt.weights.families.family import Family, Names, Rule, Source, as_named
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
 
 ARCHITECTURE = "general.architecture"
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
-TOP = {EMBEDDING: "token_embd.weight", POSITIONS: "position_embd.weight", HEAD: "output.weight"}
-TOP |= {"ln_f.weight": "output_norm.weight", "ln_f.bias": "output_norm.bias"}
-TOP |= {"ln_e.weight": "token_embd_norm.weight", "ln_e.bias": "token_embd_norm.bias"}
-# Of a layer's modules. BLOOM's queries, keys and values are in GPT-2's order already.
-MODULES = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
+_IN_LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
+_TOP = {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output"}
+# BLOOM's queries, keys and values are in GPT-2's order already.
+NAMES = Names("blk", _IN_LAYER, {**_TOP, "ln_f": "output_norm", "ln_e": "token_embd_norm"})
 # Fields of STRUCTURE of each architecture, and fields that no key has.
 ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
 _FIXED = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
@@ -42,33 +34,23 @@ KEYS = {
 }
 
 
-def gguf_name(parameter: str) -> str:
-    return name_in_tables(parameter, TOP, "blk", MODULES)
-
-
 def _config(source: Source) -> ModelConfig:
     metadata = source.container.metadata
     name = next((name for name in ARCHITECTURES if name == metadata[ARCHITECTURE]), None)
     if name is None:
-        raise CheckpointError(
-            f"{source.path} holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom', "
-            "because no other one is implemented in GGUF. Take another checkpoint."
-        )
-    shapes = Shapes(source, as_named(source))
-    V = shapes.size(TOP[EMBEDDING], 0)
+        raise source.error(f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'.")
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
-    values = {**ends_of(V), **_FIXED[name], "vocab_size": V, **from_config_json(source), **said}
-    config = checked_config(values, described_by="its header", structure=ARCHITECTURES[name])
+    seen = {"vocab_size": Shapes(source, as_named(source)).size(NAMES.of(EMBEDDING), 0)}
+    config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
-        raise CheckpointError(
-            f"{source.path} is a BLOOM whose MLPs are {config.inner_size} wide, and must be 4 times {config.n_embd}, "
-            "as all are. Take another checkpoint."
+        raise source.error(
+            f"is a BLOOM whose MLPs are {config.inner_size} wide, and must be 4 times {config.n_embd}, as all are."
         )
     return config
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    return {name: rule_by_tables(name, TOP, "blk", MODULES) for name in parameter_shapes(config)}
+    return {name: Rule((NAMES.of(name),)) for name in parameter_shapes(config)}
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -85,7 +67,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     if "tokens" not in about or about.get("model") in ("none", "no_vocab"):
         return None
     if not _is_tokenizer(about):
-        raise CheckpointError(f"{source.path} has a damaged tokenizer: download it again, or give token ids.")
+        raise source.error("has a damaged tokenizer: download it again, or give token ids.")
     if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
         raise NoTokenizerError(
             f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tinygpt.weights.config import HEAD, STRUCTURE, ModelConfig, parameter_shapes
-from tinygpt.weights.families.config_fields import checked_config, renamed, written_eos
-from tinygpt.weights.families.family import Family, Layout, NamedTensor, Rule, Source, named_by
+from tinygpt.weights.families.config_fields import checked_config, renamed, written_config
+from tinygpt.weights.families.family import Family, Layout, NamedTensor, Rule, Source, named_by, rule_in_out
 
 MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.
@@ -57,18 +57,13 @@ def named(source: Source) -> Iterable[NamedTensor]:
 
 
 def _rules(config: ModelConfig) -> dict[str, Rule]:
-    return {name: Rule((name,)) for name in parameter_shapes(config)}
+    return {name: rule_in_out(name, name) for name in parameter_shapes(config)}
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of a config.json with which transformers makes the same GPT-2."""
-    names = (name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE))
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        **{name: getattr(config, name) for name in names},
-        "eos_token_id": written_eos(config),
-    }
+    names = {name: name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE)}
+    return written_config("gpt2", "GPT2LMHeadModel", config, names)
 
 
 # Of GPT-2s of every family.

@@ -7,25 +7,24 @@ order of the rows of queries, keys and values (`checkpoint_version`, which the f
 import json
 import re
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, name_in_tables, parameter_shapes
+from tinygpt.weights.config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
 from tinygpt.weights.containers.torch_pickle import fields_of
-from tinygpt.weights.errors import CheckpointError, shown
-from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json, need_heads
+from tinygpt.weights.errors import shown
+from tinygpt.weights.families.config_fields import NONE, Shapes, config_of_parts
 from tinygpt.weights.families.family import (
-    AS_IS,
     NO_BIAS,
     Family,
     NamedTensor,
+    Names,
     Rule,
     Source,
     Transform,
     as_is,
     queries_keys_values,
-    transposed,
+    split_name,
 )
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
 from tinygpt.weights.files import read_yaml_object
@@ -46,21 +45,10 @@ _CORE = {
     "mlp.linear_fc1.": "mlp.dense_h_to_4h.",
     "mlp.linear_fc2.": "mlp.dense_4h_to_h.",
 }
-MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "attention.query_key_value",
-    "attn.c_proj": "attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
-TOP = {
-    EMBEDDING: "embedding.word_embeddings.weight",
-    POSITIONS: "embedding.position_embeddings.weight",
-    HEAD: "output_layer.weight",
-    "ln_f.weight": "final_layernorm.weight",
-    "ln_f.bias": "final_layernorm.bias",
-}
+ATTENTION = ("input_layernorm", "attention.query_key_value", "attention.dense")
+MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_TOP = {"wte": "embedding.word_embeddings", "wpe": "embedding.position_embeddings", "lm_head": "output_layer"}
+NAMES = Names("layers", ATTENTION + MLP, {**_TOP, "ln_f": "final_layernorm"})
 
 
 def has_names(source: Source) -> bool:
@@ -165,7 +153,7 @@ def _version_of(source: Source) -> int:
     is_new = source.container.archive_members or any(".linear_qkv." in name for name in source.container.tensors)
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
     if type(version) not in (int, float) or version not in _ROW_ORDERS:
-        raise CheckpointError(f"{source.path} is of checkpoint_version {shown(version)}, which is not implemented.")
+        raise source.error(f"is of checkpoint_version {shown(version)}, which is not implemented.")
     return int(version)
 
 
@@ -174,34 +162,33 @@ def config_of(
     settings: Mapping[str, Any],
     tensors: Iterable[NamedTensor],
     inner: str = "layers.0.mlp.dense_h_to_4h.weight",
-    structure: Mapping[str, Any] = MappingProxyType({}),
+    structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
     """Return the configuration by settings and shapes. inner: the tensor that shows the width of an MLP."""
     shapes = Shapes(source, tensors)
-    n, V, C = parts_of(source), shapes.size(TOP[EMBEDDING], 0), shapes.size(TOP[EMBEDDING], 1)
+    n, table = parts_of(source), NAMES.of(EMBEDDING)
+    V, C = shapes.size(table, 0) * n, shapes.size(table, 1)
     # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
     given = {
         ours: _number(value)
         for theirs, ours in _SIZES.items()
         if (value := settings.get(theirs)) is not None and not (isinstance(value, str) and value.startswith("${"))
     }
-    values = {
-        **ends_of(V * n),
+    guessed = {
         "n_head": 16 if not settings and C == 1024 else None,  # the one model that was published without them
         "activation_function": _activation_of(settings),
-        **from_config_json(source),
-        "vocab_size": V * n,
+    }
+    seen = {
+        "vocab_size": V,
         "n_embd": C,
-        "n_positions": shapes.size(TOP[POSITIONS], 0),
+        "n_positions": shapes.size(NAMES.of(POSITIONS), 0),
         "n_inner": shapes.size(inner, 0) * n,
         "n_layer": shapes.layers(r"layers\.(\d{1,9})\."),
-        **given,
         "tie_word_embeddings": not settings.get("untie_embeddings_and_output_weights", False),
     }
-    need_heads(source, values)
-    config = checked_config(values, described_by="its settings", structure=structure)
+    config = config_of_parts(source, "its settings", guessed, seen, given, structure)
     if config.n_head % n:
-        raise CheckpointError(f"{source.path} has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
+        raise source.error(f"has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
     return config
 
 
@@ -230,30 +217,24 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
     if groups not in (None, heads) and settings.get("group_query_attention", True):
         wrong.append(f"num_query_groups is {shown(groups)} for {shown(heads)} heads")
     if wrong:
-        raise CheckpointError(f"{source.path} is no plain GPT, and its kind is not implemented: {'; '.join(wrong)}.")
+        raise source.error(f"is no plain GPT, and its kind is not implemented: {'; '.join(wrong)}.")
     ranks = {rank_of(name)[:2] for name in source.container.tensors}
     tp, pp = (
         settings[name] if isinstance(settings.get(name), int) else 1 + max(rank[axis] for rank in ranks)
         for axis, name in enumerate(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
     )
     if len(ranks) != tp * pp or any(t >= tp or p >= pp for t, p in ranks):
-        raise CheckpointError(
-            f"{source.path} holds {len(ranks)} parts of a model that was trained in {tp} x {pp} (tensor x pipeline "
-            "parallel): give the folder that holds all ranks."
+        raise source.error(
+            f"holds {len(ranks)} parts of a model that was trained in {tp} x {pp} (tensor x pipeline parallel): give "
+            "the folder that holds all ranks."
         )
 
 
 # The family
 
 # The axis of the parameter along which GPUs have shared it.
-_AXES = {
-    EMBEDDING: 0,
-    HEAD: 0,
-    "attn.c_proj.weight": 0,
-    "mlp.c_fc.weight": 1,
-    "mlp.c_fc.bias": 0,
-    "mlp.c_proj.weight": 0,
-}
+_AXES = {"wte.weight": 0, "lm_head.weight": 0, "attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}
+_AXES |= {"mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0}
 _QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
 
 
@@ -268,7 +249,7 @@ def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[
     return {
         name: NO_BIAS
         if name.endswith(without)
-        else Rule((name_in_tables(name, TOP, "layers", MODULES),), _transform(name, version, config.head_size))
+        else Rule((NAMES.of(name),), _transform(name, version, config.head_size))
         for name in names
     }
 
@@ -277,8 +258,8 @@ def _without_bias(source: Source) -> tuple[str, ...]:
     settings = settings_of(source)
     has_biases = settings.get("add_bias_linear", settings.get("bias"))
     if not isinstance(has_biases, bool):
-        modules = tuple(f"{MODULES[name.removesuffix('.bias')]}.bias" for name in (_QKV_BIAS, *_LINEAR_BIASES))
-        has_biases = any(one.name.endswith(modules) for one in named(source))
+        biases = tuple(f"{NAMES.in_layer[i]}.bias" for i in (1, 2, 4, 5))
+        has_biases = any(one.name.endswith(biases) for one in named(source))
     if has_biases:
         return ()
     has_queries = settings.get("add_qkv_bias", settings.get("qkv_bias")) is True
@@ -286,13 +267,10 @@ def _without_bias(source: Source) -> tuple[str, ...]:
 
 
 def _transform(parameter: str, version: int, head_size: int) -> Transform:
-    kind = parameter if parameter in _AXES else parameter.partition(".")[2].partition(".")[2]
-    if kind.startswith("attn.c_attn."):
+    _, module, kind = split_name(parameter)
+    if module == "attn.c_attn":
         return queries_keys_values(_ROW_ORDERS[version], head_size)
-    axis = _AXES.get(kind)
-    if kind.endswith("weight") and kind.split(".")[-2] in ("c_proj", "c_fc"):
-        return transposed(axis)
-    return AS_IS if axis is None else as_is(axis)
+    return as_is(_AXES.get(f"{module}.{kind}"))
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -313,9 +291,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     try:
         ids = json.loads(vocab.text())
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{source.path} has a vocabulary that is not valid JSON: download it again, or give token ids."
-        ) from error
+        raise source.error("has a vocabulary that is not valid JSON: download it again, or give token ids.") from error
     lines = merges.text().removesuffix("\n").split("\n")
     end = "<|endoftext|>"
     has_end = isinstance(ids, dict) and type(ids.get(end)) is int

@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 
 from tinygpt.weights.config import ModelConfig, parameter_shapes
-from tinygpt.weights.errors import CheckpointError, listed, shown
-from tinygpt.weights.families.family import NO_BIAS, Family, NamedTensor, Rule, Source, as_is, transposed
+from tinygpt.weights.errors import listed, shown
+from tinygpt.weights.families.family import NO_BIAS, Family, NamedTensor, Rule, Source, as_is
 from tinygpt.weights.families.megatron import (
     check_settings,
     config_of,
@@ -50,31 +50,24 @@ def _config(source: Source) -> ModelConfig:
     tensors = list(_named(source))
     stages = {rank_of(name)[1] for name in source.container.tensors}
     if len(stages) > 1:
-        raise CheckpointError(
-            f"{source.path} is in {len(stages)} stages of a pipeline, which is not implemented for experts: save it "
-            "without one."
-        )
+        raise source.error(f"is in {len(stages)} stages of a pipeline, which is not implemented for experts.")
     if settings.get("mlp_type") == "residual" or any(".mlp.coefficient." in one.name for one in tensors):
-        raise CheckpointError(
-            f"{source.path} has an MLP beside its experts (mlp_type residual), which is not implemented."
-        )
+        raise source.error("has an MLP beside its experts (mlp_type residual), which is not implemented.")
     gates = {int(found[1]): one.tensor.shape for one in tensors if (found := _IN_GATE.fullmatch(one.name))}
     numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
     if len(numbers) != 1:
-        raise CheckpointError(
-            f"{source.path} has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number."
-        )
+        raise source.error(f"has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number.")
     (num_experts,) = numbers
     per_token = settings.get("topk", 1)
     # Most experts must be there, so that the list of missing tensors is in proportion to the files.
     found = sum(".mlp.experts." in one.name for one in tensors)
     if found < num_experts * len(gates):
-        raise CheckpointError(
-            f"{source.path} has gates for {num_experts * len(gates)} experts and {found} tensors of experts: give the "
-            "folder in which the files of all experts lie."
+        raise source.error(
+            f"has gates for {num_experts * len(gates)} experts and {found} tensors of experts: give the folder that "
+            "holds the files of all experts."
         )
     if type(per_token) is not int or not 1 <= per_token <= num_experts:
-        raise CheckpointError(f"{source.path} has topk {shown(per_token)} of {num_experts} experts.")
+        raise source.error(f"has topk {shown(per_token)} of {num_experts} experts.")
     structure = {
         "expert_layers": tuple(sorted(gates)),
         "num_experts": num_experts,
@@ -100,7 +93,7 @@ def _rule(parameter: str) -> Rule | None:
     layer, expert, module, kind = found.groups()
     name = f"layers.{layer}.mlp.experts.{expert}.{_MODULES[module]}.{kind}"
     if kind == "weight":
-        return Rule((name,), transposed(1 if module == "c_fc" else 0))
+        return Rule((name,), as_is(0 if module == "c_fc" else 1))
     return NO_BIAS if module == "c_proj" else Rule((name,), as_is(0))
 
 

@@ -2,21 +2,23 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, parameter_shapes
+from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.errors import Checks
-from tinygpt.weights.families.config_fields import NONE, checked_config, one_of, only, renamed, written_eos
+from tinygpt.weights.families.config_fields import NONE, checked_config, one_of, only, renamed, written_config
 from tinygpt.weights.families.family import (
+    MODULES,
     NO_BIAS,
     Family,
     Layout,
+    Names,
     Rule,
     named_by,
     queries_keys_values,
-    rule_by_tables,
+    rule_in_out,
 )
 from tinygpt.weights.families.gpt2 import ALIASES, is_ignored
 
@@ -27,20 +29,21 @@ Fields = Mapping[str, Any]
 class ModelType:
     """A model_type of transformers.
 
-    family_name: for messages. defaults: of config.json's fields; aliases: other names of fields; names: ModelConfig's
+    family_name: for messages. defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's
     names of them; computed: other fields of ModelConfig; structure: those of STRUCTURE, by config.json's fields.
-    rule: the sources of a parameter, by the same fields; none: the usual ones. wrappers: prefixes of names that files
-    may have, and `prefix` transformers' own. beside: names without a prefix. ignored: names of unused tensors.
-    is_in_out: matrices of layers are (in, out). quirks: what loading evens out. config_json: of Layout.
+    names: of tensors; rule: of a parameter, from the rule by these names and config.json's fields. wrappers: prefixes
+    of names that files may have, and `prefix` transformers' own. beside: names without a prefix. ignored: names of
+    unused tensors. is_in_out: matrices of layers are (in, out). quirks: what loading evens out. config_json: of Layout.
     """
 
     name: str
     family_name: str
     prefix: str
+    names: Names
     defaults: Fields
-    names: Mapping[str, str]
-    rule: Callable[[str, ModelConfig, Fields], Rule]
+    fields: Mapping[str, str]
     structure: Callable[[Fields], dict[str, Any]]
+    rule: Callable[[str, Rule, ModelConfig, Fields], Rule] = lambda parameter, usual, config, fields: usual
     aliases: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     checks: Checks = field(default_factory=dict)
@@ -56,12 +59,16 @@ class ModelType:
         aliased = {ours: value for ours, value in renamed(fields, self.aliases).items() if value is not None}
         fields = {**self.defaults, **fields, **aliased}
         inner = {f"{k}.{name}": v for k, one in fields.items() if isinstance(one, Mapping) for name, v in one.items()}
-        values = {**fields, **inner, **self.computed(fields), **renamed(fields, self.names)}
+        values = {**fields, **inner, **self.computed(fields), **renamed(fields, self.fields)}
         return checked_config(values, generation, self.checks, structure=self.structure(fields))
 
     def rules(self, config: ModelConfig, fields: Fields = NONE) -> dict[str, Rule]:
-        fields = {**self.defaults, **fields}
-        return {name: self.rule(name, config, fields) for name in parameter_shapes(config)}
+        fields, rules = {**self.defaults, **fields}, {}
+        for parameter in parameter_shapes(config):
+            name = self.names.of(parameter)
+            usual = rule_in_out(parameter, name) if self.is_in_out else Rule((name,))
+            rules[parameter] = self.rule(parameter, usual, config, fields)
+        return rules
 
     @property
     def layout(self) -> Layout:
@@ -94,20 +101,19 @@ class ModelType:
 # GPT-1 (Radford et al., 2018): GPT-2 with its layer norms after the blocks.
 
 _GPT1_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "swish"}  # as its code computes them
-_GPT1_TOP = {EMBEDDING: "tokens_embed.weight", POSITIONS: "positions_embed.weight"}
 OPENAI_GPT = ModelType(
     "openai-gpt",
     "GPT-1",
     prefix="transformer.",
+    names=Names("h", MODULES, {"wte": "tokens_embed", "wpe": "positions_embed", "lm_head": "lm_head"}),
     defaults={"vocab_size": 40478, "n_positions": 512, "afn": "gelu", "bos_token_id": None, "eos_token_id": None},
     aliases=ALIASES,
-    names={},
+    fields={},
     computed=lambda fields: {
         "activation_function": _GPT1_ACTIVATIONS.get(str(fields["afn"]), "gelu_new"),
         "n_inner": None,
     },
     checks={"afn": one_of(_GPT1_ACTIVATIONS)},
-    rule=lambda name, config, fields: Rule((_GPT1_TOP.get(name, name),)),
     structure=lambda fields: {"norm_placement": "post", "final_norm": False},
     is_in_out=True,
 )
@@ -115,100 +121,57 @@ OPENAI_GPT = ModelType(
 # BLOOM and BLOOMZ (BigScience, 2022): ALiBi, and a layer norm after the embeddings. A head's queries, keys and values
 # lie together, head by head. Positions have no end: the length of training counts as the model's.
 
-_BLOOM_TOP = {EMBEDDING: "word_embeddings.weight", HEAD: HEAD}
-_BLOOM_TOP |= {f"ln_e.{kind}": f"word_embeddings_layernorm.{kind}" for kind in ("weight", "bias")}
-_BLOOM_TOP |= {f"ln_f.{kind}": f"ln_f.{kind}" for kind in ("weight", "bias")}
-_BLOOM_MODULES = {
-    "ln_1": "input_layernorm",
-    "attn.c_attn": "self_attention.query_key_value",
-    "attn.c_proj": "self_attention.dense",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.dense_h_to_4h",
-    "mlp.c_proj": "mlp.dense_4h_to_h",
-}
+_BLOOM_ATTENTION = ("input_layernorm", "self_attention.query_key_value", "self_attention.dense")
+_BLOOM_MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_BLOOM_FIELDS = {"hidden_size": "n_embd", "seq_length": "n_positions"}
+_BLOOM_WRITTEN = ("vocab_size", "n_layer", "n_head", "layer_norm_epsilon", "tie_word_embeddings", "bos_token_id")
+_BLOOM_SIZES = {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "seq_length": 2048}
 
 
-def _bloom_config_json(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "model_type": "bloom",
-        "architectures": ["BloomForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.n_embd,
-        "n_layer": config.n_layer,
-        "n_head": config.n_head,
-        "layer_norm_epsilon": config.layer_norm_epsilon,
-        "seq_length": config.n_positions,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": written_eos(config),
-    }
-
-
-def _bloom_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
-    rule = rule_by_tables(parameter, _BLOOM_TOP, "h", _BLOOM_MODULES)
+def _bloom_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
     is_qkv = ".c_attn." in parameter
-    return Rule(rule.sources, queries_keys_values("h3d", config.head_size)) if is_qkv else rule
+    return replace(usual, transform=queries_keys_values("h3d", config.head_size)) if is_qkv else usual
 
 
 BLOOM = ModelType(
     "bloom",
     "BLOOM",
     prefix="transformer.",
-    defaults={
-        "vocab_size": 250880,
-        "hidden_size": 64,
-        "n_layer": 2,
-        "n_head": 8,
-        "layer_norm_epsilon": 1e-5,
-        "seq_length": 2048,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
+    names=Names(
+        "h",
+        _BLOOM_ATTENTION + _BLOOM_MLP,
+        {"wte": "word_embeddings", "ln_e": "word_embeddings_layernorm", "ln_f": "ln_f", "lm_head": "lm_head"},
+    ),
+    defaults={**_BLOOM_SIZES, "layer_norm_epsilon": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
     aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    names={"hidden_size": "n_embd", "seq_length": "n_positions"},
+    fields=_BLOOM_FIELDS,
     computed=lambda fields: {"activation_function": "gelu_fast", "n_inner": None},
     checks={"apply_residual_connection_post_layernorm": only(False, "no other residual is implemented")},
     rule=_bloom_rule,
     structure=lambda fields: {"positions": "alibi", "embed_norm": True},
     quirks=("queries, keys and values of c_attn brought into one order",),
-    config_json=_bloom_config_json,
+    config_json=lambda config: written_config(
+        "bloom", "BloomForCausalLM", config, {**_BLOOM_FIELDS, **{name: name for name in _BLOOM_WRITTEN}}
+    ),
 )
 
 # MPT (MosaicML, 2023): ALiBi, and no bias anywhere.
 
 _NO_OTHER, _NOT_YET = "no other is implemented", "it is not implemented"
-_MPT_TOP = {EMBEDDING: "wte.weight", HEAD: HEAD, "ln_f.weight": "norm_f.weight"}
-_MPT_MODULES = {
-    "ln_1": "norm_1",
-    "attn.c_attn": "attn.Wqkv",
-    "attn.c_proj": "attn.out_proj",
-    "ln_2": "norm_2",
-    "mlp.c_fc": "ffn.up_proj",
-    "mlp.c_proj": "ffn.down_proj",
-}
-
-
-def _mpt_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
-    return NO_BIAS if parameter.endswith(".bias") else rule_by_tables(parameter, _MPT_TOP, "blocks", _MPT_MODULES)
-
-
+_MPT_SIZES = {"vocab_size": 50368, "d_model": 2048, "n_layers": 24, "n_heads": 16, "max_seq_len": 2048}
+_MPT_ENDS = {"bos_token_id": None, "eos_token_id": None}
 MPT = ModelType(
     "mpt",
     "MPT",
     prefix="transformer.",
-    defaults={
-        "vocab_size": 50368,
-        "d_model": 2048,
-        "n_layers": 24,
-        "n_heads": 16,
-        "max_seq_len": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "expansion_ratio": 4,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    },
+    names=Names(
+        "blocks",
+        ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
+        {"wte": "wte", "ln_f": "norm_f", "lm_head": "lm_head"},
+    ),
+    defaults={**_MPT_SIZES, "layer_norm_epsilon": 1e-5, "expansion_ratio": 4, **_MPT_ENDS},
     aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
-    names={"d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "max_seq_len": "n_positions"},
+    fields={"d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "max_seq_len": "n_positions"},
     computed=lambda fields: {"activation_function": "gelu", "n_inner": None},
     checks={
         "expansion_ratio": only(4, "transformers computes with no other"),
@@ -225,6 +188,6 @@ MPT = ModelType(
         "attn_config.prefix_lm": only(False, _NOT_YET),
         "attn_config.softmax_scale": only(None, "no other scale than by the head's size is implemented"),
     },
-    rule=_mpt_rule,
+    rule=lambda parameter, usual, config, fields: NO_BIAS if parameter.endswith(".bias") else usual,
     structure=lambda fields: {"positions": "alibi"},
 )

@@ -8,18 +8,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
+from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.torch_pickle import fields_of, read_plain_pickle
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import (
-    Shapes,
-    checked_config,
-    ends_of,
-    from_config_json,
-    need_heads,
-    renamed,
-)
-from tinygpt.weights.families.family import AS_IS, NO_BIAS, Family, NamedTensor, Rule, Source, named_by, transposed
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts, renamed
+from tinygpt.weights.families.family import NO_BIAS, Family, NamedTensor, Rule, Source, named_by
 from tinygpt.weights.families.gpt2 import canonical_name, is_causal_mask, named
 from tinygpt.weights.families.tokenizers import character_tokenizer
 
@@ -54,30 +47,24 @@ def _named_model(source: Source) -> Iterable[NamedTensor]:
 
 def _nanogpt_config(source: Source) -> ModelConfig:
     """nanoGPT has the exact GELU since May 2023; before, it was gelu_new, which config.json may say."""
-    values = renamed(_arguments(source), _ARGUMENTS)
     inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
-    given = {"n_inner": inner, "activation_function": "gelu", **from_config_json(source), **values}
-    return checked_config({**ends_of(values.get("vocab_size")), **given}, described_by="model_args")
+    guessed = {"n_inner": inner, "activation_function": "gelu"}
+    return config_of_parts(source, "model_args", guessed, said=renamed(_arguments(source), _ARGUMENTS))
 
 
 def _mingpt_config(source: Source) -> ModelConfig:
     shapes = Shapes(source, named(source))
-    V = shapes.size("wte.weight", 0)
     model = fields_of((source.config_json or {}).get("model"))
-    values = {
-        **ends_of(V),
-        "n_head": model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type"))),
-        "activation_function": "gelu_new",
-        **from_config_json(source),
-        "vocab_size": V,
+    heads = model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))
+    seen = {
+        "vocab_size": shapes.size("wte.weight", 0),
         "n_embd": shapes.size("wte.weight", 1),
         "n_positions": shapes.size("wpe.weight", 0),
         "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
         "n_layer": shapes.layers(r"h\.(\d{1,9})\."),
         "tie_word_embeddings": HEAD not in shapes,
     }
-    need_heads(source, values)
-    return checked_config(values, described_by="the checkpoint")
+    return config_of_parts(source, "the checkpoint", {"n_head": heads, "activation_function": "gelu_new"}, seen)
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
@@ -87,12 +74,7 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     if not isinstance(has_bias, bool):
         stored = set(map(canonical_name, source.container.tensors))
         has_bias = any(name in stored for name in names if name.endswith(".bias"))
-    return {
-        name: NO_BIAS
-        if name.endswith(".bias") and not has_bias
-        else Rule((name,), transposed() if is_transposed(name) else AS_IS)
-        for name in names
-    }
+    return {name: NO_BIAS if name.endswith(".bias") and not has_bias else Rule((name,)) for name in names}
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:

@@ -8,9 +8,9 @@ from typing import Any
 from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.onnx import PRODUCTS, Graph, Node
-from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.families.config_fields import Shapes, checked_config, ends_of, from_config_json, need_heads
-from tinygpt.weights.families.family import AS_IS, Family, NamedTensor, Rule, Source, transposed
+from tinygpt.weights.errors import listed
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts
+from tinygpt.weights.families.family import AS_IS, TRANSPOSED, Family, NamedTensor, Rule, Source
 from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.tensor import shortest
 
@@ -62,24 +62,20 @@ def _config(source: Source) -> ModelConfig:
         return model_config(source.config_json or {}, source.json("generation_config.json"))
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
-    V = shapes.size(embedding, 0)
-    values = {
-        **ends_of(V),
-        **from_config_json(source),
-        **_seen(source),
-        "vocab_size": V,
+    seen = {
+        "vocab_size": shapes.size(embedding, 0),
         "n_embd": shapes.size(embedding, 1),
         "n_positions": shapes.size("wpe.weight", 0),
         "n_inner": shapes.size("h.0.mlp.c_fc.bias", 0),
         "n_layer": shapes.layers(r"h\.(\d{1,6})\."),
     }
-    need_heads(source, values)
-    if "activation_function" not in values:
-        raise CheckpointError(
-            f"{source.path} computes its activation in a way that is not known: write a config.json beside it, such as "
-            f'{{"n_head": {values["n_head"]}, "activation_function": "gelu_new"}}.'
+    said = _seen(source)
+    if "activation_function" not in {**(source.config_json or {}), **said}:
+        raise source.error(
+            "computes its activation in a way that is not known: write a config.json beside it, such as "
+            '{"n_head": 12, "activation_function": "gelu_new"}.'
         )
-    return checked_config(values, described_by="its graph")
+    return config_of_parts(source, "its graph", seen=seen, said=said)
 
 
 def _refuse(source: Source, graph: Graph) -> None:
@@ -88,21 +84,21 @@ def _refuse(source: Source, graph: Graph) -> None:
     quantized = sorted({node.kind for node in graph.nodes} & _QUANTIZED_NODES)
     quantized += [name for name in names if _QUANTIZED.fullmatch(name)]
     if quantized:
-        raise CheckpointError(
-            f"{source.path} is quantized ({listed(quantized, 3)}), which is not implemented in ONNX: export the model "
-            "without, and give --dtype int8."
+        raise source.error(
+            f"is quantized ({listed(quantized, 3)}), which is not implemented in ONNX: export the model without, and "
+            "give --dtype int8."
         )
     matrices = {name for name, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     foreign = {node.kind for node in graph.nodes if node.is_foreign and not matrices.isdisjoint(node.inputs)}
     if foreign:
-        raise CheckpointError(
-            f"{source.path} gives weights to functions or operations of its own ({listed(sorted(foreign), 3)}), which "
-            "is not implemented: inline functions, as onnx.inliner does, or export again."
+        raise source.error(
+            f"gives weights to functions or operations of its own ({listed(sorted(foreign), 3)}), which is not "
+            "implemented: inline functions, as onnx.inliner does, or export again."
         )
     if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
-        raise CheckpointError(
-            f"{source.path} has no weights by the names of GPT-2's layers ({listed(names, 3)}): it is another model, "
-            "or its exporter has lost them, as it may if it folds constants. Export again without folding."
+        raise source.error(
+            f"has no weights by the names of GPT-2's layers ({listed(names, 3)}): it is another model, or its exporter "
+            "has lost them, as it may if it folds constants. Export again without folding."
         )
 
 
@@ -141,10 +137,10 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     file_names = {one.name: one.file_name for one in _named(source)}
     rules = {}
     for name in parameter_shapes(config):
-        is_turned = is_transposed(name) and file_names.get(name) in turned
+        is_turned = is_transposed(name) and file_names.get(name) not in turned
         if name == HEAD and name in file_names:
             is_turned = _NAME.fullmatch(file_names[name]) is None
-        rules[name] = Rule((name,), transposed() if is_turned else AS_IS)
+        rules[name] = Rule((name,), TRANSPOSED if is_turned else AS_IS)
     return rules
 
 

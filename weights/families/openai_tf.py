@@ -3,19 +3,12 @@
 import re
 
 from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import (
-    Shapes,
-    checked_config,
-    ends_of,
-    from_config_json,
-    need_heads,
-    renamed,
-)
-from tinygpt.weights.families.family import AS_IS, WITHOUT_FIRST_AXIS, Family, Rule, Source, as_named
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts, renamed
+from tinygpt.weights.families.family import AS_IS, Family, Rule, Source, Transform, as_named
 
 _HPARAMS = {"n_ctx": "n_positions", "n_vocab": "vocab_size", **{name: name for name in ("n_embd", "n_head", "n_layer")}}
 _LAYER = r"model/h(\d{1,9})/"
+WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array: array[0].T)
 # Variables of further training: the optimizer's averages, and counts of steps.
 _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
 
@@ -37,24 +30,20 @@ def tf_name(parameter: str) -> str:
 def _config(source: Source) -> ModelConfig:
     objects = [name for name in source.container.tensors if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
     if objects:
-        raise CheckpointError(
-            f"{source.path} holds objects of TensorFlow 2, such as {objects[0]}, and must hold the variables of "
-            "OpenAI's model: save those with a tf.compat.v1.train.Saver."
+        raise source.error(
+            f"holds objects of TensorFlow 2, such as {objects[0]}, and must hold the variables of OpenAI's model: save "
+            "those with a tf.compat.v1.train.Saver."
         )
     shapes = Shapes(source, as_named(source))
-    V = shapes.size("model/wte", 0)
-    values = {
-        **ends_of(V),
-        "vocab_size": V,
+    seen = {
+        "vocab_size": shapes.size("model/wte", 0),
         "n_positions": shapes.size("model/wpe", 0),
         "n_embd": shapes.size("model/wte", 1),
         "n_inner": shapes.size("model/h0/mlp/c_fc/w", 2),
         "n_layer": shapes.layers(_LAYER),
-        **from_config_json(source),
-        **renamed(source.json("hparams.json") or {}, _HPARAMS),
     }
-    need_heads(source, values)
-    return checked_config(values, described_by="hparams.json")
+    said = renamed(source.json("hparams.json") or {}, _HPARAMS)
+    return config_of_parts(source, "hparams.json", seen=seen, said=said)
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:

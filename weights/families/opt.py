@@ -7,23 +7,16 @@ blocks, none before the head, and embeddings that are narrower than the model.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import (
-    EMBEDDING,
-    HEAD,
-    POSITIONS,
-    PROJECT_IN,
-    PROJECT_OUT,
-    ModelConfig,
-    split_name,
-)
+from tinygpt.weights.config import POSITIONS, ModelConfig
 from tinygpt.weights.errors import is_whole
 from tinygpt.weights.families.config_fields import BOOLEAN, LARGEST, only, or_null, size_to
-from tinygpt.weights.families.family import AS_IS, NO_BIAS, Rule, as_is, transposed, without_rows
+from tinygpt.weights.families.family import NO_BIAS, Names, Rule, Transform, as_is
 from tinygpt.weights.families.gpt2 import ALIASES
 from tinygpt.weights.families.model_types import Fields, ModelType
 from tinygpt.weights.tensor import ones, zeros
@@ -31,26 +24,26 @@ from tinygpt.weights.tensor import ones, zeros
 FIRST_POSITION = 2
 FIRST_ROW = f"positions begin at row {FIRST_POSITION} of their table"
 ONE_C_ATTN = "one c_attn of queries, keys and values"
-EMBEDDING_RULE = Rule(("embed_tokens.weight",))
-POSITIONS_RULE = Rule(("embed_positions.weight",), without_rows(FIRST_POSITION))
-MODULES = {
-    "ln_1": "self_attn_layer_norm",
-    "attn.c_proj": "self_attn.out_proj",
-    "ln_2": "final_layer_norm",
-    "mlp.c_fc": "fc1",
-    "mlp.c_proj": "fc2",
-}
+QKV = "self_attn.qkv_proj"  # stands for q_proj, k_proj and v_proj
+IN_LAYER = ("self_attn_layer_norm", QKV, "self_attn.out_proj", "final_layer_norm", "fc1", "fc2")
+WITHOUT_FIRST_ROWS = Transform(
+    lambda shape, n: (shape[0] + FIRST_POSITION, *shape[1:]),
+    lambda array: array[FIRST_POSITION:],
+    to_parts=lambda array, n: [np.pad(array, ((FIRST_POSITION, 0), (0, 0)))],
+)
 
 
-def rule_of_decoder(parameter: str, last_norm: str) -> Rule:
-    layer, module, kind = split_name(parameter)
-    if layer is None:
-        return Rule((f"{last_norm}.{kind}",))
-    if module == "attn.c_attn":
-        names = tuple(f"layers.{layer}.self_attn.{part}_proj.{kind}" for part in "qkv")
-        return Rule(names, transposed(1) if kind == "weight" else as_is(0))
-    is_matrix = kind == "weight" and not module.startswith("ln_")
-    return Rule((f"layers.{layer}.{MODULES[module]}.{kind}",), transposed() if is_matrix else AS_IS)
+def names(last_norm: str, head: str = "lm_head", **others: str) -> Names:
+    tables = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": last_norm, "lm_head": head}
+    return Names("layers", IN_LAYER, tables | others)
+
+
+def rule_of_decoder(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+    if parameter == POSITIONS:
+        return replace(usual, transform=WITHOUT_FIRST_ROWS)
+    if ".c_attn." in parameter:
+        return Rule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
+    return usual
 
 
 def embed_scale(fields: Fields, width: Any) -> dict[str, float]:
@@ -65,19 +58,10 @@ def _epsilon(fields: Fields) -> dict[str, float]:
 
 # OPT
 
-_OPT_SWITCHES = {
-    "do_layer_norm_before": True,
-    "_remove_final_layer_norm": False,
-    "enable_bias": True,
-    "layer_norm_elementwise_affine": True,
-}
-_OPT_TOP = {
-    EMBEDDING: EMBEDDING_RULE,
-    PROJECT_IN: Rule((PROJECT_IN,)),
-    POSITIONS: POSITIONS_RULE,
-    PROJECT_OUT: Rule((PROJECT_OUT,)),
-    HEAD: Rule((HEAD,)),
-}
+_OPT_SIZES = {"vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "max_position_embeddings": 2048}
+_OPT_SIZES |= {"num_hidden_layers": 12, "num_attention_heads": 12}
+_OPT_SWITCHES = {"do_layer_norm_before": True, "_remove_final_layer_norm": False}
+_OPT_SWITCHES |= {"enable_bias": True, "layer_norm_elementwise_affine": True}
 
 
 def _opt_structure(fields: Fields) -> dict[str, Any]:
@@ -89,13 +73,13 @@ def _opt_structure(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _opt_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
+def _opt_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
     is_norm, is_weight = "ln_" in parameter, parameter.endswith("weight")
     if is_norm and not fields["layer_norm_elementwise_affine"]:
         return Rule((), default=ones if is_weight else zeros)
     if not is_norm and not is_weight and not fields["enable_bias"]:
         return NO_BIAS
-    return _OPT_TOP.get(parameter) or rule_of_decoder(parameter, "final_layer_norm")
+    return rule_of_decoder(parameter, usual, config, fields)
 
 
 OPT = ModelType(
@@ -103,19 +87,9 @@ OPT = ModelType(
     "OPT",
     prefix="model.decoder.",
     wrappers="model|decoder|module|_orig_mod",
-    defaults={
-        "vocab_size": 50272,
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "ffn_dim": 3072,
-        "max_position_embeddings": 2048,
-        "activation_function": "relu",
-        "bos_token_id": 2,
-        "eos_token_id": 2,
-        **_OPT_SWITCHES,
-    },
-    names={**ALIASES, "ffn_dim": "n_inner"},
+    names=names("final_layer_norm", project_in="project_in", project_out="project_out"),
+    defaults={**_OPT_SIZES, "activation_function": "relu", "bos_token_id": 2, "eos_token_id": 2, **_OPT_SWITCHES},
+    fields={**ALIASES, "ffn_dim": "n_inner"},
     computed=_epsilon,
     checks={**dict.fromkeys(_OPT_SWITCHES, BOOLEAN), "word_embed_proj_dim": or_null(size_to(LARGEST))},
     rule=_opt_rule,
@@ -146,38 +120,25 @@ def sinusoids(shape: tuple[int, ...], pad_token_id: int | None) -> np.ndarray:
     return table
 
 
-def _xglm_rule(parameter: str, config: ModelConfig, fields: Fields) -> Rule:
-    positions = Rule((), default=partial(sinusoids, pad_token_id=fields["pad_token_id"]))
-    top = {EMBEDDING: EMBEDDING_RULE, POSITIONS: positions, HEAD: Rule((HEAD,))}
-    return top.get(parameter) or rule_of_decoder(parameter, "layer_norm")
+def _xglm_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+    if parameter == POSITIONS:
+        return Rule((), default=partial(sinusoids, pad_token_id=fields["pad_token_id"]))
+    return rule_of_decoder(parameter, usual, config, fields)
 
 
+_XGLM_SIZES = {"vocab_size": 256008, "d_model": 1024, "ffn_dim": 4096, "max_position_embeddings": 2048}
+_XGLM_SIZES |= {"num_layers": 24, "attention_heads": 16}
+_XGLM_ENDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+_XGLM_FIELDS = {"d_model": "n_embd", "num_layers": "n_layer", "attention_heads": "n_head", "ffn_dim": "n_inner"}
 XGLM = ModelType(
     "xglm",
     "XGLM",
     prefix="model.",
     wrappers="model|module|_orig_mod",
-    defaults={
-        "vocab_size": 256008,
-        "d_model": 1024,
-        "num_layers": 24,
-        "attention_heads": 16,
-        "ffn_dim": 4096,
-        "max_position_embeddings": 2048,
-        "activation_function": "gelu",
-        "scale_embedding": True,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-        "pad_token_id": 1,
-    },
+    names=names("layer_norm"),
+    defaults={**_XGLM_SIZES, "activation_function": "gelu", "scale_embedding": True, **_XGLM_ENDS},
     aliases={"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"},
-    names={
-        "d_model": "n_embd",
-        "num_layers": "n_layer",
-        "attention_heads": "n_head",
-        "ffn_dim": "n_inner",
-        "max_position_embeddings": "n_positions",
-    },
+    fields={**_XGLM_FIELDS, "max_position_embeddings": "n_positions"},
     computed=_epsilon,
     checks={
         "scale_embedding": BOOLEAN,
@@ -194,30 +155,21 @@ XGLM = ModelType(
 
 # BioGPT. transformers does not read its layer_norm_eps: norms have 1e-5.
 
-_BIOGPT_HEAD = "output_projection.weight"
-_BIOGPT_TOP = {EMBEDDING: EMBEDDING_RULE, POSITIONS: POSITIONS_RULE, HEAD: Rule((_BIOGPT_HEAD,))}
+_BIOGPT_SIZES = {"vocab_size": 42384, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 1024}
+_BIOGPT_SIZES |= {"num_hidden_layers": 24, "num_attention_heads": 16}
+_BIOGPT_OTHERS = {"hidden_act": "gelu", "scale_embedding": True, "bos_token_id": 0, "eos_token_id": 2}
 BIOGPT = ModelType(
     "biogpt",
     "BioGPT",
     prefix="biogpt.",
     wrappers="biogpt|module|_orig_mod",
-    defaults={
-        "vocab_size": 42384,
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-        "max_position_embeddings": 1024,
-        "hidden_act": "gelu",
-        "scale_embedding": True,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
-    },
-    names={**ALIASES, "intermediate_size": "n_inner", "hidden_act": "activation_function"},
+    names=names("layer_norm", head="output_projection"),
+    defaults=_BIOGPT_SIZES | _BIOGPT_OTHERS,
+    fields={**ALIASES, "intermediate_size": "n_inner", "hidden_act": "activation_function"},
     computed=_epsilon,
     checks={"scale_embedding": BOOLEAN},
-    rule=lambda name, config, fields: _BIOGPT_TOP.get(name) or rule_of_decoder(name, "layer_norm"),
+    rule=rule_of_decoder,
     structure=lambda fields: embed_scale(fields, fields["hidden_size"]),
-    beside=(_BIOGPT_HEAD,),
+    beside=("output_projection.weight",),
     quirks=(FIRST_ROW, ONE_C_ATTN),
 )

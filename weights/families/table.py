@@ -38,9 +38,9 @@ def family_of(source: Source) -> Family:
             return family
     if source.config_json is not None:
         model_type_of(source.config_json)  # raises CheckpointError
-    raise CheckpointError(
-        f"{source.path} holds {source.container.format} whose tensors are named as in no model that is implemented, "
-        "and no config.json lies beside it: copy that from the model, or take another checkpoint."
+    raise source.error(
+        f"holds {source.container.format} whose tensors are named as in no model that is implemented, and no "
+        "config.json lies beside it: copy that from the model."
     )
 
 
@@ -54,8 +54,5 @@ def model_type_of(fields: Mapping[str, Any]) -> ModelType:
     found = fields.get("model_type")
     if isinstance(found, str) and found in MODEL_TYPES:
         return MODEL_TYPES[found]
-    raise CheckpointError(
-        f"config.json cannot be used: model_type is {found!r} and must be one of "
-        f"{', '.join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))}, because no other architecture is implemented. "
-        "Take another checkpoint."
-    )
+    allowed = ", ".join(map(repr, (*gpt2.MODEL_TYPES, *MODEL_TYPES)))
+    raise CheckpointError(f"config.json cannot be used: model_type is {found!r} and must be one of {allowed}.")

@@ -18,10 +18,10 @@ from tinygpt.weights.families.gguf import (
     ARCHITECTURES,
     CONTROL,
     KEYS,
+    NAMES,
     NORMAL,
     UNUSED,
     USER_DEFINED,
-    gguf_name,
 )
 from tinygpt.weights.families.tokenizers import is_blooms_kind
 from tinygpt.weights.files import sync
@@ -49,7 +49,7 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
     out += [_string(name) + struct.pack("<I", kind) + _value(kind, content) for name, (kind, content) in keys.items()]
     for name in names:
         shape, kind, size = _place(name, shapes[name], dtype)
-        out.append(_string(gguf_name(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)))
+        out.append(_string(NAMES.of(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)))
         out.append(struct.pack("<IQ", kind, offset))
         offset += _padded(size)
     with (folder / FILE).open("wb") as file:
@@ -139,10 +139,9 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
 
 
 def _place(name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape in the file, ggml's type and the size in bytes. Matrices are (out, in)."""
+    """Return the shape in the file, ggml's type and the size in bytes."""
     if len(shape) == 1 or name == POSITIONS:
         return shape, PLAIN, 4 * math.prod(shape)
-    shape = shape[::-1] if name.startswith("h.") else shape
     if dtype in BLOCKS:
         kind, values, size = BLOCKS[dtype]
         return shape, kind, math.prod(shape) // values * size
