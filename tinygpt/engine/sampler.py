@@ -1,6 +1,7 @@
 """Sampler: from a step's logits to its tokens, and the log probabilities of given tokens."""
 
 import math
+from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,6 @@ NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
-HISTORY_ROOM = 1024  # tokens for which a history has room at first
 TOP_P_RULES = {"hf": 0, "openai": 1, "fastertransformer": 2}
 
 
@@ -43,10 +43,10 @@ class Ragged(NamedTuple):
 
 
 class Processors(NamedTuple):
-    """Logits processors of P rows of logits; i below is 0 to P - 1."""
+    """Logits processors of P rows of logits."""
 
-    rows: np.ndarray  # (P,) int64, indices of the rows
-    token_ids: Ragged  # int32, the prompt and the output of row i
+    rows: np.ndarray  # (P,) int64
+    token_ids: Ragged  # int32, the prompt and the output of each row
     num_prompt_tokens: np.ndarray  # (P,) int64
     repetition_penalty: np.ndarray  # (P,) float32
     frequency_penalty: np.ndarray  # (P,) float32
@@ -55,7 +55,7 @@ class Processors(NamedTuple):
     bias_ids: Ragged  # int32
     biases: Ragged  # float32, one for each of bias_ids
     words: Ragged  # int32, the ids of each forbidden word, of all rows
-    word_bounds: np.ndarray  # (P + 1,) int64: row i has the words word_bounds[i] to word_bounds[i + 1] - 1
+    word_bounds: np.ndarray  # (P + 1,) int64: the i-th row has words[word_bounds[i]:word_bounds[i + 1]]
     allowed_ids: Ragged  # int32; empty: all may come
     forbidden_ids: Ragged  # int32
 
@@ -93,47 +93,34 @@ class SamplingState:
         self._uses_history = bool(has_penalties or any(word.size > 1 for word in self.words))
         self.is_processed = bool(self._uses_history or has_edits)
         self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
-        self.wants_logprobs = params.logprobs is not None or (params.best_of is not None and params.best_of > params.n)
+        self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
         self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
-        # Greedy and nothing more, for good: the token with the greatest logit.
         self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
         # Rows of soft prompts have ids below 0, which never come again.
         self.prompt_token_ids = [token_id for token_id in sequence.prompt_token_ids if token_id >= 0]
         self.num_prompt_tokens = len(self.prompt_token_ids)
-        self._history = _NO_IDS
-        if self._uses_history:
-            self._history = np.empty(self.num_prompt_tokens + min(params.max_tokens, HISTORY_ROOM), np.int32)
-            self._history[: self.num_prompt_tokens] = self.prompt_token_ids
+        self._history = array("i", self.prompt_token_ids if self._uses_history else ())
         self._num_new = 0
 
     def update(self, new_token_ids: list[int]) -> None:
         added = new_token_ids[self._num_new :]
-        if not added:
-            return
         if self._uses_history:
-            start = self.num_prompt_tokens + self._num_new
-            if start + len(added) > self._history.size:
-                more = np.empty(self._history.size + len(added), np.int32)
-                self._history = np.concatenate((self._history, more))
-            self._history[start : start + len(added)] = added
+            self._history.extend(added)
         if self.params.top_p_decay < 1:
-            self._decay(added)
+            temperature, top_k, top_p, *others = self.warpers
+            for token_id in added:
+                is_reset = token_id in (self.params.top_p_reset_ids or ())
+                top_p = self.params.top_p if is_reset else max(top_p * self.params.top_p_decay, self.params.top_p_min)
+            self.warpers = temperature, top_k, top_p, *others
         self._num_new += len(added)
 
     @property
     def token_ids(self) -> np.ndarray:
-        return self._history[: self.num_prompt_tokens + self._num_new]
+        return np.array(self._history, np.int32)
 
     @property
     def forbidden_ids(self) -> np.ndarray:
         return self._forbidden_at_first if self._num_new < self.params.min_tokens else self._suppressed_ids
-
-    def _decay(self, added: list[int]) -> None:
-        temperature, top_k, top_p, *others = self.warpers
-        for token_id in added:
-            is_reset = token_id in (self.params.top_p_reset_ids or ())
-            top_p = self.params.top_p if is_reset else max(top_p * self.params.top_p_decay, self.params.top_p_min)
-        self.warpers = (temperature, top_k, top_p, *others)
 
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
@@ -173,20 +160,14 @@ _NO_IDS = _ids(())
 
 
 class Sampler:
-    """Samples each sequence's next token from its row of logits.
-
-    A row's result depends on that row and that sequence alone, to the last bit.
-    """
+    """Samples each sequence's next token from its row of logits, whatever the other rows are, to the last bit."""
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
-        """Start to compute the masks of guided sequences, in parallel to the step that computes their logits.
-
-        `sample` computes a mask that is not ready: results do not depend on this.
-        """
+        """Start to compute the masks of guided sequences, in parallel to the step that computes their logits."""
         guides = [sequence.guide for sequence in sequences if sequence.guide is not None]
         if guides:
             self._mask_thread = self._mask_thread or ThreadPoolExecutor(1, "tinygpt-masks")
@@ -196,7 +177,6 @@ class Sampler:
     def close(self) -> None:
         if self._mask_thread is not None:
             self._mask_thread.shutdown(wait=False)
-            self._mask_thread = None
 
     def sample(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """Return a token for each row of `logits` (R, V) float32, which may be overwritten."""
@@ -252,11 +232,11 @@ class Sampler:
         for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
             for function in sequence.params.logits_processors:
                 errors[r] = errors[r] or _call(function, scores, r, sequence, state)
-        for r, sequence in enumerate(sequences):  # the mask is last: it holds whatever the functions return
-            if sequence.guide is not None and (mask := sequence.guide.mask()) is not None:
+            guide = sequence.guide  # last: its mask holds whatever the functions return
+            if guide is not None and (mask := guide.mask()) is not None:
                 scores[r] += mask.added
-            elif sequence.guide is not None:
-                reason = f"cannot be followed at position {len(sequence)}: {sequence.guide.error}."
+            elif guide is not None:
+                reason = f"cannot be followed at position {len(sequence)}: {guide.error}."
                 errors[r] = errors[r] or f"the grammar that guides the text {reason}"
         return errors
 
@@ -316,21 +296,16 @@ def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> s
 
 @dataclass(eq=False)
 class PromptLogprobs:
-    """Log probabilities of given tokens, filled in during prefill.
-
-    targets[i] comes after position first + i of the sequence. The logits of these positions are computed, so that they
-    cannot be copied from other sequences.
-    """
+    """Log probabilities of given tokens, filled in during prefill: no position from `first` on is copied."""
 
     first: int
-    targets: list[int]
+    targets: list[int]  # targets[i] comes after position first + i of the sequence
     num_best: int  # most probable tokens to report with each target
     found: list[dict[int, float]] = field(default_factory=list)  # of each target so far: id -> log probability
 
     @property
     def reported(self) -> list[dict[int, float] | None]:
-        """One entry for each token of the prompt so far; None for the first token."""
-        return [None, *self.found]
+        return [None, *self.found]  # the first token has none
 
     @property
     def num_reusable(self) -> int | float:
