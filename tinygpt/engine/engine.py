@@ -1,7 +1,6 @@
 """Engine: one thread that owns scheduler, KV slots and sequences and takes all steps.
 
-Every other thread puts a command into the inbox and waits for a future or a queue, so that Ctrl-C interrupts it at
-once. For a server: `after_step` functions are called by the engine's thread after each call of the step loop.
+Every other thread puts a command into the inbox and waits for a future or a queue: Ctrl-C interrupts it at once.
 """
 
 import os
@@ -16,8 +15,7 @@ from weakref import finalize
 
 from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.model_source import EngineConfig
-from tinygpt.engine.scheduler import Scheduler
-from tinygpt.engine.sequence import Progress, Request
+from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel
 from tinygpt.engine.step_loop import CALL_SECONDS, StepLoop
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
@@ -34,9 +32,6 @@ class RequestFuture(Future[RequestOutput]):
     def __init__(self, request: Request):
         super().__init__()
         self.request, self.num_queued, self._pid = request, 0, os.getpid()
-
-    def progress(self) -> Progress:
-        return self.request.progress()
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         self._check_process()
@@ -58,14 +53,14 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None, owner: Any):
-        """engine_config: as its `for_model` returns it, and as the runner was made with."""
         self.engine_config = engine_config
-        self.after_step: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []  # called by the thread, for a server
         self._steps = StepLoop(runner, engine_config, draft_model)
+        self.scheduler = self._steps.scheduler
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pending: set[RequestFuture] = set()  # the thread's alone
         self._failure: BaseException | None = None  # of the last step
-        self._is_broken = False  # whether that ended the thread
+        self._is_broken = False  # whether the failure ended the thread
         self._num_queued, self._pid = 0, os.getpid()
         # Reentrant: garbage collection can close a generator, which cancels its future, at any line.
         self._lock = threading.RLock()
@@ -73,12 +68,6 @@ class Engine:
         self._thread.start()
         self._end = finalize(owner, self._inbox.put, None)
         self._end.atexit = False
-
-    # For reading from any thread.
-
-    @property
-    def scheduler(self) -> Scheduler:
-        return self._steps.scheduler
 
     @property
     def runner(self) -> ModelRunner:
@@ -108,8 +97,6 @@ class Engine:
 
     def _raise_failure(self) -> None:
         raise TinyGPTError(f"the engine has failed: {self._failure!r}.") from self._failure
-
-    # Commands.
 
     def submit(self, futures: list[RequestFuture]) -> None:
         for future in futures:

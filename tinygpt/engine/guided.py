@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from copy import copy
 from threading import Lock
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +30,7 @@ class Guidance:
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
         self._vocabulary = _Vocabulary(tokenizer, vocab_size)
         self._vocab_size = vocab_size
+        self._tokenizer: Any = None  # the package's
         self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)
         self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
@@ -41,25 +41,26 @@ class Guidance:
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
         spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
-        return Guide(self._grammar(*params.guidance), end_ids, spread)
+        return Guide(*self._grammar(*params.guidance), end_ids, spread)
 
-    def _compile(self, field: str, value: Any) -> "_Grammar":
+    def _compile(self, field: str, value: Any) -> tuple[Callable[[], Any], Any]:
+        """Return a function that makes a matcher of the grammar, and a matcher to copy: copies share their work."""
         try:
             import llguidance
         except ImportError:
             reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
             raise RequestError(reason, field) from None
-        grammar = _Grammar(llguidance, self._tokenizer, grammar_of(llguidance, field, value))
-        refuse(field, value, grammar.first.get_error())
-        if grammar.can_only_end(self._vocab_size):  # the end of a text without tokens is never noticed
-            refuse(field, value, "it allows no text but the empty one")
-        return grammar
-
-    @functools.cached_property
-    def _tokenizer(self) -> Any:
-        import llguidance
-
-        return llguidance.LLTokenizer(self._vocabulary)
+        self._tokenizer = self._tokenizer or llguidance.LLTokenizer(self._vocabulary)
+        grammar = grammar_of(llguidance, field, value)
+        new_matcher = functools.partial(llguidance.LLMatcher, self._tokenizer, grammar, log_level=0)
+        first = new_matcher()
+        refuse(field, value, first.get_error())
+        matcher = first.deep_copy()
+        if matcher.is_accepting():
+            packed = matcher.compute_bitmask()  # sets the error, too
+            if not matcher.is_error() and int.from_bytes(packed, "little") == 1 << self._vocab_size:
+                refuse(field, value, "it allows no text but the empty one")  # its end would never be noticed
+        return new_matcher, first
 
 
 class _Vocabulary:
@@ -74,39 +75,28 @@ class _Vocabulary:
         self.eos_token_id = vocab_size
 
 
-class _Grammar:
-    """A compiled grammar. Matchers of `matcher` share their work, those of `compile` do not."""
-
-    def __init__(self, llguidance: ModuleType, tokenizer: Any, text: str):
-        self.compile = functools.partial(llguidance.LLMatcher, tokenizer, text, log_level=0)
-        self.first = self.compile()
-
-    def matcher(self) -> Any:
-        return self.first.deep_copy()
-
-    def can_only_end(self, end_bit: int) -> bool:
-        matcher = self.matcher()
-        if not matcher.is_accepting():
-            return False
-        packed = matcher.compute_bitmask()  # sets the error, too
-        return not matcher.is_error() and int.from_bytes(packed, "little") == 1 << end_bit
-
-
 class Guide:
     """The state of one sample in its grammar. The sampler's thread may compute a mask in advance.
 
     end_ids: the tokens that end the sample. spread: expands the package's bits to a Mask.
     """
 
-    def __init__(self, grammar: _Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
-        self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
+    def __init__(
+        self,
+        new_matcher: Callable[[], Any],
+        first_matcher: Any,
+        end_ids: frozenset[int],
+        spread: Callable[[bytes], Mask],
+    ):
+        self._new_matcher, self._first_matcher = new_matcher, first_matcher
+        self._end_ids, self._spread = end_ids, spread
         self._lock = Lock()
         self._last: tuple[bytes, Mask] | None = None  # most masks equal the one before
         self.restart()
 
     def restart(self) -> None:
         with self._lock:
-            self._matcher, self._is_alone = self._grammar.matcher(), False
+            self._matcher, self._is_alone = self._first_matcher.deep_copy(), False
             self._token_ids: list[int] = []
             self._mask: Mask | None = None
             self.error: str | None = None  # the reason why nothing can come next
@@ -156,9 +146,9 @@ class Guide:
         return self._last[1]
 
     def _begin_alone(self) -> None:
-        """Come here again with a matcher that shares no limits of the package with other samples."""
+        """Follow the tokens with a matcher that shares no limits of the package with other samples."""
         if not self._is_alone:
-            self._matcher, self._is_alone = self._grammar.compile(), True
+            self._matcher, self._is_alone = self._new_matcher(), True
             self._matcher.consume_tokens(self._token_ids)
 
 

@@ -25,10 +25,7 @@ class SampledToken(NamedTuple):
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample of one request.
-
-    The first group of fields never changes. The methods change the others, but for the two that are marked.
-    """
+    """One sample of one request. The first group of fields never changes."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
@@ -37,11 +34,11 @@ class Sequence:
     eos_token_ids: frozenset[int]
     text: TextStream | None  # None if the checkpoint has no tokenizer
     deadline: float | None = None  # by time.perf_counter()
-    window: Window | None = None  # None: it never has more tokens than there are positions
+    window: Window | None = None
     on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
-    soft_prompt: VirtualTokens | None = None  # the ids below 0, with which its prompt begins
-    prompt_logprobs: Any = None  # PromptLogprobs, if they are wanted
-    guide: Any = None  # Guide: its state in the grammar that its text follows
+    soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
+    prompt_logprobs: Any = None  # PromptLogprobs
+    guide: Any = None  # Guide
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -60,8 +57,8 @@ class Sequence:
     first_token_time: float | None = None
     finished_time: float | None = None
 
-    sampling_state: Any = None  # SamplingState, by the sampler
-    beams: Any = None  # Beams that choose its tokens, by Beams
+    sampling_state: Any = None  # SamplingState
+    beams: Any = None  # Beams that choose its tokens
 
     def __post_init__(self):
         eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
@@ -78,12 +75,12 @@ class Sequence:
 
     @property
     def context_token_ids(self) -> list[int]:
-        """The tokens that the next one depends on: token i of them has position i."""
+        """The tokens that the next one depends on, by position."""
         return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
 
     @property
     def num_uncached(self) -> int:
-        return len(self.prompt_token_ids) + len(self.new_token_ids) - self.num_dropped - self.num_cached
+        return len(self) - self.num_dropped - self.num_cached
 
     @property
     def num_reusable(self) -> int:
@@ -94,11 +91,6 @@ class Sequence:
     @property
     def has_to_slide(self) -> bool:
         return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
-
-    @property
-    def may_end_by_its_text(self) -> bool:
-        """Whether its end depends on more than end_token_ids and max_tokens."""
-        return bool(self.params.stop) or self.params.repetition_detection is not None
 
     @property
     def is_finished(self) -> bool:
@@ -120,7 +112,7 @@ class Sequence:
         self.num_cached = stop
 
     def slide(self) -> None:
-        """Drop the oldest tokens. The others get new positions, and are to be computed again."""
+        """Drop the oldest tokens. The others get new positions, so they are computed again."""
         self.num_dropped = self.window.num_dropped(len(self))
         self.num_cached = min(self.num_cached, self.window.num_fixed)
 
@@ -146,13 +138,8 @@ class Sequence:
         if self.on_chunk is not None:
             self._give(text, token)
 
-    def extend(self, token_id: int) -> None:
-        self.new_token_ids.append(token_id)
-        if self.guide is not None:
-            self.guide.take(token_id)
-
     def become(self, token_ids: list[int], is_another: bool) -> None:
-        """Continue as a beam with these new tokens, all cached but the last; `is_another`: not its former beam."""
+        """Continue as a beam with these new tokens, all cached but the last. is_another: of another sequence."""
         if is_another:
             self.sampling_state = None
         self.new_token_ids = token_ids
@@ -162,7 +149,7 @@ class Sequence:
         self.first_token_time = self.first_token_time or time.perf_counter()
 
     def restart(self, score: float | None) -> None:
-        """Drop all new tokens, to take those of a hypothesis; None: there is none for this sequence."""
+        """Drop all new tokens, to take those of a hypothesis with this score, if there is one."""
         self.new_token_ids, self.score = [], score
         if self.guide is not None:
             self.guide.restart()
@@ -278,14 +265,10 @@ class Request:
         return RequestMetrics(self.arrival, scheduled, first_token, finished, num_steps)
 
     def _best(self) -> list[Sequence]:
-        """Return the n sequences of the output.
-
-        A beam search has ordered its sequences, and may have fewer than n. best_of ranks by the mean log probability
-        per token. A single sequence stands for all samples.
-        """
+        """Return the n sequences of the output. A beam search has ordered its own, and may have fewer."""
         if self.params.num_beams > 1:
             return [s for s in self.sequences if s.score is not None] or self.sequences[: self.params.n]
-        if len(self.sequences) == 1:
+        if len(self.sequences) == 1:  # all samples are equal
             return self.sequences * self.params.n
         if len(self.sequences) == self.params.n:
             return self.sequences
@@ -323,11 +306,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 
 def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
-    """Return whether params.repetition_detection ends the sample: its last tokens are one pattern, often enough.
-
-    The rule is vLLM's: some pattern of min_pattern_size to max_pattern_size tokens, min_count times, after min_tokens
-    and before max_tokens.
-    """
+    """Return whether params.repetition_detection ends the sample, by vLLM's rule."""
     detection, length = params.repetition_detection, len(new_token_ids)
     if detection is None or not params.min_tokens <= length < params.max_tokens:
         return False

@@ -1,7 +1,6 @@
 """Speculative decoding: draft the next tokens, so that one step of the model confirms several at once.
 
-Samples never depend on drafts: the model's logits at a position are the same bits however many tokens a step has, and
-draws are keyed by position. A draft saves steps if it is the token that is sampled anyway.
+Samples never depend on drafts: logits have the same bits in a step of any size, and draws are keyed by position.
 """
 
 from collections.abc import Sequence as Seq
@@ -21,10 +20,7 @@ from tinygpt.weights.config import ModelConfig
 
 
 class Drafter:
-    """Drafts for the sequences of a step, as far as the step has room for more tokens and rows of logits.
-
-    draft_model: drafts for all sequences that do not use prompt lookup.
-    """
+    """Drafts for the sequences of a step, as far as the step has room: by prompt lookup, or by the draft model."""
 
     def __init__(self, engine_config: EngineConfig, draft_model: "DraftModel | None"):
         self._max_num_tokens, self._max_num_logits = engine_config.max_num_batched_tokens, engine_config.max_num_logits
@@ -42,13 +38,13 @@ class Drafter:
         room = min(self._max_num_tokens - num_tokens, self._max_num_logits - num_logits)
         drafts, by_model = {}, {}
         for i, count in wanted.items():
-            sequence, count = chunks[i].sequence, min(count, room)
-            if sequence.params.prompt_lookup_num_tokens:
-                drafts[i] = propose_by_lookup(sequence.token_ids, count, sequence.params.max_matching_ngram_size)
-                room -= len(drafts[i])
+            sequence, params, count = chunks[i].sequence, chunks[i].sequence.params, min(count, room)
+            if params.prompt_lookup_num_tokens:
+                drafts[i] = propose_by_lookup(sequence.token_ids, count, params.max_matching_ngram_size)
+                count = len(drafts[i])
             else:
                 by_model[i] = count
-                room -= count
+            room -= count
         if by_model:
             proposed = self._draft_model.propose([chunks[i].sequence for i in by_model], list(by_model.values()))
             drafts |= zip(by_model, proposed, strict=True)
@@ -85,10 +81,9 @@ def _is_confirmed(chunk: Chunk, draft: list[int], index: int) -> bool:
 
 
 def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[int]:
-    """Return up to `count` tokens that followed the last few tokens before.
+    """Return up to `count` tokens that followed the first earlier occurrence of the last max_ngram tokens, or fewer.
 
-    The first earlier occurrence of the last max_ngram tokens decides, or else of fewer. Source: Saxena, "Prompt Lookup
-    Decoding" (2023), as in transformers' PromptLookupCandidateGenerator.
+    Source: Saxena, "Prompt Lookup Decoding" (2023), as in transformers' PromptLookupCandidateGenerator.
     """
     for size in range(min(max_ngram, len(token_ids) - 1), 0, -1):
         ngram = token_ids[-size:]
@@ -103,7 +98,7 @@ def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[
 class DraftModel:
     """A smaller checkpoint that runs each sequence a few tokens ahead, in a KV cache with the larger model's slots.
 
-    Tokens are drawn by the numbers that the larger model will use, so a draft is right as often as the models agree.
+    It draws by the numbers that the larger model will use: a draft is right if the models agree.
     """
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
@@ -160,7 +155,9 @@ class DraftModel:
         logits = self._forward([(draft, 1) for draft in drafts], 1)  # (R, V)
         for draft, token in zip(drafts, self._sampler.sample(logits, drafts), strict=True):
             if token.error is None:
-                draft.extend(token.token_id)
+                draft.new_token_ids.append(token.token_id)
+                if draft.guide is not None:
+                    draft.guide.take(token.token_id)
 
     def _forward(self, chunks: list[tuple[Sequence, int]], num_logits: int) -> Any:
         batch = Batch.of(

@@ -125,12 +125,12 @@ class StepLoop:
 
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
         for chunk in chunks:
-            sequence = chunk.sequence
-            is_first = not sequence.new_token_ids  # its time is reported
-            if is_first or sequence.may_end_by_its_text or self._drafter.num_wanted(chunk):
-                seconds = 0.0
-        if any(chunk.sequence.on_chunk for chunk in chunks):
-            seconds = min(seconds, STREAM_SECONDS)
+            sequence, params = chunk.sequence, chunk.sequence.params
+            ends_by_text = params.stop or params.repetition_detection is not None
+            if not sequence.new_token_ids or ends_by_text or self._drafter.num_wanted(chunk):
+                seconds = 0.0  # the time of the first token is reported
+            elif sequence.on_chunk is not None:
+                seconds = min(seconds, STREAM_SECONDS)
         if self._timed:
             seconds = min(seconds, min(sequence.deadline for sequence in self._timed) - time.perf_counter())
         steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))

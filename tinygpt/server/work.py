@@ -125,7 +125,9 @@ class Work:
     def found(self) -> list[RequestOutput | Progress]:
         """Return the output of each finished request, and the progress of each unfinished one."""
         return [
-            future.progress() if future.cancelled() or not future.done() or future.exception() else future.result()
+            future.request.progress()
+            if future.cancelled() or not future.done() or future.exception()
+            else future.result()
             for future in self.futures
         ]
 
