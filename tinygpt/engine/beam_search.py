@@ -7,7 +7,7 @@ Source: transformers' `generate(num_beams=...)`, and for groups its custom gener
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from tinygpt.tokenizer.stream import TextStream
 
 @dataclass(frozen=True)
 class BeamRules:
-    """The options of a search, as in SamplingParams."""
+    """The options of a search, under the names of SamplingParams."""
 
     num_beams: int  # of all groups together
     max_tokens: int
@@ -37,12 +37,12 @@ class BeamRules:
 
     @property
     def num_options(self) -> int:
-        """The continuations that a group looks at: enough beams are left if each EOS comes first."""
+        """The continuations that a group looks at: enough if each EOS comes first."""
         return max(2, 1 + len(self.eos_token_ids)) * self.group_size
 
     @property
     def num_candidates(self) -> int:
-        """The candidates of each beam: the penalty may push down as many as there are beams."""
+        """The candidates of each beam: the penalty may push down num_beams of them."""
         return self.num_options + (self.num_beams if self.num_beam_groups > 1 else 0)
 
     def score(self, total: float, length: int) -> float:
@@ -52,7 +52,7 @@ class BeamRules:
 
 @dataclass(frozen=True)
 class Candidates:
-    """The most probable next tokens of one beam, best first."""
+    """The K most probable next tokens of one beam, best first."""
 
     token_ids: np.ndarray  # (K,)
     scores: np.ndarray  # (K,) float32, log probabilities after the processors
@@ -84,17 +84,15 @@ class Hypothesis:
 
 
 class BeamSearch:
-    """The search of one request, step by step.
+    """The search of one request. The caller finds the candidates of `beams` and calls `advance` until none is left.
 
-    `beams` are the running ones, at first one without tokens. For each step the caller finds their candidates and calls
-    `advance`, until no beam is left. Of equal totals, the lowest beam and then the lowest token id comes first.
-
+    Of equal totals, the lowest beam and then the lowest token id comes first.
     is_stopped: returns whether new token ids end for another reason than EOS, such as a stop string.
     """
 
-    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] | None = None):
+    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] = lambda token_ids: False):
         self.rules = rules
-        self.beams = [Beam([], 0.0, [])]
+        self.beams = [Beam([], 0.0, [])]  # the running ones
         self._groups = [_Group(rules, is_stopped) for _ in range(rules.num_beam_groups)]
 
     def advance(self, candidates: Seq[Candidates]) -> None:
@@ -136,15 +134,14 @@ class BeamSearch:
 class _Group:
     """Beams that compete with one another, and the best of them that have ended.
 
-    With several groups, transformers has its older rules: the best continuation sets the bound even if it ends itself,
-    and a group that is done at the last step takes no more sequences.
+    With several groups, as in transformers, the best continuation sets the bound even if it ends itself, and a group
+    that is done at the last step takes no more sequences.
     """
 
-    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] | None):
+    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool]):
         self.beams: list[Beam] = []
         self.ended: list[Hypothesis] = []
-        self._rules = rules
-        self._is_stopped = is_stopped or (lambda token_ids: False)
+        self._rules, self._is_stopped = rules, is_stopped
         self._is_done = False
 
     def advance(self, options: list[Beam], is_last: bool) -> list[int]:
@@ -189,29 +186,23 @@ def _best(hypotheses: list[Hypothesis], n: int) -> list[Hypothesis]:
 def plan_slots(sources: Seq[int], token_ids: dict[int, list[int]]) -> tuple[list[int], list[tuple[int, int, int, int]]]:
     """Return the slot of each new beam, and the copies (source_slot, target_slot, start, stop) to make before.
 
-    sources: for each new beam, the slot of the beam that it continues. token_ids: the tokens whose keys and values each
-    slot of the request holds; at least as many slots as new beams.
-
+    sources: for each new beam, the slot of the beam that it continues. token_ids: those cached in each slot.
     The first beam to continue a slot stays in it; the others take slots that no beam continues. So no copy reads a slot
-    that another one writes. The common prefix of two slots is not copied.
+    that another one writes.
     """
     free = [slot for slot in token_ids if slot not in sources]
-    slots: list[int] = []
-    copies = []
+    slots, copies = [], []
     for source in sources:
-        if source not in slots:
-            slots.append(source)
-            continue
-        target = free.pop(0)
-        slots.append(target)
-        start = common_prefix(token_ids[source], token_ids[target])
-        copies.append((source, target, start, len(token_ids[source])))
+        slots.append(free.pop(0) if source in slots else source)
+        if slots[-1] != source:
+            start = common_prefix(token_ids[source], token_ids[slots[-1]])
+            copies.append((source, slots[-1], start, len(token_ids[source])))
     return slots, copies
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The candidates after a beam, with the log probabilities to report, if they are wanted; or an error."""
+    """The candidates after a beam, with the log probabilities to report, or an error."""
 
     candidates: Candidates | None
     best: dict[int, float] | None = None
@@ -222,10 +213,8 @@ class Prediction:
 class Beams:
     """The sequences of one request, and the search whose beams they are.
 
-    They run like any others until their next tokens are due. When all predictions are there, `advance` gives each of
-    them the tokens of one of the new beams. In the end, sequence i has the tokens of the i-th best hypothesis.
-
-    new_text: makes the TextStream that looks for stop strings.
+    When all predictions of a step are there, `advance` gives each sequence the tokens of one of the new beams. In the
+    end, sequence i has the tokens of the i-th best hypothesis. new_text: makes a TextStream that finds stop strings.
     """
 
     def __init__(self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]):
@@ -254,25 +243,23 @@ class Beams:
         self._predictions.clear()
         if self.first.params.logprobs is not None:
             self._steps.append(step)
-        if errors := [prediction.error for prediction in step if prediction.error is not None]:
-            self._fail(errors[0])
-            return
-        self._search.advance([prediction.candidates for prediction in step])
-        if self._search.beams:
-            self._place(self._search.beams, copy_positions)
-        elif self._search.best(1):
-            self._finish()
-        else:
-            self._fail(NOTHING_LEFT.format(len(self._running[0])))
+        error = next((prediction.error for prediction in step if prediction.error is not None), None)
+        if error is None:
+            self._search.advance([prediction.candidates for prediction in step])
+            if self._search.beams:
+                self._place(self._search.beams, copy_positions)
+            elif self._search.best(1):
+                self._finish()
+            else:
+                error = NOTHING_LEFT.format(len(self._running[0]))
+        if error is not None:
+            for sequence in self._sequences:
+                sequence.error = error
 
     def expire(self) -> None:
         if not self.first.is_finished:
             self._search.end()
             self._finish()
-
-    def _fail(self, error: str) -> None:
-        for sequence in self._sequences:
-            sequence.error = error
 
     def _place(self, beams: list[Beam], copy_positions: CopyPositions) -> None:
         sources = [self._running[beam.sources[-1]].slot for beam in beams]
@@ -307,21 +294,13 @@ class Beams:
 
 
 def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
-    """Return the rules of a request's search; eos_token_ids end it unless it ignores them."""
-    eos_token_ids = () if params.ignore_eos else eos_token_ids
-    return BeamRules(
-        params.num_beams,
-        params.max_tokens,
-        tuple(dict.fromkeys((*eos_token_ids, *params.stop_token_ids))),
-        params.length_penalty,
-        params.early_stopping,
-        params.num_beam_groups,
-        params.diversity_penalty,
-    )
+    ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
+    given = {field.name: getattr(params, field.name) for field in fields(BeamRules) if field.name != "eos_token_ids"}
+    return BeamRules(**given, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
 def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Prediction]:
-    """Return the prediction for each of these beams, from its row of `logits` (R, V).
+    """Return the prediction for each beam from its row of `logits` (R, V).
 
     As in transformers, the processors change log probabilities; without beams they change logits.
     """
@@ -342,17 +321,14 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
         return Prediction(candidates)
     reported = log_probs if params.logprobs_mode == "raw" else sampler.runner.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
-    of_candidates = zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
-    return Prediction(
-        candidates, dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)), dict(of_candidates)
-    )
+    best_logprobs = dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True))
+    of_candidates = dict(zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True))
+    return Prediction(candidates, best_logprobs, of_candidates)
 
 
-def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream | None]) -> Callable[[list[int]], bool] | None:
+def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream | None]) -> Callable[[list[int]], bool]:
     params = sequence.params
     guide = None if sequence.guide is None else sequence.guide.copy()
-    if not params.stop and params.repetition_detection is None and guide is None:
-        return None
 
     def is_stopped(token_ids: list[int]) -> bool:
         if is_looping(token_ids, params):

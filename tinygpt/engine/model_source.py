@@ -3,9 +3,8 @@
 import importlib
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import ModuleType
 from typing import Any
 
@@ -28,7 +27,7 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened checkpoint and how it runs; LLM explains each argument of `open`."""
+    """An opened checkpoint and how it runs. LLM explains each argument."""
 
     backend: ModuleType
     checkpoint: Checkpoint | PackedCheckpoint
@@ -80,23 +79,17 @@ class ModelSource:
 
     @property
     def file(self) -> MappedFile | None:
-        """The file that the Params are mapped from, if they are no copies."""
+        """The file that the Params are mapped from, if there is one."""
         return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
 
-    def begin_checksum(self) -> Future[str]:
-        return self.checkpoint.begin_checksum()
-
     def load_params(self, threads: int) -> Any:
-        """Return the backend's Params: packed now, or mapped from a converted checkpoint.
-
-        Raise CheckpointError if that is damaged, or packed for other kernels.
-        """
+        """Return the backend's Params, packed now or mapped. Raise CheckpointError for a damaged checkpoint."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
         return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
 
     def load_part(self, threads: int, part: Any, load: Callable) -> Any:
-        """Return the Params of one rank. `part` and `load` are of the CPU's kernels, which alone can do this."""
+        """Return the Params of one rank. `part` and `load` are of the CPU's kernels."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
             return load(self.checkpoint, self.dtype, threads, part)
         return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
@@ -107,10 +100,7 @@ class ModelSource:
 
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
-    """Return the tokenizer within the checkpoint, or that of the files next to it.
-
-    Raise NoTokenizerError if there is none that runs here, CheckpointError if it is damaged.
-    """
+    """Return the checkpoint's tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
     if is_random(str(checkpoint.path)):
         raise NoTokenizerError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
@@ -157,10 +147,6 @@ def name_of(backend: ModuleType) -> str:
 
 
 def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
-    """Return the dtype of the weights.
-
-    "auto" is a converted checkpoint's own, bfloat16 for one in float8 if the backend has it, and float32 otherwise.
-    """
     if not isinstance(checkpoint, PackedCheckpoint):
         auto = checkpoint.auto_dtype if checkpoint.auto_dtype in backend.DTYPES else "float32"
         return auto if dtype == "auto" else dtype
@@ -201,12 +187,11 @@ class EngineConfig:
     num_speculative_tokens: int = 4
 
     def __post_init__(self):
-        _check_count("max_num_seqs", self.max_num_seqs, 1)
-        _check_count("prefix_cache_seqs", self.prefix_cache_seqs, 0)
-        _check_count("max_model_len", self.max_model_len, 1, is_optional=True)
-        _check_count("max_queue", self.max_queue, 0, is_optional=True)
-        _check_count("max_num_batched_tokens", self.max_num_batched_tokens, 1, is_optional=True)
-        _check_count("num_speculative_tokens", self.num_speculative_tokens, 1)
+        for field in fields(self):
+            value, least = getattr(self, field.name), 0 if field.name in ("prefix_cache_seqs", "max_queue") else 1
+            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not is_count and (value is not None or field.default is not None):
+                raise invalid(field.name, value, f"a whole number, {least} or more")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
             raise RequestError(
                 f"is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: each running sample needs "
@@ -237,10 +222,3 @@ class EngineConfig:
     def max_num_logits(self) -> int:
         """Rows of logits in a step: one for each sequence, and LOGIT_ROWS for prompts and drafts."""
         return LOGIT_ROWS + self.max_num_seqs
-
-
-def _check_count(name: str, value: Any, least: int, is_optional: bool = False) -> None:
-    if value is None and is_optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise invalid(name, value, f"a whole number, {least} or more")

@@ -157,7 +157,7 @@ def load_together(world: World, opening: LoadCommand, source: ModelSource | None
     model = about = weights = error = None
     try:
         source = source or ModelSource.open(*opening.source)
-        checksum = source.begin_checksum()
+        checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
         model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
         weights = checksum.result()
