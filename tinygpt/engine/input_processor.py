@@ -1,4 +1,4 @@
-"""InputProcessor: from a caller's prompt and params to a Request, all of it checked before any work."""
+"""InputProcessor: from a caller's prompt and params to a checked Request."""
 
 import os
 import secrets
@@ -41,11 +41,7 @@ OnChunk = Callable[[StreamChunk], None]
 
 
 class InputProcessor:
-    """Makes the requests of one model. Raises RequestError for an impossible one.
-
-    engine_config: as its `for_model` returns it. checkpoint: for its tokenizer. soft_prompts, split_special_tokens: as
-    LLM has them.
-    """
+    """Makes the requests of one model. Raises RequestError for an impossible one."""
 
     def __init__(
         self,
@@ -76,10 +72,7 @@ class InputProcessor:
         self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
-        """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token.
-
-        split_special_tokens: as for `Tokenizer.encode`.
-        """
+        """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token."""
         if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
             raise invalid("split_special_tokens", split_special_tokens, "True or False")
         if isinstance(prompt, Prompt):
@@ -97,7 +90,7 @@ class InputProcessor:
         return Prompt(given if is_text else None, given or [config.bos_token_id])
 
     def read_ids(self, what: str, given: Any) -> list[int]:
-        """Return the token ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example."""
+        """Return the ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example."""
         given = text_or_ids(given)
         if not given:
             raise RequestError(f"{what} need at least one token id: the list is empty.")
@@ -110,7 +103,6 @@ class InputProcessor:
         return token_ids
 
     def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
-        """Return the request for a prompt. on_chunk: called with each token's text as it is made."""
         arrival = time.perf_counter()
         prompt, virtual, fitted = self._fit(prompt, params)
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
@@ -153,10 +145,7 @@ class InputProcessor:
         return context, token_ids
 
     def _scoring_request(self, context: list[int], continuation: list[int], virtual: VirtualTokens | None) -> Request:
-        """Return a request that reads both without the last token, whose logits are not needed.
-
-        A sequence draws a token at the end of its prompt, which is ignored.
-        """
+        """Return a request that reads both without the last token. The token that it draws is ignored."""
         context = [*(virtual.token_ids if virtual else ()), *context]
         total, most = len(context) + len(continuation), self._engine_config.max_model_len + 1
         if total > most:
@@ -244,11 +233,7 @@ class InputProcessor:
 
 
 class SoftPrompts:
-    """The soft prompts of a model, by name, and the virtual token ids of its requests.
-
-    No two soft prompts share an id, so that the prefix cache tells them apart.
-    sources: a folder or file, as `read_soft_prompt` takes it, for each name.
-    """
+    """The soft prompts of a model by name. No two share a virtual token id: the prefix cache tells them apart."""
 
     def __init__(self, sources: Mapping[str, str | os.PathLike[str]] | None, config: ModelConfig):
         self._config = config
@@ -261,7 +246,6 @@ class SoftPrompts:
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
-        """Return the soft prompt of a request. Raise RequestError if there is none of this name or it does not fit."""
         if embeds is not None:
             if embeds.shape[1] != (width := self._config.embedding_size):
                 raise RequestError(

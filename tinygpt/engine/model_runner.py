@@ -26,19 +26,12 @@ POOLINGS = {
 
 
 class ModelRunner:
-    """Weights, KV cache and buffers of a model, and the backend's functions on them. For one thread at a time.
-
-    `kernels.backend.Backend` documents the functions of the same names.
-    """
+    """Weights, KV cache and buffers of a model, and the functions of `kernels.backend.Backend` on them."""
 
     shares_layers = False  # with other processes, for which there are other kernels
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
-        """Load the weights, and reserve the KV cache and the buffers of the largest step.
-
-        engine_config: as its `for_model` returns it. Raise CheckpointError for a damaged checkpoint, RequestError if
-        memory does not suffice.
-        """
+        """Raise CheckpointError for a damaged checkpoint, RequestError if memory does not suffice."""
         self.config: ModelConfig = source.config
         self.dtype, self.kv_cache_dtype, self._file = source.dtype, source.kv_cache_dtype, source.file
         self._backend = source.backend
@@ -64,13 +57,10 @@ class ModelRunner:
         return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
-        """Return how many decode steps `multi_step` is to run; 1: use `forward`.
-
-        num_in_time: the steps that streaming callers may be delayed by. A GPU delivers tokens while later steps run.
-        """
+        """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
         if self._backend.multi_step is None:
             return 1
-        return MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)
+        return MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)  # tokens come while steps run
 
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
@@ -93,8 +83,7 @@ class ModelRunner:
         self._backend.process_logits(logits, processors)
 
     def filter_logits(self, logits: Any, warpers: Any) -> np.ndarray:
-        """Return the rows (R, V) after the warpers: -inf for a removed token."""
-        return self._backend.filter_logits(logits, warpers)
+        return self._backend.filter_logits(logits, warpers)  # (R, V), -inf for a removed token
 
     def log_softmax(self, logits: np.ndarray) -> np.ndarray:
         return host.log_softmax(logits)  # (R, V) float32

@@ -13,8 +13,6 @@ if TYPE_CHECKING:  # the command line imports this module, and answers --help wi
     from tinygpt.tokenizer.tokenizer import Tokenizer
     from tinygpt.weights.adapters.soft_prompt import SoftPrompt
 
-PROMPT_FIELDS = ("prompt", "prompt_token_ids")  # of a dict, or of a line of a file
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -31,9 +29,6 @@ class VirtualTokens:
         return len(self.token_ids)
 
 
-# What a caller gives.
-
-
 def prompt_list(prompts: Any) -> list:
     if isinstance(prompts, (str, Prompt, dict)):
         return [prompts]
@@ -46,11 +41,11 @@ def prompt_list(prompts: Any) -> list:
 
 
 def text_or_ids(given: Any) -> str | list[int]:
-    """Return the text or token ids of a prompt, which may be a Prompt, or a dict with one of PROMPT_FIELDS."""
+    """Return the text or token ids of a prompt, which may be a Prompt or a dict."""
     if isinstance(given, Prompt):
         return given.token_ids
     if isinstance(given, dict):
-        if len(given) != 1 or not given.keys() <= {*PROMPT_FIELDS}:
+        if len(given) != 1 or not given.keys() <= {"prompt", "prompt_token_ids"}:
             listed = ", ".join(map(repr, given)) or "no field"
             raise RequestError(f"a prompt is a dict with {listed}: give one of prompt and prompt_token_ids.")
         (given,) = given.values()
@@ -100,45 +95,28 @@ def params_list(params: Any, count: int) -> list[SamplingParams]:
     return params
 
 
-# Token ids.
-
-
 def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
-    """Return the token ids of a text. Raise RequestError for an id outside the model."""
-    token_ids = tokenizer.encode(text, split_special_tokens)
-    if (outside := _first_outside(token_ids, vocab_size)) is not None:
-        written = tokenizer.decode([outside])
-        raise RequestError(f"{_unknown(outside, vocab_size)}, and the text holds it as {written!r}.")
-    return token_ids
+    return check_ids(tokenizer.encode(text, split_special_tokens), vocab_size, tokenizer)
 
 
-def check_ids(token_ids: Iterable[int], vocab_size: int) -> None:
-    if (outside := _first_outside(token_ids, vocab_size)) is not None:
-        raise RequestError(f"{_unknown(outside, vocab_size)}.")
-
-
-def _first_outside(token_ids: Iterable[int], vocab_size: int) -> int | None:
-    return next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-
-
-def _unknown(token_id: int, vocab_size: int) -> str:
-    return f"token id {token_id} is outside the vocabulary: this model knows ids 0 to {vocab_size - 1}"
-
-
-# Positions.
+def check_ids(token_ids: list[int], vocab_size: int, tokenizer: "Tokenizer | None" = None) -> list[int]:
+    """Return the token ids. Raise RequestError for one outside the model, with its text if a tokenizer is given."""
+    outside = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if outside is None:
+        return token_ids
+    written = "" if tokenizer is None else f", and the text holds it as {tokenizer.decode([outside])!r}"
+    raise RequestError(
+        f"token id {outside} is outside the vocabulary: this model knows ids 0 to {vocab_size - 1}{written}."
+    )
 
 
 @dataclass(frozen=True)
 class Window:
-    """The tokens that a sliding sequence still sees: when all positions are full, its oldest tokens leave.
+    """The tokens that a sliding sequence still sees: when all positions are full, its oldest tokens leave."""
 
-    size: positions. stride: tokens that leave at once; the others get new positions, and so new keys and values.
-    num_fixed: tokens of a soft prompt at the beginning, which never leave.
-    """
-
-    size: int
-    stride: int
-    num_fixed: int = 0
+    size: int  # positions
+    stride: int  # tokens that leave at once
+    num_fixed: int = 0  # tokens of a soft prompt at the beginning, which never leave
 
     def num_dropped(self, length: int) -> int:
         """Return how many of a sequence's first `length` tokens have left: a multiple of `stride`."""
@@ -150,12 +128,9 @@ class Window:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A prompt and its parameters as they fit.
+    """A prompt and its parameters as they fit."""
 
-    With a window, `token_ids` are all of the prompt's: logits processors still see tokens that have left it.
-    """
-
-    token_ids: list[int]
+    token_ids: list[int]  # with a window all of the prompt's: logits processors see tokens that have left it
     params: SamplingParams
     num_truncated: int = 0
     window: Window | None = None
@@ -216,7 +191,6 @@ def _too_long(count: int, num_virtual: int, params: SamplingParams, max_model_le
 
 
 def describe_positions(max_model_len: int, n_positions: int) -> str:
-    """Return the number of positions for a message: the model's, or fewer if max_model_len was lowered."""
     if max_model_len >= n_positions:
         return f"the model has {max_model_len} positions"
     return f"max_model_len is {max_model_len} (the model has {n_positions} positions, and it can be raised to that)"
