@@ -14,8 +14,7 @@ from tinygpt.weights.containers.torch import is_torch, read_torch, read_training
 from tinygpt.weights.errors import NAMED, CheckpointError, describe, listed, shown
 from tinygpt.weights.files import read_json_object
 
-MAX_SHARDS = 1000  # models that are a thousand times larger have some two hundred
-NAME_MAX = 255  # bytes of a file's name
+MAX_SHARDS, NAME_MAX = 1000, 255  # files, bytes of a name
 INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor
 Reader = Callable[[Path], Container]
 
@@ -33,7 +32,7 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_safetensors, read_safetensors),
     (is_onnx, read_onnx),
 )
-# Files that belong together: what finds the first one, or the folder itself, and the reader.
+# Files that belong together: a function that finds the first, or the folder itself, and the reader.
 FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
     (find_tf_index, read_tf_bundle),
     (ranks.find_deepspeed, ranks.read_deepspeed),
@@ -46,10 +45,7 @@ LAST_PATTERNS = ("*.ckpt", "*.npz")  # names that a folder may also hold next to
 
 
 def read_weights(path: Path) -> Container:
-    """Return the weights in a file, or in a folder, whole or in shards.
-
-    Raise CheckpointError if there are none, a file is damaged, or an index does not fit its shards.
-    """
+    """Return the weights in a file, or in a folder, whole or in shards. Raise CheckpointError for damage or none."""
     if path.is_file():
         return reader_of(path)(path)
     found = find_weights(path)
@@ -63,7 +59,7 @@ def read_weights(path: Path) -> Container:
 
 
 def find_weights(folder: Path) -> tuple[Path, Reader] | None:
-    """Return the file that a folder's weights are read from, and its reader. Raise CheckpointError for several."""
+    """Return the file of a folder's weights, and its reader. Raise CheckpointError for several."""
     for name, (is_as_named, read) in CONTAINERS.items():
         file, index = folder / name, folder / (name + INDEX)
         if file.exists():
@@ -85,7 +81,6 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
 
 
 def reader_of(file: Path) -> Reader:
-    """Return the reader of a file's format. Raise CheckpointError for an unknown format."""
     peek = Peek.into(file)
     for is_format, read in FORMATS:
         if is_format(peek):
@@ -102,7 +97,6 @@ def reader_of(file: Path) -> Reader:
 
 
 def read_shards(index: Path, read: Reader) -> Container:
-    """Return all tensors of the shards that `index` names. Raise CheckpointError if one is absent or differs."""
     weight_map = shard_of_each_tensor(index)
     shards = sorted(set(weight_map.values()))
     absent = [shard for shard in shards if not (index.parent / shard).exists()]
@@ -128,7 +122,7 @@ def read_shards(index: Path, read: Reader) -> Container:
 
 
 def shard_of_each_tensor(index: Path) -> dict[str, str]:
-    """Return an index's `weight_map`. Raise CheckpointError unless it gives a plain file name for each tensor."""
+    """Return an index's `weight_map`. Raise CheckpointError unless each tensor has a plain file name."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' of tensor names to shards: download it again.")

@@ -1,7 +1,7 @@
 """GGUF: ggml's file of keys and values, names and places of tensors, and their data.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` decodes its block formats, but
-its own reader is 15 times as slow and does not bound what a damaged header claims.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` decodes blocks; its own reader is
+15 times as slow and does not bound a damaged header's claims.
 """
 
 import math
@@ -28,19 +28,19 @@ from tinygpt.weights.tensor import shortest
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT, MAX_ALIGNMENT = 32, 2**16  # of the data: the default, and the largest believed
-MAX_DIMENSIONS = 4  # ggml's own
+ALIGNMENT, MAX_ALIGNMENT = 32, 2**16  # of the data: default and largest
+MAX_DIMENSIONS = 4
 PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 28: "float64"}
-# struct's formats of numeric values, by their types in the file.
+# struct's formats by ggml's numbers of types of values.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 FLOAT32, STRING, ARRAY = 6, 8, 9
 AT_ONCE = 2**12  # blocks decoded together: intermediate arrays fit in a cache
-Q8_0, Q8_0_VALUES = 8, 32  # ggml's number of the type, and the values of a block: a float16 scale, then int8s
+Q8_0, Q8_0_VALUES = 8, 32  # ggml's number, and the values of a block: a float16 scale, then int8s
 
 
 @dataclass(frozen=True, slots=True)
 class BlockTensor(StoredTensor):
-    """A tensor in ggml's block format of the number `kind`: a row's blocks of `block_bytes` lie end to end."""
+    """A tensor in ggml's block format `kind`: a row's blocks lie end to end."""
 
     kind: int
     block_values: int
@@ -64,7 +64,7 @@ class BlockTensor(StoredTensor):
 
 
 def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
-    """Return the values (N, values of a block) float32 of blocks (N, bytes) uint8 of ggml's format `kind`."""
+    """Return values (N, values of a block) float32 of blocks (N, bytes) uint8."""
     if kind == Q8_0:  # common enough to need no package
         return blocks[:, 2:].view(np.int8) * blocks[:, :2].copy().view(np.float16).astype(np.float32)
     from gguf import GGMLQuantizationType, quants
@@ -73,10 +73,7 @@ def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
 
 
 def block_format(kind: int) -> tuple[str, int, int] | None:
-    """Return name, values and bytes of a block of ggml's format `kind`, or None for an unknown format.
-
-    Raise CheckpointError if the package that knows it is not installed.
-    """
+    """Return name, values and bytes of a block, or None for an unknown format. Raise CheckpointError without gguf."""
     if kind == Q8_0:
         return "Q8_0", Q8_0_VALUES, 34
     try:
@@ -96,14 +93,12 @@ def is_gguf(peek: Peek) -> bool:
 
 
 def read_gguf(path: Path) -> Container:
-    """Return the tensors of a GGUF file; metadata are the file's keys. Raise CheckpointError if it is damaged."""
+    """Return the tensors, and the keys as metadata. Raise CheckpointError if the file is damaged."""
     with parsing(path, "GGUF file"):
         return _Reader(MappedFile(path)).container()
 
 
 class _Reader:
-    """A single pass over a file, which never reads beyond the bytes that are left."""
-
     def __init__(self, file: MappedFile):
         self.file, self.place = file, len(MAGIC)
 
@@ -114,7 +109,7 @@ class _Reader:
         if version not in VERSIONS:
             self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
-        self._need(num_keys, 13)  # the least that a key and its value take: lengths, a type and a byte
+        self._need(num_keys, 13)  # bytes at least: lengths, a type and a byte
         metadata = dict(self._named(num_keys, lambda: self._value(self._number("I"))))
         if metadata.get("split.count", 0) not in (0, 1):
             self._refuse(f"one of {shown(metadata['split.count'])} parts: join them with `llama-gguf-split --merge`")
@@ -158,7 +153,7 @@ class _Reader:
         return np.frombuffer(self._take(count * size), np.dtype(f"<{NUMBERS[kind]}")).tolist()
 
     def _place_of_tensor(self) -> tuple[tuple[int, ...], int, int]:
-        """Return shape, type and offset. The file has the innermost size first."""
+        """Return shape, type and offset; the innermost size is first in the file."""
         dimensions = self._number("I")
         if dimensions > MAX_DIMENSIONS:
             raise ValueError(f"a tensor of {dimensions} dimensions")

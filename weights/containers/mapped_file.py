@@ -22,21 +22,21 @@ from tinygpt.weights.files import in_a_thread, open_regular
 
 # Hugging Face's file of each format, in transformers' order of search.
 FILES = ("model.safetensors", "pytorch_model.bin")
-# How each floating-point dtype lies in a file: little-endian, and bfloat16, unknown to NumPy, as its bits.
+# How floats lie in a file; bfloat16, unknown to NumPy, as its bits.
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
 ITEMSIZE = {name: np.dtype(stored).itemsize for name, stored in STORED_AS.items()}
-# Bits of an element by its dtype's name, which safetensors writes short if a tensor cannot be a weight.
+# Bits of an element, by the names of dtypes in all formats.
 _BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
-# Bounds of a believable shape: beyond them, products of sizes alone could take for ever.
+# Of a believable shape: beyond these bounds, products of sizes could take for ever.
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
-# Parts that are verified ahead of the reader: few bytes, because an optimizer's state may follow a model.
+# Parts that are verified ahead of the reader: few, because an optimizer's state may follow a model.
 AHEAD, AHEAD_BYTES = 4, 2**25
 PEEK_HEAD, PEEK_TAIL = 512, 48  # bytes
 
 
 @contextmanager
 def parsing(path: Path, kind: str, *damage: type[Exception]) -> Iterator[None]:
-    """Turn errors of reading and parsing a file into CheckpointErrors that name it. damage: a library's own errors."""
+    """Raise CheckpointErrors, which name the file, for errors of reading and parsing, and a library's own `damage`."""
     try:
         yield
     except CheckpointError:
@@ -65,10 +65,9 @@ class Peek:
 
 
 class MappedFile:
-    """The bytes of a checkpoint file, which the operating system reads when they are touched.
+    """The bytes of a checkpoint file, or of its `part`, a file in an archive, which starts at `begin` of the mapping.
 
-    part: a file in an archive, which begins at `begin` of the mapping. Raises CheckpointError for a file that cannot be
-    opened, is not regular, is empty, or is a Git LFS pointer.
+    Raises CheckpointError for a file that cannot be opened, is not regular or empty, or is a Git LFS pointer.
     """
 
     def __init__(self, path: Path, part: range | None = None):
@@ -91,7 +90,7 @@ class MappedFile:
         return len(self.data)
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Let all pages within some bytes leave memory: systems read megabytes for a few touched bytes."""
+        """Let pages leave memory: systems read megabytes for a few touched bytes."""
         start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = len(self) if stop is None else stop // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > start and hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
@@ -108,9 +107,9 @@ class MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor that lies in a file as an array: `strides` in elements, `offset` in bytes from the file's start.
+    """A tensor that lies in a file as an array: `strides` in elements, `offset` in bytes.
 
-    dtype: NumPy's name or "bfloat16" if it can be read, else the format's. verify: raises CheckpointError for damage.
+    dtype: NumPy's name or "bfloat16", or the format's of a tensor that cannot be read. verify: raises CheckpointError.
     """
 
     file: MappedFile
@@ -149,17 +148,13 @@ class StoredTensor:
         return bits.view(np.float32)
 
     def release(self) -> None:
-        """Let the pages that hold only this tensor leave memory."""
         extent = element_extent(self.shape, self.strides) * ITEMSIZE.get(self.dtype, 1)
         self.file.release(self.offset, self.offset + extent)
 
 
 @dataclass(frozen=True)
 class Container:
-    """The content of a file, or of files that belong together. format: its name in messages.
-
-    archive_members: NeMo's other files. rank_metadata: of each rank's file. graph: ONNX's.
-    """
+    """The content of a file, or of files that belong together. archive_members: NeMo's other files."""
 
     format: str
     tensors: Mapping[str, StoredTensor]
@@ -184,7 +179,6 @@ class Part:
         return self.file.data[self.data.start : self.data.stop]
 
     def verify(self) -> None:
-        """Raise CheckpointError unless the bytes have the checksum."""
         data = np.asarray(memoryview(self.file.data)[self.data.start : self.data.stop])
         if self.checksum is not None and self.checksum_of(data) != self.checksum:
             raise CheckpointError(
@@ -193,7 +187,7 @@ class Part:
 
 
 class ReadAhead:
-    """Verifies parts in threads, a few ahead of the reader: checksums release the interpreter's lock."""
+    """Verifies each part once, a few ahead of the reader: checksums release the interpreter's lock."""
 
     def __init__(self, parts: Iterable[Part]):
         self._parts = sorted(parts, key=lambda part: part.data.start)
@@ -201,7 +195,6 @@ class ReadAhead:
         self._results: dict[int, Future[None]] = {}
 
     def verify(self, part: Part) -> None:
-        """Raise CheckpointError unless the part has its checksum, which is computed once."""
         index = self._index[part.name]
         for i in range(index, min(index + AHEAD, len(self._parts))):
             if i > index and self._parts[i].data.stop - part.data.stop > AHEAD_BYTES:

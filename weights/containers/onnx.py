@@ -1,7 +1,4 @@
-"""ONNX: a graph whose initializers are the weights, in the file or in files next to it. Nothing of the graph runs.
-
-The package `onnx` parses the graph. Weights in other files are mapped from there.
-"""
+"""ONNX: a graph whose initializers are the weights, in the file or mapped from files next to it. Nothing of it runs."""
 
 import math
 from collections import Counter
@@ -23,16 +20,16 @@ from tinygpt.weights.containers.mapped_file import (
 )
 from tinygpt.weights.errors import CheckpointError, how_to_install, shown
 
-DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # of ONNX's numbers, the readable ones
+DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # by ONNX's numbers
 EXTERNAL = 1  # a tensor's data_location, if it lies in another file
-MAX_SHARING = 100  # of a file's bytes, by all tensors in it: several may be one
+MAX_SHARING = 100  # of a file's bytes, by all tensors in it
 PRODUCTS = {"MatMul", "Gemm", "FusedMatMul"}  # operations whose second input may be a matrix of weights
-DOMAINS = {"", "ai.onnx", "com.microsoft"}  # of operations; a function's domain is another
+DOMAINS = {"", "ai.onnx", "com.microsoft"}  # of operations, not of a file's own functions
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation of the graph. is_foreign: a function or operation of another domain."""
+    """An operation. is_foreign: of another domain."""
 
     kind: str
     inputs: tuple[str, ...]
@@ -52,7 +49,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class InlineTensor(StoredTensor):
-    """A tensor in the graph itself: `proto` is onnx's TensorProto."""
+    """A tensor in the graph itself, in an onnx.TensorProto."""
 
     name: str
     proto: Any = field(compare=False)
@@ -68,7 +65,7 @@ class InlineTensor(StoredTensor):
 
 
 def is_onnx(peek: Peek) -> bool:
-    """The first field is the version of the format, a small number. Then come the producer, graph or operators."""
+    """Return whether a file begins with the format's version, then the producer, graph or operators."""
     return (
         len(peek.head) > 8
         and peek.head[0] == 0x08
@@ -78,13 +75,13 @@ def is_onnx(peek: Peek) -> bool:
 
 
 def read_onnx(path: Path) -> Container:
-    """Return the initializers, and the Graph. Raise CheckpointError if a file is damaged or leaves its folder."""
+    """Return initializers and Graph. Raise CheckpointError if a file is damaged or leaves its folder."""
     try:
         import onnx
     except ImportError as error:
         raise CheckpointError(f"{path} is an ONNX file, which needs onnx: {how_to_install('onnx')}.") from error
     file = MappedFile(path)
-    with parsing(path, "ONNX file", Exception):  # protobuf's own class of errors differs with its implementation
+    with parsing(path, "ONNX file", Exception):  # protobuf's errors differ with its implementation
         model = onnx.load_model_from_string(file.data[:])
     file.release()
     reader = _Reader(file)
@@ -97,7 +94,7 @@ def read_onnx(path: Path) -> Container:
     graph = reader.graph
     if not graph.tensors:
         raise CheckpointError(f"{path} holds no weights: give another file.")
-    # Exporters merge equal tensors: the others are outputs of an Identity of the one that is kept.
+    # Exporters merge equal tensors: all but one are outputs of an Identity.
     for node in graph.nodes:
         if node.kind == "Identity" and node.inputs and node.inputs[0] in graph.tensors:
             for name in node.outputs:
@@ -106,7 +103,7 @@ def read_onnx(path: Path) -> Container:
 
 
 def _check_strings(message: Any) -> None:
-    """Raise ValueError for a name that is not UTF-8: protobuf returns such a string as bytes."""
+    """Raise ValueError for a name that is not UTF-8, which protobuf returns as bytes."""
     for descriptor, value in message.ListFields():
         is_single = isinstance(value, str | bytes) or hasattr(value, "ListFields")
         values = [value] if is_single else value
@@ -118,8 +115,6 @@ def _check_strings(message: Any) -> None:
 
 
 class _Reader:
-    """Collects a graph's tensors and nodes, and counts the bytes that tensors claim of each file beside it."""
-
     def __init__(self, file: MappedFile):
         self.file, self.graph = file, Graph()
         self.files: dict[str, MappedFile] = {}
@@ -139,7 +134,7 @@ class _Reader:
     def _read_node(self, node: Any) -> None:
         attributes: dict[str, Any] = {}
         for attribute in node.attribute:
-            if attribute.HasField("t"):  # a tensor in a Constant node is an initializer by another name
+            if attribute.HasField("t"):  # of a Constant: an initializer by another name
                 if node.output and node.output[0] not in self.graph.tensors:
                     self.graph.tensors[node.output[0]] = self._tensor(attribute.t)
             elif attribute.HasField("f"):
@@ -205,7 +200,7 @@ def _inline_size(proto: Any, dtype: str) -> int:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Return the folders in which a folder's files may lie: itself, and the blobs that the Hub's cache links to."""
+    """Return the folders in which a folder's files may lie: itself, and the blobs of the Hub's cache."""
     folder = folder.absolute()
     blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
     return [place.resolve() for place in (folder, *blobs)]

@@ -1,7 +1,7 @@
 """Folders of several files: torch files of Megatron-LM's, DeepSpeed's and NeMo's GPUs, and FasterTransformer's tensors.
 
-The tensors of each torch file stand under the name of its rank, such as "mp_rank_01/model.embedding.weight", and so
-does the metadata, by rank. A file alone has the rank "".
+Tensors of torch files stand under the name of their rank, such as "mp_rank_01/model.embedding.weight". A file alone has
+the rank "".
 """
 
 import configparser
@@ -12,41 +12,35 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from tinygpt.weights.containers.mapped_file import Container, MappedFile, Peek, StoredTensor, parsing
+from tinygpt.weights.containers.mapped_file import ITEMSIZE, Container, MappedFile, Peek, StoredTensor, parsing
 from tinygpt.weights.containers.torch import read_training_checkpoint
 from tinygpt.weights.errors import CheckpointError, shown
 from tinygpt.weights.files import open_regular, read_regular_text
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
-MAX_RANKS, MAX_TEXT = 1024, 2**25  # files, bytes of a text
 # Files that name the folder of the latest iteration.
 MEGATRON_TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
-# DeepSpeed: what all experts share, in a folder for each rank or next to one another, and the experts' own files.
+# DeepSpeed: tensors of all experts, in a folder for each rank or in a file for each, and the experts' own files.
 SHARED_FILE = "model_states.pt"
 SHARED_RANK_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
 EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-MAX_EXPERT_FILES = 16_384
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
-MAX_MEMBERS = 10_000
 
 
 @dataclass(frozen=True)
 class Member:
-    """A file of an archive, or of the folder that one was unpacked into (`part` is None)."""
+    """A file in a folder, or the `part` of an archive."""
 
     path: Path
     part: range | None = None
 
     def text(self) -> str:
-        """Return the text. Raise CheckpointError if it is too long or not UTF-8."""
         with parsing(self.path, "text"):
             if self.part is None:
                 return read_regular_text(self.path)
-            if len(self.part) > MAX_TEXT:
-                raise ValueError(f"{len(self.part)} bytes")
             with open_regular(self.path) as file:
                 file.seek(self.part.start)
                 return file.read(len(self.part)).decode()
@@ -58,8 +52,6 @@ def rank_folders(folder: Path) -> list[Path]:
 
 def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member]) -> Container:
     """Return the tensors of all ranks' files as one container. others: the other members of an archive."""
-    if len(files) > MAX_RANKS:
-        raise CheckpointError(f"{len(files)} ranks are more than any model was trained on.")
     tensors, by_rank = {}, {}
     for rank, file in files.items():
         container = read_training_checkpoint(file.path, file.part)
@@ -70,7 +62,7 @@ def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member
 
 
 def latest(folder: Path, tracker: str) -> Path:
-    """Return the folder beside it that the file `tracker` names, or the folder itself if there is no such file."""
+    """Return the folder that a file in the folder names, or the folder itself if there is no such file."""
     if not (folder / tracker).is_file():
         return folder
     name = Member(folder / tracker).text().strip()
@@ -85,13 +77,11 @@ def latest(folder: Path, tracker: str) -> Path:
 
 
 def find_megatron(folder: Path) -> Path | None:
-    """Return the folder with the ranks of the latest iteration, if the folder holds any."""
     folder = latest(folder, MEGATRON_TRACKER)
     return folder if any(file.is_file() for file in _megatron_files(folder).values()) else None
 
 
 def read_megatron(folder: Path) -> Container:
-    """Return the tensors of all ranks. Raise CheckpointError if a file is damaged."""
     return joined("Megatron-LM", {rank: Member(file) for rank, file in _megatron_files(folder).items()}, {})
 
 
@@ -106,22 +96,18 @@ def _megatron_files(folder: Path) -> dict[str, Path]:
 
 
 def find_deepspeed(folder: Path) -> Path | None:
-    """Return the folder, or the latest of its folders, if DeepSpeed wrote a model with experts there."""
     folder = latest(folder, DEEPSPEED_TRACKER)
     return folder if _deepspeed_files(folder) else None
 
 
 def read_deepspeed(folder: Path) -> Container:
-    """Return the tensors of all ranks and experts. Raise CheckpointError if a file is damaged.
-
-    An expert's tensors stand under "experts.LAYER.EXPERT." in its rank; LAYER counts layers that have experts.
-    """
+    """Return all tensors, an expert's under "experts.LAYER.EXPERT." in its rank; LAYER counts layers with experts."""
     shared = joined("DeepSpeed", {rank: Member(file) for rank, file in _deepspeed_files(folder).items()}, {})
-    found = [(match, path) for path in sorted(folder.iterdir()) if (match := EXPERT_FILE.fullmatch(path.name))]
-    if len(found) > MAX_EXPERT_FILES:
-        raise CheckpointError(f"{len(found)} files of experts are more than {MAX_EXPERT_FILES}, which any model has.")
     tensors = dict(shared.tensors)
-    for match, path in found:
+    for path in sorted(folder.iterdir()):
+        match = EXPERT_FILE.fullmatch(path.name)
+        if match is None:
+            continue
         layer, expert, rank = int(match[1]), int(match[2]), match[3]
         for name, tensor in read_training_checkpoint(path).tensors.items():
             tensors[f"{rank}/experts.{layer}.{expert}.{name}"] = tensor
@@ -149,13 +135,12 @@ def is_tar(peek: Peek) -> bool:
 
 
 def read_nemo(path: Path) -> Container:
-    """Return a .nemo archive's tensors, read in place. Raise CheckpointError if it is damaged or another archive."""
     members: dict[str, Member] = {}
-    source = cast(Any, MappedFile(path).data)  # a file would be asked for as many bytes as a header claims
+    source = cast(Any, MappedFile(path).data)  # a file would allocate as many bytes as a header claims
     with parsing(path, "archive", tarfile.TarError, RecursionError), tarfile.open(fileobj=source, mode="r:") as archive:
-        for count, info in enumerate(archive):
+        for info in archive:
             name = info.name.removeprefix("./")
-            if count >= MAX_MEMBERS or name in members or not (info.isreg() or info.isdir()):
+            if name in members or not (info.isreg() or info.isdir()):
                 raise CheckpointError(f"{path} has a member {info.name!r} that is a link, or a second one: refused.")
             if info.isreg() and not info.issparse():
                 members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
@@ -163,7 +148,6 @@ def read_nemo(path: Path) -> Container:
 
 
 def find_nemo(folder: Path) -> Path | None:
-    """Return the folder if a .nemo archive was unpacked into it."""
     is_there = (folder / NEMO_CONFIG).is_file() and _unpacked(folder).keys() - {NEMO_CONFIG}
     return folder if is_there else None
 
@@ -188,12 +172,10 @@ def _nemo(path: Path, members: dict[str, Member]) -> Container:
     return joined("NeMo", weights, others)
 
 
-# FasterTransformer: config.ini, and for each tensor a file of plain numbers without a shape. A tensor's name is its
-# file's without `.bin`. A tensor that several GPUs share ends in the number of each.
+# FasterTransformer: config.ini, and for each tensor a file of numbers. The names of parts end in the number of a GPU.
 
 FT_FOLDER, FT_CONFIG = "FasterTransformer folder", "config.ini"
-MAX_FILES = 100_000
-FT_DTYPES = {"fp32": ("float32", 4), "fp16": ("float16", 2), "bf16": ("bfloat16", 2)}
+FT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 def find_ft_folder(folder: Path) -> Path | None:
@@ -201,7 +183,7 @@ def find_ft_folder(folder: Path) -> Path | None:
 
 
 def read_ft_folder(folder: Path) -> Container:
-    """Return tensors of one dimension and, as metadata, the sections of config.ini. Raise CheckpointError."""
+    """Return tensors of one dimension and, as metadata, the sections of config.ini."""
     parser = configparser.RawConfigParser()
     with parsing(folder / FT_CONFIG, "configuration", configparser.Error):
         parser.read_string(read_regular_text(folder / FT_CONFIG))
@@ -213,14 +195,11 @@ def read_ft_folder(folder: Path) -> Container:
         raise CheckpointError(
             f"{folder / FT_CONFIG}: weight_data_type is {shown(given)} and must be one of {', '.join(FT_DTYPES)}."
         )
-    files = sorted(folder.glob("model.*.bin"))
-    if len(files) > MAX_FILES:
-        raise CheckpointError(f"{folder} holds {len(files)} files, which are more than any model has.")
-    return Container(FT_FOLDER, {file.stem: _ft_tensor(file, *FT_DTYPES[given]) for file in files}, sections)
-
-
-def _ft_tensor(path: Path, dtype: str, itemsize: int) -> StoredTensor:
-    file = MappedFile(path)
-    if len(file) % itemsize:
-        raise CheckpointError(f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again.")
-    return StoredTensor(file, dtype, (len(file) // itemsize,), (1,), 0)
+    dtype, tensors = FT_DTYPES[given], {}
+    for path in sorted(folder.glob("model.*.bin")):
+        file = MappedFile(path)
+        count, rest = divmod(len(file), ITEMSIZE[dtype])
+        if rest:
+            raise CheckpointError(f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again.")
+        tensors[path.stem] = StoredTensor(file, dtype, (count,), (1,), 0)
+    return Container(FT_FOLDER, tensors, sections)

@@ -1,10 +1,8 @@
 """safetensors: an 8-byte header length, a JSON header, and the tensors end to end.
 
-Format: https://huggingface.co/docs/safetensors/index#format
-
-float8 is e4m3fn, a byte of sign, 4 bits of exponent and 3 of mantissa. The largest value is 448. There is no infinity,
-and one NaN per sign (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). A tensor `x` has float32 scales
-`x_scale`, of a shape that multiplies it.
+Format: https://huggingface.co/docs/safetensors/index#format. float8 is e4m3fn: sign, 4 bits of exponent, 3 of mantissa,
+no infinity, a NaN per sign (Micikevicius et al., "FP8 Formats for Deep Learning", 2022). A tensor `x` has float32
+scales `x_scale`, of a shape that multiplies it.
 """
 
 import json
@@ -33,7 +31,7 @@ from tinygpt.weights.files import sync
 FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
 NAME, IN_FILES, SCALE = "float8", "F8_E4M3", "_scale"
 LARGEST = 448.0
-# By byte: 8 subnormal values, then 8 for each exponent.
+# Values by byte: 8 subnormal, then 8 for each exponent.
 _BYTES = np.arange(128)
 _EXPONENTS, _MANTISSAS = np.maximum(_BYTES >> 3, 1), (_BYTES & 7) + 8 * (_BYTES >> 3 > 0)
 _POSITIVE = np.ldexp(_MANTISSAS / 8, _EXPONENTS - 7)
@@ -43,10 +41,7 @@ _BETWEEN = (_POSITIVE[:126] + _POSITIVE[1:127]) / 2  # neighbors' means: each is
 
 
 def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return bytes of x and float32 scales, one along `axis`: its largest value becomes LARGEST.
-
-    Rounds to the nearest value, ties to the even byte. A channel that is not finite has a scale of NaN.
-    """
+    """Return bytes of x, rounded to even, and float32 scales along `axis`: NaN of a channel that is not finite."""
     largest = np.abs(x).max(axis=axis, keepdims=True)
     scales = np.where(largest > 0, largest / np.float32(LARGEST), 1).astype(np.float32)
     scales[~np.isfinite(scales)] = np.nan
@@ -60,8 +55,6 @@ def encode(x: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Float8Tensor(StoredTensor):
-    """A tensor of float8 with its scales."""
-
     scales: StoredTensor
     is_floating = property(lambda self: True)
 
@@ -88,12 +81,13 @@ def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, St
 
 MAX_HEADER = 100_000_000  # bytes, the library's bound
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-WRITTEN = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, IN_FILES: 1}  # bytes of an element
+# The format's name, and bytes of an element.
+WRITTEN = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "U8": ("U8", 1), NAME: (IN_FILES, 1)}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a safetensors file: its dtype by the format's name, and what makes its array at writing."""
+    """A tensor to write: its dtype in WRITTEN, and a function that returns its array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -105,12 +99,9 @@ def is_safetensors(peek: Peek) -> bool:
 
 
 def read_safetensors(path: Path) -> Container:
-    """Return the content of a safetensors file. Raise CheckpointError if the file is damaged.
-
-    The safetensors library checks header and offsets. The mapping is ours, because the library copies every tensor and
-    has no bfloat16 for NumPy.
-    """
+    """Return the content of a safetensors file. Raise CheckpointError if it is damaged."""
     file = MappedFile(path)
+    # The library checks header and offsets. It copies tensors and has no bfloat16 for NumPy, so that they are mapped.
     with parsing(path, "safetensors file", SafetensorError), safe_open(path, framework="numpy"):
         pass
     (header_size,) = struct.unpack_from("<Q", file.data)
@@ -130,14 +121,15 @@ def read_safetensors(path: Path) -> Container:
 
 
 def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], boundary: int = 8) -> None:
-    """Write a safetensors file tensor by tensor and flush it. The data begins at a multiple of `boundary`."""
+    """Write a safetensors file, tensor by tensor, and flush it. The data begins at a multiple of `boundary`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, entry in entries.items():
-        offsets = [start, start := start + WRITTEN[entry.dtype] * math.prod(entry.shape)]
-        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+        dtype, itemsize = WRITTEN[entry.dtype]
+        offsets = [start, start := start + itemsize * math.prod(entry.shape)]
+        header[name] = {"dtype": dtype, "shape": entry.shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % boundary)  # the format allows spaces after the JSON, and no gaps in the data
+    text += b" " * (-(8 + len(text)) % boundary)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for entry in entries.values():

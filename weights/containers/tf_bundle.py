@@ -1,14 +1,14 @@
-"""TensorFlow's tensor bundle: PREFIX.index, a table that describes all variables, and their bytes in PREFIX.data-*.
+"""TensorFlow's tensor bundle: PREFIX.index, a table of all variables, and their bytes in PREFIX.data-*.
 
-Formats: tensor_bundle.proto of TensorFlow, in a table of LevelDB's form
-(https://github.com/google/leveldb/blob/main/doc/table_format.md). Everything has a CRC-32C:
-the table's are verified when it is read, a variable's at its first read.
+Formats: TensorFlow's tensor_bundle.proto, in a table of LevelDB's form
+(https://github.com/google/leveldb/blob/main/doc/table_format.md). All parts have a CRC-32C.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +32,12 @@ INDEX = ".index"
 MAX_SHARDS = 1000
 DTYPES = {1: "float32", 2: "float64", 14: "bfloat16", 19: "float16"}  # by TensorFlow's numbers
 BIG_ENDIAN = 1
-# In the file `checkpoint`, whose folder may be another machine's.
+# In the file `checkpoint`; the folder may be another machine's.
 LATEST = re.compile(r'^model_checkpoint_path: "(?:[^"\n]*/)?([\w.-]+)"', re.MULTILINE)
 MAGIC = bytes.fromhex("57fb808b247547db")
 FOOTER = 48  # bytes, MAGIC included
 TRAILER = 5  # bytes after a block: its compression, and its checksum
-MAX_KEY = 1000  # bytes: each key repeats the beginning of the one before, so that long keys would grow without end
+MAX_KEY = 1000  # bytes: a key repeats the beginning of the one before
 MAX_KEYS = 20  # times the table's bytes, by all keys
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
 
@@ -58,20 +58,10 @@ def find_tf_index(folder: Path) -> Path | None:
 
 def read_tf_bundle(path: Path) -> Container:
     """Return the variables of a bundle, given its index. Raise CheckpointError if a file is damaged or too new."""
-    try:
-        import google_crc32c
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}."
-        ) from error
-
-    def crc32c(data: Any) -> int:
-        """Return a checksum as files hold it: masked, because data may hold checksums."""
-        checksum = google_crc32c.value(data)
-        return ((checksum >> 15 | checksum << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
-
+    if find_spec("google_crc32c") is None:
+        raise CheckpointError(f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}.")
     with parsing(path, "index of TensorFlow's"):
-        variables = _read_index(path, crc32c)
+        variables = _read_index(path)
     ahead = ReadAhead(part for part, _, _ in variables)
     places: dict[MappedFile, list[range]] = {}
     tensors: dict[str, StoredTensor] = {}
@@ -85,9 +75,9 @@ def read_tf_bundle(path: Path) -> Container:
     return Container("TensorFlow bundle", tensors)
 
 
-def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[tuple[Part, str, tuple[int, ...]]]:
+def _read_index(path: Path) -> list[tuple[Part, str, tuple[int, ...]]]:
     """Return each variable's bytes, dtype and shape."""
-    records = _read_table(MappedFile(path).data[:], crc32c)
+    records = _read_table(MappedFile(path).data[:])
     if b"" not in records:
         raise ValueError("it has no header")
     num_shards = _num_shards(path, records.pop(b""))
@@ -112,7 +102,7 @@ def _read_index(path: Path, crc32c: Callable[[Any], int]) -> list[tuple[Part, st
         dtype, shape = DTYPES.get(kind, f"TensorFlow's type {kind}"), _shape(entry.get(2, b""))
         if kind in DTYPES and math.prod(shape) * ITEMSIZE[dtype] != size:
             raise ValueError(f"a variable of shape {shape} has {size} bytes")
-        part = Part(files[shard], name, range(offset, offset + size), checksum, crc32c)
+        part = Part(files[shard], name, range(offset, offset + size), checksum, masked_crc32c)
         variables.append((part, dtype, shape))
     return variables
 
@@ -131,33 +121,34 @@ def _num_shards(path: Path, header: bytes) -> int:
 
 
 def _shape(message: Any) -> tuple[int, ...]:
-    """Read TensorShapeProto: its repeated second field is a size, each."""
+    """Return the sizes in a TensorShapeProto, its repeated second field."""
     shape = tuple(dict(_fields(value)).get(1, 0) for field, value in _fields(message) if field == 2)
     if not is_possible_shape(shape):
         raise ValueError("a variable of an impossible shape")
     return shape
 
 
-# The table, and protobuf
+def masked_crc32c(data: Any) -> int:
+    """Return a checksum as files hold it: masked, because data may hold checksums."""
+    import google_crc32c
+
+    checksum = google_crc32c.value(data)
+    return ((checksum >> 15 | checksum << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def _read_table(data: bytes, crc32c: Callable[[Any], int]) -> dict[bytes, bytes]:
-    if len(data) < FOOTER or data[-len(MAGIC) :] != MAGIC:
+def _read_table(data: bytes) -> dict[bytes, bytes]:
+    if len(data) < FOOTER or not data.endswith(MAGIC):
         raise ValueError("it does not end as such a table does")
-    place = len(data) - FOOTER
-    numbers = []
-    for _ in range(4):  # place and size of the block of statistics, which is empty, and of the index
-        number, place = _varint(data, place, len(data))
-        numbers.append(number)
+    # Place and size of the block of statistics, which is empty, and of the index.
+    _, _, start, size, _ = _varints(data, 4, len(data) - FOOTER, len(data))
     records: dict[bytes, bytes] = {}
     end = length = 0
-    for _, handle in _records_of(data, numbers[2], numbers[3], crc32c):
-        start, place = _varint(handle, 0, len(handle))
-        size, _ = _varint(handle, place, len(handle))
+    for _, handle in _records_of(data, start, size):
+        start, size, _ = _varints(handle, 2, 0, len(handle))
         if start < end:
             raise ValueError("its blocks are laid over one another")
         end = start + size
-        for key, value in _records_of(data, start, size, crc32c):
+        for key, value in _records_of(data, start, size):
             length += len(key)
             if length > MAX_KEYS * len(data):
                 raise ValueError(f"it has {len(data)} bytes and keys of more than {MAX_KEYS} times as many")
@@ -167,23 +158,19 @@ def _read_table(data: bytes, crc32c: Callable[[Any], int]) -> dict[bytes, bytes]
     return records
 
 
-def _records_of(data: bytes, start: int, size: int, crc32c: Callable[[Any], int]) -> Iterator[tuple[bytes, bytes]]:
+def _records_of(data: bytes, start: int, size: int) -> Iterator[tuple[bytes, bytes]]:
     """Yield one block's records. Each key begins with some bytes of the one before it."""
     stop = start + size
     if size < 4 or stop + TRAILER > len(data):
         raise ValueError("a block reaches outside the file")
-    if crc32c(data[start : stop + 1]) != int.from_bytes(data[stop + 1 : stop + TRAILER], "little"):
+    if masked_crc32c(data[start : stop + 1]) != int.from_bytes(data[stop + 1 : stop + TRAILER], "little"):
         raise ValueError("a block does not have its checksum")
     if data[stop]:
         raise ValueError("it is compressed, which is not implemented")
     stop -= 4 + 4 * int.from_bytes(data[stop - 4 : stop], "little")
     key = b""
     while start < stop:
-        lengths = []
-        for _ in range(3):  # shared with the key before, the rest of the key, the value
-            length, start = _varint(data, start, stop)
-            lengths.append(length)
-        shared, rest, length = lengths
+        shared, rest, length, start = _varints(data, 3, start, stop)  # of the key before, this key and the value
         if shared > len(key) or shared + rest > MAX_KEY or rest + length > stop - start:
             raise ValueError("a record reaches outside its block, or has too long a key")
         key = key[:shared] + data[start : start + rest]
@@ -201,14 +188,14 @@ def _fields(message: Any) -> Iterator[tuple[int, Any]]:
         raise ValueError("a number stands where a message belongs")
     place, stop = 0, len(message)
     while place < stop:
-        key, place = _varint(message, place, stop)
+        key, place = _varints(message, 1, place, stop)
         number, wire = key >> 3, key & 7
         if wire == VARINT:
-            value, place = _varint(message, place, stop)
+            value, place = _varints(message, 1, place, stop)
         else:
             size = {FIXED64: 8, FIXED32: 4}.get(wire, -1)
             if wire == BYTES:
-                size, place = _varint(message, place, stop)
+                size, place = _varints(message, 1, place, stop)
             if not 0 <= size <= stop - place:
                 raise ValueError(f"field {number} of wire type {wire} has no end")
             content = message[place : place + size]
@@ -217,13 +204,17 @@ def _fields(message: Any) -> Iterator[tuple[int, Any]]:
         yield number, value
 
 
-def _varint(data: bytes, place: int, stop: int) -> tuple[int, int]:
-    """Return a number, 7 bits a byte, the low ones first, and its end. Raise ValueError if that is after `stop`."""
-    number = 0
-    for shift in range(0, 70, 7):
-        if place >= stop:
-            break
-        number, place = number | (data[place] & 0x7F) << shift, place + 1
-        if data[place - 1] < 0x80:
-            return number, place
-    raise ValueError("a number has no end")
+def _varints(data: bytes, count: int, place: int, stop: int) -> tuple[int, ...]:
+    """Return `count` numbers, 7 bits a byte, the low ones first, and their end. Raise ValueError beyond `stop`."""
+    numbers = []
+    for _ in range(count):
+        number = shift = 0
+        byte = 0x80
+        while byte & 0x80:
+            if place >= stop or shift > 63:
+                raise ValueError("a number has no end")
+            byte, place = data[place], place + 1
+            number |= (byte & 0x7F) << shift
+            shift += 7
+        numbers.append(number)
+    return *numbers, place

@@ -1,8 +1,7 @@
 """Files of torch.save, read without torch: a state dict, or a training checkpoint that holds much more.
 
-Since torch 1.6 the file is an uncompressed zip archive of `data.pkl` (the structure) and one `data/<key>` per storage.
-Before, it was five pickles (a magic number, a version, facts about the machine, the structure, the storages' keys) and
-then, for each key, a count of elements and the elements.
+Since torch 1.6: an uncompressed zip archive of `data.pkl`, the structure, and `data/<key>` for each storage. Before:
+five pickles (magic number, version, machine, structure, keys), then for each key a count of elements and the elements.
 """
 
 import io
@@ -32,20 +31,18 @@ from tinygpt.weights.containers.torch_pickle import StridedView, Stub, fields_of
 from tinygpt.weights.errors import CheckpointError, listed, shown
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms
-LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of its name and its extra field
+LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 ITEM_BYTES = {**ITEMSIZE, "uint8": 1, "bool": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8}
 MAX_DEPTH, MAX_VISITS = 8, 1_000_000  # of dictionaries in dictionaries
-# Tensors may share a storage, as the layers of some models do. Memory stays in proportion to the file.
-MAX_SHARING = 100
-# Names of functions and classes that make tensors of other kinds: quantized, sparse or NumPy's.
+MAX_SHARING = 100  # of a file's bytes, by all tensors: the layers of some models share a storage
+# Names of functions and classes that make other tensors: quantized, sparse or NumPy's.
 UNREADABLE = re.compile("rebuild|reconstruct|Tensor|Param")
 ENCRYPTED = 1  # a flag of a zip entry
 
 
 def is_torch(peek: Peek) -> bool:
-    """Every legacy file begins with the pickle of MAGIC_NUMBER, in one of protocol 2's spellings."""
     return peek.head.startswith((ZIP, PICKLE))
 
 
@@ -68,7 +65,7 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
     """
     file, format, structure, storages = _open(path, has_stubs=True, part=part)
     found: dict[str, StridedView | Stub] = {}
-    length = 0  # of all names: what stands once in the file may be part of many
+    length = 0  # of all names: a key may be part of many
     for name, value in _flat(structure, (), count()):
         if name in found:
             raise CheckpointError(f"{path} holds two tensors {shown(name)}: save it again.")
@@ -114,7 +111,7 @@ def _tensors(file: MappedFile, views: dict[str, StridedView], storages: dict[str
         found = storages.get(view.storage.key, Part(file, "", range(0)))
         itemsize = ITEM_BYTES.get(dtype, 1)
         end = (view.offset + element_extent(shape, strides)) * itemsize
-        # A stride of 0 repeats elements: the result must not be larger than a file that could hold it.
+        # A stride of 0 repeats elements.
         if end > len(found.data) or math.prod(shape) * itemsize > len(file):
             raise CheckpointError(
                 f"{file.path} holds {len(found.data)} bytes for the storage of {name}, which reaches to byte {end}: "
@@ -143,15 +140,12 @@ def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part]]:
 
 
 def _zip_entries(file: MappedFile) -> dict[str, Part]:
-    """Return the entries by their names without the folder that all lie in.
-
-    Raise CheckpointError for a damaged archive, and for entries that are not stored as they are in separate bytes.
-    """
+    """Return the entries by their names without the folder that all lie in."""
     entries: dict[str, Part] = {}
     with parsing(file.path, "zip archive", zipfile.BadZipFile, NotImplementedError, EOFError):
         with zipfile.ZipFile(cast(Any, file.data)) as archive:
             infos = archive.infolist()
-        has_checksums = any(info.CRC for info in infos)  # torch.serialization.set_crc32_options(False) writes 0 for all
+        has_checksums = any(info.CRC for info in infos)  # torch.serialization.set_crc32_options(False): all are 0
         for info in infos:
             name = info.filename.partition("/")[2]
             is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
@@ -170,7 +164,6 @@ def _zip_entries(file: MappedFile) -> dict[str, Part]:
 
 
 def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part]]:
-    """Return the structure and the place of each storage."""
     file.data.seek(file.begin)
     load = partial(load_pickle, file.data, file.path, has_stubs)
     is_known = file.data[file.begin : file.begin + 2] == PICKLE
@@ -184,7 +177,7 @@ def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part
     structure, named = load()
     keys, _ = load()
     unknown = sorted({storage.dtype for storage in named.values()} - set(ITEM_BYTES))
-    if unknown:  # their length is not known, nor the begin of the next ones
+    if unknown:  # the next ones' begin is not known
         raise CheckpointError(f"{file.path} holds {listed(unknown)}, which are not implemented: save it without them.")
     if not isinstance(keys, list) or any(type(key) is not str or key not in named for key in keys):
         raise CheckpointError(f"{file.path} lists storages that no tensor uses: download it again.")

@@ -1,7 +1,7 @@
 """Pickles of torch.save, read without torch.
 
-A pickle can name any function for Python to call. Here the names are a closed list without any library's function;
-others are refused, or become Stubs in a training checkpoint. No code of a file runs.
+A pickle can name any function for Python to call. Here the names are a closed list; others are refused, or become
+Stubs in a training checkpoint. No code of a file runs.
 """
 
 import io
@@ -21,15 +21,15 @@ STORAGE_DTYPES = {
     "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16",
     "DoubleStorage": "float64",
-    "ByteStorage": "uint8",  # integers and booleans are buffers of masks, which are never read
+    "ByteStorage": "uint8",  # integers and booleans are masks, which are never read
     "BoolStorage": "bool",
     "CharStorage": "int8",
     "ShortStorage": "int16",
     "IntStorage": "int32",
     "LongStorage": "int64",
 }
-MAX_STUBS, MAX_NAME = 10_000, 100  # classes, characters of each one's name
-MAX_INSTRUCTIONS = 1_000_000  # a state dict takes some fifty a tensor
+MAX_STUBS, MAX_NAME = 10_000, 100  # classes, characters of a name
+MAX_INSTRUCTIONS = 1_000_000  # a tensor takes some fifty
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Stub:
 
 
 class CheckedDict(dict):
-    """A dictionary without attributes (a state dict's `_metadata`: versions of modules) and with names as keys.
+    """A dictionary without attributes (a state dict's `_metadata`), whose keys are names.
 
-    Other keys are left out, or refused if it is strict: to hash nested tuples or colliding ints takes for ever.
+    Others are left out, or refused if it is strict: to hash nested tuples or colliding ints takes for ever.
     """
 
     def __init__(self, is_strict: bool):
@@ -94,10 +94,7 @@ class CheckedDict(dict):
 
 
 class TorchUnpickler(pickle._Unpickler):
-    """An unpickler that knows the names of a state dict alone. has_stubs: other names become Stubs.
-
-    It is the one in Python, whose instructions can be overridden.
-    """
+    """Python's own unpickler in Python, whose instructions can be overridden. has_stubs: other names become Stubs."""
 
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
@@ -106,7 +103,7 @@ class TorchUnpickler(pickle._Unpickler):
         self.path, self.has_stubs = path, has_stubs
         self.storages: dict[str, Storage] = {}
         self._stubs: dict[str, type[Stub]] = {}
-        self._unspent = pushed  # instructions; an honest file pushes an element for each item of a dictionary
+        self._unspent = pushed  # instructions: an honest file takes one for each item of a dictionary
         self._allowed = {
             "collections.OrderedDict": self._checked_dict,
             "torch._utils._rebuild_tensor_v2": self._strided_view,
@@ -151,7 +148,6 @@ class TorchUnpickler(pickle._Unpickler):
     dispatch[pickle.EMPTY_DICT[0]] = lambda self: self.append(self._checked_dict())
 
     def _checked_dict(self, pairs: Iterable[Any] = ()) -> CheckedDict:
-        """Return a dictionary. Raise ValueError for a list of pairs that makes many dictionaries."""
         found = CheckedDict(is_strict=not self.has_stubs)
         for key, value in pairs:
             found[key] = value
@@ -176,12 +172,10 @@ class TorchUnpickler(pickle._Unpickler):
 
 
 def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
-    """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged.
-
-    Instructions are checked first: Python allocates what a damaged program claims.
-    """
+    """Return the next object in `file`, and the storages that it names. Raise CheckpointError if it is damaged."""
     start = file.tell()
     with parsing(path, "pickle", Exception):  # any instruction may meet an object that it was not made for
+        # Before any is executed: Python allocates the memory that an instruction claims.
         for pushed, (opcode, argument, _) in enumerate(pickletools.genops(file)):
             if pushed >= MAX_INSTRUCTIONS or (
                 opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > MAX_INSTRUCTIONS
@@ -196,7 +190,7 @@ def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, 
 
 
 def read_plain_pickle(path: Path) -> Any:
-    """Return the one object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
+    """Return the object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
     with parsing(path, "pickle"), open_regular(path) as file:
         return load_pickle(file, path, has_stubs=False)[0]
 

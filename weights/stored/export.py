@@ -1,7 +1,6 @@
-"""Checkpoints for other programs: Hugging Face's safetensors, NumPy's npz, and safetensors with float8 matrices.
+"""Checkpoints for other programs, in transformers' layout: safetensors, NumPy's npz, and safetensors with float8.
 
-All have the names and layouts of transformers. float8 keeps a scale for each output channel, or for each token of an
-embedding; biases, norms and positions stay float32. Configuration and tokenizer lie next to the weights.
+float8 has a scale for each output channel or token; biases, norms and positions stay float32.
 """
 
 import json
@@ -16,7 +15,8 @@ import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, POSITIONS, is_transposed, parameter_shapes
-from tinygpt.weights.containers.safetensors import FORMAT, IN_FILES, SCALE, Entry, encode, write_tensors
+from tinygpt.weights.containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
+from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.family import Layout, Transform
@@ -26,15 +26,11 @@ from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_objec
 from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 SAFETENSORS, NPZ = "model.safetensors", "model.npz"
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor to write, by its name in Hugging Face's files. out_axis: that of output channels, if a matrix.
-
-    short_name: without transformers' wrappers of the model.
-    """
+    """A tensor to write. short_name: without transformers' wrappers; out_axis: of output channels."""
 
     name: str
     short_name: str
@@ -45,15 +41,14 @@ class Part:
 
 
 def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
-    """Write model.safetensors into the folder, as transformers' save_pretrained does."""
-    parts = parts_of(checkpoint)
-    entries = {part.name: Entry(DTYPES[dtype], part.shape, partial(_read, part, dtype)) for part in parts}
+    """Write model.safetensors as transformers' save_pretrained does."""
+    entries = {part.name: Entry(dtype, part.shape, partial(_read, part, dtype)) for part in parts_of(checkpoint)}
     write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
     return folder / SAFETENSORS
 
 
 def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
-    """Write model.npz into the folder: an array for each tensor, float32 or float16."""
+    """Write model.npz: an array for each tensor, float32 or float16."""
     with (folder / NPZ).open("wb") as file:
         arrays: dict[str, Any] = {part.name: _read(part, dtype) for part in parts_of(checkpoint)}
         np.savez(file, **arrays)
@@ -61,16 +56,16 @@ def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
 
 
 def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
-    """Write model.safetensors with float8 matrices into the folder."""
+    """Write model.safetensors with float8 matrices."""
     arrays: dict[str, np.ndarray] = {}
     for part in parts_of(checkpoint):
         array = np.ascontiguousarray(part.array())
-        if array.ndim == 2 and part.parameter != POSITIONS:  # small, and added to the residual stream as they are
+        if array.ndim == 2 and part.parameter != POSITIONS:
             array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
         arrays[part.short_name] = array
     arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
     entries = {
-        name: Entry(IN_FILES if a.dtype == np.uint8 else "F32", a.shape, partial(np.asarray, a))
+        name: Entry(FLOAT8 if a.dtype == np.uint8 else "float32", a.shape, partial(np.asarray, a))
         for name, a in arrays.items()
     }
     write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})
@@ -78,10 +73,7 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
 
 
 def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
-    """Yield all tensors but a tied head, and parameters that transformers leaves out of models trained without them.
-
-    Raise CheckpointError for a model without such a layout.
-    """
+    """Yield all tensors but a tied head and, if the layout has defaults, parameters that are them."""
     layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
     for name, rule in layout.rules(checkpoint.config).items():
         if name == HEAD and checkpoint.tied:
@@ -97,7 +89,7 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
-    """Return transformers' layout of such a model. Raise CheckpointError if it has none."""
+    """Return transformers' layout of a model. Raise CheckpointError if it has none."""
     if not can_be_written(checkpoint):
         raise CheckpointError(
             f"{checkpoint.path} is a {checkpoint.family}, which convert writes in no format: load it as it is."
@@ -120,15 +112,18 @@ def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarra
     return transform.to_parts(array, count)[i]
 
 
-def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Return the upper halves of float32s, rounded to even; a NaN stays one."""
-    bits = array.view(np.uint32)
-    rounded = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
-    return np.where(np.isnan(array), bits >> 16 | 64, rounded).astype(np.uint16)
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32s as float32, float16, or bfloat16 in a uint16, rounded to even.
 
-
-def to_float16(name: str, array: np.ndarray) -> np.ndarray:
-    """Return float16s. Raise CheckpointError for values beyond 65504."""
+    Raise CheckpointError for values beyond float16's.
+    """
+    array = np.ascontiguousarray(array)
+    if dtype == "float32":
+        return array
+    if dtype == "bfloat16":  # the upper halves; a NaN stays one
+        bits = array.view(np.uint32)
+        halves = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
+        return np.where(np.isnan(array), bits >> 16 | 64, halves).astype(np.uint16)
     with np.errstate(over="ignore"):
         halves = array.astype(np.float16)
     if np.isinf(halves).sum() > np.isinf(array).sum():
@@ -137,14 +132,11 @@ def to_float16(name: str, array: np.ndarray) -> np.ndarray:
 
 
 def _read(part: Part, dtype: str) -> np.ndarray:
-    array = np.ascontiguousarray(part.array())
-    if dtype == "float16":
-        return to_float16(part.name, array)
-    return to_bfloat16(array) if dtype == "bfloat16" else array
+    return rounded(part.name, part.array(), dtype)
 
 
 def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
-    """Copy the checkpoint's files if it has them in Hugging Face's form; otherwise write them."""
+    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them."""
     # A head that differs from the embedding counts, whatever the checkpoint's own file says.
     config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
     try:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, POSITIONS, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.gguf import ALIGNMENT, ARRAY, MAGIC, NUMBERS, STRING
+from tinygpt.weights.containers.gguf import ALIGNMENT, ARRAY, FLOAT32, MAGIC, STRING
 from tinygpt.weights.errors import CheckpointError, how_to_install
 from tinygpt.weights.families.gguf import (
     ARCHITECTURE,
@@ -25,38 +25,39 @@ from tinygpt.weights.families.gguf import (
 )
 from tinygpt.weights.families.tokenizers import is_blooms_kind
 from tinygpt.weights.files import sync
-from tinygpt.weights.stored.export import to_bfloat16, to_float16
+from tinygpt.weights.stored.export import rounded
 
 FILE = "model.gguf"
-U32, I32, F32, BOOL = 4, 5, 6, 7
-# By our dtypes: ggml's number of the type of matrices, and of the file as a whole.
-TYPES = {"float32": (0, 0), "float16": (1, 1), "bfloat16": (30, 32), "int8": (8, 7), "int4": (2, 2)}
-BLOCKS = {"int8": (8, 32, 34), "int4": (2, 32, 18)}  # Q8_0 and Q4_0: ggml's number, values and bytes of a block
-PLAIN = 0  # float32: what is small, and all positions
+UINT32, INT32, BOOL = 4, 5, 7  # ggml's numbers of types of values
+NUMBER = {bool: (BOOL, "?"), int: (UINT32, "I"), float: (FLOAT32, "f")}
+# By our dtypes: ggml's number of a matrix's type and of the file as a whole, and the values and bytes of a block.
+TYPES = {"float32": (0, 0, 1, 4), "float16": (1, 1, 1, 2), "bfloat16": (30, 32, 1, 2)}
+BLOCKS = {"int8": (8, 7, 32, 34), "int4": (2, 2, 32, 18)}  # Q8_0 and Q4_0
+TYPES |= BLOCKS
 
 
 def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapping[str, Any] | None) -> Path:
     """Write model.gguf into the folder. Raise CheckpointError for a model that llama.cpp would compute otherwise.
 
-    tokenizer: byte-level BPE in the form of a tokenizer.json, or None; "add_bos_token": bos_token_id begins every text.
+    tokenizer: of a tokenizer.json, byte-level BPE, or None; "add_bos_token": bos_token_id begins every text.
     """
     config = checkpoint.config
     check_gguf(checkpoint, dtype)
     keys = _keys(config, dtype, checkpoint.path.stem) | _tokenizer_keys(config, tokenizer)
-    shapes = parameter_shapes(config)
-    names = [name for name in shapes if name != HEAD or not checkpoint.tied]
-    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(names), len(keys))], 0
-    out += [_string(name) + struct.pack("<I", kind) + _value(kind, content) for name, (kind, content) in keys.items()]
-    for name in names:
-        shape, kind, size = _place(name, shapes[name], dtype)
-        out.append(_string(NAMES.of(name)) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape)))
-        out.append(struct.pack("<IQ", kind, offset))
-        offset += _padded(size)
+    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name != HEAD or not checkpoint.tied}
+    # Norms, biases and positions stay float32.
+    dtypes = {name: "float32" if len(shape) == 1 or name == POSITIONS else dtype for name, shape in shapes.items()}
+    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(shapes), len(keys))], 0
+    out += [_string(name) + _typed(content) for name, content in keys.items()]
+    for name, shape in shapes.items():
+        kind, _, values, size = TYPES[dtypes[name]]
+        place = struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+        out.append(_string(NAMES.of(name)) + place)
+        offset += _padded(math.prod(shape) // values * size)
     with (folder / FILE).open("wb") as file:
         file.write(_with_padding(b"".join(out)))
-        for name in names:
-            _, kind, _ = _place(name, shapes[name], dtype)
-            file.write(_with_padding(_bytes(checkpoint, name, dtype, kind)))
+        for name in shapes:
+            file.write(_with_padding(_bytes(checkpoint, name, dtypes[name])))
         file.flush()
         sync(file.fileno())
     return folder / FILE
@@ -75,7 +76,7 @@ def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
             f"{checkpoint.path} has the activation {config.activation_function}, and llama.cpp computes gelu_new for "
             "every GPT-2 and BLOOM: it cannot become GGUF."
         )
-    _, values, _ = BLOCKS.get(dtype, (0, 1, 0))
+    values = TYPES[dtype][2]
     if dtype in BLOCKS and find_spec("gguf") is None:
         raise CheckpointError(f"--dtype {dtype} needs gguf for ggml's blocks: {how_to_install('gguf')}.")
     if config.n_embd % values or config.inner_size % values:
@@ -89,34 +90,32 @@ def _architecture_of(config: ModelConfig) -> str:
     return next(name for name, structure in ARCHITECTURES.items() if structure == config.structure)
 
 
-def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, tuple[int, Any]]:
+def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, Any]:
     architecture = _architecture_of(config)
-    numbers = {
+    sizes = {
         "n_layer": config.n_layer,
         "n_positions": config.n_positions,
         "n_embd": config.n_embd,
         "n_inner": config.inner_size,
         "n_head": config.n_head,
+        "layer_norm_epsilon": float(config.layer_norm_epsilon),
     }
     return {
-        ARCHITECTURE: (STRING, architecture),
-        "general.name": (STRING, name),
-        **{KEYS[field].format(architecture): (U32, number) for field, number in numbers.items()},
-        KEYS["layer_norm_epsilon"].format(architecture): (F32, config.layer_norm_epsilon),
-        "general.file_type": (U32, TYPES[dtype][1]),
-        "general.quantization_version": (U32, 2),
+        ARCHITECTURE: architecture,
+        "general.name": name,
+        **{KEYS[field].format(architecture): number for field, number in sizes.items()},
+        "general.file_type": TYPES[dtype][1],
+        "general.quantization_version": 2,
     }
 
 
-def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, tuple[int, Any]]:
-    """Return as many tokens as the vocabulary has rows: rows without a text are unused tokens."""
+def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a token for each row of the vocabulary: without a text, an unused token."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
-    keys = {
-        f"tokenizer.ggml.{key}": (U32, i) for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
-    }
+    keys = {f"tokenizer.ggml.{key}": i for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size}
     if tokenizer is None:
         size = f"{_architecture_of(config)}.vocab_size"
-        return keys | {"tokenizer.ggml.model": (STRING, "none"), size: (U32, config.vocab_size)}
+        return {**keys, "tokenizer.ggml.model": "none", size: config.vocab_size}
     tokens = [f"[PAD{i}]" for i in range(config.vocab_size)]
     kinds = [UNUSED] * config.vocab_size
     for token, i in tokenizer["model"]["vocab"].items():
@@ -126,42 +125,29 @@ def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) ->
         if entry["id"] < config.vocab_size:
             tokens[entry["id"]] = entry["content"]
             kinds[entry["id"]] = CONTROL if entry["special"] else USER_DEFINED
-    merges = [" ".join(pair) for pair in tokenizer["model"]["merges"]]
     return {
         **keys,
-        "tokenizer.ggml.model": (STRING, "gpt2"),
-        "tokenizer.ggml.pre": (STRING, "bloom" if is_blooms_kind(tokenizer) else "gpt-2"),
-        "tokenizer.ggml.add_bos_token": (BOOL, bool(tokenizer.get("add_bos_token"))),
-        "tokenizer.ggml.tokens": (ARRAY, (STRING, tokens)),
-        "tokenizer.ggml.token_type": (ARRAY, (I32, kinds)),
-        "tokenizer.ggml.merges": (ARRAY, (STRING, merges)),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "bloom" if is_blooms_kind(tokenizer) else "gpt-2",
+        "tokenizer.ggml.add_bos_token": bool(tokenizer.get("add_bos_token")),
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in tokenizer["model"]["merges"]],
     }
 
 
-def _place(name: str, shape: tuple[int, ...], dtype: str) -> tuple[tuple[int, ...], int, int]:
-    """Return the shape in the file, ggml's type and the size in bytes."""
-    if len(shape) == 1 or name == POSITIONS:
-        return shape, PLAIN, 4 * math.prod(shape)
-    if dtype in BLOCKS:
-        kind, values, size = BLOCKS[dtype]
-        return shape, kind, math.prod(shape) // values * size
-    return shape, TYPES[dtype][0], math.prod(shape) * (4 if dtype == "float32" else 2)
-
-
-def _bytes(checkpoint: Checkpoint, name: str, dtype: str, kind: int) -> bytes:
+def _bytes(checkpoint: Checkpoint, name: str, dtype: str) -> bytes:
     array = np.ascontiguousarray(_scaled(checkpoint, name))
     checkpoint.release(name)
-    if kind == PLAIN:
-        return array.tobytes()
-    if dtype in BLOCKS:
-        from gguf import GGMLQuantizationType, quants
+    if dtype not in BLOCKS:
+        return rounded(name, array, dtype).tobytes()
+    from gguf import GGMLQuantizationType, quants
 
-        return quants.quantize(array, GGMLQuantizationType(kind)).tobytes()
-    return (to_float16(name, array) if dtype == "float16" else to_bfloat16(array)).tobytes()
+    return quants.quantize(array, GGMLQuantizationType(TYPES[dtype][0])).tobytes()
 
 
 def _scaled(checkpoint: Checkpoint, name: str) -> np.ndarray:
-    """Return the parameter, (out, in). llama.cpp scales scores by the head size alone: the rest goes into queries."""
+    """Return the parameter. llama.cpp scales scores by the head size alone: the rest goes into queries."""
     array, config = checkpoint.tensor(name), checkpoint.config
     if ".attn.c_attn." not in name:
         return array
@@ -178,13 +164,18 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(kind: int, content: Any) -> bytes:
-    if kind == STRING:
-        return _string(content)
-    if kind != ARRAY:
-        return struct.pack(f"<{NUMBERS[kind]}", content)
-    inner, elements = content
-    return struct.pack("<IQ", inner, len(elements)) + b"".join(_value(inner, element) for element in elements)
+def _typed(value: bool | int | float | str | list[int] | list[str]) -> bytes:
+    """Return a value after ggml's number of its type. A list of ints is int32."""
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _string(value)
+    if not isinstance(value, list):
+        kind, form = NUMBER[type(value)]
+        return struct.pack(f"<I{form}", kind, value)
+    if value and isinstance(value[0], int):
+        kind, elements = INT32, np.array(value, "<i4").tobytes()
+    else:
+        kind, elements = STRING, b"".join(map(_string, value))
+    return struct.pack("<IIQ", ARRAY, kind, len(value)) + elements
 
 
 def _padded(size: int) -> int:

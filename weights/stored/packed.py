@@ -1,9 +1,8 @@
 """Converted checkpoints: packed weights in one safetensors file, which kernels read in place.
 
-model.tinygpt.safetensors holds the CPU kernels' arrays by name, bfloat16 as two bytes. Its metadata has `format`
-and `version`, `dtype`, whether the head is `tied` to wte (and stored once), the packing's numbers, the `source`, what a
-calibration used, and the `crc32` of the data, verified at every load. Arrays that fill whole 64 bytes come first, so
-that each starts on a 64-byte boundary.
+model.tinygpt.safetensors holds the CPU kernels' arrays by name, bfloat16 as two bytes. Its metadata: `format`,
+`version`, `dtype`, whether the head is `tied` to wte, the packing's numbers, the `source`, the calibration, and the
+`crc32` of the data. Arrays that fill whole 64 bytes come first, so that each starts on a 64-byte boundary.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,21 +21,16 @@ from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.files import PACKED_FILE, crc32_of, in_a_thread
 
 FORMAT, VERSION = "tinygpt packed weights", "3"
-BOUNDARY = 64  # bytes: the widest vector, and a cache line
+BOUNDARY = 64  # bytes of the widest vector
 CONVERT_AGAIN = "convert the original checkpoint again with `tinygpt convert`."
-# NumPy's dtypes by their names in the file, and by `read_safetensors`' names.
-NAMES = {"float32": "F32", "uint8": "U8", "uint16": "BF16"}
-STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}
+STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}  # dtypes in the file
 
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 
 
 @dataclass(frozen=True)
 class PackedCheckpoint:
-    """A converted checkpoint: `dtype` is that of the conversion; tied: wte is the head.
-
-    checksum: the data's, computed in a thread.
-    """
+    """A converted checkpoint. tied: wte is the head; checksum: of the data, computed in a thread."""
 
     path: Path
     config: ModelConfig
@@ -48,7 +42,7 @@ class PackedCheckpoint:
 
     @classmethod
     def open(cls, path: Path) -> "PackedCheckpoint":
-        """Open a folder that holds PACKED_FILE. Raise CheckpointError if it is damaged or of another version."""
+        """Open a folder with PACKED_FILE. Raise CheckpointError if it is damaged or of another version."""
         file = path / PACKED_FILE
         for name in FILES:
             if (path / name).exists():
@@ -75,7 +69,7 @@ class PackedCheckpoint:
         return next(iter(self.stored.values())).file
 
     def arrays(self, layout: Layout, packing: Mapping[str, int]) -> dict[str, np.ndarray]:
-        """Return views of the mapped file: writable, but writes stay out of the file.
+        """Return writable views of the file, whose writes stay out of it.
 
         Raise one CheckpointError that lists all differences from this layout and packing, or for damaged data.
         """
@@ -101,12 +95,12 @@ class PackedCheckpoint:
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
-    """Write PACKED_FILE into the folder and read it back. Raise CheckpointError if the disk did not keep the data."""
+    """Write PACKED_FILE into the folder. Raise CheckpointError if the disk did not keep the data."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
     checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
-    entries = {name: Entry(NAMES[a.dtype.name], a.shape, partial(np.asarray, a)) for name, a in ordered}
+    entries = {name: Entry(STORED[a.dtype.name], a.shape, partial(np.asarray, a)) for name, a in ordered}
     write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
     if crc32_of([_data(read_safetensors(path).tensors)]) != checksum:
         raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
