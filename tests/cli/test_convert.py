@@ -243,7 +243,7 @@ def test_the_dtypes_of_a_format_are_those_of_help_and_error(capsys, to):
         (["./nowhere", "{tmp}/x"], "nowhere"),
         (["demo"], "a checkpoint and the folder to make are needed"),
         (["demo", "{tmp}/no/such/folder"], "create it first"),
-        (["demo", "."], "is the working folder"),
+        (["demo", "."], "is there already, and not an empty folder"),
         (["demo", "{tmp}/x.gguf"], "give --to gguf"),
         (["{int8}", "{tmp}/x"], "converted already"),
         (["{int8}", "{tmp}/x", "--dtype", "float8"], "converted already"),

@@ -20,46 +20,41 @@ NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model", "LIST is one or several, separated by commas.")
-    source = model.add_mutually_exclusive_group()
-    source.add_argument("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
-    about = "random weights in GPT-2's shape of 124M, 355M, 774M or 1.5B, or tiny; no download (default: none)"
-    source.add_argument("--random", metavar="SHAPE", help=about)
+    add = model.add_mutually_exclusive_group().add_argument
+    add("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
+    add("--random", metavar="SHAPE", help="random weights, shaped as 124M, 355M, 774M, 1.5B or tiny (default: none)")
     model.add_argument("--dtype", type=dtypes, metavar="LIST", help=MODEL_FLAGS["dtype"]["help"])
     add_flag(model, "kv_cache_dtype", default=None)
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")
-    about = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
-    add_flag(model, "device", choices=("cpu", "cuda"), default=None, help=about)
+    device = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
+    add_flag(model, "device", choices=("cpu", "cuda"), default=None, help=device)
     for name in RANK_FLAGS:
         add_flag(model, name)
-    cases = parser.add_argument_group("cases", "each combination is measured, with each dtype and number of threads.")
-    cases.add_argument("--batch-sizes", type=whole_numbers, metavar="LIST", help="sequences at once (default: 1,8)")
-    cases.add_argument("--prompt-lengths", type=whole_numbers, metavar="LIST", help="tokens (default: 128)")
-    about = "tokens to generate after the prompt, 2 or more; 0 for no generation (default: 64)"
-    cases.add_argument("--new-tokens", type=whole_numbers, metavar="LIST", help=about)
-    about = "runs of each case, after a warm-up (default: 5, and a preset's own)"
-    cases.add_argument("--repetitions", type=int, metavar="N", help=about)
-    studies = parser.add_argument_group("published studies", "in place of the cases above; they have their own.")
+    about = "each combination is measured, with each dtype and number of threads."
+    add = parser.add_argument_group("cases", about).add_argument
+    add("--batch-sizes", type=whole_numbers, metavar="LIST", help="sequences at once (default: 1,8)")
+    add("--prompt-lengths", type=whole_numbers, metavar="LIST", help="tokens (default: 128)")
+    add("--new-tokens", type=whole_numbers, metavar="LIST", help="tokens to generate, 0 or at least 2 (default: 64)")
+    add("--repetitions", type=int, metavar="N", help="runs of each case, after a warm-up (default: 5, or the preset's)")
+    about = "in place of the cases above; they have their own."
+    add = parser.add_argument_group("published studies", about).add_argument
     listed = "; ".join(f"{study.name}: {study.summary}" for study in STUDIES.values())
     about = f"repeat a study and show its figures: {listed} (default: none)"
-    studies.add_argument("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
-    studies.add_argument("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
-    about = "UTF-8 text, for the perplexity of onnx-study (default: none)"
-    studies.add_argument("--text", metavar="FILE", help=about)
-    about = "batch-inference also with the model in another process, behind `serve` (default: off)"
-    studies.add_argument("--remote", action="store_true", help=about)
-    output = parser.add_argument_group("output")
+    add("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
+    add("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
+    add("--text", metavar="FILE", help="UTF-8 text, for the perplexity of onnx-study (default: none)")
+    add("--remote", action="store_true", help="batch-inference also with the model behind `serve` (default: off)")
+    add = parser.add_argument_group("output").add_argument
     about = (
         "text and md are tables; the others have llama-bench's keys and more (default: what the name of --output ends "
         "in, or md; text on a terminal)"
     )
-    output.add_argument("--format", type=str.lower, choices=FORMATS, help=about)
-    output.add_argument("--json", action="store_true", help="as --format json (default: off)")
-    about = "also write the results into a file (default: none)"
-    output.add_argument("--output", type=Path, metavar="FILE", help=about)
-    about = "also draw them, into a file named .png or .svg (default: none)"
-    output.add_argument("--plot", type=Path, metavar="FILE", help=about)
+    add("--format", type=str.lower, choices=FORMATS, help=about)
+    add("--json", action="store_true", help="as --format json (default: off)")
+    add("--output", type=Path, metavar="FILE", help="also write the results into a file (default: none)")
+    add("--plot", type=Path, metavar="FILE", help="also draw them, into a file named .png or .svg (default: none)")
     about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
-    output.add_argument("--compare", type=Path, nargs=2, metavar="FILE", help=about)
+    add("--compare", type=Path, nargs=2, metavar="FILE", help=about)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -76,8 +76,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, target: Path) -> None:
-    if Path.cwd().is_relative_to(os.path.normpath(target)):
-        raise RequestError(f"DST {args.target} is the working folder, or one around it: name a new folder.")
     is_empty = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not is_empty:
         raise RequestError(f"DST {args.target} is there already, and not an empty folder: name a new folder.")
@@ -88,8 +86,8 @@ def _check(args: argparse.Namespace, target: Path) -> None:
         raise RequestError(f"DST {args.target} is named as a file of another format: give --to {ending}.")
     if args.dtype not in FORMATS[args.to]:
         raise invalid("--dtype", args.dtype, f"one of {', '.join(FORMATS[args.to])}")
-    flags = ("calibrate", "act_scales", "smooth")
-    given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(args, flag) is not None]
+    flags = {"--calibrate": args.calibrate, "--act-scales": args.act_scales, "--smooth": args.smooth}
+    given = [flag for flag, value in flags.items() if value is not None]
     if given and (args.to or args.dtype not in CALIBRATED):
         raise RequestError(f"{given[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out.")
     if given and (args.calibrate is None) == (args.act_scales is None):
@@ -192,13 +190,13 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
     params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
-    about = {"dtype": args.dtype, "tied": str(checkpoint.tied).lower()}
-    about |= {"vocab_size": checkpoint.config.vocab_size, "source": args.source, **packed.PACKING}
-    return packed.arrays_of(params), about | ({} if calibration is None else calibration.about)
-
-
-def _add_warmup_arguments(parser: argparse.ArgumentParser) -> None:
-    add_group(parser, CPU_FLAGS)
+    about = {
+        "dtype": args.dtype,
+        "tied": str(checkpoint.tied).lower(),
+        "vocab_size": checkpoint.config.vocab_size,
+        "source": args.source,
+    }
+    return packed.arrays_of(params), {**about, **packed.PACKING, **(calibration.about if calibration else {})}
 
 
 def _warm_up(args: argparse.Namespace) -> None:
@@ -217,4 +215,6 @@ CONVERT = Command(
     run,
     "[flags] SRC DST",
 )
-WARMUP = Command("compile the kernels for a model and dtype ahead of time", _add_warmup_arguments, _warm_up)
+WARMUP = Command(
+    "compile the kernels for a model and dtype ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up
+)

@@ -1,19 +1,25 @@
-"""`tinygpt eval`: perplexity, LAMBADA and ROUGE, one row of a table for each dtype."""
+"""`tinygpt eval`: perplexity, LAMBADA and ROUGE by dtype. `tinygpt parity`: a comparison with transformers' results."""
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.report import aligned, records_table
-from tinygpt.cli import loading
-from tinygpt.cli.flags import CPU_FLAGS, RANK_FLAGS, Command, add_group, dtypes
-from tinygpt.cli.output import emit, log, progress, table_format
-from tinygpt.errors import RequestError, invalid, work_started_by
+from tinygpt.cli import flags
+from tinygpt.cli.input import PromptRecord, read_lines, read_prompts
+from tinygpt.cli.loading import set_thread_pools
+from tinygpt.cli.output import check_writable, emit, log, print_fields, print_json, print_table, progress, table_format
+from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 from tinygpt.evaluation.texts import read_articles, read_rows, read_text
+from tinygpt.hardware import thread_count
+from tinygpt.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from tinygpt.evaluation.parity import Difference, Golden, Parity
     from tinygpt.llm import LLM
 
 # Title of a column -> its format for a record.
@@ -43,28 +49,35 @@ COLUMNS = {
     },
 }
 FORMATS = ("text", "md", "jsonl")
+MODEL = (*flags.CPU_FLAGS, "max_model_len", "split_special_tokens", *flags.RANK_FLAGS)
+# Two to four times the differences on the demo, which reach 0.07, 0.5 and 2.1 in the last three dtypes. The standard
+# deviation of a trained model's logits is a few units.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25, "int8": 1.0, "int4": 4.0}
+PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    about = "what to measure: ppl, lambada or rouge, see below"
-    parser.add_argument("task", type=str.lower, choices=COLUMNS, metavar="TASK", help=about)
-    about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
-    parser.add_argument("file", metavar="FILE", type=Path, help=about)
-    about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
-    parser.add_argument("--format", type=str.lower, choices=FORMATS, help=about)
-    parser.add_argument("--json", action="store_true", help="as --format jsonl (default: off)")
-    ppl = parser.add_argument_group("ppl", "strided perplexity of a text")
-    about = (
-        "tokens from one window to the next; fewer give each token more context, and take longer "
-        "(default: a full window, without overlap)"
+    add = parser.add_argument
+    add(
+        "task",
+        type=str.lower,
+        choices=COLUMNS,
+        metavar="TASK",
+        help="ppl, lambada or rouge: what to measure, see below",
     )
-    ppl.add_argument("--stride", type=int, metavar="N", help=about)
-    about = "accuracy and perplexity of what ends each text, by word and by token; ROUGE of summaries (extra eval)"
-    lambada = parser.add_argument_group("lambada, rouge", about)
-    lambada.add_argument("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
+    about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
+    add("file", metavar="FILE", type=Path, help=about)
+    about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
+    add("--format", type=str.lower, choices=FORMATS, help=about)
+    add("--json", action="store_true", help="as --format jsonl (default: off)")
+    add = parser.add_argument_group("ppl", "strided perplexity of a text").add_argument
+    about = "tokens between the starts of two windows: fewer give more context, and take longer (default: a window)"
+    add("--stride", type=int, metavar="N", help=about)
+    about = "accuracy and perplexity of the end of each text, by word and by token; ROUGE of summaries (extra eval)"
+    add = parser.add_argument_group("lambada, rouge", about).add_argument
+    add("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
-    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
-    group = add_group(parser, names, dtype={"type": dtypes, "metavar": "LIST"}, max_model_len=window)
+    group = flags.add_group(parser, MODEL, dtype={"type": flags.dtypes, "metavar": "LIST"}, max_model_len=window)
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
 
 
@@ -78,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise invalid("--limit", args.limit, "at least 1")
     given = _read(args)
-    loading.set_thread_pools(args.threads)
+    set_thread_pools(args.threads)
     if len(args.dtype) > 1:  # LLM refuses a single one
         from tinygpt.parallel.runner import open_sources
 
@@ -111,8 +124,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
     from tinygpt.evaluation.tasks import NUM_TOGETHER, check_stride
     from tinygpt.llm import LLM
 
-    names = (*CPU_FLAGS, "max_model_len", "split_special_tokens", *RANK_FLAGS)
-    arguments = {name: getattr(args, name) for name in names} | {"dtype": dtype, "max_num_seqs": NUM_TOGETHER}
+    arguments = {name: getattr(args, name) for name in MODEL} | {"dtype": dtype, "max_num_seqs": NUM_TOGETHER}
     with LLM(**arguments) as llm:
         if args.stride is not None:
             check_stride(llm, args.stride)
@@ -125,10 +137,8 @@ def _measure(task: str, llm: "LLM", given: Any, stride: int | None) -> list[dict
     from tinygpt.evaluation import tasks
 
     if task == "lambada":
-        return [
-            asdict(found) | {"accuracy": found.accuracy}
-            for found in tasks.lambada(llm, given, use_tqdm=progress("row"))
-        ]
+        found = tasks.lambada(llm, given, use_tqdm=progress("row"))
+        return [asdict(by) | {"accuracy": by.accuracy} for by in found]
     if task == "rouge":
         summaries = tasks.summarize(llm, given, use_tqdm=progress("article"))
         return [{"num_rows": len(given)} | tasks.rouge(summaries, given)]
@@ -160,6 +170,186 @@ def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
     return {"change": record[name] / first[name] - 1}
 
 
-EVAL = Command(
+def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_checkpoint(parser)
+    flags.add_flag(parser, "dtype", default="float32", help=f"{flags.WEIGHTS} (default: float32)")
+    flags.add_flag(parser, "device")
+    flags.add_flag(parser, "threads")
+    add = parser.add_argument
+    defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
+    add("--tolerance", type=float, metavar="X", help=f"largest difference of a logit (default: {defaults})")
+    default = f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids"
+    about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
+    add("--input", metavar="FILE", help=about)
+    add("-n", "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: 32)")
+    about = "also show how far each layer's hidden states differ; --tolerance is for logits (default: off)"
+    add("--layers", action="store_true", help=about)
+    about = "compare with this file, prompts included (default: with transformers)"
+    add("--golden", metavar="FILE", help=about)
+    about = "write what transformers computes to this .npz file (default: none)"
+    add("--save-golden", metavar="FILE", help=about)
+
+
+def _run_parity(args: argparse.Namespace) -> None:
+    """Print the comparison. Raise TinyGPTError if a difference exceeds the tolerance."""
+    args.model = flags.checkpoint_of(args)
+    _check_parity(args)
+    set_thread_pools(args.threads)
+    folder = _folder_for_transformers(args.model) if args.golden is None else None
+    from tinygpt.evaluation.parity import compare
+    from tinygpt.llm import LLM
+
+    with LLM(args.model, args.dtype, args.device, args.threads) as llm:
+        if args.layers and llm.config.embed_dim is not None:
+            raise RequestError(f"--layers needs hidden states of one width, and {args.model} has two: omit it.")
+        tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
+        goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
+        log("computing with tinygpt")
+        logits = [llm.logits(golden.token_ids) for golden in goldens]
+        states = [llm.hidden_states(golden.token_ids) for golden in goldens] if args.layers else None
+        parity = compare(goldens, logits, _greedy(llm, goldens), states)
+    failures = parity.failures(tolerance)
+    about = {
+        "model": args.model,
+        "dtype": llm.dtype,
+        "device": args.device,
+        "tolerance": tolerance,
+        "compared_with": args.golden or "transformers",
+        "passed": not failures,
+    }
+    if args.json:
+        print_json({**about, "failures": failures, **asdict(parity)})
+    else:
+        _print_parity(about, parity)
+    if failures:
+        raise TinyGPTError("\n".join(["no parity:", *(f"  {failure}" for failure in failures)]))
+
+
+def _check_parity(args: argparse.Namespace) -> None:
+    if args.golden is not None and (args.input is not None or args.save_golden is not None):
+        raise RequestError("--golden has its own prompts and results: give it without --input and --save-golden.")
+    if args.max_tokens < 0:
+        raise invalid("--max-tokens", args.max_tokens, "at least 0")
+    if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
+        raise invalid("--tolerance", args.tolerance, "a number from 0 up")
+    if args.golden is not None and not Path(args.golden).is_file():
+        raise RequestError(f"there is no file --golden {args.golden}.")
+    if args.save_golden is not None:
+        check_writable("--save-golden", Path(args.save_golden))
+
+
+def _folder_for_transformers(model: str) -> Path:
+    """Return the folder of a checkpoint. Raise RequestError if transformers cannot read it."""
+    from tinygpt.weights.containers.formats import INDEX
+    from tinygpt.weights.containers.mapped_file import FILES
+    from tinygpt.weights.open import open_checkpoint, resolve
+    from tinygpt.weights.stored.packed import PackedCheckpoint
+
+    path, checkpoint = resolve(model), open_checkpoint(model)
+    if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
+        raise RequestError(
+            f"transformers cannot read {model}, which tinygpt has converted: compare its original, or give --golden "
+            "FILE --dtype auto with a file that --save-golden has written of the original."
+        )
+    folder = path.parent if path.name in FILES else path
+    has_weights = any((folder / (name + ending)).is_file() for name in FILES for ending in ("", INDEX))
+    if not (has_weights and (folder / "config.json").is_file()):
+        raise RequestError(
+            f"transformers cannot read {model}, which is not in its format: give --golden, or first run `tinygpt "
+            "convert --to safetensors`."
+        )
+    return folder
+
+
+def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
+    """Read --golden. Raise RequestError if it is of another model."""
+    from tinygpt.evaluation.parity import load_goldens
+
+    goldens = load_goldens(Path(args.golden))
+    V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
+    if not goldens:
+        raise RequestError(f"{args.golden} holds no prompt.")
+    for golden in goldens:
+        T = len(golden.token_ids)
+        if golden.logits.shape != (T, V) or T + len(golden.greedy_ids) > llm.max_model_len:
+            raise RequestError(f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V}).")
+        if args.layers and (golden.hidden_states is None or golden.hidden_states.shape != (L + 1, T, C)):
+            raise RequestError(f"{args.golden} has no hidden states of this model: make it with --layers too.")
+    return goldens
+
+
+def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
+    from tinygpt.evaluation.parity import check_transformers, compute_goldens, save_goldens
+
+    prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
+    room = llm.max_model_len
+    num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
+    check_transformers()
+    log("computing with transformers")
+    goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
+    if args.save_golden is not None:
+        save_goldens(Path(args.save_golden), goldens)
+        log(f"{args.save_golden} holds what transformers computes")
+    return goldens
+
+
+def _built_in_prompts(llm: "LLM") -> list[list[int]]:
+    """Return ids all over the vocabulary, the same in every run."""
+    lengths = sorted({min(length, llm.max_model_len) for length in PROMPT_LENGTHS})
+    return [[(7919 * (i + 1) * (i + length)) % llm.config.vocab_size for i in range(length)] for length in lengths]
+
+
+def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
+    """Return their token ids. Raise RequestError that lists every invalid line."""
+
+    def ids_of(record: PromptRecord) -> list[int]:
+        prompt, split = record.prompt, record.split_special_tokens
+        return llm._read_ids("logits", prompt if split is None else llm.read_prompt(prompt, split).token_ids)
+
+    records = read_prompts(path, SamplingParams())
+    if not records:
+        raise RequestError(f"{path} holds no prompt.")
+    return read_lines(path, {record.line: partial(ids_of, record) for record in records})
+
+
+def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
+    asked = [golden for golden in goldens if golden.greedy_ids]
+    params = [SamplingParams(max_tokens=len(at.greedy_ids), temperature=0.0, ignore_eos=True) for at in asked]
+    outputs = iter(llm.generate([at.token_ids for at in asked], params, use_tqdm=False) if asked else ())
+    return [next(outputs).outputs[0].token_ids if golden.greedy_ids else [] for golden in goldens]
+
+
+def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
+    print_fields("parity", about)
+    logits = {
+        "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
+        "largest_difference": f"{parity.logits.largest:.3g}",
+        "mean_difference": f"{parity.logits.mean:.3g}",
+        "top-1 agreement": f"{parity.top_1:.2%}",
+        "top-20 agreement": f"{parity.top_20:.2%}",
+    }
+    print_fields("logits", logits)
+    _print_differences("by position", [f"from {start}" for start in parity.by_position], parity.by_position.values())
+    if parity.by_layer is not None:
+        names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
+        _print_differences("by layer (for information, no tolerance)", names, parity.by_layer)
+    print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
+    if parity.divergences:
+        rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]
+        print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
+
+
+def _print_differences(title: str, names: Iterable[str], found: "Iterable[Difference]") -> None:
+    cells = [(name, f"{at.largest:.3g}", f"{at.mean:.3g}") for name, at in zip(names, found, strict=True)]
+    print_table(title, [("", "largest", "mean"), *cells])
+
+
+EVAL = flags.Command(
     "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE", add_arguments, run, "[flags] {ppl,lambada,rouge} FILE"
+)
+PARITY = flags.Command(
+    "compare logits and greedy tokens with transformers, or with a stored golden file",
+    _add_parity_arguments,
+    _run_parity,
+    "[flags] [CHECKPOINT]",
 )

@@ -41,6 +41,12 @@ DTYPE_ALIASES = {
     **dict.fromkeys(("f16", "fp16", "half"), "float16"),
     "bf16": "bfloat16",
 }
+SHORT = {"model": ["-m"], "threads": ["-t"], "max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
+OTHER_NAMES = {
+    "tensor_parallel_size": "--tensor-parallel",
+    "pipeline_parallel_size": "--pipeline-parallel",
+    "split_special_tokens": "--no-special-tokens",
+}
 RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")  # of every command that loads a model on the CPU
 
@@ -50,7 +56,7 @@ class Command:
     """A command: its line in the list of commands, its flags, and the function that runs it."""
 
     summary: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
+    add_arguments: Callable[[argparse.ArgumentParser], Any]
     run: Callable[[argparse.Namespace], None]
     arguments: str = "[flags]"
     everyday: tuple[str, ...] = ()  # names that --help shows; --help-all shows the others too; (): all
@@ -97,12 +103,12 @@ KV_CACHE = (
     "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, otherwise bfloat16"
 )
 SOFT_PROMPT = "a soft prompt in PEFT's layout"
-# An argument of LLM -> what add_argument takes; "flag" and "short" are its names if they differ from the argument's.
+# An argument of LLM -> what add_argument takes.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
-    "model": _option("demo", str, None, CHECKPOINT, short="-m"),
+    "model": _option("demo", str, None, CHECKPOINT),
     "dtype": _option("auto", dtype, None, f"{WEIGHTS}; auto is the dtype of a converted checkpoint, otherwise float32"),
     "kv_cache_dtype": _option("auto", dtype, "DTYPE", KV_CACHE),
-    "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)", short="-t"),
+    "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)"),
     "device": _option("cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'),
     "max_num_seqs": _option(32, int, "N", "samples that run at once; others wait"),
     "max_num_batched_tokens": _option(
@@ -125,14 +131,9 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         None, str, "MODEL", "a smaller model with the same tokens that drafts: fewer steps, the same text"
     ),
     "num_speculative_tokens": _option(4, int, "N", "tokens of a draft"),
-    "tensor_parallel_size": _option(
-        1, int, "N", "processes that share each layer, up to 4; mpiexec starts them", flag="--tensor-parallel"
-    ),
-    "pipeline_parallel_size": _option(
-        1, int, "N", "stages that share the layers, each of --tensor-parallel processes", flag="--pipeline-parallel"
-    ),
+    "tensor_parallel_size": _option(1, int, "N", "processes that share each layer, up to 4; mpiexec starts them"),
+    "pipeline_parallel_size": _option(1, int, "N", "stages that share the layers, each of --tensor-parallel processes"),
     "split_special_tokens": {
-        "flag": "--no-special-tokens",
         "action": "store_true",
         "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers "
         "(default: it is that token)",
@@ -142,17 +143,17 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
 
 def flag_of(name: str) -> str:
     """Return the flag of a field of SamplingParams or an argument of LLM."""
-    return MODEL_FLAGS.get(name, {}).get("flag", _spelled(name))
+    return OTHER_NAMES.get(name, _spelled(name))
 
 
 def _spelled(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _add(group: argparse._ActionsContainer, name: str, *short: str, **options: Any) -> None:
+def _add(group: argparse._ActionsContainer, name: str, **options: Any) -> None:
     """Add a flag and its hidden aliases: those of ALIASES, and the name if the flag differs from it."""
     flag = flag_of(name)
-    group.add_argument(*short, flag, dest=name, **options)
+    group.add_argument(*SHORT.get(name, ()), flag, dest=name, **options)
     aliases = [_spelled(alias) for alias in (name, *ALIASES.get(name, ())) if _spelled(alias) != flag]
     if aliases:
         hidden = {key: options[key] for key in ("type", "action", "metavar") if key in options}
@@ -161,10 +162,7 @@ def _add(group: argparse._ActionsContainer, name: str, *short: str, **options: A
 
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add a flag of the model; `changes` replace what add_argument takes."""
-    options = {**MODEL_FLAGS[name], **changes}
-    options.pop("flag", None)
-    short = [options.pop("short")] if "short" in options else []
-    _add(group, name, *short, **options)
+    _add(group, name, **{**MODEL_FLAGS[name], **changes})
 
 
 def add_group(
@@ -178,9 +176,10 @@ def add_group(
 
 
 def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOINT} (default: demo)") -> None:
-    """Add CHECKPOINT, and --model, which means the same; `checkpoint_of` returns the given one."""
+    """Add CHECKPOINT, --model, which means the same, and --json; `checkpoint_of` returns the given one."""
     parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=about)
     add_flag(parser, "model", default=None, help="the same, as in all commands")
+    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
 def checkpoint_of(args: argparse.Namespace) -> str:
@@ -201,7 +200,6 @@ def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     return {**given, "soft_prompts": soft_prompts}
 
 
-SHORT = {"max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
 DEFAULTS = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}  # other fields have SamplingParams' own
 FLAGS = {  # the fields of SamplingParams that have a flag
     name: field
@@ -223,7 +221,7 @@ def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
                 options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
             if rule.repeats and "several times" not in about:
                 about += "; may be given several times"
-            _add(group, name, *SHORT.get(name, ()), default=default, help=_with_default(about, default), **options)
+            _add(group, name, default=default, help=_with_default(about, default), **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:

@@ -34,11 +34,6 @@ PACKAGES += ("tokenizers", "transformers", "torch", "numba-cuda")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvnni", "amx-int8", "amx-bf16", "neon")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_checkpoint(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
-
-
 def run(args: argparse.Namespace) -> None:
     """Print the report. Raise CheckpointError before it without a checkpoint, and after it for an unusable one."""
     from tinygpt.weights.containers.formats import reader_of
@@ -76,19 +71,19 @@ def describe(path: Path) -> dict[str, Any]:
 
     refused: list[str] = []
     unread: list[str] = []
-    is_packed = (path / PACKED_FILE).exists()
-    container = _attempt(unread, read_weights, path / PACKED_FILE if is_packed else path)
+    place = path / PACKED_FILE if (path / PACKED_FILE).exists() else path
+    container = _attempt(unread, read_weights, place)
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
     refused = [*refused, *unread] if family or container else unread  # unreadable files are of no family either
     tied = dtype = checkpoint = None
-    if config and container and is_packed:
+    if config and container and place.name == PACKED_FILE:
         dtype, tied = _attempt(refused, _load_packed, path) or (None, None)
     elif config and container:
         checkpoint = _attempt(refused, match, source, family, config)
         tied = checkpoint.tied if checkpoint else None
-    files = _files(source)
+    files = _files(source, place)
     digests = "".join(f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))  # as sha256sum prints
     return {
         "path": str(path),
@@ -130,17 +125,14 @@ def _load_packed(path: Path) -> tuple[str, bool]:
 def _tokenizer(
     refused: list[str], source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None"
 ) -> dict[str, Any]:
-    """Describe the tokenizer. `outside_vocabulary` lists its tokens without a row of the embedding.
-
-    A checkpoint without a tokenizer takes token ids; a damaged tokenizer is refused.
-    """
+    """Describe the tokenizer. `outside_vocabulary` lists its tokens without a row of the embedding."""
     from tinygpt.engine.model_source import load_tokenizer
     from tinygpt.tokenizer.tokenizer import Tokenizer
 
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
-        refused += [] if isinstance(error, NoTokenizerError) else [str(error)]
+        refused += [] if isinstance(error, NoTokenizerError) else [str(error)]  # without one, token ids are taken
         return {"vocab_size": None, "special_ids": None, "outside_vocabulary": None, "error": str(error)}
     outside = tokenizer.ids_from(config.vocab_size) if config else None
     return {
@@ -151,26 +143,28 @@ def _tokenizer(
     }
 
 
-def _files(source: "Source") -> dict[str, dict[str, Any]]:
-    """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them."""
+def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
+    """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them.
+
+    place: the file or folder of the weights; a file has a hash even if it holds no tensor or is damaged.
+    """
     from tinygpt.weights.containers.formats import find_weights
     from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES
 
-    folder, path = source.folder, source.path
     weights = sorted({tensor.path for tensor in source.container.tensors.values()})
-    if not weights and path.is_file():  # an empty or a damaged file has a hash too
-        weights = [path]
-    elif not weights:
-        packed = path / PACKED_FILE
-        weights = [packed] if packed.exists() else (_attempt([], find_weights, path) or [])[:1]
-    others = [[folder / name for name in names] for names in (CONFIG_FILES, (*TOKENIZER_FILES, PREPARED_FILE))]
+    if not weights:
+        weights = [place] if place.is_file() else (_attempt([], find_weights, place) or [])[:1]
+    configs, tokenizers = (
+        [source.folder / name for name in names] for names in (CONFIG_FILES, (*TOKENIZER_FILES, PREPARED_FILE))
+    )
     found = {}
-    for name in filter(Path.is_file, [*others[0], *weights, *others[1]]):
+    for path in filter(Path.is_file, [*configs, *weights, *tokenizers]):
         digest = hashlib.sha256()
-        with name.open("rb") as file:
+        with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
-        found[name.relative_to(folder).as_posix()] = {"size": name.stat().st_size, "sha256": digest.hexdigest()}
+        name = path.relative_to(source.folder).as_posix()
+        found[name] = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
     return found
 
 
@@ -179,7 +173,6 @@ def _print_text(report: dict[str, Any]) -> None:
     if report["config"]:
         print_fields("config", report["config"])
     tensors = report["tensors"].values()
-    head = {True: "tied to wte", False: "its own", None: "unknown"}[report["tied"]]
     summary = {
         **{name: report[name] for name in ("container", "family")},
         "tensors": len(tensors),
@@ -187,17 +180,17 @@ def _print_text(report: dict[str, Any]) -> None:
         "size": size_text(sum(tensor["size"] for tensor in tensors)),
         "dtypes": sorted({tensor["dtype"] for tensor in tensors}),
         "converted_to": report["converted_to"],
-        "head": head,
+        "head": {True: "tied to wte", False: "its own", None: "unknown"}[report["tied"]],
         **{name: report[name] for name in ("ignored", "quirks")},
     }
     print_fields("weights", summary)
     if tensors:
         print_table("tensors", _rows(report["tensors"]))
-    tokenizer = report["tokenizer"]
-    kept = ("error",) if tokenizer["error"] else ("vocab_size", "special_ids")
-    shown = {name: tokenizer[name] for name in kept}
-    if tokenizer["error"] in report["refused"]:
-        shown["error"] = 'see "refused"'
+    tokenizer, refused = report["tokenizer"], report["refused"]
+    if tokenizer["error"]:
+        shown = {"error": _once(tokenizer["error"], refused)}
+    else:
+        shown = {name: tokenizer[name] for name in ("vocab_size", "special_ids")}
     if outside := tokenizer["outside_vocabulary"]:
         first = ", ".join(f"{token['id']} {token['text']!r}" for token in outside[:NUM_SHOWN])
         more = f" and {len(outside) - NUM_SHOWN} more" if len(outside) > NUM_SHOWN else ""
@@ -206,7 +199,11 @@ def _print_text(report: dict[str, Any]) -> None:
     print_fields("tokenizer", shown)
     if files := report["files"]:
         print_table("files", [(name, size_text(file["size"]), file["sha256"]) for name, file in files.items()])
-    print_fields("refused", {str(i): problem for i, problem in enumerate(report["refused"], 1)} or {"nothing": ""})
+    print_fields("refused", {str(i): problem for i, problem in enumerate(refused, 1)} or {"nothing": ""})
+
+
+def _once(error: str | None, refused: list[str]) -> str | None:
+    return 'see "refused"' if error in refused else error
 
 
 def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
@@ -225,7 +222,6 @@ def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, "a checkpoint to report on too")
     add_flag(parser, "threads")
-    parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
 def _run_doctor(args: argparse.Namespace) -> None:
@@ -242,23 +238,21 @@ def _run_doctor(args: argparse.Namespace) -> None:
 
 def _print_machine(report: dict[str, dict[str, Any]]) -> None:
     memory, cache, limits = report["memory"], report["cache"], report["decode_limits"]
-    versions = {name: version or "not installed" for name, version in report["versions"].items()}
     memory |= {name: size_text(memory[name]) for name in ("total", "available")}
     memory["read_bandwidth"] = f"{memory['read_bandwidth'] / 1e9:.1f} GB/s"
     cache |= {name: size_text(cache[name]) for name in ("size", "other_builds_size")}
-    rates = {dtype: f"{rate:.0f} tokens/s" for dtype, rate in limits["tokens_per_second"].items()}
-    checkpoint = report.get("checkpoint")
-    if checkpoint and checkpoint["tokenizer_error"] in checkpoint["refused"]:
-        report["checkpoint"] = {**checkpoint, "tokenizer_error": 'see "refused"'}
-    for title, values in (report | {"versions": versions, "decode_limits": {"of": limits["of"], **rates}}).items():
+    rates = {dtype: f"{rate:.0f} tokens/s" for dtype, rate in limits.pop("tokens_per_second").items()}
+    shown = {"decode_limits": limits | rates}
+    shown["versions"] = {name: version or "not installed" for name, version in report["versions"].items()}
+    if checkpoint := report.get("checkpoint"):
+        error = _once(checkpoint["tokenizer_error"], checkpoint["refused"])
+        shown["checkpoint"] = {**checkpoint, "tokenizer_error": error}
+    for title, values in {**report, **shown}.items():
         print_fields(title, values)
 
 
 def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[str, Any]]:
-    """Return the report by section. Sizes are in bytes, the bandwidth in bytes a second.
-
-    variables: the environment's settings of thread pools, None if there is none.
-    """
+    """Return the report by section. Sizes are in bytes, the bandwidth in bytes a second."""
     import numpy as np
     from llvmlite import binding
 
@@ -344,14 +338,14 @@ def _cache() -> dict[str, Any]:
         "folder": None if path is None else str(path),
         "note": cache.note or None,
         "kernels": len(cache.names()),
-        "size": 0 if path is None else _size_of(path),
+        "size": _size_of([] if path is None else [path]),
         "other_builds": len(others),
-        "other_builds_size": sum(map(_size_of, others)),
+        "other_builds_size": _size_of(others),
     }
 
 
-def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _size_of(folders: list[Path]) -> int:
+    return sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
 
 
 def _gpu() -> dict[str, Any]:
@@ -366,27 +360,27 @@ def _gpu() -> dict[str, Any]:
 
 
 def _cuda_driver() -> dict[str, Any]:
-    found: dict[str, Any] = {"driver": None, "devices": []}
+    """Ask the driver itself, which may be there without numba-cuda."""
     try:
-        driver = ctypes.WinDLL("nvcuda.dll") if sys.platform == "win32" else ctypes.CDLL("libcuda.so.1")
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     except OSError:
-        return found
+        return {"driver": None, "devices": []}
     if error := driver.cuInit(0):
-        return {**found, "error": f"cuInit returned {error}"}
+        return {"driver": None, "devices": [], "error": f"cuInit returned {error}"}
     version, count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
     driver.cuDriverGetVersion(ctypes.byref(version))
     driver.cuDeviceGetCount(ctypes.byref(count))
+    devices = []
     for i in range(count.value):
         driver.cuDeviceGet(ctypes.byref(device), i)
         driver.cuDeviceGetName(name, len(name), device)
-        found["devices"].append(name.value.decode(errors="replace"))
-    found["driver"] = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}"
-    return found
+        devices.append(name.value.decode(errors="replace"))
+    return {"driver": f"CUDA {version.value // 1000}.{version.value % 1000 // 10}", "devices": devices}
 
 
 INFO = Command(
     "show a checkpoint's config, tensors, tokenizer and hashes, and every reason not to load it",
-    add_arguments,
+    add_checkpoint,
     run,
     "[flags] [CHECKPOINT]",
 )

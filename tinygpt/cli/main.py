@@ -19,7 +19,7 @@ from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Modules are imported when their command runs, or when all commands are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
-MODULES = {"warmup": "convert", "doctor": "info"}  # of commands that share one; any other has its own
+MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval"}  # of commands that share one; any other has its own
 DONE, FAILED, USAGE = 0, 1, 2
 INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM, as a shell reports others
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 INTERVAL = 20.0  # seconds between progress messages
 
 messages = logging.getLogger("tinygpt.cli")
+log, print_error = messages.info, messages.error
 
 
 def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
@@ -29,14 +30,6 @@ def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
         raise
     except OSError as error:
         raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
-
-
-def log(message: str) -> None:
-    messages.info(message)
-
-
-def print_error(message: str) -> None:
-    messages.error(message)
 
 
 class StatusLine:
@@ -116,12 +109,13 @@ def counted(number: int, noun: str) -> str:
 
 def rates(work: "Throughput") -> str:
     """Return `prompt 4 tokens, 900.0 tokens/s; generation 127 tokens, 199.0 tokens/s`."""
-    measured = (("prompt", work.prompt_tokens, work.prompt_seconds), ("generation", work.new_tokens, work.new_seconds))
-    shown = (
-        f"{name} {counted(tokens, 'token')}" + (f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else "")
-        for name, tokens, seconds in measured
-    )
-    return "; ".join(shown)
+
+    def rate(name: str, tokens: int, seconds: float) -> str:
+        speed = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+        return f"{name} {counted(tokens, 'token')}{speed}"
+
+    prompt = rate("prompt", work.prompt_tokens, work.prompt_seconds)
+    return f"{prompt}; {rate('generation', work.new_tokens, work.new_seconds)}"
 
 
 def print_json(report: Mapping[str, Any]) -> None:
@@ -161,10 +155,10 @@ def size_text(size: int | None) -> str:
     """Return a number of bytes as 13.9 MB, or "unknown" for None."""
     if size is None:
         return "unknown"
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
+    units = (
+        f"{size / factor:.1f} {unit}" for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= factor
+    )
+    return next(units, f"{size} B")
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -6,7 +6,7 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import MODEL_FLAGS, Command, add_group
+from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_group
 from tinygpt.cli.output import log
 from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
 
@@ -15,34 +15,37 @@ if TYPE_CHECKING:
     from tinygpt.server.api import ServerConfig
 
 KEY_VARIABLE = "TINYGPT_API_KEY"
-SOFT_PROMPT = "a soft prompt in PEFT's layout, for requests that name it; several may be given (default: none)"
-KEY = f"key that clients must send, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
-HOSTS = "names that requests may be sent to; * is any (default: this machine's names if --host is local, else any)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Texts come from strangers: special tokens in them are plain text.
     parser.set_defaults(split_special_tokens=True, temperature=1.0)
     names = [name for name in MODEL_FLAGS if name != "split_special_tokens"]
-    group = add_group(parser, names, soft_prompt={"help": SOFT_PROMPT})
-    queue = "samples that may wait; more are refused with status 429 (default: %(default)s)"
-    group.add_argument("--max-queue", type=int, default=512, metavar="N", help=queue)
-    group = parser.add_argument_group("server")
-    add = group.add_argument
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="(default: %(default)s, this machine)")
-    add("--port", type=int, default=8000, metavar="N", help="0 is any (default: %(default)s)")
-    add("--api-key", action="append", metavar="KEY", help=KEY)
+    soft_prompt = f"{SOFT_PROMPT}, for requests that name it; several may be given (default: none)"
+    group = add_group(parser, names, soft_prompt={"help": soft_prompt})
+    about = "samples that may wait; more are refused with status 429 (default: %(default)s)"
+    group.add_argument("--max-queue", type=int, default=512, metavar="N", help=about)
+    add = parser.add_argument_group("server").add_argument
+    add(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine)"
+    )
+    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any (default: %(default)s)")
+    about = (
+        f"key that clients must send, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
+    )
+    add("--api-key", action="append", metavar="KEY", help=about)
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model for clients (default: --model)")
-    add("--allowed-hosts", nargs="+", metavar="NAME", help=HOSTS)
-    origins = "web pages from elsewhere that may read replies (default: none)"
-    add("--allowed-origins", nargs="+", default=[], metavar="URL", help=origins)
-    logprobs = "log probabilities of a token that a request may ask for (default: %(default)s)"
-    add("--max-logprobs", type=int, default=20, metavar="N", help=logprobs)
-    drain = "time for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
-    add("--drain-seconds", type=float, default=30.0, metavar="S", help=drain)
+    about = "names that requests may be sent to; * is any (default: this machine's names if --host is local, else any)"
+    add("--allowed-hosts", nargs="+", metavar="NAME", help=about)
+    about = "web pages from elsewhere that may read replies (default: none)"
+    add("--allowed-origins", nargs="+", default=[], metavar="URL", help=about)
+    about = "log probabilities of a token that a request may ask for (default: %(default)s)"
+    add("--max-logprobs", type=int, default=20, metavar="N", help=about)
+    about = "seconds for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
+    add("--drain-seconds", type=float, default=30.0, metavar="S", help=about)
     add("--enable-log-requests", action="store_true", help="log each body, and so its prompts (default: no text)")
-    form = "of the log on stderr (default: %(default)s)"
-    add("--log-format", type=str.lower, choices=("text", "json"), default="text", help=form)
+    about = "form of the log on stderr (default: %(default)s)"
+    add("--log-format", type=str.lower, choices=("text", "json"), default="text", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
