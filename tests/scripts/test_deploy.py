@@ -96,9 +96,10 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
     from tinygpt.server.metrics import Metrics
 
     with LLM("demo", device="reference") as llm:
-        [output] = llm.generate("Once", SamplingParams(max_tokens=2))
+        future = llm.submit("Once", SamplingParams(max_tokens=2))
+        future.result()
         metrics = Metrics(llm, "demo")
-        metrics.observe_all([output], [])
+        metrics.observe([(future.request.progress(), ["length"])], [])
         metrics.count_http("/v1/completions", 200)
         families = [*text_string_to_metric_families(metrics.text().decode())]
     known = {sample.name: {*sample.labels} for family in families for sample in family.samples}

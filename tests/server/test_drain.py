@@ -170,7 +170,7 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
         client = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
         assert begun.wait(60)
         server.terminate()
-        until(lambda: server.api._stopped)
+        until(lambda: server.api.outbox.stopped)
         proceed.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
         client.close()

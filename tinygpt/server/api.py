@@ -24,11 +24,12 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import ChatTemplate, chat_ids
 from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, suffix_ids
-from tinygpt.server.metrics import Metrics, finish_reasons, num_made, num_read
+from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import ApiError, TokenNames, from_engine, to_json
-from tinygpt.server.work import LARGE, SSE, EventStream, Outbox, Requests, Work, while_connected
+from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import score_to_json
 
+LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server
 
@@ -63,10 +64,9 @@ class Api:
         self.model_name = config.served_model_names[0]
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
-        self._stopped: ApiError | None = None
         self._works: WeakSet[Work] = WeakSet()
         self._first: dict[int, float] | None = None
-        self._num_in_turn = 0
+        self._turn, self._num_in_turn = asyncio.Lock(), 0  # embeddings and scores: each between two steps
         try:
             self.names = TokenNames(llm.tokenizer)
         except CheckpointError:
@@ -74,12 +74,7 @@ class Api:
 
     @cached_property
     def outbox(self) -> Outbox:
-        return Outbox(self.llm, asyncio.get_running_loop())
-
-    @cached_property
-    def turn(self) -> asyncio.Lock:
-        """The lock of embeddings and scores: each is computed between two steps."""
-        return asyncio.Lock()
+        return Outbox(self.llm)
 
     def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
@@ -90,6 +85,10 @@ class Api:
             if getattr(form, "add_special_tokens", None) is False and self.names.has_tokenizer and self.encode(""):
                 message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
                 raise ApiError(400, message, "add_special_tokens")
+            for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
+                count, limit = getattr(form, field, None), self.config.max_logprobs
+                if type(count) is int and count > limit:  # a chat's logprobs is true or false
+                    raise ApiError(400, f"{field} is {count}, and this server gives at most {limit}.", field)
             try:
                 return await while_connected(request.receive, handle(form, request))
             except TinyGPTError as error:
@@ -101,7 +100,6 @@ class Api:
 
     async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        self._check_logprobs(form, "logprobs", "prompt_logprobs")
         self._check_open()
         prompts = await self._prompts(_listed(form.prompt), form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
@@ -112,12 +110,10 @@ class Api:
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
-        if max_tokens and (
-            form.stream or not form.suffix or (params.best_of or 0) <= params.n or not params.temperature
-        ):
+        chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
+        if max_tokens and not chooses:
             return await self._answer(job, request)
-        find = self._best_before_suffix if max_tokens else self._scored
-        outputs = await find(job, request)
+        outputs = await (self._best_before_suffix if max_tokens else self._scored)(job, request)
         return Response(job.all_events(outputs), headers=SSE) if form.stream else _json(job.reply(outputs))
 
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
@@ -128,7 +124,6 @@ class Api:
             raise ApiError(400, message, code="no_chat_template")
         if self.encode(""):
             raise ApiError(400, f"{self.model_name} has a tokenizer that adds tokens to each text: use token ids.")
-        self._check_logprobs(form, "top_logprobs")
         self._check_open()
         if form.top_logprobs is not None and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
@@ -136,7 +131,8 @@ class Api:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
         ids = await asyncio.to_thread(chat_ids, template, self.llm.tokenizer, form)
         prompts = await self._prompts([ids], form, request)
-        max_tokens = self._max_tokens(form, prompts, form.max_completion_tokens or form.max_tokens, None)
+        given = form.max_completion_tokens or form.max_tokens
+        max_tokens = self._max_tokens(form, prompts, given, self.llm.max_model_len)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
@@ -144,7 +140,6 @@ class Api:
 
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
-        self._check_logprobs(form, "logprobs", "prompt_logprobs")
         self._check_open()
         prompts = await self._prompts([form.prompt or ""], form, request)
         params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
@@ -175,8 +170,8 @@ class Api:
         ids = suffix_ids(candidates, suffix, params.stop, self.encode)
         heads = [output.prompt_token_ids for output in candidates for _ in output.outputs]
         reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = [Prompt(None, head + tokens) for head, tokens in zip(heads, ids, strict=True)]
-        return ranked(candidates, ids, await self._run([(text, reading) for text in texts], request), params.n)
+        texts = [(Prompt(None, head + tokens), reading) for head, tokens in zip(heads, ids, strict=True)]
+        return ranked(candidates, map(len, ids), await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._work(requests, False, request)
@@ -192,27 +187,29 @@ class Api:
             raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
         work = Work(self.llm, self.outbox)
         self._works.add(work)
-        await work.submit(requests, stream, _num_bytes(request))
+        await work.submit(requests, stream, len(request._body) > LARGE)
         return work
 
     def _end(self, request: Request, work: Work) -> None:
         """End the work, count it, and note it for the log."""
         work.cancel()
-        found, notes = work.found(), request.state.notes
-        self.metrics.observe_all(found, work.token_gaps())
-        firsts = [each.metrics.time_to_first_token for each in found]
-        notes["prompt_tokens"] = sum(num_read(each) for each in found)
-        notes["completion_tokens"] = sum(num_made(each) for each in found)
-        notes["queue"] = round(max((each.metrics.queue_time for each in found), default=0.0), 6)
-        notes["ttft"] = min((round(first, 6) for first in firsts if first is not None), default=None)
-        notes["finish"] = ",".join(sorted({reason for each in found for reason in finish_reasons(each)}))
+        found = work.found()
+        self.metrics.observe(found, work.token_gaps())
+        firsts = [progress.metrics.time_to_first_token for progress, _ in found]
+        request.state.notes |= {
+            "prompt_tokens": sum(progress.num_prompt_tokens for progress, _ in found),
+            "completion_tokens": sum(progress.num_new_tokens for progress, _ in found),
+            "queue": round(max((progress.metrics.queue_time for progress, _ in found), default=0.0), 6),
+            "ttft": min((round(first, 6) for first in firsts if first is not None), default=None),
+            "finish": ",".join(sorted({reason for _, reasons in found for reason in reasons})),
+        }
 
     def stop_all(self) -> None:
         """End all work; each client is told why."""
         reason = "the server was shut down before this was finished: ask again."
-        self._stopped = ApiError(503, reason, code="shutting_down")
+        self.outbox.stopped = ApiError(503, reason, code="shutting_down")
         for work in list(self._works):
-            work.stop(self._stopped)
+            work.cancel()
 
     # Reading requests
 
@@ -223,18 +220,13 @@ class Api:
     async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
         """Return the prompts, encoded and checked. field: their name in the request."""
         is_split = form.split_special_tokens is not False
-
-        def read() -> list[Prompt]:
-            return [self.llm.read_prompt(each, is_split) for each in given]
-
         try:
-            return read() if _num_bytes(request) <= LARGE else await asyncio.to_thread(read)
+            return await _read(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
         except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
 
     async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
-        read = partial(form.sampling_params, self.encode, **others)
-        params = read() if _num_bytes(request) <= LARGE else await asyncio.to_thread(read)
+        params = await _read(request, partial(form.sampling_params, self.encode, **others))
         if form.stream and (params.best_of or params.n) > params.n:
             message = f"best_of is {params.best_of}, and a stream cannot choose among samples: leave out stream."
             raise ApiError(400, message, "best_of")
@@ -243,23 +235,18 @@ class Api:
             raise ApiError(400, f"{field} is a search, which has no text until it ends: leave out stream.", field)
         return params
 
-    def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int | None) -> int:
+    def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
         limit, num_virtual = self.llm.max_model_len, self.llm.num_virtual_tokens(form.soft_prompt)
         read = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
         if given is None:
-            given = max(min(limit - read, limit if most is None else most), 1)
+            given = max(min(limit - read, most), 1)
         if read + given > limit and form.overflow in (None, "refuse"):
             asked = f"{read + given} were asked for: {read} in the prompt and {given} to generate"
             field = form.name_of("max_tokens" if read < limit else "prompt")
             message = f"this model's context has {limit} tokens, and {asked}."
             raise ApiError(400, message, field, "context_length_exceeded")
         return given
-
-    def _check_logprobs(self, form: Any, *fields: str) -> None:
-        for field in fields:
-            if (count := getattr(form, field) or 0) > (limit := self.config.max_logprobs):
-                raise ApiError(400, f"{field} is {count}, and this server gives at most {limit}.", field)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:
@@ -301,9 +288,9 @@ class Api:
         try:
             results = []
             for call in calls:
-                async with self.turn:
-                    if self._stopped is not None:
-                        raise self._stopped
+                async with self._turn:
+                    if self.outbox.stopped is not None:
+                        raise self.outbox.stopped
                     results.append(await asyncio.to_thread(call))
             return results
         finally:
@@ -419,8 +406,8 @@ class Api:
         return JSONResponse({"version": tinygpt.__version__})
 
 
-def _num_bytes(request: Request) -> int:
-    return len(request._body)
+async def _read(request: Request, read: Callable[[], Result]) -> Result:
+    return read() if len(request._body) <= LARGE else await asyncio.to_thread(read)
 
 
 def _listed(given: Any) -> list[Any]:

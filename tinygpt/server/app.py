@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,12 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(api.model)
     app.get("/", include_in_schema=False)(page)
     app.openapi = partial(_openapi, app)
-    config, paths = api.config, frozenset(route.path for route in app.routes)
-    gate = {"allowed_hosts": config.allowed_hosts, "api_keys": config.api_keys, "paths": paths}
-    app.add_middleware(Gate, **gate, count=api.metrics.count_http)
+    app.add_middleware(Gate, api=api, paths=frozenset(route.path for route in app.routes))
     if config.allowed_origins:
         origins = list(config.allowed_origins)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(ClientDisconnect, _client_left)
-    app.add_exception_handler(Exception, _bug)
+    handlers = {HTTPException: _http_error, RequestValidationError: _invalid, ClientDisconnect: _client_left}
+    app.exception_handlers |= {**handlers, Exception: _bug}
     return app
 
 
@@ -140,7 +136,7 @@ async def _invalid(request: Request, error: RequestValidationError) -> Response:
 
 
 async def _client_left(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _bug(request: Request, error: Exception) -> Response:
@@ -148,19 +144,12 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 class Gate:
-    """allowed_hosts: values of the Host header, against DNS rebinding; None is any. api_keys: none needed if empty."""
+    """The checks of each request before its route, its id, and its line in the log."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        allowed_hosts: frozenset[str] | None,
-        api_keys: tuple[str, ...],
-        paths: frozenset[str],
-        count: Callable[[str, int], None],
-    ):
-        """count(path, status): called once for each request. paths: others count as "other", to bound the labels."""
-        self._app, self._hosts, self._paths, self._count = app, allowed_hosts, paths, count
-        self._keys = [key.encode() for key in api_keys]
+    def __init__(self, app: ASGIApp, api: Api, paths: frozenset[str]):
+        """paths: others count as "other", to bound the labels."""
+        self._app, self._hosts, self._paths, self._count = app, api.config.allowed_hosts, paths, api.metrics.count_http
+        self._keys = [key.encode() for key in api.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -189,10 +178,9 @@ class Gate:
             status = status if is_whole else CLIENT_LEFT
             self._count(scope["path"] if scope["path"] in self._paths else "other", status)
             path = ascii(scope["path"])[1:-1]  # it may hold control characters
-            fields = {"id": request_id, "method": scope["method"], "path": path, "status": status}
-            access_log.info(
-                "request", extra={"fields": {**fields, **notes, "seconds": round(time.perf_counter() - begun, 6)}}
-            )
+            fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, **notes}
+            fields["seconds"] = round(time.perf_counter() - begun, 6)
+            access_log.info("request", extra={"fields": fields})
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
         if self._hosts is not None and host_name(headers.get("host", "")) not in self._hosts:

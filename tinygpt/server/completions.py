@@ -1,8 +1,9 @@
 """Choices of checked completions and chats, whole and as events; max_tokens 0; suffix."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 from tinygpt.engine.prompts import Prompt
@@ -237,20 +238,19 @@ def suffix_ids(
 
 
 def ranked(
-    candidates: list[RequestOutput], ids: list[list[int]], readings: list[RequestOutput], n: int
+    candidates: list[RequestOutput], counts: Iterable[int], readings: list[RequestOutput], n: int
 ) -> list[RequestOutput]:
     """Return the n samples of each output with the highest mean log probability of text and suffix.
 
-    readings: outputs of prompt, text and suffix with prompt_logprobs, one for each of `ids`.
+    readings: outputs of prompt, text and suffix with prompt_logprobs. counts: tokens of text and suffix of each.
     """
-    pairs, outputs = iter(zip(ids, readings, strict=True)), []
 
-    def mean(tokens: list[int], reading: RequestOutput) -> float:
-        logprobs = reading.prompt_logprobs[-len(tokens) :]
-        return sum(found[token_id] for token_id, found in zip(tokens, logprobs, strict=True)) / len(tokens)
+    def mean(count: int, reading: RequestOutput) -> float:
+        pairs = zip(reading.prompt_token_ids[-count:], reading.prompt_logprobs[-count:], strict=True)
+        return sum(found[token_id] for token_id, found in pairs) / count
 
+    means, outputs = map(mean, counts, readings), []
     for output in candidates:
-        means = [(mean(*next(pairs)), sample) for sample in output.outputs]
-        best = sorted(means, key=lambda pair: pair[0], reverse=True)[:n]
-        outputs.append(replace(output, outputs=[replace(sample, index=i) for i, (_, sample) in enumerate(best)]))
+        best = sorted(zip(output.outputs, means, strict=False), key=itemgetter(1), reverse=True)[:n]
+        outputs.append(replace(output, outputs=[replace(sample, index=i) for i, (sample, _) in enumerate(best)]))
     return outputs

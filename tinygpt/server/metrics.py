@@ -11,7 +11,6 @@ from prometheus_client.samples import Sample
 import tinygpt
 from tinygpt.engine.sequence import Progress
 from tinygpt.llm import LLM
-from tinygpt.outputs import RequestOutput
 
 OURS, VLLM = "tinygpt:", "vllm:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -77,13 +76,20 @@ class Metrics:
         """Return the present metrics of requests and engine, as `tinygpt:NAME`."""
         return self._own.collect()
 
-    def _observe(self, found: RequestOutput | Progress) -> None:
-        times, is_whole, read, made = found.metrics, isinstance(found, RequestOutput), num_read(found), num_made(found)
-        is_begun = is_whole or times.first_token is not None
-        read, cached = (read, found.num_cached_tokens) if is_begun else (0, 0)
+    def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
+        """Count ended requests, as `Work.found` returns them. token_gaps: seconds between the tokens of streams."""
+        for progress, reasons in found:
+            self._observe(progress, reasons)
+        for seconds in token_gaps:
+            self._histograms["inter_token_latency_seconds"].observe(seconds)
+
+    def _observe(self, progress: Progress, reasons: list[str]) -> None:
+        times, is_whole = progress.metrics, reasons != ["abort"]
+        is_begun, made = is_whole or times.first_token is not None, progress.num_new_tokens
+        read, cached = (progress.num_prompt_tokens, progress.num_cached_tokens) if is_begun else (0, 0)
         for counter, count in zip(self._counters.values(), (read, made, cached, read), strict=True):
             counter.inc(count)
-        for reason in finish_reasons(found):
+        for reason in reasons:
             self._count_end(reason)
         values = {
             "time_to_first_token_seconds": times.time_to_first_token,
@@ -106,13 +112,6 @@ class Metrics:
             if value is not None:
                 self._histograms[name].observe(value)
 
-    def observe_all(self, found: Iterable[RequestOutput | Progress], token_gaps: Iterable[float]) -> None:
-        """Count ended or given up prompts. token_gaps: seconds between the tokens of streams."""
-        for each in found:
-            self._observe(each)
-        for seconds in token_gaps:
-            self._histograms["inter_token_latency_seconds"].observe(seconds)
-
 
 class _TwoNames(Collector):
     """All metrics of a registry, and the same again under vLLM's names."""
@@ -130,16 +129,3 @@ class _TwoNames(Collector):
 
 def _renamed(name: str) -> str:
     return VLLM + name.removeprefix(OURS)
-
-
-def num_read(found: RequestOutput | Progress) -> int:
-    return len(found.prompt_token_ids) if isinstance(found, RequestOutput) else found.num_prompt_tokens
-
-
-def num_made(found: RequestOutput | Progress) -> int:
-    is_whole = isinstance(found, RequestOutput)
-    return sum(len(sample.token_ids) for sample in found.outputs) if is_whole else found.num_new_tokens
-
-
-def finish_reasons(found: RequestOutput | Progress) -> list[str]:
-    return [sample.finish_reason for sample in found.outputs] if isinstance(found, RequestOutput) else ["abort"]

@@ -15,6 +15,7 @@ from typing_extensions import TypeAliasType
 
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
+from tinygpt.wire import UNSENDABLE
 
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
@@ -88,6 +89,13 @@ class Strict(BaseModel):
         return field if field.partition(".")[0] in type(self).model_fields else None
 
 
+class Form(Strict):
+    """The body of a request."""
+
+    model: ModelName | None = None
+    split_special_tokens: bool | None = None
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -134,17 +142,18 @@ def _on_the_wire(hint: Any) -> Any:
     return {int: Annotated[int, _Whole], str: Text}.get(hint, hint)
 
 
-def _sampling_fields() -> dict[str, Any]:
-    """Return pydantic's fields for those of SamplingParams that can be sent, with their descriptions."""
-    hints, found = get_type_hints(SamplingParams), {}
-    for name in SAMPLING_FIELDS.keys() - {"logits_processors", "prompt_embeds"}:
-        about = SAMPLING_FIELDS[name].metadata
-        description = f"{about['help']} ({about['rule'].allowed})"
-        found[name] = (_on_the_wire(hints[name]) | None, Field(None, description=description))
-    return found
+_HINTS = get_type_hints(SamplingParams)
+_SAMPLING = {
+    name: (
+        _on_the_wire(_HINTS[name]) | None,
+        Field(None, description=f"{field.metadata['help']} ({field.metadata['rule'].allowed})"),
+    )
+    for name, field in SAMPLING_FIELDS.items()
+    if name not in UNSENDABLE
+}
 
 
-class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling_fields())):
+class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING)):
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
     n: Samples | None = None
@@ -159,11 +168,9 @@ class SamplingFields(create_model("SamplingFields", __base__=Strict, **_sampling
     guided_json: Schema | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = None
-    model: ModelName | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    split_special_tokens: bool | None = None
     return_token_ids: bool | None = None
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
@@ -259,43 +266,35 @@ class ChatRequest(SamplingFields):
         return "messages" if field == "prompt" else super().name_of(field)
 
 
-class EmbeddingRequest(Strict):
-    model: ModelName | None = None
+class EmbeddingRequest(Form):
     input: Text | TokenIds | Texts | IdLists
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
     user: str | None = None
     pooling: Pooling = "last"
-    split_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
 
 
-class ScoreRequest(Strict):
+class ScoreRequest(Form):
     """One text_1 for all of text_2, or one for each."""
 
-    model: ModelName | None = None
     text_1: Text | Texts
     text_2: Text | Texts
     pooling: Pooling = "last"
     user: str | None = None
-    split_special_tokens: bool | None = None
 
 
-class ContinuationsRequest(Strict):
-    model: ModelName | None = None
+class ContinuationsRequest(Form):
     prompt: str | TokenIds | None
     continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     soft_prompt: Text | None = None
-    split_special_tokens: bool | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(Form):
     """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
 
-    model: ModelName | None = None
     prompt: str
     add_special_tokens: bool | None = None
-    split_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -28,7 +28,6 @@ from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error
 
 log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
-LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
 Requests = list[tuple[Prompt, SamplingParams]]
@@ -38,8 +37,9 @@ Result = TypeVar("Result")
 class Outbox:
     """Chunks on their way from the engine's thread to the loop, which wakes once for each call of the engine."""
 
-    def __init__(self, llm: LLM, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+    def __init__(self, llm: LLM):
+        self.stopped: ApiError | None = None  # the reason that ends all work
+        self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
         llm.engine.after_step.append(self.flush)
 
@@ -64,14 +64,13 @@ class Work:
 
     def __init__(self, llm: LLM, outbox: Outbox):
         self._llm, self._outbox = llm, outbox
-        self._queue: asyncio.Queue[tuple[int, StreamChunk | None]] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, StreamChunk | None] | None] = asyncio.Queue()
         self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
-        self._reason: Exception | None = None  # of `stop`
         self.futures: list[RequestFuture] = []
 
-    async def submit(self, requests: Requests, stream: bool, num_bytes: int) -> None:
-        """Run all requests, or none. Raises as LLM.submit does. num_bytes: of the HTTP body."""
-        if num_bytes <= LARGE and all(params.guidance is None for _, params in requests):
+    async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
+        """Run all requests, or none. Raises as LLM.submit does. A grammar is compiled in a thread in any case."""
+        if not in_thread and all(params.guidance is None for _, params in requests):
             self._submit(requests, stream)
             return
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, requests, stream))
@@ -81,16 +80,16 @@ class Work:
             await asyncio.wait({submitting})
             self.cancel()
             raise
-        if self._reason is not None:
+        if self._outbox.stopped is not None:
             self.cancel()
-            raise self._reason
+            raise self._outbox.stopped
 
     async def outputs(self) -> list[RequestOutput]:
         try:
             return await asyncio.gather(*map(asyncio.wrap_future, self.futures))
         except asyncio.CancelledError:
-            if self._reason is not None:
-                raise self._reason from None
+            if self._outbox.stopped is not None:
+                raise self._outbox.stopped from None
             raise
 
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
@@ -117,19 +116,18 @@ class Work:
         for future in self.futures:
             future.cancel()
 
-    def stop(self, reason: Exception) -> None:
-        """Cancel the work; `outputs` and `chunks` raise the reason."""
-        self._reason = reason
-        self.cancel()
-
-    def found(self) -> list[RequestOutput | Progress]:
-        """Return the output of each finished request, and the progress of each unfinished one."""
-        return [
-            future.request.progress()
-            if future.cancelled() or not future.done() or future.exception()
-            else future.result()
-            for future in self.futures
-        ]
+    def found(self) -> list[tuple[Progress, list[str]]]:
+        """Return the progress of each request, and its samples' finish reasons: "abort" if it is not finished."""
+        found = []
+        for future in self.futures:
+            if future.cancelled() or not future.done() or future.exception():
+                found.append((future.request.progress(), ["abort"]))
+                continue
+            output = future.result()
+            num_new = sum(len(sample.token_ids) for sample in output.outputs)
+            progress = Progress(len(output.prompt_token_ids), output.num_cached_tokens, num_new, output.metrics)
+            found.append((progress, [sample.finish_reason for sample in output.outputs]))
+        return found
 
     def token_gaps(self) -> Iterator[float]:
         """Yield the seconds between tokens of each streamed sample."""
