@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import struct
 import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -11,6 +12,23 @@ import numpy as np
 
 from support.recorded import HAS_TRANSFORMERS
 from tinygpt.weights.containers.torch import MAGIC_NUMBER, PROTOCOL_VERSION
+
+# Parts of pickles written by hand, protocol 2.
+
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
+ORDERED_DICT = b"ccollections\nOrderedDict\n"
+
+
+def program(*parts: bytes) -> bytes:
+    return b"\x80\x02" + b"".join(parts) + b"."
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+RECORD = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"  # without its end
+STORAGE = RECORD + b"tQ"  # of 4 elements
 
 
 def torch_bytes(value: Any, is_legacy: bool = False) -> bytes:

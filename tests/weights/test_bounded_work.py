@@ -21,18 +21,9 @@ from support.foreign import GGUF_KEYS
 from support.gguf_writer import gguf_bytes
 from support.megatron_writer import Form, nemo_members, tar_bytes
 from support.tiny_checkpoint import LAYERS, C, random_tensors, write_checkpoint, write_config, write_json
+from support.torch_files import ORDERED_DICT, RECORD, STORAGE, TENSOR, program, text
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits of a process, as Linux has them")
-
-# Pickles written by hand, protocol 2.
-
-
-def program(*parts):
-    return b"\x80\x02" + b"".join(parts) + b"."
-
-
-def text(value):
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
 def put(index):
@@ -43,12 +34,9 @@ def get(index):
     return b"h" + bytes([index])
 
 
-STORAGE = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"
-TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
-ORDERED_DICT = b"ccollections\nOrderedDict\n"
 PICKLES = {
     "huge dimensions": program(
-        b"}" + text("a") + TENSOR + b"(" + STORAGE + b"tQK\x00",
+        b"}" + text("a") + TENSOR + b"(" + STORAGE + b"K\x00",
         b"(" + b"J\xff\xff\xff\x7f" * 300_000 + b"t",
         b"(" + b"K\x00" * 300_000 + b"t\x89NtRs",
     ),
@@ -58,10 +46,10 @@ PICKLES = {
         (get(3) + get(2) + b"\x85R") * 100_000,
     ),
     "one long shape in many tensors": program(
-        STORAGE + b"tQ" + put(1) + b"(" + b"K\x01" * 200_000 + b"t" + put(2) + TENSOR + put(3),
+        STORAGE + put(1) + b"(" + b"K\x01" * 200_000 + b"t" + put(2) + TENSOR + put(3),
         (get(3) + b"(" + get(1) + b"K\x00" + get(2) + get(2) + b"\x89NtR") * 50_000,
     ),
-    "one long record in many storages": program(STORAGE + b"N" * 300_000 + b"t" + put(1), (get(1) + b"Q") * 300_000),
+    "one long record in many storages": program(RECORD + b"N" * 300_000 + b"t" + put(1), (get(1) + b"Q") * 300_000),
 }
 
 

@@ -51,9 +51,8 @@ def test_blocks_without_the_package_name_its_extra(tmp_path, monkeypatch):
 
 
 def test_the_file_says_what_it_is(tmp_path):
-    checkpoint = open_checkpoint(
-        write_gguf_folder(tmp_path, TENSORS, **{"gpt2.attention.layer_norm_epsilon": (6, 0.5)})
-    )
+    path = write_gguf_folder(tmp_path, TENSORS, **{"gpt2.attention.layer_norm_epsilon": (6, 0.5)})
+    checkpoint = open_checkpoint(path)
     assert (checkpoint.container, checkpoint.family) == ("GGUF", "GPT-2 of GGUF")
     assert checkpoint.config.layer_norm_epsilon == 0.5
     assert checkpoint.tied
@@ -105,11 +104,8 @@ def test_bloom(tmp_path):
     """Of the same tensors as Hugging Face's file."""
     write_bloom(write_family(tmp_path, "bloom-6"), tmp_path / "x.gguf")
     expected, found = open_checkpoint(tmp_path), open_checkpoint(tmp_path / "x.gguf")
-    assert (found.family, found.config.structure, found.config.n_head) == (
-        "BLOOM of GGUF",
-        expected.config.structure,
-        6,
-    )
+    assert (found.family, found.config.n_head) == ("BLOOM of GGUF", 6)
+    assert found.config.structure == expected.config.structure
     for name in expected.stored:
         np.testing.assert_array_equal(found.tensor(name), expected.tensor(name), err_msg=name)
 
@@ -182,24 +178,21 @@ def test_its_tokenizer(tmp_path):
     assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (4, (4,))
 
 
+def ending_with(token_id):
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<end>", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {"<end>": {"id": "<end>", "ids": [token_id], "tokens": ["<end>"]}},
+    }
+
+
 @pytest.mark.parametrize(
     "change",
     [
         {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
-        *(
-            {
-                "post_processor": {
-                    "type": "TemplateProcessing",
-                    "single": [
-                        {"Sequence": {"id": "A", "type_id": 0}},
-                        {"SpecialToken": {"id": "<end>", "type_id": 0}},
-                    ],
-                    "pair": [],
-                    "special_tokens": {"<end>": {"id": "<end>", "ids": [end], "tokens": ["<end>"]}},
-                }
-            }
-            for end in (5, 4)
-        ),
+        {"post_processor": ending_with(5)},
+        {"post_processor": ending_with(4)},
     ],
     ids=["a space", "a token behind", "behind, the token that begins texts"],
 )
@@ -257,7 +250,6 @@ def patched(place, data):
     return WHOLE[:place] + data + WHOLE[place + len(data) :]
 
 
-TWO_KEYS, LIST = gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE), gguf_bytes({"a": (9, (4, [1]))}, ONE)
 REFUSED = {
     "version 1": (gguf_bytes({}, ONE, version=1), "of version 1"),
     "big-endian": (patched(4, b"\0\0\0\3"), "big-endian"),
@@ -266,10 +258,7 @@ REFUSED = {
     "header cut": (WHOLE[:40], "damaged GGUF file"),
     "2^60 tensors": (patched(8, (2**60).to_bytes(8, "little")), "entries where"),
     "a name of 2^63 bytes": (patched(24, (2**63).to_bytes(8, "little")), "entries where"),
-    "one key twice": (
-        gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE).replace(b"\1\0\0\0\0\0\0\0b", b"\1\0\0\0\0\0\0\0a"),
-        "two",
-    ),
+    "one key twice": (gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE).replace(b"b\4\0", b"a\4\0"), "two of the name 'a'"),
     "a value of type 99": (gguf_bytes({"a": (4, 1)}, ONE).replace(b"a\4\0", b"a\x63\0"), "a value of type 99"),
     "an alignment of 3": (gguf_bytes({"general.alignment": (4, 3)}, ONE), "an alignment of 3"),
     "9 dimensions": (gguf_bytes({}, {"a": ((1,) * 9, 0, b"1234")}), "9 dimensions"),

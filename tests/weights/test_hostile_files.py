@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_config
-from support.torch_files import torch_bytes
+from support.torch_files import ORDERED_DICT, STORAGE, TENSOR, program, text, torch_bytes
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.containers.torch import read_torch
@@ -97,9 +97,7 @@ def saved_by_torch(make, **options):
     return buffer.getvalue()
 
 
-STATE = TENSORS
-ZIP = torch_bytes(STATE)
-LEGACY = torch_bytes(STATE, is_legacy=True)
+ZIP, LEGACY = torch_bytes(TENSORS), torch_bytes(TENSORS, is_legacy=True)
 
 
 def rewrite_zip(data=ZIP, compression=zipfile.ZIP_STORED, **changes):
@@ -157,25 +155,9 @@ def legacy_head():
     return [pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
 
 
-def program(*lines):
-    """A pickle written by hand, protocol 2."""
-    return b"\x80\x02" + b"".join(lines) + b"."
-
-
-def name(module, attribute):
-    return f"c{module}\n{attribute}\n".encode()
-
-
-def text(value):
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
-
-
-STORAGE = b"(" + text("storage") + name("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x04tQ"
-TENSOR = name("torch._utils", "_rebuild_tensor_v2")
-ORDERED_DICT = name("collections", "OrderedDict")
 HOSTILE_PROGRAMS = {
     # Names that are admitted, used for what they are not for.
-    "call of a storage class": name("torch", "FloatStorage") + b")R",
+    "call of a storage class": b"ctorch\nFloatStorage\n)R",
     "OrderedDict of text": ORDERED_DICT + text("ab") + b"\x85R",
     "tensor of text": TENSOR + b"(" + text("s") + b"K\x00))\x89}tR",
     "tensor with negative offset": TENSOR + b"(" + STORAGE + b"J\xff\xff\xff\xffK\x04\x85K\x01\x85\x89}tR",
@@ -193,6 +175,11 @@ HOSTILE_PROGRAMS = {
     "persistent id too short": b"(" + text("storage") + b"tQ",
     "a view of a storage": STORAGE.replace(b"tQ", b"(K\x01K\x01ttQ"),
     # Damage.
+    # To hash nested tuples takes for ever: a key of 2**60 nodes, keys, a set.
+    "a key of many tuples": b"})" + b"2\x86" * 60 + b"Ns",
+    "keys of many tuples": b"}()" + b"2\x86" * 60 + b"Nu",
+    "a set of many tuples": b"\x8f()" + b"2\x86" * 60 + b"\x90",
+    "attributes of a function": TENSOR + b"}b",
     "no mark": b"t",
     "an instruction that does not exist": b"\xff",
     "text cut short": b"X\xff\xff\xff\x7fabc",
@@ -205,14 +192,17 @@ def test_a_pickle_that_means_no_state_dict(tmp_path, case):
     refuse(path, "is a damaged pickle|asks for|must hold a state dict")
 
 
-def test_a_pickle_without_end_and_one_that_only_grows(tmp_path):
-    for data, sentence in ((b"\x80\x02N", "damaged pickle"), (program(b"N" * 2_000_000), "more than 1000000")):
-        refuse(write_bin(tmp_path, rewrite_zip(data_pkl=data)), sentence)
-
-
-def test_memory_that_an_instruction_claims_is_not_allocated(tmp_path):
-    claim = b"Nr" + struct.pack("<I", 2**31)  # to remember an object under a number
-    refuse(write_bin(tmp_path, rewrite_zip(data_pkl=program(claim))), "more than 1000000 instructions")
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"\x80\x02N", "damaged pickle"),
+        (program(b"N" * 2_000_000), "more than 1000000"),
+        (program(b"Nr" + struct.pack("<I", 2**31)), "more than 1000000"),  # remembers an object under that number
+    ],
+    ids=["without end", "only grows", "claims memory"],
+)
+def test_a_pickle_is_no_longer_than_it_needs_to_be(tmp_path, data, sentence):
+    refuse(write_bin(tmp_path, rewrite_zip(data_pkl=data)), sentence)
 
 
 def view(offset=0, shape=(4,), strides=(1,)):
@@ -226,15 +216,8 @@ def view(offset=0, shape=(4,), strides=(1,)):
 @pytest.mark.parametrize(
     ("offset", "shape", "strides"),
     [
-        (1, (4,), (1,)),
-        (0, (5,), (1,)),
-        (0, (4,), (2,)),
-        (0, (2, 2), (3, 1)),
-        (10**30, (1,), (1,)),
-        (0, (2**62, 2**62), (1, 1)),
-        (0, (10**9,), (0,)),
-        (4, (1,), (1,)),
-        (5, (0,), (1,)),
+        *((1, (4,), (1,)), (0, (5,), (1,)), (0, (4,), (2,)), (0, (2, 2), (3, 1)), (10**30, (1,), (1,))),
+        *((0, (2**62, 2**62), (1, 1)), (0, (10**9,), (0,)), (4, (1,), (1,)), (5, (0,), (1,))),
     ],
 )
 def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, strides):
@@ -244,7 +227,7 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, stride
     refuse(write_bin(tmp_path, outside), "truncated or damaged|an impossible shape")
 
 
-BAD_ZIPS = {
+BAD = {
     "an entry outside": (lambda: moved(ZIP, 2**31), "damaged zip archive"),
     "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted or repeated"),
     "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted or repeated"),
@@ -256,11 +239,8 @@ BAD_ZIPS = {
     "end cut": (lambda: ZIP[:-30], "damaged zip archive"),
     "data.pkl cut": (lambda: rewrite_zip(data_pkl=pickle_of(ZIP)[:-40]), "damaged pickle"),
     "a list": (lambda: torch_bytes([np.zeros(1, np.float32)]), "holds a list"),
-    "a wrapped state dict": (lambda: torch_bytes({"state_dict": STATE, "epoch": 3}), "under: state_dict, epoch"),
-    "a whole model": (
-        lambda: saved_by_torch(lambda torch: torch.nn.Linear(2, 2)),
-        r"'torch\.nn\.modules\.linear\.Linear'",
-    ),
+    "a wrapped state dict": (lambda: torch_bytes({"state_dict": TENSORS, "epoch": 3}), "under: state_dict, epoch"),
+    "a whole model": (lambda: saved_by_torch(lambda torch: torch.nn.Linear(2, 2)), r"'torch\.nn\..*\.Linear'"),
     "NumPy arrays": (lambda: saved_by_torch(lambda torch: {"a": np.zeros(2)}), r"asks for 'numpy"),
 }
 
@@ -294,12 +274,6 @@ def repeated(data):
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("case", BAD_ZIPS)
-def test_a_zip_archive_that_is_no_state_dict(tmp_path, case):
-    make, sentence = BAD_ZIPS[case]
-    refuse(write_bin(tmp_path, make()), sentence)
-
-
 def data_place(data, key):
     """Where the data of a storage lie in an archive."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -312,13 +286,13 @@ def flipped(data, place):
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-@pytest.mark.parametrize("key", range(len(STATE)))
+@pytest.mark.parametrize("key", range(len(TENSORS)))
 def test_a_bit_flipped_in_any_storage_of_an_archive(tmp_path, key):
     """Each tensor is verified when it is read; those in other storages are read all the same."""
     place = data_place(ZIP, key)
     path = write_bin(tmp_path, flipped(ZIP, place[len(place) // 2]))
     tensors = read_torch(path).tensors
-    damaged = list(STATE)[key]
+    damaged = list(TENSORS)[key]
     with pytest.raises(CheckpointError, match=f"its part 'archive/data/{key}' does not have its checksum"):
         tensors[damaged].float32()
     for name in TENSORS.keys() - {damaged}:
@@ -329,7 +303,7 @@ def test_an_archive_that_was_written_without_checksums_is_read(tmp_path):
     torch = need_torch()
     torch.serialization.set_crc32_options(False)
     try:
-        path = write_bin(tmp_path, torch_bytes(STATE))
+        path = write_bin(tmp_path, torch_bytes(TENSORS))
     finally:
         torch.serialization.set_crc32_options(True)
     tensors = read_torch(path).tensors
@@ -364,26 +338,22 @@ def legacy(structure, keys, data=b"", head=None):
 
 
 FOUR = struct.pack("<Q4f", 4, 0, 1, 2, 3)
-BAD_LEGACY = {
-    "storage cut": (lambda: legacy(view(), ["0"], FOUR[:-1]), "truncated or damaged"),
-    "count that lies": (lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]), "truncated or damaged"),
-    "unknown key": (lambda: legacy(view(), ["1"], FOUR), "no tensor uses"),
-    "other magic number": (
-        lambda: legacy(view(), ["0"], FOUR, [pickle.dumps(7, 2), *legacy_head()[1:]]),
-        "does not begin",
-    ),
-    "big-endian": (
-        lambda: legacy(view(), ["0"], FOUR, [*legacy_head()[:2], pickle.dumps({"little_endian": False}, 2)]),
-        "big-endian",
-    ),
-    "data cut": (lambda: LEGACY[:-100], "truncated or damaged"),
+OTHER_MAGIC = [pickle.dumps(7, 2), *legacy_head()[1:]]
+OTHER_ENDIAN = [*legacy_head()[:2], pickle.dumps({"little_endian": False}, 2)]
+BAD |= {
+    "legacy: storage cut": (lambda: legacy(view(), ["0"], FOUR[:-1]), "truncated or damaged"),
+    "legacy: count that lies": (lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]), "truncated or damaged"),
+    "legacy: unknown key": (lambda: legacy(view(), ["1"], FOUR), "no tensor uses"),
+    "legacy: other magic number": (lambda: legacy(view(), ["0"], FOUR, OTHER_MAGIC), "does not begin"),
+    "legacy: big-endian": (lambda: legacy(view(), ["0"], FOUR, OTHER_ENDIAN), "big-endian"),
+    "legacy: data cut": (lambda: LEGACY[:-100], "truncated or damaged"),
     "a tar file": (lambda: b"storages\0" + b"\0" * 2000, "does not begin"),
 }
 
 
-@pytest.mark.parametrize("case", BAD_LEGACY)
-def test_a_legacy_file_that_is_no_state_dict(tmp_path, case):
-    make, sentence = BAD_LEGACY[case]
+@pytest.mark.parametrize("case", BAD)
+def test_a_file_that_is_no_state_dict(tmp_path, case):
+    make, sentence = BAD[case]
     refuse(write_bin(tmp_path, make()), sentence)
 
 
@@ -417,24 +387,3 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
     except CheckpointError:
         return
     assert all(tensor.dtype == np.float32 for tensor in tensors)
-
-
-def zip_of_pickle(path, program: bytes):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", program)
-    return path
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        b"\x80\x02})" + b"2\x86" * 60 + b"Ns.",  # a key that is a tuple of 2**60 nodes, all of which are hashed
-        b"\x80\x02}(" + b")" + b"2\x86" * 60 + b"Nu.",
-        b"\x80\x04\x8f(" + b")" + b"2\x86" * 60 + b"\x90.",  # a set
-        b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}b.",  # attributes for a function
-    ],
-    ids=["key", "keys", "set", "attributes"],
-)
-def test_a_pickle_neither_hangs_nor_changes_what_was_checked(tmp_path, program):
-    with pytest.raises(CheckpointError):
-        read_torch(zip_of_pickle(tmp_path / "pytorch_model.bin", program))

@@ -4,11 +4,12 @@ import json
 import os
 
 import pytest
+from safetensors.numpy import save_file
 
 from support.apart import printed
 from support.hub_server import HubServer
-from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
+from support.torch_files import torch_bytes
 
 # huggingface_hub reads its environment when it is imported, so each use has a process of its own.
 PROGRAM = """
@@ -64,18 +65,13 @@ def hub_folder(folder):
 
 
 def bin_folder(folder):
-    torch = pytest.importorskip("torch", reason=MISSING)
-
     folder = hub_folder(folder)
     (folder / "model.safetensors").unlink()
-    tensors = {name: torch.from_numpy(array) for name, array in random_tensors().items()}
-    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_bytes(torch_bytes(random_tensors()))
     return folder
 
 
 def sharded_folder(folder):
-    from safetensors.numpy import save_file
-
     folder = hub_folder(folder)
     (folder / "model.safetensors").unlink()
     weight_map = {name: f"model-{1 + len(name) % 2:05}-of-00002.safetensors" for name in random_tensors()}

@@ -60,8 +60,9 @@ def test_tensors_in_nodes_and_in_branches(tmp_path):
 A = w.tensor("a", VALUES)
 
 
-def sized(shape, data):
-    return b"".join(field(1, size) for size in shape) + field(2, 1) + field(8, b"a") + field(9, data)
+def sized(shape, data, kind=9):
+    """A float32 tensor; kind: 9 of raw data, 4 of float_data."""
+    return b"".join(field(1, size) for size in shape) + field(2, 1) + field(8, b"a") + field(kind, data)
 
 
 REFUSED = {
@@ -69,10 +70,7 @@ REFUSED = {
     "cut": (w.model(w.graph([], [A]))[:-3], "damaged ONNX file"),
     "two of one name": (w.model(w.graph([], [A, A])), "two initializers 'a'"),
     "too few bytes": (w.model(w.graph([], [sized((3, 5), VALUES.tobytes())])), "has 48 bytes and needs 60"),
-    "too few elements": (
-        w.model(w.graph([], [field(1, 9) + field(2, 1) + field(8, b"a") + field(4, VALUES.tobytes())])),
-        "has 48 bytes and needs 36",
-    ),
+    "too many elements": (w.model(w.graph([], [sized((9,), VALUES.tobytes(), 4)])), "has 48 bytes and needs 36"),
     "a negative size": (w.model(w.graph([], [sized((2**64 - 1,), b"1234")])), "impossible shape"),
 }
 
@@ -146,8 +144,7 @@ def test_tensors_that_share_bytes_beyond_reason(tmp_path):
 
 def test_equal_tensors_that_were_merged_are_followed(tmp_path):
     tensors = onnx_tensors(TENSORS)
-    gone = "transformer.h.1.ln_1.weight"
-    kept = "transformer.h.0.ln_1.weight"
+    gone, kept = "transformer.h.1.ln_1.weight", "transformer.h.0.ln_1.weight"
     del tensors[gone]
     nodes = [w.node("Identity", [kept], [gone]), *onnx_nodes(tensors)]
     checkpoint = open_checkpoint(write_model(tmp_path, tensors, nodes))
@@ -201,13 +198,7 @@ def test_what_the_graph_computes_with_is_ignored_by_name_and_nothing_else(tmp_pa
         open_checkpoint(write_model(tmp_path, tensors))
 
 
-ACTIVATIONS = {
-    "Tanh": "gelu_tanh",
-    "Erf": "gelu",
-    "FastGelu": "gelu_tanh",
-    "BiasGelu": "gelu",
-    "Relu": "relu",
-}
+ACTIVATIONS = {"Tanh": "gelu_tanh", "Erf": "gelu", "FastGelu": "gelu_tanh", "BiasGelu": "gelu", "Relu": "relu"}
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -217,17 +208,10 @@ def test_the_activation_is_that_of_the_graph(tmp_path, kind):
     assert checkpoint.config.activation == ACTIVATIONS[kind]
 
 
-INPUTS = {
-    "past_0": {"past_0": (2, "batch", 2, "past", 4)},
-    "past_key_values.0.key": PAST,
-    "none": {},
-}
-
-
-@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("inputs", [{"past_0": (2, "batch", 2, "past", 4)}, PAST, {}], ids=["past_0", "keys", "none"])
 def test_heads_are_seen_in_what_goes_in(tmp_path, inputs):
-    path = write_model(tmp_path, onnx_tensors(TENSORS), inputs=INPUTS[inputs])
-    if inputs == "none":
+    path = write_model(tmp_path, onnx_tensors(TENSORS), inputs=inputs)
+    if not inputs:
         with pytest.raises(CheckpointError, match="does not say how many heads"):
             open_checkpoint(path)
         write_json(tmp_path / "config.json", {"n_head": 2})

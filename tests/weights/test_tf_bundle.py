@@ -38,12 +38,8 @@ SHA256_OF_DATA = "3cf1748665556d2836aaffee349a083b7879bee107559f21cbf596a11c25db
 def their_arrays():
     shapes = {"model/wte": (96, 8), "model/wpe": (16, 8), "model/ln_f/g": (8,), "model/ln_f/b": (8,)}
     for i in (0, 1):
-        for name, (n_in, n_out) in {
-            "attn/c_attn": (8, 24),
-            "attn/c_proj": (8, 8),
-            "mlp/c_fc": (8, 32),
-            "mlp/c_proj": (32, 8),
-        }.items():
+        matrices = {"attn/c_attn": (8, 24), "attn/c_proj": (8, 8), "mlp/c_fc": (8, 32), "mlp/c_proj": (32, 8)}
+        for name, (n_in, n_out) in matrices.items():
             shapes |= {f"model/h{i}/{name}/w": (1, n_in, n_out), f"model/h{i}/{name}/b": (n_out,)}
         shapes |= {f"model/h{i}/{norm}/{kind}": (8,) for norm in ("ln_1", "ln_2") for kind in "gb"}
     arrays = {}
@@ -179,10 +175,7 @@ REFUSED = {
     "another size": ([HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 12))], "has 12 bytes"),
     "beyond the end": ([HEADER, (b"a", tf_writer.entry(ONES, 4, b"1" * 16))], "reaches to byte 20"),
     "over one another": ([HEADER, (b"a", ENTRY), (b"b", ENTRY)], "laid over one another"),
-    "9 dimensions": (
-        [HEADER, (b"a", tf_writer.entry(ONES.reshape((1,) * 8 + (4,)), 0, b"1" * 16))],
-        "impossible shape",
-    ),
+    "9 dimensions": ([HEADER, (b"a", tf_writer.entry(ONES.reshape(*[1] * 8, 4), 0, b"1" * 16))], "impossible shape"),
     "a name of 2000 bytes": ([HEADER, (b"a" * 2000, ENTRY)], "too long a key"),
     "a shape that is a number": ([HEADER, (b"a", field(2, 5))], "a number stands"),
 }

@@ -89,7 +89,7 @@ def reader_of(file: Path) -> Reader:
     is_beside_them = any((file.parent / name).is_file() for name in ("config.json", *FILES))
     if is_beside_them and not is_of_weights:
         raise CheckpointError(f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}.")
-    found = f"it begins with {peek.head[:8]!r}" if peek.size else "it is empty"
+    found = f"it begins with {peek.head[:8]!r}" if peek.head else "it is empty"
     raise CheckpointError(
         f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
         "ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."

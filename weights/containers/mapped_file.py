@@ -49,19 +49,17 @@ def parsing(path: Path, kind: str, *damage: type[Exception]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Peek:
-    """The first and last bytes of a file, and its size, which tell the format."""
+    """The first and last bytes of a file, which tell the format."""
 
     head: bytes
     tail: bytes
-    size: int
 
     @classmethod
     def into(cls, path: Path) -> "Peek":
         with parsing(path, "file"), open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
             head = file.read(PEEK_HEAD)
-            file.seek(max(size - PEEK_TAIL, 0))
-            return cls(head, file.read(PEEK_TAIL), size)
+            file.seek(max(os.fstat(file.fileno()).st_size - PEEK_TAIL, 0))
+            return cls(head, file.read(PEEK_TAIL))
 
 
 class MappedFile:

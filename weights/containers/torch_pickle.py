@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinygpt.weights.containers.mapped_file import is_possible_shape, parsing
+from tinygpt.weights.containers.mapped_file import MappedFile, is_possible_shape, parsing
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.files import open_regular
 
 STORAGE_DTYPES = {
     "FloatStorage": "float32",
@@ -191,8 +190,7 @@ def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, 
 
 def read_plain_pickle(path: Path) -> Any:
     """Return the object in a file that is a pickle alone. Raise CheckpointError if it cannot be read."""
-    with parsing(path, "pickle"), open_regular(path) as file:
-        return load_pickle(file, path, has_stubs=False)[0]
+    return load_pickle(MappedFile(path).data, path, has_stubs=False)[0]
 
 
 def fields_of(value: Any) -> dict[str, Any]:
