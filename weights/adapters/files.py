@@ -17,14 +17,8 @@ MAX_CONFIG = 2**18  # bytes: each regular expression takes time; the names of GP
 MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up and matched
 
 
-def _read_torch(path: Path) -> Container:
-    from tinygpt.weights.containers.torch import read_torch  # rarely needed
-
-    return read_torch(path)
-
-
 # In PEFT's order; early versions wrote the second.
-READERS = {"adapter_model.safetensors": read_safetensors, "adapter_model.bin": _read_torch}
+FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True)
@@ -45,38 +39,43 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     path = existing_path(folder)
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: give the folder that holds it and {CONFIG}.")
-    if (path / MODEL_CONFIG).is_file() and not (path / CONFIG).exists():
-        raise CheckpointError(f"{path} is a checkpoint, and no adapter: it has {MODEL_CONFIG}. Give it as the model.")
     if not (path / CONFIG).exists():
         raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
     config = _read_config(path)
     if config.get("peft_type") not in peft_types:
-        raise CheckpointError(
-            f"{path} is an adapter of the type {shown(config.get('peft_type'))} and must be one of "
-            f"{', '.join(peft_types)}."
-        )
-    for name, read in READERS.items():
-        if (path / name).exists():
-            tensors = read(path / name).tensors
-            if (longest := max(map(len, tensors), default=0)) > MAX_NAME:
-                raise CheckpointError(f"{path / name} names a tensor by {longest} characters, as no module is named.")
-            return AdapterFiles(path, config, check_floating(path / name, tensors), (path / CONFIG, path / name))
-    raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(READERS)}.")
+        given, wanted = shown(config.get("peft_type")), ", ".join(peft_types)
+        raise CheckpointError(f"{path} is an adapter of the type {given} and must be one of {wanted}.")
+    file = next((path / name for name in FILES if (path / name).exists()), None)
+    if file is None:
+        raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(FILES)}.")
+    tensors = _read(file).tensors
+    if (longest := max(map(len, tensors), default=0)) > MAX_NAME:
+        raise CheckpointError(f"{file} names a tensor by {longest} characters, as no module is named.")
+    return AdapterFiles(path, config, check_floating(file, tensors), (path / CONFIG, file))
+
+
+def _read(file: Path) -> Container:
+    if file.suffix == ".safetensors":
+        return read_safetensors(file)
+    from tinygpt.weights.containers.torch import read_torch  # rarely needed
+
+    return read_torch(file)
 
 
 def refuse_adapter(path: Path, given: str) -> None:
     """Raise CheckpointError if the folder or file that was given as a checkpoint is an adapter."""
     folder = path if path.is_dir() else path.parent
-    is_meant = path.is_dir() or path.name in (CONFIG, *READERS)
+    is_meant = path.is_dir() or path.name in (CONFIG, *FILES)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = _read_config(folder)
     kind, base = config.get("peft_type"), config.get("base_model_name_or_path")
     place = {"LORA": "--lora", **dict.fromkeys(SOFT_PROMPTS, "--soft-prompt")}.get(str(kind))
     use = f"its local folder as {place}" if place else "no adapter, as such ones are not implemented"
+    base = f", {shown(base)}," if base else ""
     raise CheckpointError(
         f"{given} is an adapter of the type {shown(kind)}, and no checkpoint: give the checkpoint that it was trained "
-        f"for{f', {shown(base)}' if base else ''}, as the model, and {use}."
+        f"for{base} as the model, and {use}."
     )
 
 
@@ -96,10 +95,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
-    raise CheckpointError(
-        f"there is no folder or file {given}: check the path, or download an adapter from the Hub with "
-        "`hf download ID --local-dir FOLDER` and give that folder."
-    )
+    raise CheckpointError(f"there is no folder {given}: download an adapter by `hf download ID --local-dir FOLDER`.")
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

@@ -11,61 +11,33 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from tinygpt.weights.adapters.files import AdapterFiles, read_adapter
+from tinygpt.weights.adapters.files import CONFIG, AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, is_transposed, parameter_shapes
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS
 from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.families.family import AS_IS, Layout, Rule, Transform
+from tinygpt.weights.families.family import AS_IS, Layout, Rule
 from tinygpt.weights.families.gpt2 import is_ignored
-from tinygpt.weights.stored.export import can_be_written, layout_of
+from tinygpt.weights.stored.export import Part, can_be_written, layout_of, parts_of
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
 
 PREFIX = "base_model.model."  # what PEFT wraps the model in
-TIED, EMBEDDINGS = (EMBEDDING, HEAD), (EMBEDDING, POSITIONS)
 
 
 @dataclass(frozen=True)
-class ModelInFiles:
-    """A model by the tensors of transformers' files, whatever it was opened from.
-
-    rules: by parameter. parameters, shapes: by the names of tensors in the files, without wrappers.
-    """
+class _Model:
+    """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
 
     layout: Layout
-    rules: dict[str, Rule]
-    parameters: dict[str, str]
-    shapes: dict[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "ModelInFiles":
-        layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
-        rules = {
-            name: rule
-            for name, rule in layout.rules(checkpoint.config).items()
-            if not (layout.has_defaults and isinstance(checkpoint.stored.get(name), DefaultTensor))
-        }
-        parameters = {source: name for name, rule in rules.items() for source in rule.sources}
-        stored_shapes = {
-            source: rules[name].transform.stored_shape(shapes[name], len(rules[name].sources))
-            for source, name in parameters.items()
-        }
-        return cls(layout, rules, parameters, stored_shapes)
-
-    def is_in_out(self, name: str) -> bool:
-        return self.layout.is_in_out and is_transposed(self.parameters[name])
+    rules: Mapping[str, Rule]
+    parts: dict[str, Part]
 
     def is_embedding(self, name: str) -> bool:
-        return self.parameters[name] in EMBEDDINGS
-
-    def has_own_positions(self, name: str) -> bool:
-        parameter = self.parameters[name]
-        return parameter == POSITIONS and self.rules[parameter].transform is not AS_IS
+        return self.parts[name].parameter in (EMBEDDING, POSITIONS)
 
     def modules(self, stored: Iterable[str]) -> dict[str, str]:
         """Return the names of modules in an adapted model whose tensors are `stored`.
@@ -74,76 +46,8 @@ class ModelInFiles:
         """
         root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
         return {
-            name: ("" if self.layout.file_name(name) == name else root) + name.rpartition(".")[0]
-            for name in self.shapes
+            name: ("" if part.name == name else root) + name.rpartition(".")[0] for name, part in self.parts.items()
         }
-
-
-def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return scale * b @ a, where a is (r, in) and b is (out, r), transposed for a matrix that is (in, out)."""
-    # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
-    update = np.einsum("or,ri->oi", b, a)
-    update *= scale
-    return update.T if is_in_out else update
-
-
-def _sum(update: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    update += weight
-    return update
-
-
-def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint with the adapter in the folder `adapter` merged into it.
-
-    It is tied unless the adapter changes the token embedding or the head alone, as in the trained model. Raises one
-    CheckpointError for an adapter that cannot be read or belongs to another model, and for a checkpoint that is
-    converted or of a family that transformers does not have.
-    """
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise CheckpointError(
-            f"{checkpoint.path} is converted, and an adapter cannot be merged into packed weights: give the "
-            "checkpoint that it was made from."
-        )
-    if not can_be_written(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters, because transformers has no "
-            "such models: leave lora out."
-        )
-    files = read_adapter(adapter, ("LORA",))
-    lora, model = LoraConfig.from_dict(files.path / "adapter_config.json", files.config), ModelInFiles.of(checkpoint)
-    contents = _sort(files, lora, model)
-    stored, replaced, tied = dict(checkpoint.stored), contents.replaced, checkpoint.tied
-    if tied:
-        stored[HEAD] = stored[EMBEDDING]
-        names = tuple(model.rules[parameter].sources[0] for parameter in TIED)
-        replaced = _with_ties(replaced, contents.saved, names)
-        one, other = map(replaced.get, names)
-        tied = one == other and contents.updates.keys().isdisjoint(names)
-    for name in {model.parameters[name] for name in (*replaced, *contents.updates)}:
-        stored[name] = _changed(stored[name], model.rules[name], replaced, contents.updates, model.shapes)
-    ignored, held = checkpoint.ignored + contents.ignored, checkpoint.files + files.files
-    return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
-
-
-def _changed(
-    tensor: Tensor,
-    rule: Rule,
-    replaced: Mapping[str, Tensor],
-    updates: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Tensor:
-    names, count = rule.sources, len(rule.sources)
-    if not replaced.keys().isdisjoint(names):
-        own = [LazyTensor(partial(_part, rule.transform, i, count), (tensor,)) for i in range(count)]
-        tensor = rule.transform.of(tuple(replaced.get(name, part) for name, part in zip(names, own, strict=True)))
-    if not updates.keys().isdisjoint(names):
-        parts = (updates.get(name, DefaultTensor(shapes[name], zeros)) for name in names)
-        tensor = LazyTensor(_sum, (rule.transform.of(tuple(parts)), tensor))
-    return tensor
-
-
-def _part(transform: Transform, i: int, count: int, array: np.ndarray) -> np.ndarray:
-    return transform.to_parts(array, count)[i]
 
 
 @dataclass(frozen=True)
@@ -159,14 +63,71 @@ class _Contents:
     ignored: tuple[str, ...]
 
 
-def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Contents:
+def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
+    """Return the checkpoint with the adapter in the folder `adapter` merged into it.
+
+    It is tied unless the adapter changes the token embedding or the head alone, as in the trained model. Raises one
+    CheckpointError for an adapter that cannot be read or belongs to another model, and for a checkpoint that is
+    converted or of a family that transformers does not have.
+    """
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise CheckpointError(f"{checkpoint.path} is converted: give the checkpoint that it was made from.")
+    if not can_be_written(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters, because transformers has no "
+            "such models: leave lora out."
+        )
+    files = read_adapter(adapter, ("LORA",))
+    lora = LoraConfig.from_dict(files.path / CONFIG, files.config)
+    stored, tied = dict(checkpoint.stored), checkpoint.tied
+    if tied:
+        stored[HEAD] = stored[EMBEDDING]
+    layout = layout_of(checkpoint)
+    parts = {part.short_name: part for part in parts_of(replace(checkpoint, stored=stored, tied=False))}
+    model = _Model(layout, layout.rules(checkpoint.config), parts)
+    contents = _sort(files, lora, model)
+    replaced, updates = contents.replaced, contents.updates
+    if tied:
+        names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
+        replaced = _with_ties(replaced, contents.saved, names)
+        one, other = map(replaced.get, names)
+        tied = one == other and updates.keys().isdisjoint(names)
+    for parameter in {parts[name].parameter for name in (*replaced, *updates)}:
+        stored[parameter] = _changed(stored[parameter], model.rules[parameter], replaced, updates, parts)
+    ignored, held = checkpoint.ignored + contents.ignored, checkpoint.files + files.files
+    return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
+
+
+def _changed(
+    tensor: Tensor,
+    rule: Rule,
+    replaced: Mapping[str, Tensor],
+    updates: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
+) -> Tensor:
+    names = rule.sources
+    if not replaced.keys().isdisjoint(names):
+        tensor = rule.transform.of(tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names))
+    if not updates.keys().isdisjoint(names):
+        found = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
+        tensor = LazyTensor(_sum, (rule.transform.of(tuple(found)), tensor))
+    return tensor
+
+
+def _sum(update: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    update += weight
+    return update
+
+
+def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
-    modules, shapes = model.modules(stored), model.shapes
+    modules, shapes = model.modules(stored), {name: part.shape for name, part in model.parts.items()}
     # PEFT adapts linear layers and embeddings alone: what has two dimensions.
     targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
-    if positions := [modules[name] for name in targets if model.has_own_positions(name)]:
+    has_own_rows = POSITIONS in model.rules and model.rules[POSITIONS].transform is not AS_IS
+    if has_own_rows and (own := [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]):
         raise CheckpointError(
-            f"{files.path} adapts {listed(positions)}, whose rows PEFT looks up by the attention mask and not by their "
+            f"{files.path} adapts {listed(own)}, whose rows PEFT looks up by the attention mask and not by their "
             "positions, so that merged it is another model: train an adapter without."
         )
     factors = {name: _factors(name, modules[name], model, lora) for name in targets}
@@ -186,7 +147,11 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
         ],
     }
     if any(problems.values()) or not stored:
-        raise CheckpointError(_explain(files.path, problems))
+        lines = "".join(f"\n  {kind}: {listed(names)}" for kind, names in problems.items() if names)
+        raise CheckpointError(
+            f"{files.path} does not hold the adapter that its {CONFIG} describes for this model.{lines}\n"
+            "Give the model that the adapter was trained for, or download the adapter again, all of it."
+        )
     return _Contents(
         {
             name: _update(name, stored[a], stored[b], lora.scale(modules[name]), model)
@@ -198,31 +163,39 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: ModelInFiles) -> _Conten
     )
 
 
-def _factors(name: str, module: str, model: ModelInFiles, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    shape, r = model.shapes[name], lora.rank(module)
-    out, inner = shape[::-1] if model.is_in_out(name) else shape
+def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+    """Return the names of the two factors and their shapes, by which _update computes: (r, in) and (out, r)."""
+    part, r = model.parts[name], lora.rank(module)
+    out, inner = part.shape[part.out_axis], part.shape[1 - part.out_axis]
     if model.is_embedding(name):  # PEFT takes an embedding for a layer from V to C, which is wte's transpose
         return {f"{module}.lora_embedding_B": (inner, r), f"{module}.lora_embedding_A": (r, out)}
     return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
 
 
-def _update(name: str, a: Tensor, b: Tensor, scale: float, model: ModelInFiles) -> Tensor:
+def _update(name: str, a: Tensor, b: Tensor, scale: float, model: _Model) -> Tensor:
     if model.is_embedding(name):
         a, b = LazyTensor(np.transpose, (a,)), LazyTensor(np.transpose, (b,))
-    return LazyTensor(partial(_product, scale, model.is_in_out(name)), (a, b))
+    return LazyTensor(partial(_product, scale, model.parts[name].out_axis == 1), (a, b))
 
 
-def _whole_tensors(names: Iterable[str], model: ModelInFiles) -> tuple[dict[str, str], list[str], list[str]]:
+def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return scale * b @ a, where a is (r, in) and b is (out, r), transposed for a matrix that is (in, out)."""
+    # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
+    update = np.einsum("or,ri->oi", b, a)
+    update *= scale
+    return update.T if is_in_out else update
+
+
+def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return file names of whole tensors by name, and the names of ignored and of unexpected ones."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, next to its factors.
         short = model.layout.short_name(name.replace(".base_layer.", "."))
-        if short in model.shapes and short not in file_names:
+        if short in model.parts and short not in file_names:
             file_names[short] = name
-        elif is_ignored(short):
-            ignored.append(name)
         else:
-            unexpected.append(name)
+            (ignored if is_ignored(short) else unexpected).append(name)
     return file_names, ignored, unexpected
 
 
@@ -234,14 +207,3 @@ def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: st
 def _with_ties(replaced: dict[str, Tensor], saved: frozenset[str], tied: tuple[str, ...]) -> dict[str, Tensor]:
     shared = [replaced[name] for name in tied if name in replaced and name not in saved]
     return replaced | {name: shared[0] for name in tied if shared and name not in saved}
-
-
-def _explain(path: Path, problems: dict[str, list[str]]) -> str:
-    lines = [f"  {kind}: {listed(names)}" for kind, names in problems.items() if names]
-    return "\n".join(
-        [
-            f"{path} does not hold the adapter that its adapter_config.json describes for this model.",
-            *lines,
-            "Give the model that the adapter was trained for, or download the adapter again, all of it.",
-        ]
-    )

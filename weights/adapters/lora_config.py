@@ -3,8 +3,9 @@
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,10 @@ BIASES = ("none", "all", "lora_only")
 INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
 # Fields of training and origin. PEFT decides about fan_in_fan_out by the type of each layer: the two factors are stored
 # the same way for both values.
-WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "fan_in_fan_out",
-    "inference_mode",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_type",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
+WITHOUT_EFFECT = {"base_model_name_or_path", "peft_type", "peft_version", "revision", "task_type", "auto_mapping"}
+WITHOUT_EFFECT |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}  # of initializations
+WITHOUT_EFFECT |= {"lora_dropout", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
+WITHOUT_EFFECT |= {"fan_in_fan_out"}
 # Fields that PEFT fails on if they are null.
 NEVER_NULL = ("r", "lora_alpha", "bias", "rank_pattern", "alpha_pattern")
 MAX_SECONDS = 2.0  # for all regular expressions of a config: one such as (a+)+b can take for ever
@@ -53,8 +40,8 @@ class LoraConfig:
     target_modules: frozenset[str] | str
     exclude_modules: frozenset[str] | str = frozenset()
     layers_to_transform: frozenset[int] = frozenset()
-    layers_pattern: tuple[str, ...] = ()
-    modules_to_save: tuple[str, ...] = ()
+    layers_pattern: Sequence[str] = ()
+    modules_to_save: Sequence[str] = ()
     r: int = 8
     rank_pattern: dict[str, int] = field(default_factory=dict)
     lora_alpha: float = 8
@@ -79,9 +66,7 @@ class LoraConfig:
             raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}.")
         known: dict[str, Any] = {name: values[name] for name in CHECKS if name in values}
         for name in known.keys() & {"target_modules", "exclude_modules", "layers_to_transform"}:
-            if isinstance(known[name], list):
-                known[name] = frozenset(known[name])
-        known |= {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+            known[name] = known[name] if isinstance(known[name], str) else frozenset(known[name])
         return cls(**known)
 
     def is_target(self, module: str) -> bool:
@@ -92,9 +77,8 @@ class LoraConfig:
 
     def is_saved(self, module: str) -> bool:
         """Return whether `module`, or one that it is a part of, was trained as a whole."""
-        parts = module.split(".")
-        names = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        return any(name.endswith(self.modules_to_save) for name in names)
+        saved = tuple(self.modules_to_save)
+        return any(name.endswith(saved) for name in accumulate(module.split("."), "{}.{}".format))
 
     def rank(self, module: str) -> int:
         return self._first_match(self.rank_pattern, module, self.r)
@@ -132,10 +116,8 @@ class LoraConfig:
         try:
             return regex.match(pattern, name, timeout=max(self.deadline - time.monotonic(), 1e-3)) is not None
         except TimeoutError:
-            raise CheckpointError(
-                f"the regular expressions in adapter_config.json take more than {MAX_SECONDS:.0f} seconds: name the "
-                "modules in lists."
-            ) from None
+            text = f"take more than {MAX_SECONDS:.0f} seconds: name the modules in lists."
+            raise CheckpointError(f"the regular expressions in adapter_config.json {text}") from None
 
 
 def _not_implemented(values: dict[str, Any]) -> list[str]:
@@ -160,12 +142,8 @@ def _is_pattern(value: Any) -> bool:
         return False
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_patterns(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_pattern, value))
+def _is_list_of(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_possible, value))
 
 
 def _is_rank(value: Any) -> bool:
@@ -176,20 +154,21 @@ def _is_number(value: Any) -> bool:
     return is_number(value) and abs(value) < 2**31  # and no NaN
 
 
-def _is_selection(value: Any) -> bool:
-    return _are_names(value) or _is_pattern(value)
-
-
 def _table_of(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: (
         isinstance(value, dict) and all(map(is_possible, value.values())) and all(map(_is_pattern, value))
     )
 
 
+_are_patterns = _is_list_of(_is_pattern)
+_SELECTION = (
+    lambda value: _is_pattern(value) or _is_list_of(lambda name: isinstance(name, str))(value),
+    "a list of names or a regular expression without flags",
+)
 CHECKS: Checks = {
-    "target_modules": (_is_selection, "a list of names or a regular expression without flags"),
-    "exclude_modules": (_is_selection, "a list of names or a regular expression without flags"),
-    "layers_to_transform": (lambda value: isinstance(value, list) and all(map(is_whole, value)), "layers' numbers"),
+    "target_modules": _SELECTION,
+    "exclude_modules": _SELECTION,
+    "layers_to_transform": (_is_list_of(is_whole), "layers' numbers"),
     "layers_pattern": (_are_patterns, "a list of regular expressions"),
     "modules_to_save": (_are_patterns, "a list of names"),
     "r": (_is_rank, "a whole number from 1 up"),

@@ -59,9 +59,7 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> Sof
 
 def _only_tensor(path: Path, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
     if list(tensors) != [TENSOR]:
-        raise CheckpointError(
-            f"{path} must hold one tensor, {TENSOR}, as PEFT saves a soft prompt, and holds {listed(list(tensors))}."
-        )
+        raise CheckpointError(f"{path} must hold one tensor, {TENSOR}, and holds {listed(list(tensors))}.")
     return tensors[TENSOR].float32()
 
 
@@ -70,13 +68,13 @@ def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftProm
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
         raise CheckpointError(
             f"{path} holds {TENSOR} of shape {array.shape}, and this model takes a width of {C} (prompt tuning and "
-            f"p-tuning) or {2 * L * C} (prefix tuning): give the model that it was trained for."
+            f"p-tuning) or {2 * L * C} (prefix tuning)."
         )
     P = len(array)
     if not 0 < P < config.n_positions:
         raise CheckpointError(
-            f"{path} holds {P} virtual tokens, and this model takes from 1 to {config.n_positions - 1}, because a text "
-            f"needs one of its {config.n_positions} positions at least: give a soft prompt of another length."
+            f"{path} holds {P} virtual tokens, and this model takes from 1 to {config.n_positions - 1}: a text needs "
+            f"one of its {config.n_positions} positions."
         )
     if array.shape[1] == C:
         return SoftPrompt("prompt", embeds=array.copy())
@@ -101,6 +99,6 @@ def _check_config(files: AdapterFiles, prompt: SoftPrompt, config: ModelConfig) 
     ]
     if problems:
         raise CheckpointError(
-            f"{files.path / 'adapter_config.json'} does not describe the soft prompt beside it, or not one for this "
-            f"model: {'; '.join(problems)}. Give the model that it was trained for."
+            f"adapter_config.json of {files.path} does not describe the soft prompt beside it, or not one for this "
+            f"model: {'; '.join(problems)}."
         )
