@@ -12,7 +12,8 @@ import numpy as np
 from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.files import crc32_of, in_a_thread, open_regular
+from tinygpt.weights.families import gpt2
+from tinygpt.weights.files import crc32_of, in_a_thread, open_regular, read_json_object
 from tinygpt.weights.tensor import RandomTensor, Tensor
 
 READ_SIZE = 2**20  # bytes
@@ -76,6 +77,21 @@ def _checksum(path: Path) -> str:
             return crc32_of(iter(partial(file.read, READ_SIZE), b""))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """Return the configuration of a folder. Raise CheckpointError, with all that is wrong, if it cannot be used."""
+    generation = folder / "generation_config.json"
+    fields = read_json_object(folder / "config.json")
+    return model_config(fields, read_json_object(generation) if generation.exists() else None)
+
+
+def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    if gpt2.is_gpt2(fields):
+        return gpt2.model_config(fields, generation)
+    from tinygpt.weights.families.table import model_type_of  # all families: a twentieth of a start
+
+    return model_type_of(fields).model_config(fields, generation)
 
 
 PREFIX = "random:"

@@ -1,9 +1,9 @@
 """From the name that a user gives to the checkpoint; a Hub id goes through huggingface_hub."""
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 
+from tinygpt.weights.adapters.files import CONFIG as ADAPTER_CONFIG
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
 from tinygpt.weights.containers.mapped_file import FILES
@@ -11,8 +11,6 @@ from tinygpt.weights.errors import CheckpointError, describe, listed
 from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TOKENIZER_FILES
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
-ADAPTER_FILES = ("adapter_config.json",)  # they tell that the id is an adapter's
-FEW = 12  # files in a folder that may all be named: /tmp holds more
 DEMO = Path(__file__).resolve().parent / "demo"
 # Ends of names of weights; no Hub id that can be loaded has them.
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
@@ -64,17 +62,8 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
     path, text = Path(model).expanduser(), str(model)
     if path.is_dir() or path.is_file():
         return path
-    name = text.strip(" ./").lower()
-    if "/" not in name and get_close_matches(name, ["demo"], cutoff=0.7):
-        raise CheckpointError(
-            f"there is no folder or file {model}: did you mean demo? A model of the Hub is given with its owner, as "
-            f"OWNER/{name}."
-        )
     if path.exists():
-        raise CheckpointError(
-            f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder, a file of weights, or a Hub "
-            "id such as 'gpt2'."
-        )
+        raise CheckpointError(f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder or a file.")
     is_local = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(SUFFIXES)
     if not isinstance(model, str) or is_local or text.count("/") > 1 or "\\" in text:
         raise CheckpointError(f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
@@ -90,11 +79,9 @@ def _check_is_checkpoint(folder: Path) -> None:
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     hint = f" Its subfolders {listed(inside, 3)} look like checkpoints: give one of them." if inside else ""
-    count = sum(1 for _ in folder.iterdir())
-    held = describe(folder) if count <= FEW else f"of the {count} files and folders in it none is config.json"
     raise CheckpointError(
         f"{folder} is no checkpoint: it must hold config.json, {' or '.join(FILES)}, and the tokenizer's files, and "
-        f"{held}.{hint}"
+        f"{describe(folder)}.{hint}"
     )
 
 
@@ -108,13 +95,13 @@ def download(repo_id: str) -> Path:
 
     folder = Path()
     for name in FILES:
-        folder = _fetch(repo_id, [*CONFIG_FILES, *ADAPTER_FILES, *TOKENIZER_FILES, name, name + INDEX])
+        folder = _fetch(repo_id, [*CONFIG_FILES, ADAPTER_CONFIG, *TOKENIZER_FILES, name, name + INDEX])
         if (folder / name).exists():
             break
         if (folder / (name + INDEX)).exists():
             _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / (name + INDEX)).values())))
             break
-    if not any((folder / name).exists() for name in ("config.json", *ADAPTER_FILES)):
+    if not any((folder / name).exists() for name in ("config.json", ADAPTER_CONFIG)):
         raise CheckpointError(f"{repo_id} on the Hub has no config.json: it is no checkpoint that can be loaded.")
     return folder
 
@@ -123,30 +110,20 @@ def _fetch(repo_id: str, names: list[str]) -> Path:
     import huggingface_hub  # slow to import, and only a Hub id needs it
     from huggingface_hub import constants, utils
 
+    is_offline = constants.HF_HUB_OFFLINE
+    cannot = "HF_HUB_OFFLINE forbids downloads" if is_offline else f"{constants.ENDPOINT} cannot be reached"
+    log_in = "log in with `hf auth login`"
+    reasons = {  # by classes of errors, the narrower ones first
+        utils.HFValidationError: "is neither a local folder nor a Hub id such as 'openai-community/gpt2'",
+        utils.GatedRepoError: f"on the Hub asks for consent to its terms: accept them there and {log_in}",
+        utils.RepositoryNotFoundError: "is no local folder and there is no such model on the Hub, or it is private: "
+        f"check the spelling, or {log_in}",
+        utils.LocalEntryNotFoundError: f"is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; "
+        f"{cannot}",
+    }
     try:
         return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
-    except utils.HFValidationError as error:
-        raise CheckpointError(
-            f"{repo_id!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2': give one of them."
-        ) from error
-    except utils.GatedRepoError as error:
-        raise CheckpointError(
-            f"{repo_id} on the Hub asks for consent to its terms: accept them there and log in with `hf auth login`."
-        ) from error
-    except utils.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{repo_id!r} is no local folder and there is no such model on the Hub, or it is private: check the "
-            "spelling, or log in with `hf auth login`."
-        ) from error
-    except utils.LocalEntryNotFoundError as error:
-        reason = (
-            "HF_HUB_OFFLINE forbids downloads"
-            if constants.HF_HUB_OFFLINE
-            else f"{constants.ENDPOINT} cannot be reached"
-        )
-        raise CheckpointError(
-            f"{repo_id!r} is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; {reason}."
-        ) from error
-    # The network library below differs with huggingface_hub's version, and so do its errors.
-    except Exception as error:
-        raise CheckpointError(f"downloading {repo_id} from the Hub failed ({error}): try again.") from error
+    except Exception as error:  # the network library's own errors differ with huggingface_hub's version
+        failed = f"cannot be downloaded from the Hub ({error}): try again"
+        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), failed)
+        raise CheckpointError(f"{repo_id!r} {reason}.") from error

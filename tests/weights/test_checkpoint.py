@@ -283,7 +283,7 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
         tmp_path / ("long" * 100): "cannot be read|there is no folder",  # as pathlib has it
         tmp_path / "empty": "it is empty",
         nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",
-        many: r"of the 40 files and folders in it none is config\.json\. Its subfolders c1, c10, c11 and 12 more look",
+        many: r"it holds c1/, c10/, .* and 28 more\. Its subfolders c1, c10, c11 and 12 more look",
         config_only: r"holds no weights \(it holds config\.json\)",
         "": "must be 'demo'",
         3: "must be 'demo'",

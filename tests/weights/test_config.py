@@ -7,8 +7,8 @@ import pytest
 from support.recorded import needs_transformers
 from support.tiny_checkpoint import CONFIG
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import model_config as read_config
 from tinygpt.weights.config import ACTIVATIONS, ModelConfig
-from tinygpt.weights.families.config_file import model_config as read_config
 from tinygpt.weights.families.table import MODEL_TYPES
 
 ACCEPTED = [

@@ -17,8 +17,8 @@ from support.processes import Result
 from support.tiny_checkpoint import random_tensors
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf
-from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")

@@ -10,7 +10,7 @@ from support.family_models import FAMILY_MODELS, write_family
 from support.processes import Result
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.families.config_file import read_config
+from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.open import open_checkpoint
 
 FAMILIES = {"opt": "OPT", "bloom": "BLOOM", "mpt": "MPT", "openai-gpt": "GPT-1", "xglm": "XGLM", "biogpt": "BioGPT"}

@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.checkpoint import Checkpoint, read_config
 from tinygpt.weights.config import HEAD, POSITIONS, is_transposed, parameter_shapes
 from tinygpt.weights.containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
 from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
-from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.families.family import Layout, Transform
 from tinygpt.weights.families.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.table import FAMILIES, comes_with_config

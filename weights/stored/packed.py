@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.config import DTYPES, ModelConfig
 from tinygpt.weights.containers.mapped_file import FILES, MappedFile, StoredTensor
 from tinygpt.weights.containers.safetensors import Entry, read_safetensors, write_tensors
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_file import read_config
 from tinygpt.weights.files import PACKED_FILE, crc32_of, in_a_thread
 
 FORMAT, VERSION = "tinygpt packed weights", "3"
