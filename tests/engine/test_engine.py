@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
+from support.engines import log_softmax
 from support.gate import Gate, paused
 from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
@@ -20,12 +21,6 @@ WARM = SamplingParams(max_tokens=12, temperature=1.0, seed=7)
 
 def sampled(**fields) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, "temperature": 1.0, "seed": 7, **fields})
-
-
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +38,6 @@ NOTHING_LEFT = ([], 0, 4)
 
 
 def state_of(scheduler) -> tuple[list, int, int]:
-    """Who runs, how many wait, and how many slots are free."""
     return scheduler.running, len(scheduler.waiting), scheduler.slots.num_free
 
 
@@ -67,14 +61,6 @@ def generate_one(llm: LLM, prompt, params=GREEDY):
     """The first sample of one prompt."""
     (output,) = llm.generate(prompt, params)
     return output.outputs[0]
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    scores = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-
-
-# What comes out.
 
 
 def test_output_of_a_text(llm):
@@ -151,9 +137,6 @@ def test_closing_generate_as_finished_frees_the_rows(llm):
         assert llm.engine.scheduler.slots.num_free == 4
 
 
-# Sampling.
-
-
 @pytest.mark.parametrize("n", [2, 6])
 def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
     """Sample i is decided by the seed and i, not by n."""
@@ -192,9 +175,6 @@ def test_best_of_returns_the_most_probable_per_token(llm, n):
     assert [sample.index for sample in output.outputs] == list(range(n))
 
 
-# Ends.
-
-
 def test_stop_string_across_tokens_is_cut_off(llm):
     whole = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=20))
     pieces = [llm.tokenizer.decode([i]) for i in whole.token_ids]
@@ -224,13 +204,9 @@ def absent_in(token_ids: list[int]) -> int:
     return max({*range(EOS)} - {*token_ids})
 
 
-def with_eos(folder, eos: int) -> LLM:
-    return LLM(str(tiny_checkpoint.write_checkpoint(folder, eos_token_id=eos)), max_num_seqs=2)
-
-
 def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
     run = generate_one(tiny, [3], SamplingParams(max_tokens=5, ignore_eos=True)).token_ids
-    with with_eos(tmp_path / "eos", run[0]) as llm:
+    with LLM(str(tiny_checkpoint.write_checkpoint(tmp_path / "eos", eos_token_id=run[0]))) as llm:
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5))
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run[:1], "stop", run[0])
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True))
@@ -247,9 +223,6 @@ def test_eos_of_a_request(llm):
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", end)
     sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=end, ignore_eos=True))
     assert sample.token_ids == whole
-
-
-# Logprobs and logits.
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
@@ -280,9 +253,6 @@ def test_logits(llm, length):
     np.testing.assert_array_equal(logits, kept)  # not a view of what the next call overwrites
 
 
-# Streams.
-
-
 @pytest.mark.parametrize("params", [GREEDY, WARM, SamplingParams(max_tokens=30, stop="he")], ids=["0", "1", "stop"])
 def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
     whole = generate_one(llm, PROMPTS[0], params)
@@ -296,7 +266,7 @@ def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
     assert so_far == whole.text
 
 
-def test_a_stream_comes_one_token_at_a_time(llm):
+def test_a_stream_comes_one_token_at_a_time_and_frees_its_slot_when_it_is_closed(llm):
     with llm.engine.wrapped(Gate) as gate:
         stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
         gate.allow(1)
@@ -305,15 +275,7 @@ def test_a_stream_comes_one_token_at_a_time(llm):
         stream.close()
         gate.allow(1)
     with paused(llm):
-        assert llm.engine.scheduler.running == []
-
-
-def test_a_stream_that_is_closed_early_frees_its_slot(llm):
-    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
-    next(stream)
-    stream.close()
-    with paused(llm):
-        assert llm.engine.scheduler.slots.num_free == 4
+        assert state_of(llm.engine.scheduler) == NOTHING_LEFT
     with pytest.raises(StopIteration):
         next(stream)
 
@@ -334,14 +296,8 @@ def test_everything_may_run_inside_a_stream(llm):
     assert [ids_of(output) for output in outputs] == list(alone.values())
 
 
-# What is refused, before any work.
-
-
 REFUSED = {
-    "id too large": (
-        [1, VOCAB_SIZE],
-        f"token id {VOCAB_SIZE} is outside the vocabulary: this model knows ids 0 to {VOCAB_SIZE - 1}",
-    ),
+    "id too large": ([1, VOCAB_SIZE], f"id {VOCAB_SIZE} is outside the vocabulary: .* ids 0 to {VOCAB_SIZE - 1}"),
     "id negative": ([-1], "token id -1 is outside"),
     "id not whole": ([[1, 2.5]], "2.5"),
     "id a bool": ([[True]], "True"),
@@ -352,7 +308,9 @@ REFUSED = {
     "bytes in a list": ([b"abc"], "b'abc'"),
     "None": (None, "NoneType"),
     "None in a list": ([None], "None"),
-    "a dict": ({"prompt": "a", "text": "b"}, "dict with .prompt., .text.: give one of prompt and prompt_token_ids"),
+    "an unknown field": ({"prompt": "a", 5: 6}, "dict with .prompt., 5: give one of prompt and prompt_token_ids"),
+    "both fields": ({"prompt": "a", "prompt_token_ids": [1]}, "dict with .prompt., .prompt_token_ids.: give one"),
+    "no field": ({}, "dict with no field: give one"),
     "float array": (np.array([[1.0, 2.0]]), "1.0"),
     "too deep": ([[[1, 2]]], r"\[1, 2\]"),
     "lone surrogate": ("a\ud800", "surrogate"),
@@ -429,9 +387,6 @@ def test_impossible_logits(tiny, prompt):
         tiny.logits(prompt)
 
 
-# A checkpoint without a tokenizer.
-
-
 def test_without_a_tokenizer_token_ids_work(tiny):
     (output,) = tiny.generate([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))
     assert (output.outputs[0].text, len(ids_of(output))) == (None, 3)
@@ -441,14 +396,9 @@ def test_without_a_tokenizer_token_ids_work(tiny):
 
 
 def test_without_a_tokenizer_texts_are_refused(tiny):
-    for call in (
-        lambda: tiny.generate("a"),
-        lambda: tiny.stream("a"),
-        lambda: tiny.logits("a"),
-        lambda: tiny.tokenizer,
-    ):
+    for call in (tiny.generate, tiny.stream, tiny.logits, lambda _: tiny.tokenizer):
         with pytest.raises(CheckpointError, match="no tokenizer that can be used"):
-            call()
+            call("a")
     with pytest.raises(RequestError, match="stop_token_ids"):
         tiny.generate([3], SamplingParams(max_tokens=1, stop="a"))
 
@@ -461,18 +411,13 @@ def test_a_model_without_bos_refuses_an_empty_prompt(tmp_path, bos_token_id):
         assert generate_one(llm, [3], SamplingParams(max_tokens=1)).token_ids
 
 
-# Weights that are not numbers.
-
-
-@pytest.fixture(
-    params=[("cpu", "float32"), ("cpu", "bfloat16"), ("cpu", "int8"), ("reference", "float32")], ids="-".join
-)
+@pytest.fixture(params=["cpu-float32", "cpu-bfloat16", "cpu-int8", "reference-float32"])
 def damaged(request, tmp_path):
     """Only positions 3 and later are not numbers: short requests are served."""
     tensors = tiny_checkpoint.random_tensors()
     tensors["transformer.wpe.weight"][3:] = np.nan
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
-    device, dtype = request.param
+    device, dtype = request.param.split("-")
     with LLM(str(folder), device=device, dtype=dtype, max_num_seqs=2) as llm:
         yield llm
 
@@ -514,16 +459,6 @@ def test_a_request_that_fails_does_not_touch_a_stream_beside_it(damaged):
     assert tokens + [chunk.token_id for chunk in stream] == good
 
 
-# Closing.
-
-
-def closed_llm(folder) -> LLM:
-    llm = LLM(str(folder))
-    llm.close()
-    llm.close()
-    return llm
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -537,12 +472,8 @@ def closed_llm(folder) -> LLM:
     ids=["generate", "generate nothing", "generate_as_finished", "stream", "logits", "tokenizer"],
 )
 def test_a_closed_llm_refuses_everything(tiny_folder, use):
-    with pytest.raises(RequestError, match="closed"):
-        use(closed_llm(tiny_folder))
-
-
-def test_context_manager_closes(tiny_folder):
     with LLM(str(tiny_folder)) as llm:
         assert llm.generate([3], max_tokens=1)
+    llm.close()  # a second time does nothing
     with pytest.raises(RequestError, match="closed"):
-        llm.generate([3])
+        use(llm)

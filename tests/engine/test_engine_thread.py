@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from support import tiny_checkpoint
+from support.engines import batches_of
 from support.gate import Gate, paused
 from support.paths import ROOT, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
@@ -21,6 +22,7 @@ from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SECONDS = 120  # a test that would wait forever fails after this time
+USES = [lambda llm: llm.submit([1]), lambda llm: llm.generate([1]), lambda llm: llm.logits([1]), LLM.check_health]
 
 
 def params_for(i: int) -> SamplingParams:
@@ -43,9 +45,6 @@ def nothing_is_left_behind(request):
             scheduler = llm.engine.scheduler
             assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
         assert (llm.engine._pending, llm.engine._num_queued) == (set(), 0)
-
-
-# Callers share steps.
 
 
 def test_a_future_has_what_generate_gives(llm):
@@ -71,13 +70,12 @@ def test_64_threads_at_once_lose_nothing(llm):
 
 @pytest.mark.usefixtures("single_steps")
 def test_callers_share_steps(llm, monkeypatch):
-    steps, forward = [], llm.engine.runner.forward
-    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: steps.append(len(batch.slots)) or forward(batch))
+    batches = batches_of(llm, monkeypatch)
     with paused(llm):
         futures = [llm.submit([i], SamplingParams(max_tokens=10, ignore_eos=True)) for i in range(4)]
     for future in futures:
         future.result(SECONDS)
-    assert steps == [4] * 10
+    assert [len(batch.slots) for batch in batches] == [4] * 10
 
 
 def test_generate_and_streams_run_beside_submitted_requests(llm):
@@ -110,9 +108,6 @@ def test_after_step_is_called_once_for_each_call_of_the_engine(llm):
             assert seen[-1] == len(chunks)
     finally:
         llm.engine.after_step.clear()
-
-
-# The queue, and cancelling.
 
 
 def test_the_queue_is_bounded(small_demo):
@@ -177,9 +172,9 @@ def test_closing_resolves_every_future(small_demo):
     for future in futures:
         with pytest.raises(RequestError, match="closed before the request was finished"):
             future.result()
-    for use in (lambda: llm.submit([1]), lambda: llm.generate([1]), lambda: llm.logits([1]), llm.check_health):
+    for use in USES:
         with pytest.raises(RequestError, match="has been closed"):
-            use()
+            use(llm)
     llm.close()
 
 
@@ -192,9 +187,6 @@ def test_a_forgotten_llm_is_collected(small_demo):
     thread.join(SECONDS)
     gc.collect()
     assert ([part() for part in seen], thread.is_alive()) == ([None, None], False)
-
-
-# Failures reach their own request.
 
 
 @pytest.mark.parametrize(
@@ -283,9 +275,9 @@ def test_a_thread_that_cannot_go_on_refuses_later_calls_with_the_error(small_dem
         with pytest.raises(RuntimeError, match="first"):
             future.result(SECONDS)
     llm.engine._thread.join(SECONDS)
-    for use in (lambda: llm.submit([1]), lambda: llm.generate([1]), lambda: llm.logits([1]), llm.check_health):
+    for use in USES:
         with pytest.raises(TinyGPTError, match="the engine has failed: "):
-            use()
+            use(llm)
     llm.close()
 
 
@@ -329,9 +321,6 @@ def test_a_function_called_in_a_step_may_submit_but_not_run_or_close(llm, where,
 def test_on_chunk_must_be_a_function(llm, on_chunk):
     with pytest.raises(RequestError, match=f"on_chunk is {on_chunk!r} and must be a function"):
         llm.submit([1], on_chunk=on_chunk)
-
-
-# Ctrl-C and forks, in a process of their own.
 
 
 def run_program(program: str, model: str) -> None:
@@ -402,9 +391,6 @@ for i in range(3):
 """,
         small_demo,
     )
-
-
-# Deadlines.
 
 
 @pytest.fixture

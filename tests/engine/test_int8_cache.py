@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.engines import log_softmax, sizes
 from support.golden_models import golden_ids, write_model, write_soft_prompt
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
@@ -39,16 +40,14 @@ def one_by_one(llm: LLM, params) -> list[list[tuple]]:
     return [answers(llm, [prompt], params)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 0), (3, 5, 1), (4, 64, 3)], ids=str)
-def test_company_pieces_of_a_prompt_and_shared_beginnings_change_nothing(small_demo, alone, sizes):
-    """max_num_seqs, max_num_batched_tokens, prefix_cache_seqs."""
+@pytest.mark.parametrize("limits", [(1, 1, 0), (3, 5, 1), (4, 64, 3)], ids=str)
+def test_company_pieces_of_a_prompt_and_shared_beginnings_change_nothing(small_demo, alone, limits):
     expected = one_by_one(alone, GREEDY)
-    limits = dict(zip(("max_num_seqs", "max_num_batched_tokens", "prefix_cache_seqs"), sizes, strict=True))
-    with LLM(small_demo, **INT8, **limits) as llm:
+    with LLM(small_demo, **INT8, **sizes(*limits)) as llm:
         assert answers(llm, PROMPTS, GREEDY) == expected
         again = llm.generate(PROMPTS, GREEDY)
         assert [told(output) for output in again] == expected
-        assert (sum(output.num_cached_tokens for output in again) > 0) == (sizes[2] > 0)
+        assert (sum(output.num_cached_tokens for output in again) > 0) == (limits[2] > 0)
 
 
 def test_beams_change_nothing_and_have_the_scores_of_their_tokens(small_demo, alone):
@@ -92,8 +91,3 @@ def test_a_prefix_of_a_file_becomes_int8(tmp_path):
     exact, without = log_probabilities("float32", "prefix"), log_probabilities("float32", None)
     error = np.abs(log_probabilities("int8", "prefix") - exact).mean()
     assert 0 < error < np.abs(without - exact).mean() / 10
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

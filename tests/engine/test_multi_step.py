@@ -179,9 +179,6 @@ def test_as_many_steps_as_the_last_ones_would_have_taken_in_the_time():
     assert timer.num_steps(1.0) == 1
 
 
-# Throughput, which the step loop adds up.
-
-
 class SlowRunner:
     """A runner whose passes take a second each."""
 

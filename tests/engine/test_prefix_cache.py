@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
+from support.engines import batches_of, sizes
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
@@ -15,24 +16,14 @@ from tinygpt.outputs import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
-# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
 BASES = np.random.default_rng(0).integers(EOS, size=(2, 60)).tolist()
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
 
 
-@pytest.fixture(scope="module")
-def alone(small_demo):
-    """Runs one request at a time and keeps nothing in between."""
-    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
-
-
 @pytest.fixture(scope="module", params=SIZES, ids=str)
 def busy(request, small_demo):
-    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
-    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM(small_demo, max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, **sizes(*request.param)) as llm:
         yield llm
 
 
@@ -106,32 +97,27 @@ def test_whoever_else_comes_and_goes(alone, busy, visits):
             assert outputs == alone.generate([visit.prompt], visit.params)[0].outputs
 
 
-def computed(llm: LLM, monkeypatch) -> list[int]:
-    """Will hold the number of tokens of each step that `llm` takes."""
-    counts, forward = [], llm.engine.runner.forward
-    monkeypatch.setattr(
-        llm.engine.runner, "forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch)
-    )
-    return counts
+def num_computed(batches: list) -> int:
+    return sum(batch.token_ids.size for batch in batches)
 
 
 @pytest.mark.parametrize("kept", [0, 2])
 @pytest.mark.parametrize("params", [{"n": 4}, {"n": 2, "best_of": 4}], ids=str)
 def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params, small_demo):
     with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=kept) as llm:
-        counts = computed(llm, monkeypatch)
+        batches = batches_of(llm, monkeypatch)
         params = {"temperature": 1.0, "seed": 5, **params}
         (output,) = llm.generate([BASES[0]], SamplingParams(max_tokens=5, ignore_eos=True, **params))
-    assert sum(counts) == 60 + 3 + 4 * 4
+    assert num_computed(batches) == 60 + 3 + 4 * 4
     assert (len(output.outputs), output.num_cached_tokens) == (params["n"], 0)
 
 
 def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, small_demo):
     batch = [BASES[0], BASES[0], BASES[0][:50], BASES[0] + [5, 6]]
     with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=0) as llm:
-        counts = computed(llm, monkeypatch)
+        batches = batches_of(llm, monkeypatch)
         outputs = llm.generate(batch, GREEDY)
-    assert sum(counts) == 60 + 1 + 1 + 2 + 4 * 5
+    assert num_computed(batches) == 60 + 1 + 1 + 2 + 4 * 5
     assert [output.num_cached_tokens for output in outputs] == [0, 59, 49, 60]
     assert outputs[3].outputs == alone.generate([batch[3]], GREEDY)[0].outputs
 
@@ -139,22 +125,13 @@ def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, sm
 def test_a_later_request_computes_what_is_new(monkeypatch, alone, small_demo):
     with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=1) as llm:
         (first,) = llm.generate([BASES[0]], GREEDY)
-        counts = computed(llm, monkeypatch)
+        batches = batches_of(llm, monkeypatch)
         longer = BASES[0] + first.outputs[0].token_ids + [7, 8, 9]
         (second,) = llm.generate([longer], GREEDY)
-        assert (second.num_cached_tokens, sum(counts)) == (65, 4 + 5)  # the last new token was never computed
+        assert (second.num_cached_tokens, num_computed(batches)) == (65, 4 + 5)  # the last new token was never computed
         assert second.outputs == alone.generate([longer], GREEDY)[0].outputs
         (third,) = llm.generate([BASES[0][:30]], GREEDY)
         assert third.num_cached_tokens == 29
-
-
-def test_only_so_many_are_kept(monkeypatch, small_demo):
-    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=2) as llm:
-        heads = [[head] * 30 for head in (1, 2, 3)]
-        for head in heads:
-            llm.generate([head], GREEDY)
-        reused = [llm.generate([head], GREEDY)[0].num_cached_tokens for head in (heads[0], heads[2])]
-    assert reused == [0, 29]
 
 
 def test_what_failed_is_not_kept(tmp_path):
@@ -172,23 +149,8 @@ def test_what_failed_is_not_kept(tmp_path):
     assert (output.outputs, output.num_cached_tokens) == (expected, 0)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        {},
-        {"prompt": [1], "prompt_token_ids": [1]},
-        {"prompt": [1], "cache_salt": "a"},
-        {"prompt": [1], 5: 6},
-    ],
-    ids=str,
-)
-def test_impossible_dicts(alone, prompt):
-    with pytest.raises(RequestError, match=r"a prompt is a dict with .*: give one of prompt and prompt_token_ids"):
-        alone.generate(prompt)
-
-
 def test_impossible_sizes():
-    for sizes, message in (
+    for fields, message in (
         ({"max_num_seqs": 4, "max_num_batched_tokens": 3}, "max_num_batched_tokens is 3 and max_num_seqs is 4"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"prefix_cache_seqs": -1}, "prefix_cache_seqs is -1"),
@@ -196,4 +158,4 @@ def test_impossible_sizes():
         ({"max_queue": -1}, "max_queue is -1"),
     ):
         with pytest.raises(RequestError, match=message):
-            LLM("demo", **sizes)
+            LLM("demo", **fields)

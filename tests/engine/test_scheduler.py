@@ -122,9 +122,6 @@ def test_remove_wherever_it_is(removed):
     assert sequences[removed].finish_reason is None
 
 
-# Logits of prompts.
-
-
 def asked(prompt_len: int, first: int, begin: int | None = None) -> Sequence:
     """One whose prompt's logits are wanted from position `first` on."""
     sequence = new_sequence(prompt_len, begin=begin)
@@ -160,9 +157,6 @@ def test_what_is_kept_is_not_taken_over_where_logits_are_wanted():
     scheduler.add(late)
     run_step(scheduler)
     assert late.num_reused == 19
-
-
-# What prompts have in common.
 
 
 def finish(scheduler: Scheduler) -> int:
@@ -332,9 +326,6 @@ def check_rows(scheduler: Scheduler, slots: int, kept: int) -> None:
     for slot, tokens in held.items():
         content = cache_of(scheduler).slots[slot]
         assert [content[position] for position in range(len(tokens))] == tokens
-
-
-# The slots by themselves.
 
 
 def kept(slots: SlotTable) -> list[list[int]]:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines import batches_of, log_softmax
 from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
@@ -13,24 +14,10 @@ LABELS = [" man", " woman who lived in a", ", fish", " the"]
 PROMPT = "Once upon a time, in a house by the sea, there was a"
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def alone(small_demo):
-    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
-
-
 def teacher_forced(llm: LLM, context: list[int], continuation: list[int]) -> tuple[np.ndarray, bool]:
     """Of each token of the continuation its log probability; and whether each is the most probable."""
-    logits = llm.logits(context + continuation)[len(context) - 1 : -1].astype(np.float64)  # (T, V)
-    logits -= logits.max(-1, keepdims=True)
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    return logprobs[np.arange(len(continuation)), continuation], logits.argmax(-1).tolist() == continuation
+    logprobs = log_softmax(llm.logits(context + continuation)[len(context) - 1 : -1])  # (T, V)
+    return logprobs[np.arange(len(continuation)), continuation], logprobs.argmax(-1).tolist() == continuation
 
 
 def test_scores_are_those_of_teacher_forcing(llm):
@@ -90,18 +77,11 @@ def test_an_empty_prompt_is_the_bos_token(llm, prompt):
 def test_the_prompt_is_read_once(monkeypatch, small_demo):
     context = np.random.default_rng(0).integers(V, size=100).tolist()
     with LLM(small_demo, max_num_seqs=2) as llm:
-        tokens, logits, forward = [], [], llm.engine.runner.forward
-
-        def count(batch):
-            tokens.append(batch.token_ids.size)
-            logits.append(batch.logit_rows.size)
-            return forward(batch)
-
-        monkeypatch.setattr(llm.engine.runner, "forward", count)
+        batches = batches_of(llm, monkeypatch)
         llm.score(context, [[1], [2, 3], [4, 5, 6], [7]])
     # The prompt's last token again for each, whose logits they want, and of no continuation the last.
-    assert sum(tokens) == 100 + (1 + 1) + (1 + 2) + 1
-    assert sum(logits) == 1 + 2 + 3 + 1
+    assert sum(batch.token_ids.size for batch in batches) == 100 + (1 + 1) + (1 + 2) + 1
+    assert sum(batch.logit_rows.size for batch in batches) == 1 + 2 + 3 + 1
 
 
 ids = st.lists(st.integers(0, V - 1), min_size=1, max_size=5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.engines import batches_of
 from support.golden_models import golden_ids, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
@@ -65,13 +66,6 @@ def plain(output) -> list[tuple]:
     return [(o.token_ids, o.logprobs, o.cumulative_logprob, o.finish_reason, o.stop_reason) for o in output.outputs]
 
 
-def count_steps(llm: LLM, monkeypatch) -> list:
-    """A list that grows by one with each pass through the model."""
-    passes, forward = [], llm.engine.runner.forward
-    monkeypatch.setattr(llm.engine.runner, "forward", lambda batch: passes.append(batch) or forward(batch))
-    return passes
-
-
 def random_params(chance: random.Random, **fields) -> SamplingParams:
     return SamplingParams(
         max_tokens=chance.randint(1, 25),
@@ -110,7 +104,7 @@ def test_nothing_changes_but_the_number_of_steps(target, smaller, llm, seed, wit
 
 
 def test_lookup_saves_steps(llm, monkeypatch):
-    passes = count_steps(llm, monkeypatch)
+    passes = batches_of(llm, monkeypatch)
     params = SamplingParams(max_tokens=24, allowed_token_ids=[3, 9])
     llm.generate([PROMPT], params)
     without = len(passes)
@@ -122,7 +116,7 @@ def test_lookup_saves_steps(llm, monkeypatch):
 def test_a_draft_model_that_is_always_right_saves_all_it_can(target, monkeypatch, temperature):
     params = SamplingParams(max_tokens=25, temperature=temperature, seed=5, repetition_penalty=1.2)
     with LLM(str(target), max_num_seqs=1, prefix_cache_seqs=0, draft_model=str(target)) as llm:
-        passes = count_steps(llm, monkeypatch)
+        passes = batches_of(llm, monkeypatch)
         for prompt in (PROMPT, PROMPT[:2], [5] * 20):  # one after another in the same row
             passes.clear()
             llm.generate([prompt], params)

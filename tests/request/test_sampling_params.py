@@ -176,18 +176,29 @@ def test_help_lists_every_field():
 
 
 @pytest.mark.parametrize(
-    ("fields", "sentence"),
+    ("fields", "name", "why"),
     [
-        ({"n": 3, "best_of": 2}, r"best_of is 2 and must be at least n, which is 3\."),
-        (
-            {"max_tokens": 3, "min_tokens": 4},
-            r"min_tokens is 4 and must be at most max_tokens, which is 3\.",
-        ),
+        ({"n": 3, "best_of": 2}, "best_of", "is 2 and must be at least n, which is 3"),
+        ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "is 4 and must be at most max_tokens, which is 3"),
+        ({"num_beams": 2, "n": 3}, "n", "at most num_beams, which is 2"),
+        ({"num_beams": 2, "temperature": 0.7}, "temperature", "0 with num_beams"),
+        ({"num_beams": 2, "best_of": 2}, "best_of", "left out with num_beams"),
+        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups", "a divisor of num_beams"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty", "above 0 exactly if num_beam_groups, which is 2"),
+        ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty", "num_beam_groups, which is 1, is above 1"),
+        ({"num_beam_groups": 2}, "num_beam_groups", "num_beams is 1: set num_beams"),
+        ({"diversity_penalty": 1.0}, "diversity_penalty", "num_beams is 1: set num_beams"),
+        ({"early_stopping": True}, "early_stopping", "num_beams is 1: set num_beams"),
+        ({"length_penalty": 2.0}, "length_penalty", "num_beams is 1: set num_beams"),
+        ({"stride": 4}, "stride", "for overflow='slide': set that too"),
+        ({"overflow": "slide", "num_beams": 2}, "overflow", "must be another one with num_beams"),
     ],
+    ids=str,
 )
-def test_impossible_combination_is_refused(fields, sentence):
-    with pytest.raises(RequestError, match=sentence):
+def test_impossible_combinations_are_refused_by_name(fields, name, why):
+    with pytest.raises(RequestError, match=why) as caught:
         SamplingParams(**fields)
+    assert (caught.value.field, caught.value.value) == (name, fields.get(name, 0.0))
 
 
 def test_repetition_detection_names_what_is_impossible():

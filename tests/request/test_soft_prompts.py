@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines import batches_of, log_softmax, sizes
 from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
 from support.oracles import live_model
 from support.recorded import recorded
@@ -96,11 +97,6 @@ def params_of(name: str | None, **fields) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 12, "soft_prompt": name, "ignore_eos": True, "seed": 0, **fields})
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    logits = logits.astype(np.float64)
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-
-
 def table(found: list[dict[int, float]]) -> np.ndarray:
     """(len(found), V), where all of the vocabulary was asked for."""
     return np.array([[row[token_id] for token_id in range(V)] for row in found])
@@ -141,7 +137,6 @@ def test_embeddings_that_a_request_brings_along(llm, tuned):
 
 
 EMBEDS = np.random.default_rng(1).standard_normal((2, 3, C)).astype(np.float32)
-# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(2, 2, 0), (3, 5, 2), (6, 64, 3)]
 visits = st.tuples(
     st.sampled_from([None, *NAMES, 0, 1]),
@@ -163,14 +158,7 @@ visits = st.tuples(
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
 def busy(request, tuned):
-    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
-    with LLM(
-        tuned.base,
-        soft_prompts=tuned.folders,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_cache_seqs=prefix_cache_seqs,
-    ) as llm:
+    with LLM(tuned.base, soft_prompts=tuned.folders, **sizes(*request.param)) as llm:
         yield llm
 
 
@@ -181,9 +169,7 @@ def test_neighbours_change_nothing(alone, busy, tuned, visits):
     base = ids_of(60)
     prompts = [base[:count] + tail for _, count, tail, _ in visits]
     params = [
-        params_of(kind, **fields)
-        if not isinstance(kind, int)
-        else params_of(None, prompt_embeds=EMBEDS[kind], **fields)
+        params_of(None, prompt_embeds=EMBEDS[kind], **fields) if isinstance(kind, int) else params_of(kind, **fields)
         for kind, _, _, fields in visits
     ]
     for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):
@@ -199,12 +185,11 @@ def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
     prompt = ids_of(30)
     num_own = 0 if name == "prefix" else P  # a prefix is not computed at all
     with LLM(tuned.base, soft_prompts=tuned.folders, prefix_cache_seqs=2) as llm:
-        counts, forward = [], llm.engine.runner.forward
-        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: counts.append(b.token_ids.size) or forward(b))
+        batches = batches_of(llm, monkeypatch)
         outputs = llm.generate([prompt, prompt[:25]], params_of(name, max_tokens=1))
-        assert sum(counts) == num_own + 30 + 1
+        assert sum(batch.token_ids.size for batch in batches) == num_own + 30 + 1
         (later,) = llm.generate([[*prompt, 5]], params_of(name, max_tokens=1))
-        assert sum(counts) == num_own + 30 + 1 + 1
+        assert sum(batch.token_ids.size for batch in batches) == num_own + 30 + 1 + 1
         (without,) = llm.generate([prompt], params_of(None, max_tokens=1))
     assert [output.num_cached_tokens for output in (*outputs, later, without)] == [0, 24, 30, 0]
     assert later.outputs == alone.generate([[*prompt, 5]], params_of(name, max_tokens=1))[0].outputs
@@ -238,9 +223,8 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
         return scores
 
     prompt = ids_of(9)
-    alone.generate(
-        [prompt] * 2, [params_of(name, max_tokens=2, logits_processors=note) for name in ("prompt", "prefix")]
-    )
+    params = [params_of(name, max_tokens=2, logits_processors=note) for name in ("prompt", "prefix")]
+    alone.generate([prompt] * 2, params)
     assert seen == [prompt] * 4
 
 

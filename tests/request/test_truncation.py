@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines import sizes
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.prompts import Window, fit
@@ -24,25 +25,16 @@ def llm(small_demo):
 
 @pytest.fixture(scope="module", params=[(2, 2, 0), (3, 5, 2), (8, 64, 1)], ids=str)
 def busy(request, small_demo):
-    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
-    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, max_model_len=SIZE, **sizes(*request.param)) as llm:
         yield llm
-
-
-# --- refuse, clamp, truncate
 
 
 def test_clamp_cuts_max_tokens(llm):
     params = SamplingParams(max_tokens=1000, min_tokens=900, overflow="clamp", ignore_eos=True)
     (output,) = llm.generate([TEXT[:20]], params)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
-    assert (
-        output.outputs
-        == llm.generate([TEXT[:20]], SamplingParams(max_tokens=4, ignore_eos=True, seed=output.outputs[0].seed))[
-            0
-        ].outputs
-    )
+    fits = SamplingParams(max_tokens=4, ignore_eos=True, seed=output.outputs[0].seed)
+    assert output.outputs == llm.generate([TEXT[:20]], fits)[0].outputs
     assert output.num_truncated_tokens == 0
 
 
@@ -62,10 +54,8 @@ def test_truncate_drops_the_beginning(llm):
 
 
 def test_truncate_leaves_a_token(llm):
-    assert (
-        llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))[0].num_truncated_tokens
-        == 39
-    )
+    (output,) = llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))
+    assert output.num_truncated_tokens == 39
     ways = "shorten the prompt, or set max_tokens to at most 23"
     message = f"prompt has 40 tokens and max_tokens is 24, together 64, .*: {ways}[.]"
     with pytest.raises(RequestError, match=message):
@@ -81,34 +71,12 @@ def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
 @pytest.mark.parametrize("overflow", ["truncate", "slide"])
 def test_a_soft_prompt_stays(overflow):
     """Its tokens have ids below 0, and stand at the beginning."""
-    fitted = fit(
-        [-2, -1, *TEXT[:30]],
-        SamplingParams(max_tokens=4, overflow=overflow, stride=5 if overflow == "slide" else None),
-        SIZE,
-        SIZE,
-    )
+    params = SamplingParams(max_tokens=4, overflow=overflow, stride=5 if overflow == "slide" else None)
+    fitted = fit([-2, -1, *TEXT[:30]], params, SIZE, SIZE)
     if overflow == "truncate":
         assert fitted.token_ids == [-2, -1, *TEXT[12:30]]
     else:
         assert fitted.window.inside(fitted.token_ids, fitted.num_truncated) == [-2, -1, *TEXT[10:30]]
-
-
-# --- slide
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"stride": 4}, "stride is for overflow='slide': set that too"),
-        ({"overflow": "slide", "stride": 0}, "stride is 0 and must be"),
-        ({"overflow": "slide", "num_beams": 2}, "overflow is 'slide' and must be another one with num_beams"),
-        ({"overflow": "ring"}, "overflow is 'ring' and must be"),
-    ],
-    ids=str,
-)
-def test_impossible_fields(fields, message):
-    with pytest.raises(RequestError, match=message):
-        SamplingParams(**fields)
 
 
 @pytest.mark.parametrize("num_fixed", [SIZE, 88])
@@ -187,17 +155,9 @@ def test_whoever_else_slides(llm, busy, batch):
 
 def test_controls_see_what_has_left(llm):
     """A token that may come once: 2**31 - 1 tokens are asked for, and the end is when none is left."""
-    params = SamplingParams(
-        max_tokens=2**31 - 1, allowed_token_ids=TEXT[40:79], no_repeat_ngram_size=1, ignore_eos=True, overflow="slide"
-    )
+    once = {"allowed_token_ids": TEXT[40:79], "no_repeat_ngram_size": 1, "ignore_eos": True, "overflow": "slide"}
     with pytest.raises(ValueError, match="leave no token to choose"):
-        llm.generate([TEXT[:30]], params)
-    ended = SamplingParams(
-        max_tokens=len(set(TEXT[40:79]) - set(TEXT[:30])),
-        allowed_token_ids=TEXT[40:79],
-        no_repeat_ngram_size=1,
-        ignore_eos=True,
-        overflow="slide",
-    )
-    tokens = llm.generate([TEXT[:30]], ended)[0].outputs[0].token_ids
-    assert sorted(tokens) == sorted(set(TEXT[40:79]) - set(TEXT[:30]))
+        llm.generate([TEXT[:30]], SamplingParams(max_tokens=2**31 - 1, **once))
+    left = set(TEXT[40:79]) - set(TEXT[:30])
+    tokens = llm.generate([TEXT[:30]], SamplingParams(max_tokens=len(left), **once))[0].outputs[0].token_ids
+    assert sorted(tokens) == sorted(left)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
+from support.engines import batches_of, sizes
 from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_source import LOGIT_ROWS
@@ -14,19 +15,6 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference
 
 PROMPT = np.random.default_rng(0).integers(V, size=200).tolist()
-
-
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def alone(small_demo):
-    """Runs one request at a time and keeps nothing in between."""
-    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
 
 
 def asked(**fields) -> SamplingParams:
@@ -75,12 +63,11 @@ def test_whatever_else_is_asked_for(llm, alone, fields):
 def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo):
     """One prompt pass for all samples, after which others may use what was computed."""
     with LLM(small_demo, max_num_seqs=8) as llm:
-        rows, forward = [], llm.engine.runner.forward
-        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        batches = batches_of(llm, monkeypatch)
         llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
-        assert rows == [1]
+        assert [batch.logit_rows.size for batch in batches] == [1]
         (output,) = llm.generate([PROMPT], asked(max_tokens=1, n=3, temperature=1.0))
-        assert (sum(rows[1:]), output.num_cached_tokens) == (200 + 2, 0)
+        assert (sum(batch.logit_rows.size for batch in batches[1:]), output.num_cached_tokens) == (200 + 2, 0)
         assert llm.generate([PROMPT], asked(max_tokens=1, prompt_logprobs=None))[0].num_cached_tokens == 199
 
 
@@ -88,14 +75,12 @@ def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo)
 @pytest.mark.usefixtures("single_steps")
 def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small_demo):
     with LLM(small_demo, max_num_seqs=num_seqs, max_model_len=256) as llm:
-        rows, forward = [], llm.engine.runner.forward
-        monkeypatch.setattr(llm.engine.runner, "forward", lambda b: rows.append(b.logit_rows.size) or forward(b))
+        batches = batches_of(llm, monkeypatch)
         prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
         llm.generate(prompts, [asked(prompt_logprobs=0 if i % 3 else None) for i in range(6)])
-        assert LOGIT_ROWS <= max(rows) <= llm.engine.engine_config.max_num_logits
+        assert LOGIT_ROWS <= max(batch.logit_rows.size for batch in batches) <= llm.engine.engine_config.max_num_logits
 
 
-# max_num_seqs, max_num_batched_tokens, prefix_cache_seqs
 SIZES = [(2, 2, 0), (3, 7, 2), (6, 64, 3)]
 visits = st.tuples(
     st.sampled_from([1, 2, 17, 40, 100]),
@@ -114,9 +99,7 @@ visits = st.tuples(
 
 @pytest.fixture(scope="module", params=SIZES, ids=str)
 def busy(request, small_demo):
-    max_num_seqs, max_num_batched_tokens, prefix_cache_seqs = request.param
-    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "prefix_cache_seqs": prefix_cache_seqs}
-    with LLM(small_demo, max_num_seqs=max_num_seqs, **sizes) as llm:
+    with LLM(small_demo, **sizes(*request.param)) as llm:
         yield llm
 
 

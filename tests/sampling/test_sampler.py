@@ -137,9 +137,6 @@ def test_backends_sample_the_same(sequence, seed):
     np.testing.assert_allclose(*(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6)
 
 
-# What is chosen, and reported.
-
-
 @BACKENDS
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logprobs_raw_and_processed(backend, temperature):
@@ -198,9 +195,6 @@ def test_top_p_decays_and_is_reset():
         sequence.new_token_ids.append(token_id)
     sample_one(cpu, sequence, logits_of(1))
     assert [*used, sequence.sampling_state.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
-
-
-# What goes wrong stays in its row.
 
 
 def fail(prompt_token_ids, new_token_ids, scores):

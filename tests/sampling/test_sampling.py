@@ -11,6 +11,8 @@ from support.kernel_tools import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.engine.sampler import TOP_P_RULES, Warpers
 from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.cpu.sampling import STRIDE
+from tinygpt.kernels.cpu.sampling import _draw as cpu_draw
 
 if HAS_TRANSFORMERS:
     import torch
@@ -61,9 +63,6 @@ def draw(backend, logits, *setting, seeds=0, sample_indices=0, positions=0, **ot
     """`sample` with single settings spread over the rows."""
     numbers = [np.broadcast_to(number, len(logits)) for number in (seeds, sample_indices, positions)]
     return backend.sample(logits, warpers_of(len(logits), *setting, **others), *numbers)
-
-
-# The filters, against Hugging Face.
 
 
 @BACKENDS
@@ -132,10 +131,18 @@ def test_a_row_with_one_token_left_draws_it(backend):
 
 
 @BACKENDS
-def test_top_p_keeps_the_token_that_crosses_p(backend):
+@pytest.mark.parametrize(
+    ("rule", "cases"),
+    [
+        ("hf", [(0.3, [1]), (0.6, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3])]),
+        ("openai", [(0.3, [1]), (0.6, [1]), (0.79, [1]), (0.81, [1, 3]), (0.96, [0, 1, 3])]),
+    ],
+)
+def test_the_token_that_crosses_p_is_kept_or_left_out_by_the_rule(backend, rule, cases):
     row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
-    for top_p, kept in [(0.3, [1]), (0.6, [1, 3]), (0.79, [1, 3]), (0.81, [0, 1, 3]), (0.96, [0, 1, 2, 3])]:
-        np.testing.assert_array_equal(np.flatnonzero(one_row(backend, row, 1.0, 0, top_p) > -np.inf), kept)
+    for top_p, kept in cases:
+        ours = one_row(backend, row, 1.0, 0, top_p, top_p_rule=TOP_P_RULES[rule])
+        np.testing.assert_array_equal(np.flatnonzero(ours > -np.inf), kept)
 
 
 # The other warpers, against Hugging Face; probabilities that are no round numbers, since torch's have other roundings.
@@ -180,9 +187,6 @@ def test_other_warpers_keep_as_many_of_a_full_vocabulary_as_huggingface(backend,
         assert min(bounds) <= kept <= max(bounds)
 
 
-# The other rules for top-p, against the words of their sources.
-
-
 def part_within_p(row, p):
     """FasterTransformer: u * p is looked up in the sums, greatest first; the probability that each token is found."""
     probabilities = np.exp(row.astype(np.float64)) / np.exp(row.astype(np.float64)).sum()
@@ -191,14 +195,6 @@ def part_within_p(row, p):
         found[i] = min(probabilities[i], max(p - before, 0)) / p
         before += probabilities[i]
     return found
-
-
-@BACKENDS
-def test_openai_leaves_out_the_token_that_crosses_p(backend):
-    row = np.log(np.float32([0.15, 0.5, 0.05, 0.3]))
-    for top_p, kept in [(0.3, [1]), (0.6, [1]), (0.79, [1]), (0.81, [1, 3]), (0.96, [0, 1, 3])]:
-        ours = one_row(backend, row, 1.0, 0, top_p, top_p_rule=TOP_P_RULES["openai"])
-        np.testing.assert_array_equal(np.flatnonzero(ours > -np.inf), kept)
 
 
 @BACKENDS
@@ -271,15 +267,9 @@ def test_cpu_exponential_is_as_good_as_libm():
     assert exponential(-700.1) == exponential(-np.inf) == 0
 
 
-# The draws.
-
-
 @BACKENDS
 def test_uniform_numbers_are_numpys_philox(backend):
-    if backend is cpu:
-        from tinygpt.kernels.cpu.sampling import uniform
-    else:
-        from tinygpt.kernels.reference.sampling import uniform
+    uniform = backend.sampling.uniform
     for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
         for position in [0, 1, 1023, 2**40]:
             numbers = [np.uint64(number) for number in (*key, position)]
@@ -373,7 +363,35 @@ def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(backend
     assert draw(backend, logits[1:2], temperature, top_k=40, top_p=0.9).tolist() == [-1]
 
 
-# Log-probabilities.
+# The draw at its borders: on which of the candidates a number falls.
+
+GREATEST = np.nextafter(1.0, 0.0)  # of the numbers that are drawn
+NUMBERS, DRAWN = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST), [0, 0, 1, 2, 3, 3]  # of four equal weights
+
+
+def test_the_cumulated_weight_must_exceed_the_number():
+    assert [cpu_draw(np.ones(4), number) for number in NUMBERS] == DRAWN
+
+
+def test_so_it_must_in_the_reference(monkeypatch):
+    numbers = iter(NUMBERS)
+    monkeypatch.setattr(reference.sampling, "uniform", lambda *of: next(numbers))
+    assert draw(reference, np.zeros((len(NUMBERS), 4), np.float32)).tolist() == DRAWN
+
+
+@pytest.mark.parametrize("number", [0.0, 0.5, GREATEST])
+def test_a_weight_of_zero_is_never_drawn(number):
+    assert cpu_draw(np.array([0.0, 1.0, 0.0, 0.0]), number) == 1
+
+
+@pytest.mark.parametrize("zeros", [0, 1, 3])
+def test_rounding_leads_neither_past_the_last_weight_nor_to_a_zero(zeros):
+    """Weights added up in another order than all of them may fall short of the goal, and some of these do."""
+    rng = np.random.default_rng(zeros)
+    for _ in range(100):
+        weights = rng.random(2 * STRIDE) + 0.1
+        weights[2 * STRIDE - zeros :] = 0
+        assert cpu_draw(weights, GREATEST) == 2 * STRIDE - zeros - 1
 
 
 @BACKENDS
