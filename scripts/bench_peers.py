@@ -205,14 +205,14 @@ def draw(setup: Setup, results: Results, threads: int, path: Path) -> None:
 
     panels = []
     for dtype in dict.fromkeys(row.dtype for row in results.rows):
-        lines: dict[str, plot.Line] = {}
+        lines: plot.Lines = {}
+        limit: plot.Lines = {"limit of the machine": []}
         for row in [row for row in results.rows if row.dtype == dtype and not row.is_prefill]:
-            limit = {"limit of the machine": [row.floor_ms]} if row.floor_ms else {}
-            for name, times in {**row.ms, **limit}.items():
-                line = lines.setdefault(name, plot.Line(name, is_published=name in limit))
-                line.points += [(row.batch, [1e3 * row.batch / ms for ms in times])] if times else []
-        drawn = [line for line in lines.values() if line.points]
-        panels.append(plot.Panel(dtype, "batch size (sequences)", "tokens/s", drawn))
+            for name, times in row.ms.items():
+                lines.setdefault(name, []).extend([(row.batch, [1e3 * row.batch / ms for ms in times])] * bool(times))
+            limit["limit of the machine"] += [(row.batch, [1e3 * row.batch / row.floor_ms])] if row.floor_ms else []
+        drawn, gray = ({name: points for name, points in found.items() if points} for found in (lines, limit))
+        panels.append(plot.Panel(dtype, "batch size (sequences)", "tokens/s", drawn, gray))
     title = f"Generating with GPT-2 {parameters_text(work.num_parameters(model_config(setup.config)))}"
     plot.draw(path, title, panels, f"{cpu_name()}, {threads_text(threads)}. Points are medians.")
 

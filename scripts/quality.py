@@ -46,37 +46,24 @@ Tensors = dict[str, np.ndarray]
 Edit = Callable[[Tensors, Checkpoint, list[int]], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Quality:
-    """One dtype compared with float32, summed over windows."""
+    """One dtype compared with float32: perplexity, mean KL in nats, distances of logits, and equal greedy tokens."""
 
-    loss: float = 0.0  # nats, over `predictions`
-    predictions: int = 0
-    kl: float = 0.0
-    difference: float = 0.0  # of logits, over all positions and the vocabulary
-    largest: float = 0.0
-    agreements: int = 0
-    positions: int = 0
+    perplexity: float
+    mean_kl: float
+    mean_difference: float
+    largest_difference: float
+    agreement: float  # share of positions
 
-    def add(self, logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> None:
-        """Add the logits and float32's, both (T, V), of the tokens (T,) of a window."""
-        shares, exact_shares = log_softmax(logits), log_softmax(exact)  # (T, V)
-        self.loss -= shares[np.arange(len(token_ids) - 1), token_ids[1:]].sum(dtype=float)
-        self.predictions += len(token_ids) - 1
-        self.kl += (np.exp(exact_shares) * (exact_shares - shares)).sum(dtype=float)
-        difference = np.abs(logits - exact)
-        self.difference += difference.mean(axis=1, dtype=float).sum()
-        self.largest = max(self.largest, float(difference.max()))
-        self.agreements += int((logits.argmax(axis=1) == exact.argmax(axis=1)).sum())
-        self.positions += len(token_ids)
 
-    @property
-    def perplexity(self) -> float:
-        return float(np.exp(self.loss / self.predictions))
-
-    @property
-    def mean_kl(self) -> float:
-        return self.kl / self.positions
+def figures_of(logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> np.ndarray:
+    """Return (5, T): loss of the next token, KL, mean and largest difference, and agreement; logits are (T, V)."""
+    shares, exact_shares = log_softmax(logits), log_softmax(exact)  # (T, V)
+    losses = [*-shares[np.arange(len(token_ids) - 1), token_ids[1:]], np.nan]
+    kl = (np.exp(exact_shares) * (exact_shares - shares)).sum(axis=1)
+    difference, same = np.abs(logits - exact), logits.argmax(axis=1) == exact.argmax(axis=1)
+    return np.array([losses, kl, difference.mean(axis=1, dtype=float), difference.max(axis=1), same])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -96,12 +83,18 @@ def measure(
     kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
     llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
     llms |= {name: LLM(folder, max_num_seqs=1) for name, folder in (converted or {}).items()}
-    results = {name: Quality() for name in llms}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in llms}
     for token_ids in tqdm(windows, desc=Path(model).name, unit="window"):
         exact = llms["float32"].logits(token_ids)  # (T, V)
-        for dtype, quality in results.items():
-            quality.add(exact if dtype == "float32" else llms[dtype].logits(token_ids), exact, token_ids)
-    return results
+        for name, llm in llms.items():
+            logits = exact if name == "float32" else llm.logits(token_ids)
+            found[name].append(figures_of(logits, exact, token_ids))
+    return {name: summary(np.concatenate(figures, axis=1)) for name, figures in found.items()}
+
+
+def summary(figures: np.ndarray) -> Quality:
+    loss, kl, difference, _, agreement = np.nanmean(figures, axis=1).tolist()
+    return Quality(float(np.exp(loss)), kl, difference, float(figures[3].max()), agreement)
 
 
 def outlier_channels(size: int) -> np.ndarray:
@@ -236,11 +229,10 @@ def quality_table(results: dict[str, dict[str, Quality]]) -> str:
     header += ["logits: mean difference", "largest", "same greedy token"]
     rows = []
     for name, qualities in results.items():
-        for dtype, quality in qualities.items():
-            change = f"{100 * (quality.perplexity / qualities['float32'].perplexity - 1):+.3f} %"
-            mean, same = np.array([quality.difference, 100 * quality.agreements]) / quality.positions
-            cells = f"{quality.perplexity:.3f}", change, f"{quality.mean_kl:.6f}", f"{mean:.4f}"
-            rows.append([name, dtype, *cells, f"{quality.largest:.3f}", f"{same:.2f} %"])
+        for dtype, q in qualities.items():
+            change = f"{100 * (q.perplexity / qualities['float32'].perplexity - 1):+.3f} %"
+            cells = [f"{q.perplexity:.3f}", change, f"{q.mean_kl:.6f}", f"{q.mean_difference:.4f}"]
+            rows.append([name, dtype, *cells, f"{q.largest_difference:.3f}", f"{100 * q.agreement:.2f} %"])
     return table(header, rows, header[2:])
 
 

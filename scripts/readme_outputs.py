@@ -18,11 +18,15 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+
+# tinygpt is next to scripts/, installed or not.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from tinygpt.bench.study_runs import started
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "tinygpt/README.md")
@@ -79,7 +83,7 @@ def outputs(text: str, folder: str) -> Iterator[tuple[Place, str]]:
         is_served = False
         for place in places(text):
             if place.asks_server and not place.missing() and not is_served:
-                stack.enter_context(served(folder))
+                stack.enter_context(started([sys.executable, "-m", *SERVE], **options(folder)))
                 is_served = True
             yield place, run(place, text[place.start : place.stop], folder)
 
@@ -109,32 +113,11 @@ def options(folder: str) -> dict:
     return {"cwd": folder, "env": {**os.environ, **places}, "text": True, "encoding": "utf-8"}
 
 
-@contextmanager
-def served(folder: str) -> Iterator[None]:
-    command = [sys.executable, "-m", *SERVE]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, **options(folder)) as server:
-        said = []
-        for line in server.stderr:
-            said.append(line)
-            if ADDRESS in line:
-                break
-        else:
-            raise SystemExit(f"{shlex.join(command)} does not serve:\n{''.join(said)}")
-        threading.Thread(target=server.stderr.read).start()  # a full pipe would stop the server
-        try:
-            yield
-        finally:
-            server.terminate()
-
-
 def wrapped(line: str) -> list[str]:
     """Return the lines of a paragraph, or its first TEXT_LINES."""
-    lines = textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False, drop_whitespace=False)
-    lines = [line.strip() if i else line.rstrip() for i, line in enumerate(lines)] or [""]
-    if len(lines) <= TEXT_LINES:
-        return lines
-    last = lines[TEXT_LINES - 1][: WIDTH - len(MORE) - 1].rsplit(" ", 1)[0]
-    return [*lines[: TEXT_LINES - 1], f"{last} {MORE}"]
+    how = {"max_lines": TEXT_LINES, "placeholder": f" {MORE}", "drop_whitespace": False}
+    first, *rest = textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False, **how) or [""]
+    return [first.rstrip(), *(line.strip() for line in rest)]
 
 
 def without_measured(text: str) -> str:

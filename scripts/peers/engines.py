@@ -1,10 +1,11 @@
-"""tinygpt, transformers, onnxruntime and CTranslate2 as engines of the benchmark. Each imports its library itself.
+"""The engines of the benchmark. Each imports its library itself, in an environment of its own.
 
 An engine has prefill_ms(ids), step_ms(ids, new), last_logits(ids), and, if it needs another form of the checkpoint,
 make(source, folder, dtype). ids: lists of token ids (batch, prompt). Decoding is greedy, without an end of text. A new
-peer is a class here or in a module next to it, and a row of PEERS in setup.py.
+peer is a class here and a row of PEERS in setup.py.
 """
 
+import ctypes
 import json
 import shutil
 import subprocess
@@ -17,6 +18,9 @@ from typing import Any
 import numpy as np
 
 MAX_STEP_TOKENS = 8192  # the prompts of the largest case
+LLAMA_FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
+GGML_TYPES = {"float32": 0, "bfloat16": 30, "int8": 8}  # llama_cpp has no name for bfloat16's
+LLAMA_BATCH = 2048  # tokens of one call; longer prompts take several
 
 
 def milliseconds(run: Callable[[], object]) -> float:
@@ -216,3 +220,89 @@ def fill_ctranslate2(decoder: Any, tensors: dict[str, np.ndarray]) -> None:
         norm(layer.ffn.layer_norm, f"{name}.ln_2")
         linear(layer.ffn.linear_0, f"{name}.mlp.c_fc")
         linear(layer.ffn.linear_1, f"{name}.mlp.c_proj")
+
+
+class LlamaCpp(SteppingEngine):
+    """llama.cpp's C interface: one llama_batch a step, with a token of every sequence.
+
+    tinygpt converts the float32 GGUF file, and llama.cpp quantizes it.
+    """
+
+    @staticmethod
+    def make(source: Path, folder: Path, dtype: str) -> None:
+        if dtype == "float32":
+            shutil.copy(source / "model.gguf", folder)
+            return
+        import llama_cpp
+
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_{LLAMA_FILE_TYPES[dtype]}")
+        paths = [str(place / "model.gguf").encode() for place in (source, folder)]
+        if llama_cpp.llama_model_quantize(*paths, ctypes.byref(params)):
+            raise RuntimeError(f"llama_model_quantize could not make {dtype}")
+
+    def __init__(self, folder: Path, dtype: str, threads: int, kv_cache_dtype: str | None = None):
+        import llama_cpp
+
+        self.cpp = llama_cpp
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(str(folder / "model.gguf").encode(), params)
+        if not self.model:
+            raise RuntimeError("llama.cpp could not load the model")
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.threads, self.kv_cache_dtype, self.sequences, self.context = threads, kv_cache_dtype, None, None
+        self.batch = llama_cpp.llama_batch_init(LLAMA_BATCH, 0, 1)
+
+    def start(self, ids: list[list[int]]) -> None:
+        if self.sequences != len(ids):
+            self._make_context(len(ids))
+        self.cpp.llama_memory_clear(self.cpp.llama_get_memory(self.context), False)
+        self.position = 0
+        self._forward(ids)
+
+    def step(self) -> None:
+        self._forward(self.tokens[:, None])
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        self.start([ids])
+        return self._logits(len(ids) - 1).tolist()
+
+    def _make_context(self, sequences: int) -> None:
+        """Allocate the KV cache of so many sequences."""
+        if self.context:
+            self.cpp.llama_free(self.context)
+        params = self.cpp.llama_context_default_params()
+        params.n_ctx = sequences * self.cpp.llama_model_n_ctx_train(self.model)
+        params.n_seq_max, params.n_batch = sequences, LLAMA_BATCH
+        params.n_threads = params.n_threads_batch = self.threads
+        if self.kv_cache_dtype:  # only its flash attention takes quantized values; by default it chooses
+            params.type_k = params.type_v = GGML_TYPES[self.kv_cache_dtype]
+        self.context = self.cpp.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError(f"llama.cpp could not make a context for {sequences} sequences")
+        self.sequences = sequences
+
+    def _forward(self, ids) -> None:
+        """Take the next tokens (sequences, new) of every sequence, and choose the following ones."""
+        count, new = np.shape(ids)
+        per_call = max(1, LLAMA_BATCH // new)  # whole sequences
+        self.tokens = np.empty(count, np.int64)
+        for first in range(0, count, per_call):
+            sequences = range(first, min(first + per_call, count))
+            batch = self.batch
+            batch.n_tokens = len(sequences) * new
+            for i in range(batch.n_tokens):
+                s, t = divmod(i, new)
+                batch.token[i], batch.pos[i] = int(ids[sequences[s]][t]), self.position + t
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[s]
+                batch.logits[i] = t == new - 1
+            if status := self.cpp.llama_decode(self.context, batch):
+                raise RuntimeError(f"llama_decode returned {status}")
+            for i, s in enumerate(sequences):
+                self.tokens[s] = self._logits((i + 1) * new - 1).argmax()
+        self.position += new
+
+    def _logits(self, i: int) -> np.ndarray:
+        pointer = self.cpp.llama_get_logits_ith(self.context, i)
+        return np.ctypeslib.as_array(pointer, (self.vocabulary,))

@@ -2,13 +2,12 @@
 
 A process of one engine, in the engine's environment, is this module as a program:
 
-    python -m peers.setup make MODULE CLASS SOURCE FOLDER DTYPE     write the peer's form of a checkpoint
-    python -m peers.setup serve MODULE CLASS FOLDER DTYPE THREADS [KV_CACHE_DTYPE]
+    python -m peers.setup make CLASS SOURCE FOLDER DTYPE     write the peer's form of a checkpoint
+    python -m peers.setup serve CLASS FOLDER DTYPE THREADS [KV_CACHE_DTYPE]
 
 `serve` answers requests, a JSON object a line: {"call": METHOD, ...} gets {"result": ...} or {"error": ...}.
 """
 
-import importlib
 import json
 import os
 import re
@@ -32,14 +31,14 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """engine: module and class in this package. forms: dtype -> the peer's name of it.
+    """engine: class of engines.py. forms: dtype -> the peer's name of it.
 
     source: format of the files that `make` reads, or None for an engine that reads the checkpoint itself. has_caches:
     whether the engine takes a kv_cache_dtype. variables: environment variables of a dtype.
     """
 
     name: str
-    engine: tuple[str, str]
+    engine: str
     requirements: tuple[str, ...]
     forms: dict[str, str]
     source: str | None = None
@@ -49,17 +48,17 @@ class Peer:
     build: str = ""  # suffix of the environment of another build
 
 
-OURS = Peer("tinygpt", ("engines", "Tinygpt"), (), {dtype: dtype for dtype in DTYPES}, has_caches=True)
+OURS = Peer("tinygpt", "Tinygpt", (), {dtype: dtype for dtype in DTYPES}, has_caches=True)
 PEERS = (
     Peer(
         "transformers",
-        ("engines", "Transformers"),
+        "Transformers",
         ("transformers==5.23.0", "torch==2.13.0", "numpy"),
         {"float32": "float32", "bfloat16": "bfloat16"},
     ),
     Peer(
         "onnxruntime",
-        ("engines", "Onnxruntime"),
+        "Onnxruntime",
         # The converter for GPT-2 needs this version of transformers.
         ("onnxruntime==1.31.0", "onnx", "transformers==4.38.2", "torch==2.13.0", "sympy", "coloredlogs", "psutil"),
         {"float32": "float32, fused", "int8": "int8, dynamic"},
@@ -67,7 +66,7 @@ PEERS = (
     ),
     Peer(
         "ctranslate2",
-        ("engines", "Ctranslate2"),
+        "Ctranslate2",
         ("ctranslate2==4.8.5", "safetensors", "numpy"),
         {"float32": "float32, MKL", "int8": "int8"},
         source="safetensors",
@@ -75,7 +74,7 @@ PEERS = (
     ),
     Peer(
         "llama.cpp",
-        ("llama", "LlamaCpp"),
+        "LlamaCpp",
         ("llama-cpp-python==0.3.36", "numpy"),
         {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
         source="gguf",
@@ -180,7 +179,7 @@ def provide_form(peer: Peer, python: Path, checkpoint: Path, dtype: str) -> Path
         source = provide_folder(checkpoint.with_name("gguf"), lambda to: convert(checkpoint, to, "gguf"))
 
     def make(folder: Path) -> None:
-        command = [str(python), "-m", "peers.setup", "make", *peer.engine, str(source), str(folder), dtype]
+        command = [str(python), "-m", "peers.setup", "make", peer.engine, str(source), str(folder), dtype]
         run_logged(command, folder.with_name(folder.name + ".log"), {})
 
     return provide_folder(checkpoint.with_name(f"{peer.name}-{dtype}"), make)
@@ -224,7 +223,7 @@ class Worker:
         variables = {**dict.fromkeys(POOLS, str(threads)), **peer.variables.get(dtype, {})}
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
-        command = [str(python), "-m", "peers.setup", "serve", *peer.engine, str(folder), dtype, str(threads), *caches]
+        command = [str(python), "-m", "peers.setup", "serve", peer.engine, str(folder), dtype, str(threads), *caches]
         self._log, pipe = log, subprocess.PIPE
         with log.open("w") as errors:
             pipes = {"stdin": pipe, "stdout": pipe, "stderr": errors, "text": True}
@@ -251,8 +250,10 @@ class Worker:
         self._process.communicate()
 
 
-def main(job: str, module: str, name: str, *arguments: str) -> None:
-    engine_class = getattr(importlib.import_module(f"peers.{module}"), name)
+def main(job: str, name: str, *arguments: str) -> None:
+    from peers import engines
+
+    engine_class = getattr(engines, name)
     if job == "make":
         source, folder, dtype = arguments
         engine_class.make(Path(source), Path(folder), dtype)

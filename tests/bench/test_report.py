@@ -116,9 +116,8 @@ def test_records_are_drawn(records, tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "_draw_panel", lambda axes, panel: drawn.append(panel) or draw(axes, panel))
     found = [{**records[0], "batch_size": size} for size in (8, 1)] + records[1:]
     plot.draw_records(found, tmp_path / "x.svg")
-    (prompt,) = drawn[0].lines
     assert [panel.title for panel in drawn] == ["Reading prompts", "Generating"]
-    assert (prompt.label, prompt.points) == ("float32", [(size, records[0]["samples_ts"]) for size in (1, 8)])
+    assert drawn[0].lines == {"float32": [(size, records[0]["samples_ts"]) for size in (1, 8)]}
     assert drawn[0].x_label == "batch size (sequences)"
     assert ">int4</text>" in (tmp_path / "x.svg").read_text()
     plot.draw_records(found, tmp_path / "x.png")

@@ -120,8 +120,7 @@ signal.signal(signal.SIGTERM, end)
 print("begins", file=sys.stderr)
 {}
 pathlib.Path("begun").touch()
-print("serving on http://127.0.0.1:8000", file=sys.stderr, flush=True)
-print("noise" * 100_000, file=sys.stderr, flush=True)  # more than a pipe holds
+print("serving demo on http://127.0.0.1:8000", file=sys.stderr, flush=True)
 time.sleep(60)
 """
 ASKING = f"""```python

@@ -2,7 +2,8 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +25,19 @@ X_LABELS = {
 }
 
 
-@dataclass
-class Line:
-    """Points (x, samples) from left to right; an x may be a name. Published figures are drawn in gray."""
-
-    label: str
-    points: list[tuple[Any, Sequence[float]]] = field(default_factory=list)
-    is_published: bool = False
+# Points (x, samples) from left to right by label; an x may be a name.
+Lines = dict[str, list[tuple[Any, Sequence[float]]]]
 
 
 @dataclass(frozen=True)
 class Panel:
+    """Axes with lines in colors, and others in gray, such as published figures."""
+
     title: str
     x_label: str
     y_label: str
-    lines: list[Line]
+    lines: Lines
+    gray_lines: Lines
 
 
 def check(path: Path) -> None:
@@ -67,17 +66,16 @@ def draw(path: Path, title: str, panels: Sequence[Panel], note: str = "") -> Non
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
-    colors = iter(COLORS * len(panel.lines))
-    for marker, line in zip(MARKERS * len(panel.lines), panel.lines, strict=False):
-        xs, samples = zip(*line.points, strict=True)
+    drawn, colors, markers = {**panel.lines, **panel.gray_lines}, cycle(COLORS), cycle(MARKERS)
+    for label, points in drawn.items():
+        xs, samples = zip(*points, strict=True)
         medians = [statistics.median(values) for values in samples]
-        below = [median - min(values) for median, values in zip(medians, samples, strict=True)]
-        above = [max(values) - median for median, values in zip(medians, samples, strict=True)]
-        color, style = ("#6E6E6E", "--") if line.is_published else (next(colors), "-")
-        look = {"color": color, "marker": marker, "linestyle": "" if isinstance(xs[0], str) else style}
-        axes.errorbar(xs, medians, yerr=(below, above), capsize=3, label=line.label, **look)
-    xs = sorted({x for line in panel.lines for x, _ in line.points}, key=str)
-    ys = [value for line in panel.lines for _, samples in line.points for value in samples]
+        spread = [[median - min(values), max(values) - median] for median, values in zip(medians, samples, strict=True)]
+        color, style = ("#6E6E6E", "--") if label in panel.gray_lines else (next(colors), "-")
+        look = {"color": color, "marker": next(markers), "linestyle": "" if isinstance(xs[0], str) else style}
+        axes.errorbar(xs, medians, yerr=[*zip(*spread, strict=True)], capsize=3, label=label, **look)
+    xs = sorted({x for points in drawn.values() for x, _ in points}, key=str)
+    ys = [value for points in drawn.values() for _, samples in points for value in samples]
     if all(not isinstance(x, str) and float(x).is_integer() for x in xs):
         if len(xs) > 1 and min(xs) > 0 and max(xs) >= WIDE * min(xs):
             axes.set_xscale("log")
@@ -110,8 +108,8 @@ def _panel_of(records: list[Record], title: str) -> Panel:
     counts = {name: len({record[name] for record in records}) for name in X_LABELS}
     x = max(counts, key=counts.__getitem__)
     others = [name for name, count in counts.items() if count > 1 and name != x]
-    lines: dict[str, Line] = {}
+    lines: Lines = {}
     for record in sorted(records, key=lambda record: record[x]):
         label = ", ".join([record["dtype"], *(f"{name} {record[name]}" for name in others)])
-        lines.setdefault(label, Line(label)).points.append((record[x], record["samples_ts"]))
-    return Panel(title, X_LABELS[x], "tokens/s", [*lines.values()])
+        lines.setdefault(label, []).append((record[x], record["samples_ts"]))
+    return Panel(title, X_LABELS[x], "tokens/s", lines, {})

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from tinygpt.bench.measure import Measurement, Run, measure, meter_of, random_prompts
-from tinygpt.bench.plot import Line, Panel, draw
+from tinygpt.bench.plot import Lines, Panel, draw
 from tinygpt.bench.report import Record, parameters_text, runs_text, table, threads_text
 from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Result, Study, StudyCase
 from tinygpt.bench.work import num_parameters
@@ -145,9 +146,15 @@ def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tup
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
     for name, value in flags.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    with started(command, env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE}) as found:
+        yield found
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[tuple[str, int]]:
+    """Run a server's command with options of Popen, as `served` does."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=log)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, **options)
         try:
             said, has_ended = "", False
             while (address := re.search(r"serving .* on (http://\S+)", said)) is None:
@@ -214,16 +221,15 @@ def _record(study: Study, result: Result) -> Record:
 
 def draw_study(study: Study, options: Options, results: list[Result], path: Path) -> None:
     """Draw our results and the published figures. Raise RequestError as `plot.check` does."""
-    lines: dict[str, Line] = {}
+    lines: Lines = {}
     has_lengths = len({result.case.key[1:] for result in results}) > 1
     for result in results:
         lengths = f", prompt of {result.case.key[1]}" if has_lengths else ""
-        line = lines.setdefault(label := result.name + lengths, Line(label))
-        line.points.append((study.x[1](result), study.y[1](result)))
-    published = [
-        Line(f"published: {study.model}, {name}", [(x, [y]) for x, y in points], is_published=True)
+        lines.setdefault(result.name + lengths, []).append((study.x[1](result), study.y[1](result)))
+    published: Lines = {
+        f"published: {study.model}, {name}": [(x, [y]) for x, y in points]
         for name, points in study.published_lines.items()
-    ]
-    panel = Panel("", study.x[0], study.y[0], [*lines.values(), *published])
+    }
+    panel = Panel("", study.x[0], study.y[0], lines, published)
     title = f"{study.name}, {Path(options.model).name}"
     draw(path, title, [panel], f"Published: {study.source}.")
