@@ -67,8 +67,7 @@ def test_no_step_is_taken_unseen():
 
 
 def test_counts_of_one_prompt(llm):
-    measurement = measure.measure(llm, [[1, 2, 3]], 6, repetitions=3)
-    assert (measurement.batch_size, measurement.prompt_length, measurement.new_tokens) == (1, 3, 6)
+    measurement = run_case(llm, Case(batch_size=1, prompt_length=3, new_tokens=6), 3)
     assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(6, 1, 5)] * 3
     for run in measurement.runs:
         assert 0 < run.prompt < run.first_token < run.total
@@ -78,7 +77,6 @@ def test_counts_of_one_prompt(llm):
 
 def test_prompts_longer_than_a_step_are_read_in_several(llm):
     measurement = run_case(llm, Case(batch_size=4, prompt_length=300), 1)
-    assert measurement.new_tokens == 1
     assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(3, 3, 0)]
 
 
@@ -87,12 +85,10 @@ def test_prompts_longer_than_a_step_are_read_in_several(llm):
 @pytest.mark.parametrize("prompt_length", [1, 16, 17, 300])
 def test_a_batch_decodes_together(llm, batch_size, new_tokens, prompt_length):
     """The first prompt is read first where the others wait for it, and no pass is counted before they are read."""
-    measurement = run_case(llm, Case(batch_size, prompt_length, new_tokens), 1)
-    (run,) = measurement.runs
+    (run,) = run_case(llm, Case(batch_size, prompt_length, new_tokens), 1).runs
     assert run.num_prompt_steps == (2 if prompt_length > 16 and batch_size > 1 else 1)
     assert run.num_together == new_tokens - 1
     assert 0 < run.together <= run.generation
-    assert (measurement.prompt_length, measurement.new_tokens) == (prompt_length, new_tokens)
 
 
 def test_short_prompts_of_a_batch_are_read_in_one_step():
@@ -115,7 +111,7 @@ def test_the_engine_gets_its_backend_back(llm):
 
 def test_impossible_prompts_are_refused(llm):
     with pytest.raises(RequestError, match="1024"):
-        measure.measure(llm, [[1] * 1000], 25, 1)
+        run_case(llm, Case(1, 1000, 25), 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")

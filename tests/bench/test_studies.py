@@ -9,7 +9,7 @@ from tinygpt import LLM
 from tinygpt.bench import study_runs
 from tinygpt.bench.measure import random_prompts
 from tinygpt.bench.studies import ABSENT, STUDIES
-from tinygpt.bench.study_runs import Options, records_of, run_study, study_text
+from tinygpt.bench.study_runs import Options, run_study, study_text
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.tasks import perplexity
 
@@ -20,7 +20,7 @@ KEYS |= {"avg_ns", "stddev_ns", "samples_ns", "first_token_ns", "num_steps", "pe
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Each study runs once, with fewer tokens: study, options, results and text by name."""
+    """Each study runs once, with fewer tokens: study, options, records and text by name."""
     text_file = tmp_path_factory.mktemp("studies") / "text.txt"
     text_file.write_text(TEXT, encoding="utf-8")
     runs = {}
@@ -30,9 +30,9 @@ def found(tmp_path_factory):
         dtypes = ("int8", "auto") if name in ("fastertransformer", "onnx-study") else ("int8",)
         text = text_file if name == "onnx-study" else None
         options = Options("demo", dtypes, threads=2, repetitions=2, small=True, text=text)
-        results = []
-        notes = run_study(study, options, results)
-        runs[name] = study, options, results, study_text(study, options, results, notes)
+        records = []
+        notes = run_study(study, options, records)
+        runs[name] = study, options, records, study_text(study, options, records, notes)
     return runs
 
 
@@ -44,12 +44,11 @@ def rows_of(text: str) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_runs_to_its_end(name, found):
-    study, options, results, text = found[name]
+    study, _, records, text = found[name]
     assert text.startswith(f"## {name}\n\nPublished: {study.source}")
     assert "Here: demo, 0M parameters, 2 threads of " in text
     assert "with fewer sizes and runs than the study has. This is another size than" in text
-    assert len(rows_of(text)) == len(results) + len(study.published_rows)
-    records = records_of(study, options, results)
+    assert len(rows_of(text)) == len(records) + len(study.published_rows)
     assert json.loads(json.dumps(records)) == records
     for record in records:
         assert record.keys() >= KEYS
@@ -61,8 +60,8 @@ def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monk
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     drawn, draw = [], study_runs.draw
     monkeypatch.setattr(study_runs, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
-    study, options, results, _ = found[name]
-    study_runs.draw_study(study, options, results, tmp_path / "picture.png")
+    study, options, records, _ = found[name]
+    study_runs.draw_study(study, options, records, tmp_path / "picture.png")
     (_, title, (panel,), note) = drawn[0]
     assert (title, note) == (f"{name}, demo", f"Published: {study.source}.")
     assert panel.lines
@@ -75,13 +74,17 @@ def test_small_is_less_of_the_same_study():
     for study in STUDIES.values():
         few, all_of = ([(c.batch_size, c.new_tokens) for c in cases] for cases in (study.small, study.cases))
         assert {*few} <= {*all_of}
-        small, full = (sum(case.total_tokens for case in cases) for cases in (study.small, study.cases))
+        tokens = [[len(c.prompt_lengths) * c.new_tokens for c in cases] for cases in (study.small, study.cases)]
+        small, full = map(sum, tokens)
         assert small * study.repetitions[1] < full * study.repetitions[0]
 
 
 def test_the_studies_sizes():
     """As published: the number of queries, their lengths, and the grid."""
-    sizes = {name: [case.key for case in study.cases] for name, study in STUDIES.items()}
+    sizes = {
+        name: [(case.batch_size, max(case.prompt_lengths), case.new_tokens) for case in study.cases]
+        for name, study in STUDIES.items()
+    }
     assert sizes["batch-inference"] == [(1, 27, 64), (8, 27, 64)]
     assert [len(case.prompt_lengths) for case in STUDIES["batch-inference"].cases] == [100, 100]
     assert sum(STUDIES["batch-inference"].cases[0].prompt_lengths) == 10 * (3 + 9 + 27 + 10 + 10 + 9 + 12 + 9 + 14 + 4)
@@ -117,11 +120,11 @@ def test_published_figures_stand_next_to_ours(found):
 
 
 def test_the_perplexity_is_that_of_each_dtype(found):
-    results = found["onnx-study"][2]
+    records = found["onnx-study"][2]
     for dtype in ("int8", "float32"):
         with LLM("demo", dtype, threads=2) as llm:
             expected = perplexity(llm, TEXT).token_perplexity
-        (found_perplexity,) = {result.perplexity for result in results if result.dtype == dtype}
+        (found_perplexity,) = {record["perplexity"] for record in records if record["dtype"] == dtype}
         assert found_perplexity == pytest.approx(expected)
 
 
@@ -135,11 +138,11 @@ def test_an_interruption_leaves_what_was_measured(monkeypatch):
 
     original = study_runs.measure
     monkeypatch.setattr(study_runs, "measure", measure_once)
-    study, results = STUDIES["batching-notebook"], []
+    study, records = STUDIES["batching-notebook"], []
     options = Options("random:tiny", threads=1, small=True, repetitions=1)
     with pytest.raises(KeyboardInterrupt):
-        run_study(study, options, results)
-    (row,) = rows_of(study_text(study, options, results, []))
+        run_study(study, options, records)
+    (row,) = rows_of(study_text(study, options, records, []))
     assert (row["bs"], row["published: duration (ms)"]) == ("1", "59.8")
 
 
@@ -174,13 +177,13 @@ def test_impossible_options_are_refused(name, options, message, monkeypatch):
 def test_the_model_in_another_process_generates_as_much(monkeypatch):
     pytest.importorskip("uvicorn", reason="needs a server: pip install -e '.[serve]'")
     case = replace(STUDIES["batch-inference"].small[1], new_tokens=4)
-    study, results = replace(STUDIES["batch-inference"], small=(case,)), []
+    study, records = replace(STUDIES["batch-inference"], small=(case,)), []
     options = Options("random:tiny", ("int8",), threads=1, repetitions=1, small=True, remote=True)
-    run_study(study, options, results)
-    local, remote = rows_of(study_text(study, options, results, []))[:2]
+    run_study(study, options, records)
+    local, remote = rows_of(study_text(study, options, records, []))[:2]
     assert remote["Method"] == "tinygpt, int8, remote, batch 8"
     assert (remote["Generated Token Count"], remote["Inference Count"]) == (local["Generated Token Count"], ABSENT)
-    assert [record["remote"] for record in records_of(study, options, results)] == [False, True]
+    assert [record["remote"] for record in records] == [False, True]
 
 
 def test_a_server_that_does_not_start_is_an_error():

@@ -27,8 +27,7 @@ def run_of(**values: float) -> Run:
 
 def record(case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0) -> dict:
     plan = Plan("tiny", {dtype: cache}, (2,), (case,), len(runs), TINY)
-    measurement = Measurement(tuple(runs), case.batch_size, case.prompt_length, case.new_tokens or 1, peak_memory)
-    return record_of(plan, Test(dtype, 2, case, measurement, ENDED), LIMITS)
+    return record_of(plan, Test(dtype, 2, case, Measurement(tuple(runs), peak_memory), ENDED), LIMITS)
 
 
 def prompt_record(dtype: str = "float32") -> dict:

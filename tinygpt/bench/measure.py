@@ -53,9 +53,6 @@ class Measurement:
     """All repetitions of one test."""
 
     runs: tuple[Run, ...]
-    batch_size: int
-    prompt_length: int  # tokens of the longest prompt
-    new_tokens: int
     peak_memory: int  # bytes of the process, or of the GPU; 0 if unknown
 
 
@@ -146,34 +143,22 @@ class TimedRunner:
 
 def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None) -> Measurement:
     """Measure a case with an LLM of prefix_cache_seqs=0 and slots for the whole batch."""
-    if not case.new_tokens:
+    meter = meter or HostMeter()
+    if case.new_tokens:
+        prompts = prompts_to_continue(llm.config.vocab_size, case)
+    else:
         prompts = random_prompts([case.prompt_length] * case.batch_size, llm.config.vocab_size)
-        return measure(llm, prompts, 1, repetitions, meter=meter)
-    prompts = prompts_to_continue(llm.config.vocab_size, case)
-    params = [_greedy(case.length - len(prompt)) for prompt in prompts]
-    return measure(llm, prompts, case.new_tokens, repetitions, params=params, meter=meter)
-
-
-def measure(
-    llm: LLM,
-    prompts: list[list[int]],
-    new_tokens: int,
-    repetitions: int,
-    warmups: int | None = None,
-    params: SamplingParams | Sequence[SamplingParams] | None = None,
-    meter: Meter | None = None,
-) -> Measurement:
-    """Continue all prompts with `new_tokens` each, `repetitions` times after the warm-ups, which compile kernels.
-
-    The LLM needs prefix_cache_seqs=0. warmups: None is the meter's number. params: None is greedy.
-    """
-    params = _greedy(new_tokens) if params is None else params
-    meter = HostMeter() if meter is None else meter
-    for _ in range(meter.warmups if warmups is None else warmups):
+    ends = {"temperature": 0.0, "ignore_eos": True}
+    params = [SamplingParams(max_tokens=case.length - len(prompt), **ends) for prompt in prompts]
+    for _ in range(meter.warmups):
         llm.generate(prompts, params, use_tqdm=False)
+    return measure(llm, prompts, params, repetitions, meter)
+
+
+def measure(llm: LLM, prompts: list[list[int]], params: Any, repetitions: int, meter: Meter) -> Measurement:
+    """Continue prompts by generate's `params`. The LLM needs prefix_cache_seqs=0, and a warm-up before."""
     meter.forget_peak()
-    runs = tuple(_run(llm, prompts, params, meter) for _ in range(repetitions))
-    return Measurement(runs, len(prompts), max(map(len, prompts), default=0), new_tokens, meter.peak_memory())
+    return Measurement(tuple(_run(llm, prompts, params, meter) for _ in range(repetitions)), meter.peak_memory())
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
@@ -203,7 +188,3 @@ def random_prompts(lengths: Sequence[int], vocab_size: int) -> list[list[int]]:
     first = generator.permutation(vocab_size)
     rest = [generator.integers(0, vocab_size, length - 1).tolist() for length in lengths]
     return [[int(first[i % vocab_size]), *token_ids] for i, token_ids in enumerate(rest)]
-
-
-def _greedy(new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

@@ -67,7 +67,12 @@ FORMATS = {
 
 def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()) -> str:
     """Return a markdown table; `columns` maps the title of a column to its format."""
-    return table(columns, ([_cell(form, record) for form in columns.values()] for record in records), numbers)
+    return table(columns, (cells_of(record, columns.values()) for record in records), numbers)
+
+
+def cells_of(record: Record, forms: Iterable[str], absent: str = "") -> list[str]:
+    """Return the record's fields in these formats; `absent` stands for null."""
+    return [_cell(form, record) or absent for form in forms]
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], numbers: Collection[str] = ()) -> str:
@@ -143,7 +148,7 @@ def comparison_table(compared: list[Record]) -> str:
     header = ["test", "old, tokens/s", "new, tokens/s", "change"]
     forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
     changes = ["" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}" for record in compared]
-    cells = [[_cell(form, record) for form in forms] for record in compared]
+    cells = [cells_of(record, forms) for record in compared]
     rows = [
         [_test_name(record), *sides, change] for record, sides, change in zip(compared, cells, changes, strict=True)
     ]

@@ -4,14 +4,10 @@ A row of STUDIES holds a study's cases, the columns of its table, and the publis
 study is one more row; `study_runs` measures it.
 """
 
-import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import cycle, islice, product
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # the command line reads the names before it sizes the thread pools
-    from tinygpt.bench.measure import Measurement
+from typing import Any
 
 NOT_PUBLISHED, ABSENT = "not published", "-"
 NUM_CHARACTERS = 10_000  # of a text for perplexity, as 10 passages of up to 1000
@@ -27,48 +23,8 @@ class StudyCase:
     new_tokens: int
 
     @property
-    def key(self) -> tuple[int, int, int]:
-        return self.batch_size, max(self.prompt_lengths), self.new_tokens
-
-    @property
     def length(self) -> int:
         return max(self.prompt_lengths) + self.new_tokens
-
-    @property
-    def total_tokens(self) -> int:
-        return len(self.prompt_lengths) * self.new_tokens
-
-
-@dataclass(frozen=True)
-class Result:
-    """A measured case. baseline: median seconds of the first case of this dtype and place."""
-
-    dtype: str
-    case: StudyCase
-    measurement: "Measurement"
-    baseline: float | None = None
-    is_remote: bool = False
-    perplexity: float | None = None
-
-    @property
-    def seconds(self) -> list[float]:
-        return [run.total for run in self.measurement.runs]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.seconds)
-
-    @property
-    def first_tokens(self) -> list[float]:
-        return [run.first_token for run in self.measurement.runs]
-
-    @property
-    def num_steps(self) -> int | None:
-        return None if self.is_remote else self.measurement.runs[-1].num_steps
-
-    @property
-    def name(self) -> str:
-        return f"tinygpt, {self.dtype}" + ", remote" * self.is_remote
 
 
 @dataclass(frozen=True)
@@ -82,11 +38,11 @@ class Study:
     cases: tuple[StudyCase, ...]
     small: tuple[StudyCase, ...]
     repetitions: tuple[int, int]  # of the study, and of --small
-    columns: dict[str, Callable[[Result], str]]  # title -> cell of a row of ours
-    x: tuple[str, Callable[[Result], Any]]  # axis label, and value of a result
-    y: tuple[str, Callable[[Result], list[float]]]  # axis label, and samples of a result
+    columns: dict[str, str]  # title -> format of a record with the fields of study_runs.derived
+    x: tuple[str, str]  # axis label and field
+    y: tuple[str, str]  # axis label and field of samples
     published_columns: tuple[str, ...] = ()
-    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)  # by StudyCase.key
+    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)  # by _key
     published_rows: tuple[tuple[str, ...], ...] = ()  # of other implementations, below ours
     published_lines: dict[str, list[tuple[Any, float]]] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
@@ -103,22 +59,6 @@ def _cases(sizes: Iterable[int], lengths: tuple[int, ...], new: int, count: int 
 
 def _grid(prompts: Iterable[int], new_tokens: Iterable[int]) -> tuple[StudyCase, ...]:
     return tuple(StudyCase(1, (prompt,), new) for prompt, new in product(prompts, new_tokens))
-
-
-def _mean_and_error(result: Result) -> str:
-    samples = result.seconds
-    error = f" ± {statistics.stdev(samples) / len(samples) ** 0.5:.4f}" if len(samples) > 1 else ""
-    return f"{statistics.mean(samples):.4f}{error}"
-
-
-def _ms_per_token(result: Result) -> str:
-    """Of the tokens after the first."""
-    rest = [run.total - run.first_token for run in result.measurement.runs]
-    return f"{1e3 * statistics.median(rest) / (result.case.new_tokens - 1):.3f}"
-
-
-def _memory(result: Result) -> str:
-    return f"{result.measurement.peak_memory / 1e9:.2f}" if result.measurement.peak_memory else "unknown"
 
 
 QUERY_LENGTHS = (3, 9, 27, 10, 10, 9, 12, 9, 14, 4)  # of batch-inference's ten texts in GPT-2's tokens
@@ -148,14 +88,14 @@ STUDIES = {
             repetitions=(3, 1),
             has_llm_per_case=True,
             columns={
-                "Method": lambda r: f"{r.name}, batch {r.case.batch_size}",
-                "Query Count": lambda r: str(len(r.case.prompt_lengths)),
-                "Execution Time": lambda r: f"{r.median:.2f}s",
-                "Throughput comparing to Baseline": lambda r: f"{(r.baseline or r.median) / r.median:.2g}x",
-                "Max Batch Size": lambda r: str(r.case.batch_size),
-                "Avg Batch Size": lambda r: f"{r.case.total_tokens / r.num_steps:.3g}" if r.num_steps else ABSENT,
-                "Generated Token Count": lambda r: str(r.case.total_tokens),
-                "Inference Count": lambda r: str(r.num_steps) if r.num_steps else ABSENT,
+                "Method": "{name}, batch {batch_size}",
+                "Query Count": "{num_prompts}",
+                "Execution Time": "{median_seconds:.2f}s",
+                "Throughput comparing to Baseline": "{speedup:.2g}x",
+                "Max Batch Size": "{batch_size}",
+                "Avg Batch Size": "{tokens_per_step:.3g}",
+                "Generated Token Count": "{num_tokens}",
+                "Inference Count": "{num_steps:d}",
             },
             published_rows=(
                 ("Baseline, RTX 2080 Ti", "100", "63.05s", "1x", "1", "1", "6400", "6400"),
@@ -167,8 +107,8 @@ STUDIES = {
                 "RTX 2080 Ti": [(1, 6400 / 63.05), (8, 6400 / 12.07)],
                 "V100": [(1, 6400 / 78.04), (32, 6400 / 4.86)],
             },
-            x=("largest batch (sequences)", lambda r: r.case.batch_size),
-            y=("generated tokens/s", lambda r: [r.case.total_tokens / seconds for seconds in r.seconds]),
+            x=("largest batch (sequences)", "batch_size"),
+            y=("generated tokens/s", "tokens_per_s"),
             notes=(
                 "Avg Batch Size: generated tokens / forward passes. The study does not say how often it ran.",
                 f"remote (--remote): the model is behind `tinygpt serve`, which {NUM_CALLERS} connections of one "
@@ -184,19 +124,19 @@ STUDIES = {
             small=_cases(SIZES[:4], TEXT_LENGTHS, 10),
             repetitions=(5, 3),
             columns={
-                "implementation": lambda r: r.name,
-                "bs": lambda r: str(r.case.batch_size),
-                "duration (ms)": lambda r: f"{1e3 * r.median:.1f}",
-                "throughput (tokens/ms)": lambda r: f"{r.case.total_tokens / (1e3 * r.median):.2f}",
-                "avg latency (ms)": lambda r: f"{1e3 * r.median / r.case.new_tokens:.2f}",
+                "implementation": "{name}",
+                "bs": "{batch_size}",
+                "duration (ms)": "{median_milliseconds:.1f}",
+                "throughput (tokens/ms)": "{median_tokens_per_ms:.2f}",
+                "avg latency (ms)": "{ms_per_token:.2f}",
             },
             published_columns=("duration (ms)", "throughput (tokens/ms)", "avg latency (ms)"),
             published={(size, 7, 10): figures for size, figures in NOTEBOOK.items()},
             published_lines={
                 "a GPU that is not named": [(ms, 10 * size / total) for size, (total, _, ms) in NOTEBOOK.items()]
             },
-            x=("latency (ms/token)", lambda r: 1e3 * r.median / r.case.new_tokens),
-            y=("throughput (tokens/ms)", lambda r: [r.case.total_tokens / (1e3 * seconds) for seconds in r.seconds]),
+            x=("latency (ms/token)", "ms_per_token"),
+            y=("throughput (tokens/ms)", "tokens_per_ms"),
             notes=(
                 "The notebook's single run times tokenization and making text too.",
                 "avg latency is duration / 10 new tokens.",
@@ -212,13 +152,13 @@ STUDIES = {
             repetitions=(10, 3),
             sampling={"temperature": 1.0, "top_k": 40, "seed": 42},
             columns={
-                "implementation": lambda r: r.name,
-                "new tokens": lambda r: str(r.case.new_tokens),
-                "minimum inference time (s)": lambda r: f"{min(r.seconds):.3f}",
-                "median (s)": lambda r: f"{r.median:.3f}",
-                "time to first token (ms)": lambda r: f"{1e3 * statistics.median(r.first_tokens):.1f}",
-                "time per output token (ms)": _ms_per_token,
-                "tokens/s": lambda r: f"{r.case.new_tokens / r.median:.1f}",
+                "implementation": "{name}",
+                "new tokens": "{n_gen}",
+                "minimum inference time (s)": "{fastest_s:.3f}",
+                "median (s)": "{median_seconds:.3f}",
+                "time to first token (ms)": "{first_token_ms:.1f}",
+                "time per output token (ms)": "{later_token_ms:.3f}",
+                "tokens/s": "{median_tokens_per_s:.1f}",
             },
             published_rows=(
                 ("OpenAI's script, TensorFlow 1.15", "100", "3.4", *[NOT_PUBLISHED] * 4),
@@ -226,8 +166,8 @@ STUDIES = {
                 ("Hugging Face, PyTorch, float16 quantisation", "up to 87", "1.5", *[NOT_PUBLISHED] * 4),
             ),
             published_lines={"minimum of 10": [("TensorFlow", 3.4), ("Hugging Face", 1.7), ("HF, float16", 1.5)]},
-            x=("implementation", lambda r: r.dtype),
-            y=("inference time (s)", lambda r: r.seconds),
+            x=("implementation", "dtype"),
+            y=("inference time (s)", "seconds"),
             notes=(
                 "Time per output token: of the tokens after the first.",
                 "The study's rows of Hugging Face's have max_length=100, which counts the prompt: at most 87 tokens "
@@ -243,11 +183,11 @@ STUDIES = {
             small=_grid((100, 200), (1, 100, 200)) + _grid((10,), (1, 10, 100)),
             repetitions=(5, 5),
             columns={
-                "model": lambda r: r.name,
-                "prompt length": lambda r: str(r.case.prompt_lengths[0]),
-                "generated tokens": lambda r: str(r.case.new_tokens),
-                "time (s)": _mean_and_error,
-                "perplexity": lambda r: ABSENT if r.perplexity is None else f"{r.perplexity:.4f}",
+                "model": "{name}",
+                "prompt length": "{n_prompt}",
+                "generated tokens": "{n_gen}",
+                "time (s)": "{mean_and_error}",
+                "perplexity": "{perplexity:.4f}",
             },
             published_columns=("hf base (s)", "nanoGPT (s)"),
             published={(1, 10, new): seconds for new, seconds in ONNX_LOG.items()},
@@ -255,8 +195,8 @@ STUDIES = {
                 name: [(new, seconds[i]) for new, seconds in ONNX_LOG.items()]
                 for i, name in enumerate(("hf base", "nanoGPT"))
             },
-            x=("generation length (tokens)", lambda r: r.case.new_tokens),
-            y=("inference time (s)", lambda r: r.seconds),
+            x=("generation length (tokens)", "n_gen"),
+            y=("inference time (s)", "seconds"),
             notes=(
                 "Ours: mean ± standard error of the mean, as the study's error bars.",
                 "Published: a log that does not state its prompt; the notebook then had one of 10 tokens. The grid was "
@@ -277,12 +217,12 @@ STUDIES = {
             repetitions=(5, 2),
             sampling={"temperature": 1.0, "top_p": 0.9, "seed": 0},
             columns={
-                "implementation": lambda r: r.name,
-                "Batch_size": lambda r: str(r.case.batch_size),
-                "Input Seqlen": lambda r: str(r.case.prompt_lengths[0]),
-                "Output Seqlen": lambda r: str(r.case.new_tokens),
-                "Latency (ms)": lambda r: f"{1e3 * r.median:.2f}",
-                "Memory Usage (GB)": _memory,
+                "implementation": "{name}",
+                "Batch_size": "{batch_size}",
+                "Input Seqlen": "{n_prompt}",
+                "Output Seqlen": "{n_gen}",
+                "Latency (ms)": "{median_milliseconds:.2f}",
+                "Memory Usage (GB)": "{memory_gb:.2f}",
             },
             published_columns=("FT Latency (ms)", "Memory Usage (GB)"),
             published={
@@ -293,8 +233,8 @@ STUDIES = {
             published_lines={
                 f"A100, {a} + {b}": [*zip(SIZES, row, strict=False)] for (a, b), row in FT_LATENCY.items()
             },
-            x=("batch size (sequences)", lambda r: r.case.batch_size),
-            y=("latency (ms)", lambda r: [1e3 * seconds for seconds in r.seconds]),
+            x=("batch size (sequences)", "batch_size"),
+            y=("latency (ms)", "milliseconds"),
             notes=("Memory of ours: the peak of the process, Python and kernels included; published: the GPU's.",),
             has_llm_per_case=True,
         ),

@@ -15,10 +15,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tinygpt.bench.measure import Measurement, Run, measure, meter_of, random_prompts
+from tinygpt.bench.measure import measure, meter_of, random_prompts
 from tinygpt.bench.plot import Lines, Panel, draw
-from tinygpt.bench.report import Record, parameters_text, runs_text, table, threads_text
-from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Result, Study, StudyCase
+from tinygpt.bench.report import Record, cells_of, parameters_text, runs_text, table, threads_text
+from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Study, StudyCase
 from tinygpt.bench.work import num_parameters
 from tinygpt.engine.model_source import ModelSource, load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError, how_to_install, invalid
@@ -28,7 +28,6 @@ from tinygpt.hardware import cpu_name, thread_count
 from tinygpt.llm import LLM
 from tinygpt.remote import KEY_VARIABLE, RemoteLLM
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
 NUM_WARMUP_PROMPTS = 10  # at least, of a warm-up
@@ -49,8 +48,8 @@ class Options:
     device: str = "cpu"
 
 
-def run_study(study: Study, options: Options, results: list[Result]) -> list[str]:
-    """Append each measured case to `results`, also if interrupted. Return notes on cases that were left out.
+def run_study(study: Study, options: Options, records: list[Record]) -> list[str]:
+    """Append a record of each case to `records`, also if interrupted. Return notes on cases that were left out.
 
     Raises RequestError or CheckpointError, before any work, if the study cannot run.
     """
@@ -66,10 +65,10 @@ def run_study(study: Study, options: Options, results: list[Result]) -> list[str
     for dtype in dict.fromkeys(source.dtype for source in sources):
         groups = [[case] for case in fitting] if study.has_llm_per_case else [fitting]
         for group in tqdm(groups, unit="model", disable=None):
-            _run_local(study, options, dtype, group, text, results)
+            _run_local(study, options, dtype, group, text, records)
         if options.remote:
             for case in fitting:
-                _run_remote(study, options, dtype, case, sources[0].config, results)
+                records.append(_run_remote(study, options, dtype, case, sources[0].config.vocab_size))
     return left_out
 
 
@@ -97,7 +96,7 @@ def _checked_text(study: Study, options: Options) -> str | None:
 
 
 def _run_local(
-    study: Study, options: Options, dtype: str, cases: list[StudyCase], text: str | None, results: list[Result]
+    study: Study, options: Options, dtype: str, cases: list[StudyCase], text: str | None, records: list[Record]
 ) -> None:
     sizes = {"max_num_seqs": max(case.batch_size for case in cases), "prefix_cache_seqs": 0}
     if text is None:
@@ -108,36 +107,95 @@ def _run_local(
     with LLM(options.model, dtype, threads=options.threads, device=options.device, **sizes) as llm:
         quality = None if text is None else perplexity(llm, text).token_perplexity
         for case in tqdm(cases, unit="case", disable=None):
-            prompts = random_prompts(case.prompt_lengths, llm.config.vocab_size)
-            params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
+            prompts, params = _work(study, case, llm.config.vocab_size)
             for _ in range(meter.warmups):
                 llm.generate(prompts[: max(case.batch_size, NUM_WARMUP_PROMPTS)], params, use_tqdm=False)
             repetitions = options.repetitions or study.repetitions[options.small]
-            found = measure(llm, prompts, case.new_tokens, repetitions, 0, params, meter)
-            results.append(Result(dtype, case, found, _baseline(results, dtype, False), False, quality))
+            found = measure(llm, prompts, params, repetitions, meter)
+            times = [(run.total, run.first_token) for run in found.runs]
+            more = {"num_steps": found.runs[-1].num_steps, "peak_memory": found.peak_memory or None}
+            more |= {"perplexity": quality} if study.name == "onnx-study" else {}
+            records.append(_record(study, options, dtype, case, times, **more))
 
 
-def _run_remote(
-    study: Study, options: Options, dtype: str, case: StudyCase, config: ModelConfig, results: list[Result]
-) -> None:
-    prompts = random_prompts(case.prompt_lengths, config.vocab_size)
-    params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
+def _run_remote(study: Study, options: Options, dtype: str, case: StudyCase, vocab_size: int) -> Record:
+    prompts, params = _work(study, case, vocab_size)
     flags = {"max_num_seqs": case.batch_size, "max_model_len": case.length, "prefix_cache_seqs": 0}
     flags["threads"] = options.threads
     with served(options.model, dtype, flags) as (url, _), RemoteLLM(url, max_connections=NUM_CALLERS) as remote:
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
-        runs = []
+        times = []
         for _ in range(options.repetitions or study.repetitions[options.small]):
             start = time.perf_counter()
             outputs = remote.generate(prompts, params)
             total = time.perf_counter() - start
-            runs.append(Run(0.0, 0.0, 0.0, max(o.metrics.first_token for o in outputs) - start, total, num_steps=0))
-    found = Measurement(tuple(runs), len(prompts), max(case.prompt_lengths), case.new_tokens, peak_memory=0)
-    results.append(Result(dtype, case, found, _baseline(results, dtype, True), is_remote=True))
+            times.append((total, max(output.metrics.first_token for output in outputs) - start))
+    return _record(study, options, dtype, case, times, remote=True)
 
 
-def _baseline(results: list[Result], dtype: str, is_remote: bool) -> float | None:
-    return next((r.median for r in results if (r.dtype, r.is_remote) == (dtype, is_remote)), None)
+def _work(study: Study, case: StudyCase, vocab_size: int) -> tuple[list[list[int]], SamplingParams]:
+    params = SamplingParams(max_tokens=case.new_tokens, ignore_eos=True, **study.sampling)
+    return random_prompts(case.prompt_lengths, vocab_size), params
+
+
+def _record(
+    study: Study, options: Options, dtype: str, case: StudyCase, times: list[tuple[float, float]], **more: Any
+) -> Record:
+    """Return llama-bench's keys as far as they go. times: seconds of each generate, and to its last first token."""
+    samples, first_tokens = ([round(1e9 * seconds) for seconds in column] for column in zip(*times, strict=True))
+    record = {
+        "preset": study.name,
+        "model_filename": options.model,
+        "gpu_info": meter_of(options.device).gpu,
+        "n_threads": thread_count(options.threads),
+        "dtype": dtype,
+        "batch_size": case.batch_size,
+        "num_prompts": len(case.prompt_lengths),
+        "n_prompt": max(case.prompt_lengths),
+        "n_gen": case.new_tokens,
+        "num_steps": None,
+        "avg_ns": round(statistics.mean(samples)),
+        "samples_ns": samples,
+        "stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0,
+        "first_token_ns": first_tokens,
+        "peak_memory": None,
+    }
+    return record | ({"remote": False} if study.name == "batch-inference" else {}) | more
+
+
+def derived(records: list[Record]) -> list[Record]:
+    """Return records with the fields that columns and axes of studies show.
+
+    speedup: over the first record of the dtype, here or remote.
+    """
+    found, baselines = [], {}
+    for record in records:
+        n_gen, num_steps, is_remote = record["n_gen"], record["num_steps"], record.get("remote", False)
+        seconds, first_tokens = ([ns / 1e9 for ns in record[name]] for name in ("samples_ns", "first_token_ns"))
+        rest = [total - first for total, first in zip(seconds, first_tokens, strict=True)]
+        num_tokens, median = record["num_prompts"] * n_gen, statistics.median(seconds)
+        error = f" ± {statistics.stdev(seconds) / len(seconds) ** 0.5:.4f}" if len(seconds) > 1 else ""
+        samples = {
+            "seconds": seconds,
+            "milliseconds": [1e3 * total for total in seconds],
+            "tokens_per_s": [num_tokens / total for total in seconds],
+            "tokens_per_ms": [num_tokens / (1e3 * total) for total in seconds],
+        }
+        more = {
+            "name": f"tinygpt, {record['dtype']}" + ", remote" * is_remote,
+            "num_tokens": num_tokens,
+            "mean_and_error": f"{statistics.mean(seconds):.4f}{error}",
+            "fastest_s": min(seconds),
+            "speedup": baselines.setdefault((record["dtype"], is_remote), median) / median,
+            "tokens_per_step": num_steps and num_tokens / num_steps,
+            "ms_per_token": 1e3 * median / n_gen,
+            "first_token_ms": 1e3 * statistics.median(first_tokens),
+            "later_token_ms": 1e3 * statistics.median(rest) / max(n_gen - 1, 1),
+            "memory_gb": record["peak_memory"] and record["peak_memory"] / 1e9,
+        }
+        medians = {f"median_{name}": statistics.median(values) for name, values in samples.items()}
+        found.append({**record, **samples, **medians, **more})
+    return found
 
 
 @contextmanager
@@ -170,15 +228,15 @@ def started(command: list[str], **options: Any) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
-def study_text(study: Study, options: Options, results: list[Result], notes: list[str]) -> str:
+def study_text(study: Study, options: Options, records: list[Record], notes: list[str]) -> str:
     """Return the study's page: our rows, next to or above the published figures, and notes."""
     header = [*study.columns, *(f"published: {title}" for title in study.published_columns)]
     absent = (ABSENT,) * len(study.published_columns)
-    rows = [
-        [*(cell(r) for cell in study.columns.values()), *map(str, study.published.get(r.case.key, absent))]
-        for r in results
-    ]
-    count = len(results[0].seconds)
+    rows = []
+    for record in derived(records):
+        published = study.published.get((record["batch_size"], record["n_prompt"], record["n_gen"]), absent)
+        rows.append([*cells_of(record, study.columns.values(), ABSENT), *map(str, published)])
+    count = len(records[0]["samples_ns"])
     about = "random prompts of the study's lengths, none cached; tokenization and warm-up are not timed"
     lines = (f"Ours: {runs_text(count)}; {about}.", *notes, *study.notes)
     parts = (
@@ -200,32 +258,13 @@ def _here(study: Study, options: Options) -> str:
     return f"{Path(options.model).name}, {parameters_text(size)} parameters, {machine}{small}{other}"
 
 
-def records_of(study: Study, options: Options, results: list[Result]) -> list[Record]:
-    """Return a record for each case, with llama-bench's keys as far as they go; times are of the whole generate."""
-    shared = {"preset": study.name, "model_filename": options.model, "gpu_info": meter_of(options.device).gpu}
-    shared["n_threads"] = thread_count(options.threads)
-    return [shared | _record(study, result) for result in results]
-
-
-def _record(study: Study, result: Result) -> Record:
-    samples, found = [round(1e9 * seconds) for seconds in result.seconds], result.measurement
-    record = {"dtype": result.dtype, "batch_size": result.case.batch_size, "num_prompts": found.batch_size}
-    record |= {"n_prompt": found.prompt_length, "n_gen": found.new_tokens, "num_steps": result.num_steps}
-    record |= {"avg_ns": round(statistics.mean(samples)), "samples_ns": samples}
-    record |= {"stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0}
-    record |= {"first_token_ns": [round(1e9 * seconds) for seconds in result.first_tokens]}
-    record |= {"peak_memory": found.peak_memory or None}
-    record |= {"remote": result.is_remote} if study.name == "batch-inference" else {}
-    return record | ({"perplexity": result.perplexity} if study.name == "onnx-study" else {})
-
-
-def draw_study(study: Study, options: Options, results: list[Result], path: Path) -> None:
+def draw_study(study: Study, options: Options, records: list[Record], path: Path) -> None:
     """Draw our results and the published figures. Raise RequestError as `plot.check` does."""
     lines: Lines = {}
-    has_lengths = len({result.case.key[1:] for result in results}) > 1
-    for result in results:
-        lengths = f", prompt of {result.case.key[1]}" if has_lengths else ""
-        lines.setdefault(result.name + lengths, []).append((study.x[1](result), study.y[1](result)))
+    has_lengths = len({(record["n_prompt"], record["n_gen"]) for record in records}) > 1
+    for record in derived(records):
+        lengths = f", prompt of {record['n_prompt']}" if has_lengths else ""
+        lines.setdefault(record["name"] + lengths, []).append((record[study.x[1]], record[study.y[1]]))
     published: Lines = {
         f"published: {study.model}, {name}": [(x, [y]) for x, y in points]
         for name, points in study.published_lines.items()

@@ -183,12 +183,12 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     passes = [_work(plan, test, run) for run in found.runs]
     rates = [tokens / seconds for seconds, tokens, *_ in passes]
     # llama-bench's times are those of all tokens: a generation has one pass less than new tokens.
-    times = [round(1e9 * found.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
+    times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
     block_rate, head_rate = map(limits.tile_rates.get, work.tiles_of(dtype, plan.device))
     read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in passes)
     operations = [(blocks + head) / seconds for seconds, *_, blocks, head in passes]
     peak_shares = [(blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in passes]
-    together = found.batch_size if n_gen else 1
+    together = case.batch_size if n_gen else 1
     size, cache = work.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
     model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
     return {
@@ -225,7 +225,7 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
         "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
         "dtype": dtype,
         "kv_cache_dtype": plan.caches[dtype],
-        "batch_size": found.batch_size,
+        "batch_size": case.batch_size,
         "read_gbs": read / 1e9,
         "bandwidth_share": read / limits.bandwidth,
         "bandwidth_gbs": limits.bandwidth / 1e9,

@@ -150,21 +150,20 @@ def _run_cases(args: argparse.Namespace) -> None:
 
 
 def _run_preset(args: argparse.Namespace) -> None:
-    from tinygpt.bench.study_runs import Options, draw_study, records_of, run_study, study_text
+    from tinygpt.bench.study_runs import Options, draw_study, run_study, study_text
 
     threads = None if args.threads is None else args.threads[0]
     how = args.repetitions, args.small, args.text, args.remote, args.device
     study, options = STUDIES[args.preset], Options(args.model, args.dtype or RUNS["dtype"], threads, *how)
     log(f"{study.name} with {args.model}")
-    results, notes = [], ["Interrupted: cases are missing."]
+    records, notes = [], ["Interrupted: cases are missing."]
     try:
-        with work_started_by(results):
-            notes = run_study(study, options, results)
+        with work_started_by(records):
+            notes = run_study(study, options, records)
     finally:
-        if results:
-            text = study_text(study, options, results, notes)
-            draw = lambda: draw_study(study, options, results, args.plot)  # noqa: E731
-            _hand_over(args, records_of(study, options, results), draw, text)
+        if records:
+            text = study_text(study, options, records, notes)
+            _hand_over(args, records, lambda: draw_study(study, options, records, args.plot), text)
 
 
 def _compare(args: argparse.Namespace) -> None:
