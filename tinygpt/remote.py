@@ -7,9 +7,9 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, as_completed
-from contextlib import suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from operator import itemgetter
 from queue import SimpleQueue
@@ -20,7 +20,7 @@ from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_f
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.wire import chunk_from_json, output_from_json, params_to_json, score_from_json
+from tinygpt.wire import output_from_json, params_to_json, record_from_json
 
 if TYPE_CHECKING:
     import httpx
@@ -66,7 +66,7 @@ class RemoteLLM:
         self._server = _Server(url, api_key or os.environ.get(KEY_VARIABLE), timeout, max_connections, max_retries)
         self._end = finalize(self, self._server.end)
         try:
-            card = self._server.wait(self._server.get("/v1/models", _card))
+            card = self._server.ask("/v1/models", _card)
         except BaseException:
             self.close()
             raise
@@ -133,10 +133,8 @@ class RemoteLLM:
         listed, found = [*map(_sendable, prompt_list(continuations))], []
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.wait(
-                self._server.post("/score_continuations", part, lambda reply: [*map(score_from_json, reply["scores"])])
-            )
-        return found
+            found += self._server.ask("/score_continuations", itemgetter("scores"), part)
+        return [_read(partial(record_from_json, ContinuationScore), each) for each in found]
 
     def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
         """Return (len(prompts), C) float32, as LLM.embed does."""
@@ -146,7 +144,7 @@ class RemoteLLM:
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
-            encoded = self._server.wait(self._server.post("/v1/embeddings", body, lambda r: r["data"][0]["embedding"]))
+            encoded = self._server.ask("/v1/embeddings", lambda reply: reply["data"][0]["embedding"], body)
             vectors.append(np.frombuffer(base64.b64decode(encoded), "<f4"))  # (C,)
         return np.stack(vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
 
@@ -191,7 +189,7 @@ class RemoteTokenizer:
             raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         is_split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": text, "split_special_tokens": is_split}
-        return self._server.wait(self._server.post("/tokenize", body, itemgetter("tokens")))
+        return self._server.ask("/tokenize", itemgetter("tokens"), body)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
         """Return Hugging Face's {"input_ids", "attention_mask"}, with lists of lists for a list of texts."""
@@ -204,7 +202,7 @@ class RemoteTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         body = {"tokens": checked_ids(ids), "skip_special_tokens": skip_special_tokens}
-        return self._server.wait(self._server.post("/detokenize", body, itemgetter("prompt")))
+        return self._server.ask("/detokenize", itemgetter("prompt"), body)
 
 
 class _Server:
@@ -246,8 +244,9 @@ class _Server:
                 raise RequestError(CLOSED)
             return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
 
-    def wait(self, work: Coroutine[Any, Any, Result]) -> Result:
-        future = self.start(work)
+    def ask(self, path: str, parse: Callable[[Any], Result], body: Any = None) -> Result:
+        """Return what `parse` reads from the reply. body: None is GET."""
+        future = self.start(self._answer(path, parse, body))
         try:
             return future.result()
         finally:
@@ -258,72 +257,65 @@ class _Server:
             self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).add_done_callback(lambda _: self._loop.stop())
 
-    async def get(self, path: str, parse: Callable[[Any], Result]) -> Result:
-        return await self._parsed(await self._open("GET", path, None, 0), parse)
-
-    async def post(self, path: str, body: Any, parse: Callable[[Any], Result]) -> Result:
-        return await self._parsed(await self._open("POST", path, body, self._max_retries), parse)
-
     async def generate(self, text: str | None, body: dict, on_chunk: Any = None) -> RequestOutput:
-        arrival = time.perf_counter()
+        read = partial(output_from_json, prompt=text, arrival=time.perf_counter())
         async with self._turn:
             if on_chunk is None:
-                return await self.post("/generate", body, partial(output_from_json, prompt=text, arrival=arrival))
+                return await self._answer("/generate", read, body)
             return await self.stream(text, body, lambda chunk: None if chunk is None else on_chunk(chunk))
 
     async def stream(self, text: str | None, body: dict, on_chunk: Callable[[Any], Any]) -> RequestOutput:
         """Return the output. on_chunk gets None when the server accepts the request, then each chunk in a thread."""
-        arrival, output = time.perf_counter(), None
-        response = await self._open("POST", "/generate", body | {"stream": True}, self._max_retries)
-        on_chunk(None)
-        try:
+        read, output = partial(output_from_json, prompt=text, arrival=time.perf_counter()), None
+        async with self._opened("/generate", body | {"stream": True}) as response:
+            on_chunk(None)
             async for line in response.aiter_lines():
                 event = json.loads(line[6:]) if line.startswith("data: {") else {}
                 if "error" in event:
                     raise ServerError(f"{self.url} has ended the request: {event['error']['message']}")
                 if "chunk" in event:
-                    await asyncio.to_thread(on_chunk, _read(chunk_from_json, event["chunk"]))
+                    await asyncio.to_thread(on_chunk, _read(partial(record_from_json, StreamChunk), event["chunk"]))
                 elif "output" in event:
-                    output = _read(partial(output_from_json, prompt=text, arrival=arrival), event["output"])
-        except self._httpx.HTTPError as error:
-            raise self._lost(error) from error
-        finally:
-            await response.aclose()
+                    output = _read(read, event["output"])
         if output is None:
             raise ServerError(f"{self.url} has ended its reply too early: is it still running?")
         return output
 
-    async def _open(self, method: str, path: str, body: Any, max_retries: int) -> "httpx.Response":
-        """Return an open response with status 200."""
-        content = None if body is None else json.dumps(body, allow_nan=False).encode()
-        for num_left in range(max_retries, -1, -1):
-            wait = FIRST_WAIT * 2 ** (max_retries - num_left)
-            try:
-                request = self._client.build_request(method, path, content=content)
-                response = await self._client.send(request, stream=True)
-                if response.status_code == 200:
-                    return response
-                await response.aread()
-            except self._httpx.HTTPError as error:
-                if not num_left or not isinstance(error, self._httpx.ConnectError):
-                    raise self._lost(error) from error
-            else:
-                if not num_left or response.status_code not in BUSY:
-                    raise self._refusal(response)
-                told = response.headers.get("retry-after", "")
-                wait = min(float(told), MAX_WAIT) if told.isdecimal() else wait
-            await asyncio.sleep(wait)
-
-    async def _parsed(self, response: "httpx.Response", parse: Callable[[Any], Result]) -> Result:
+    async def _answer(self, path: str, parse: Callable[[Any], Result], body: Any) -> Result:
+        async with self._opened(path, body) as response:
+            text = await response.aread()
         try:
-            found = json.loads(await response.aread())
+            found = json.loads(text)
         except ValueError:
             raise ServerError(f"{self.url} is no tinygpt server: it does not speak JSON.") from None
+        return _read(parse, found)
+
+    @asynccontextmanager
+    async def _opened(self, path: str, body: Any) -> "AsyncIterator[httpx.Response]":
+        """Yield an open response with status 200. body: None is GET, which is sent once."""
+        content = None if body is None else json.dumps(body, allow_nan=False).encode()
+        request = self._client.build_request("GET" if body is None else "POST", path, content=content)
+        waits = [] if body is None else [FIRST_WAIT * 2**i for i in range(self._max_retries)]
+        try:
+            for wait in (*waits, None):
+                try:
+                    response = await self._client.send(request, stream=True)
+                except self._httpx.ConnectError:
+                    if wait is None:
+                        raise
+                else:
+                    if response.status_code == 200:
+                        break
+                    await response.aread()
+                    if wait is None or response.status_code not in BUSY:
+                        raise self._refusal(response)
+                    told = response.headers.get("retry-after", "")
+                    wait = min(float(told), MAX_WAIT) if told.isdecimal() else wait
+                await asyncio.sleep(wait)
+            async with aclosing(response):
+                yield response
         except self._httpx.HTTPError as error:
             raise self._lost(error) from error
-        finally:
-            await response.aclose()
-        return _read(parse, found)
 
     async def _guarded(self, work: Coroutine[Any, Any, Result]) -> Result:
         try:

@@ -6,11 +6,11 @@ Minus infinity is a string, as JSON has no infinity. Times count from the arriva
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from tinygpt.errors import RequestError
 from tinygpt.field_rules import MAX_COUNT
-from tinygpt.outputs import CompletionOutput, ContinuationScore, RequestMetrics, RequestOutput, StreamChunk
+from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from tinygpt.sampling_params import ALL, SamplingParams
 
 ALWAYS_SENT = ("max_tokens", "temperature")  # the server has other defaults
@@ -19,6 +19,8 @@ MOMENTS = ("scheduled", "first_token", "finished")
 # Log probabilities: JSON has strings in place of token ids and minus infinity.
 LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")
 NO_INDEX = ("index", 0)
+
+Record = TypeVar("Record")
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
@@ -40,11 +42,11 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
-    times, found = dict(vars(output.metrics)), _coded(vars(output), _encode)
+    times, found = dict(vars(output.metrics)), record_to_json(output)
     arrival = times.pop("arrival")
     del found["prompt"]  # the client has it
     found["metrics"] = times | {name: None if times[name] is None else times[name] - arrival for name in MOMENTS}
-    return found | {"outputs": [_coded(vars(sample), _encode) for sample in output.outputs]}
+    return found | {"outputs": [*map(record_to_json, output.outputs)]}
 
 
 def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
@@ -52,8 +54,8 @@ def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: floa
     times = found["metrics"]
     moments = {name: None if times[name] is None else times[name] + arrival for name in MOMENTS}
     metrics = RequestMetrics(**{**times, **moments, "arrival": arrival})
-    outputs = [CompletionOutput(**_coded(sample, _decode)) for sample in found["outputs"]]
-    return RequestOutput(**{**_coded(found, _decode), "prompt": prompt, "outputs": outputs, "metrics": metrics})
+    outputs = [record_from_json(CompletionOutput, sample) for sample in found["outputs"]]
+    return record_from_json(RequestOutput, {**found, "prompt": prompt, "outputs": outputs, "metrics": metrics})
 
 
 def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
@@ -62,16 +64,12 @@ def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     return _coded(given, _encode) | {"token_id": chunk.token_id}
 
 
-def chunk_from_json(found: Mapping[str, Any]) -> StreamChunk:
-    return StreamChunk(**_coded(found, _decode))
+def record_to_json(record: Any) -> dict[str, Any]:
+    return _coded(vars(record), _encode)
 
 
-def score_to_json(score: ContinuationScore) -> dict[str, Any]:
-    return _coded(vars(score), _encode)
-
-
-def score_from_json(found: Mapping[str, Any]) -> ContinuationScore:
-    return ContinuationScore(**_coded(found, _decode))
+def record_from_json(kind: type[Record], found: Mapping[str, Any]) -> Record:
+    return kind(**_coded(found, _decode))
 
 
 def _coded(found: Mapping[str, Any], code: Callable[[Any], Any]) -> dict[str, Any]:

@@ -314,7 +314,7 @@ def test_an_output_comes_back_to_the_bit(output):
 
 @given(CHUNKS)
 def test_a_chunk_comes_back_to_the_bit(chunk):
-    assert repr(wire.chunk_from_json(sent(wire.chunk_to_json(chunk)))) == repr(chunk)
+    assert repr(wire.record_from_json(StreamChunk, sent(wire.chunk_to_json(chunk)))) == repr(chunk)
 
 
 def test_times_are_told_by_the_callers_clock():

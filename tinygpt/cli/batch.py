@@ -112,15 +112,15 @@ class Run:
 
     def answer_on_ray(self) -> int:
         """As `answer`, by actors of a Ray cluster."""
-        from tinygpt.on_ray.batch import Setup, outputs_on_ray
+        from tinygpt.on_ray.batch import outputs_on_ray, setup
 
         started = time.perf_counter()
-        setup, inputs = Setup.of(self.args)
-        prompts = self._read(setup.dtype, inputs.read_prompt, inputs.request)
+        arguments, inputs = setup(self.args)
+        prompts = self._read(arguments["dtype"], inputs.read_prompt, inputs.request)
         count = min(self.args.ray, len(prompts))
         params = (record.params for record in self.pending)
-        with outputs_on_ray(count, setup, [*zip(range(len(prompts)), prompts, params, strict=False)]) as outputs:
-            num_failed = self._write_all(setup.dtype, prompts, outputs)
+        with outputs_on_ray(count, arguments, [*zip(range(len(prompts)), prompts, params, strict=False)]) as outputs:
+            num_failed = self._write_all(arguments["dtype"], prompts, outputs)
         seconds = time.perf_counter() - started
         by = f"{counted(len(prompts), 'prompt')} by {counted(count, 'actor')}"
         log(f"{by} in {seconds:.2f} s; seeds in their records")

@@ -49,11 +49,10 @@ class Replica:
     """The server's ASGI app with its LLM."""
 
     def __init__(self, arguments: Arguments):
-        a = arguments
         configure_logging("json")
         self._arguments = arguments
-        sizes = {"threads": a.threads, "max_num_seqs": a.max_num_seqs, "max_queue": a.max_queue}
-        self._llm = LLM(a.model, a.dtype, **sizes, **{"split_special_tokens": True, **a.llm})  # as `tinygpt serve`
+        given = arguments.model_dump(include={"model", "dtype", "threads", "max_num_seqs", "max_queue"})
+        self._llm = LLM(**given, **{"split_special_tokens": True, **arguments.llm})  # as `tinygpt serve`
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments

@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
 from typing import Any
 
 from tinygpt.cli import loading
@@ -27,39 +26,24 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 
-@dataclass(frozen=True)
-class Setup:
-    """LLM's arguments, independent of the working folder."""
+def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """Return LLM's arguments, independent of the working folder, and an InputProcessor, which needs no weights."""
+    loading.set_thread_pools(args.threads)
+    from tinygpt.engine.input_processor import InputProcessor
+    from tinygpt.engine.model_source import EngineConfig, ModelSource
 
-    arguments: dict[str, Any]
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> "tuple[Setup, Any]":
-        """Return the setup, and an InputProcessor, which needs no weights."""
-        loading.set_thread_pools(args.threads)
-        from tinygpt.engine.input_processor import InputProcessor
-        from tinygpt.engine.model_source import EngineConfig, ModelSource
-
-        arguments = llm_arguments(args)
-        names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
-        sizes = EngineConfig(**{name: arguments[name] for name in names})
-        source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora)
-        sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
-        soft_prompts, split = arguments["soft_prompts"], arguments["split_special_tokens"]
-        inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split)
-        arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
-        for name in ("model", "lora", "draft_model"):
-            arguments[name] = _whole_path(arguments[name])
-        arguments["soft_prompts"] = {name: _whole_path(path) for name, path in soft_prompts.items()}
-        return cls(arguments), inputs
-
-    @property
-    def dtype(self) -> str:
-        return self.arguments["dtype"]
-
-    @property
-    def batch_size(self) -> int:
-        return ROUNDS * self.arguments["max_num_seqs"]
+    arguments = llm_arguments(args)
+    names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
+    sizes = EngineConfig(**{name: arguments[name] for name in names})
+    source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora)
+    sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
+    soft_prompts, split = arguments["soft_prompts"], arguments["split_special_tokens"]
+    inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split)
+    arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
+    for name in ("model", "lora", "draft_model"):
+        arguments[name] = _whole_path(arguments[name])
+    arguments["soft_prompts"] = {name: _whole_path(path) for name, path in soft_prompts.items()}
+    return arguments, inputs
 
 
 def _whole_path(name: str | None) -> str | None:
@@ -70,11 +54,11 @@ def _whole_path(name: str | None) -> str | None:
 class Actor:
     """An LLM of the pool. Requests are pickled, as Arrow has no such types."""
 
-    def __init__(self, setup: Setup):
-        loading.set_thread_pools(setup.arguments["threads"])
+    def __init__(self, arguments: dict[str, Any]):
+        loading.set_thread_pools(arguments["threads"])
         from tinygpt.llm import LLM
 
-        self._llm = LLM(**setup.arguments)
+        self._llm = LLM(**arguments)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         requests = [pickle.loads(request) for request in batch["request"]]
@@ -90,7 +74,9 @@ def _found(future: Any) -> Any:
 
 
 @contextmanager
-def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterator[Iterator[tuple[int, Any]]]:
+def outputs_on_ray(
+    count: int, arguments: dict[str, Any], requests: list[Request]
+) -> Iterator[Iterator[tuple[int, Any]]]:
     """Yield an iterator of (index, RequestOutput or FailedRequestError), the longest requests first.
 
     Raise RequestError if the cluster has no room, TinyGPTError if Ray fails.
@@ -99,28 +85,29 @@ def outputs_on_ray(count: int, setup: Setup, requests: list[Request]) -> Iterato
     log("starting Ray")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
-        _join(ray, count, setup.arguments["threads"])
+        _join(ray, count, arguments["threads"])
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
         with redirect_stdout(sys.stderr):  # Ray prints when actors end, and stdout is for records
-            yield _outputs(ray, count, setup, requests)
+            yield _outputs(ray, count, arguments, requests)
     except ray.exceptions.RayError as error:
         raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
     finally:
         ray.shutdown()
 
 
-def _outputs(ray: Any, count: int, setup: Setup, requests: list[Request]) -> Iterator[tuple[int, Any]]:
+def _outputs(ray: Any, count: int, arguments: dict[str, Any], requests: list[Request]) -> Iterator[tuple[int, Any]]:
     longest_first = sorted(requests, key=_num_tokens, reverse=True)
     rows = [{"request": pickle.dumps(request)} for request in longest_first]
+    batch_size = ROUNDS * arguments["max_num_seqs"]
     # A batch or a new host may take long, and Ray notices a lost actor anyway.
     ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
-    dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // setup.batch_size))
+    dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch_size))
     done = dataset.map_batches(
         Actor,
-        fn_constructor_args=(setup,),
-        batch_size=setup.batch_size,
+        fn_constructor_args=(arguments,),
+        batch_size=batch_size,
         compute=ray.data.ActorPoolStrategy(size=count),
-        num_cpus=setup.arguments["threads"],
+        num_cpus=arguments["threads"],
     )
     for row in done.iter_rows():
         yield pickle.loads(row["found"])

@@ -25,8 +25,7 @@ class Completer:
         )
 
     Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields that override `params`
-    (None is absent). COLUMNS are added; either `error` or the others are None. A failure of the engine is raised and
-    ends the job.
+    (None is absent). COLUMNS are added; either `error` or the others are None. A failure of the engine ends the job.
     arguments: LLM's without max_queue. Paths must be absolute, and threads must equal num_cpus.
     Raise as LLM does, and RequestError for impossible params.
     """
@@ -42,15 +41,17 @@ class Completer:
             raise RequestError(f"the rows have {', '.join(map(repr, batch))} and need a column 'prompt'.")
         prompts = batch["prompt"]
         given = batch.get("sampling_params", [None] * len(prompts))
-        asked = [self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, given, strict=True)]
-        rows = [_row_of(one) for one in asked]
+        futures = [self._submit(prompt, fields or {}) for prompt, fields in zip(prompts, given, strict=True)]
+        rows = [*map(_row_of, futures)]
         return {**batch, **{name: _column([row[i] for row in rows]) for i, name in enumerate(COLUMNS)}}
 
-    def _submit(self, prompt: Any, fields: Mapping[str, Any]) -> "Future[RequestOutput] | RequestError":
+    def _submit(self, prompt: Any, fields: Mapping[str, Any]) -> "Future[RequestOutput]":
         try:
             return self._llm.submit(_plain(prompt), _with_fields(self._params, fields))
         except RequestError as error:
-            return error
+            refused = Future()
+            refused.set_exception(error)
+            return refused
 
 
 def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
@@ -66,11 +67,9 @@ def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingP
     return params
 
 
-def _row_of(asked: "Future[RequestOutput] | RequestError") -> tuple[Any, ...]:
+def _row_of(future: "Future[RequestOutput]") -> tuple[Any, ...]:
     try:
-        if isinstance(asked, RequestError):
-            raise asked
-        sample = asked.result().outputs[0]
+        sample = future.result().outputs[0]
     except (RequestError, FailedRequestError) as error:
         return None, None, None, str(error)
     return sample.text, sample.token_ids, sample.finish_reason, None

@@ -27,7 +27,7 @@ from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import ApiError, TokenNames, from_engine, to_json
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
-from tinygpt.wire import score_to_json
+from tinygpt.wire import record_to_json
 
 LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
@@ -345,7 +345,7 @@ class Api:
         is_split = form.split_special_tokens is not False
         score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
-        return _json({"scores": [score_to_json(each) for [each] in found]})
+        return _json({"scores": [record_to_json(each) for [each] in found]})
 
     # Tokens, models, and the server itself
 
