@@ -199,7 +199,7 @@ def onnx_tensors(arrays: Arrays, prefix: str = "transformer.", head: str = "onnx
     return tensors | {head: np.ascontiguousarray(arrays.get("lm_head.weight", arrays["wte.weight"]).T)}
 
 
-def onnx_nodes(names: Iterable[str], activation: str = "Tanh", **attributes: object) -> list[bytes]:
+def onnx_nodes(names: Iterable[str], activation: str = "Tanh", **attributes: object) -> list:
     """Some of what would compute with the tensors."""
     nodes = [onnx_writer.node("LayerNormalization", ["x", "w", "b"], ["n"], epsilon=1e-5)]
     for name in names:

@@ -4,23 +4,14 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
+import google_crc32c
 import numpy as np
 
-TABLE = np.arange(256, dtype=np.uint32)
-for _ in range(8):
-    TABLE = TABLE >> 1 ^ np.where(TABLE & 1, np.uint32(0x82F63B78), 0).astype(np.uint32)
-TABLE = TABLE.tolist()
 DTYPES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "uint16": 14, "float16": 19}  # uint16: bfloat16's bits
 
 
-def crc32c(data: bytes) -> int:
-    register = 0xFFFFFFFF
-    for byte in data:
-        register = TABLE[(register ^ byte) & 255] ^ register >> 8
-    return register ^ 0xFFFFFFFF
-
-
-def mask(checksum: int) -> bytes:
+def masked_checksum(data: bytes) -> bytes:
+    checksum = google_crc32c.value(data)
     return struct.pack("<I", ((checksum >> 15 | checksum << 17 & 0xFFFFFFFF) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
@@ -42,7 +33,7 @@ def entry(array: np.ndarray, offset: int, data: bytes, shard: int = 0) -> bytes:
     shape = b"".join(field(2, field(1, size)) for size in array.shape)
     place = (field(3, shard) if shard else b"") + (field(4, offset) if offset else b"")
     kind = field(1, DTYPES[array.dtype.name]) + field(2, shape)
-    return kind + place + field(5, len(data)) + varint(6 << 3 | 5) + mask(crc32c(data))
+    return kind + place + field(5, len(data)) + varint(6 << 3 | 5) + masked_checksum(data)
 
 
 def block(records: list[tuple[bytes, bytes]], interval: int) -> bytes:
@@ -72,7 +63,7 @@ def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6, restart: i
     def put(content: bytes) -> bytes:
         nonlocal out
         handle = varint(len(out)) + varint(len(content))
-        out += content + b"\0" + mask(crc32c(content + b"\0"))
+        out += content + b"\0" + masked_checksum(content + b"\0")
         return handle
 
     parts = [records[i : i + per_block] for i in range(0, len(records), per_block)]

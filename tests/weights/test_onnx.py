@@ -8,7 +8,6 @@ import pytest
 
 from support import onnx_writer as w
 from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
-from support.tf_writer import field
 from support.tiny_checkpoint import assert_holds, random_tensors, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.config import HEAD
@@ -47,9 +46,7 @@ def test_every_encoding_of_a_tensor(tmp_path, encoding, dtype):
 
 def test_tensors_in_nodes_and_in_branches(tmp_path):
     inner = w.graph([], [w.tensor("inner", VALUES + 1)])
-    constant = (
-        field(2, b"constant") + field(4, b"Constant") + field(5, field(1, b"value") + field(5, w.tensor("", VALUES)))
-    )
+    constant = w.node("Constant", [], ["constant"], value=w.tensor("", VALUES))
     path = write(tmp_path, [constant, w.node("If", ["x"], ["y"], then_branch=inner)], [w.tensor("a", VALUES)])
     tensors = read_onnx(path).tensors
     assert sorted(tensors) == ["a", "constant", "inner"]
@@ -60,18 +57,17 @@ def test_tensors_in_nodes_and_in_branches(tmp_path):
 A = w.tensor("a", VALUES)
 
 
-def sized(shape, data, kind=9):
-    """A float32 tensor; kind: 9 of raw data, 4 of float_data."""
-    return b"".join(field(1, size) for size in shape) + field(2, 1) + field(8, b"a") + field(kind, data)
+def sized(shape, **data):
+    return w.model(w.graph([], [theirs.TensorProto(name="a", data_type=1, dims=shape, **data)]))
 
 
 REFUSED = {
     "no weights": (w.model(w.graph([], [])), "holds no weights"),
     "cut": (w.model(w.graph([], [A]))[:-3], "damaged ONNX file"),
     "two of one name": (w.model(w.graph([], [A, A])), "two initializers 'a'"),
-    "too few bytes": (w.model(w.graph([], [sized((3, 5), VALUES.tobytes())])), "has 48 bytes and needs 60"),
-    "too many elements": (w.model(w.graph([], [sized((9,), VALUES.tobytes(), 4)])), "has 48 bytes and needs 36"),
-    "a negative size": (w.model(w.graph([], [sized((2**64 - 1,), b"1234")])), "impossible shape"),
+    "too few bytes": (sized((3, 5), raw_data=VALUES.tobytes()), "has 48 bytes and needs 60"),
+    "too many elements": (sized((9,), float_data=VALUES.ravel()), "has 48 bytes and needs 36"),
+    "a negative size": (sized((-1,), raw_data=b"1234"), "impossible shape"),
 }
 
 
@@ -256,9 +252,9 @@ def test_functions_of_a_files_own_are_given_no_matrix(tmp_path):
     tensors = onnx_tensors(TENSORS)
     written = [w.tensor(name, array) for name, array in tensors.items()]
     for called, given in (("Turned", "transformer.h.0.attn.c_proj.weight"), ("Rank", "transformer.ln_f.weight")):
-        graph = w.graph([*onnx_nodes(tensors), w.node(called, [given], ["y"]) + field(7, b"own")], written, PAST)
-        function = field(25, field(1, called.encode()) + field(10, b"own"))
-        (tmp_path / f"{called}.onnx").write_bytes(w.model(graph) + function)
+        graph = w.graph([*onnx_nodes(tensors), w.node(called, [given], ["y"], domain="own")], written, PAST)
+        functions = [theirs.FunctionProto(name=called, domain="own")]
+        (tmp_path / f"{called}.onnx").write_bytes(w.model(graph, functions=functions))
     with pytest.raises(CheckpointError, match=r"gives weights to functions or operations of its own \(Turned\)"):
         open_checkpoint(tmp_path / "Turned.onnx")
     assert_holds(open_checkpoint(tmp_path / "Rank.onnx"), TENSORS)
