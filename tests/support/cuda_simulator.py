@@ -17,6 +17,7 @@ import operator
 import random
 import textwrap
 import types
+from collections import namedtuple
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,12 +27,7 @@ import numpy as np
 WARP = 32
 WARP_OPERATIONS = {"syncwarp", "mma_bfloat16", "shfl_sync", "shfl_xor_sync", "shfl_up_sync"}
 WAITING = WARP_OPERATIONS | {"syncthreads"}
-INTRINSICS: dict[str, Callable] = {}  # stand-ins for the intrinsics of ptx.py that do not wait
-
-
-class Dimensions:
-    def __init__(self, x: int, y: int = 1, z: int = 1):
-        self.x, self.y, self.z = x, y, z
+Dimensions = namedtuple("Dimensions", "x y z", defaults=(1, 1))
 
 
 class Touched:
@@ -115,11 +111,10 @@ class Block:
         start = self.offsets[site]
         return self.arena[start : start + size * dtype.itemsize].view(dtype).reshape(shape)
 
-    def address_of(self, array: np.ndarray) -> int:
-        return array.__array_interface__["data"][0] - self.arena.__array_interface__["data"][0]
-
 
 class Thread:
+    """A thread of a block. Its methods stand for the intrinsics of ptx.py that do not wait."""
+
     def __init__(self, block: Block, index: Dimensions, number: int):
         self.block, self.index = block, index
         self.lane, self.warp = number % WARP, (block.number, number // WARP)
@@ -127,8 +122,91 @@ class Thread:
         self.answer: Any = None
         touched = block.launch.touched
         self.has_waited = touched is not None and touched.is_first  # for the kernel before
-        self.copies: list[list[Callable[[], None]]] = [[]]
+        self.copies: list[list[tuple[np.ndarray, np.ndarray]]] = [[]]  # (to, from) by commit
         self.generator = None
+
+    def load_weights(self, array: GlobalArray, index):
+        return tuple(array.words(index))
+
+    load_global = load_cached = load_weights
+
+    def load_fresh(self, array: GlobalArray, index):
+        return array[index]
+
+    def load_fresh_pair(self, array: GlobalArray, index):
+        assert index % 2 == 0, f"8 bytes at index {index} are not on their boundary"
+        return array[index], array[index + 1]
+
+    def let_next_kernel_begin(self):
+        pass
+
+    def wait_for_kernel_before(self):
+        self.has_waited = True
+        if self.block.launch.touched:
+            self.block.launch.touched.has_waited = True
+
+    def store_bfloat16(self, array: GlobalArray, index, value):
+        array[index] = _rounded(value)
+
+    def store_bfloat16_pair(self, array: GlobalArray, index, low, high):
+        assert index % 2 == 0, f"4 bytes at index {index} are not on their boundary"
+        array[index], array[index + 1] = _rounded(low), _rounded(high)
+
+    def pack_bfloat16(self, low, high):
+        return np.uint32(int(_rounded(low)) | int(_rounded(high)) << 16)
+
+    def bits_to_float32(self, bits):
+        return (bits if isinstance(bits, np.uint32) else np.uint32(bits)).view(np.float32)
+
+    def float32_to_bits(self, value):
+        return np.float32(value).view(np.uint32)
+
+    def rounded_product(self, a, b):
+        return np.float32(a) * np.float32(b)
+
+    def int8_to_bfloat16(self, word):
+        one, two, three, four = (_BFLOAT16_OF_INT8[byte] for byte in int(word).to_bytes(4, "little"))
+        return np.uint32(one | two << 16), np.uint32(three | four << 16)
+
+    def shared_address(self, array: np.ndarray) -> int:
+        return array.__array_interface__["data"][0] - self.block.arena.__array_interface__["data"][0]
+
+    def _shared(self, address, size: int, dtype=np.uint32) -> np.ndarray:
+        assert address % size == 0, f"{size} bytes at address {address} are not on their boundary"
+        return self.block.arena[address : address + size].view(dtype)
+
+    def load_shared(self, address):
+        return tuple(self._shared(address, 16))
+
+    def load_shared_pair(self, address):
+        return tuple(self._shared(address, 8, np.float32))
+
+    def store_shared(self, address, word):
+        self._shared(address, 4)[0] = word
+
+    def copy_async(self, address, array: GlobalArray, index):
+        self.copies[-1].append((self._shared(address, 16), array.words(index)))
+
+    def commit_copies(self):
+        self.copies.append([])
+
+    def wait_for_copies(self, pending):
+        while len(self.copies) - 1 > pending:
+            for target, words in self.copies.pop(0):
+                target[:] = words
+
+    def prefetch(self, array: GlobalArray, index):
+        array.need(index)
+
+    def prefetch_run(self, array: GlobalArray, index, size):
+        assert size % 16 == 0, f"{size} bytes are not 16 n"
+        assert index * array.values.itemsize % 16 == 0, f"a run at index {index} is not on a boundary of 16 bytes"
+        array.need(index, int(size) // array.values.itemsize)
+
+    def arrive(self, array: GlobalArray, index):
+        old = array[index]
+        array[index] = old + np.uint32(1)
+        return old
 
 
 class Launch:
@@ -334,144 +412,6 @@ OPERATIONS = {
 }
 
 
-def intrinsic(function: Callable) -> Callable:
-    INTRINSICS[function.__name__] = function
-    return function
-
-
-@intrinsic
-def load_weights(array: GlobalArray, index):
-    return tuple(array.words(index))
-
-
-INTRINSICS["load_global"] = INTRINSICS["load_cached"] = load_weights
-
-
-@intrinsic
-def load_fresh(array: GlobalArray, index):
-    return array[index]
-
-
-@intrinsic
-def load_fresh_pair(array: GlobalArray, index):
-    assert index % 2 == 0, f"8 bytes at index {index} are not on their boundary"
-    return array[index], array[index + 1]
-
-
-@intrinsic
-def let_next_kernel_begin():
-    pass
-
-
-@intrinsic
-def wait_for_kernel_before():
-    cuda.current.has_waited = True
-    if cuda.current.block.launch.touched:
-        cuda.current.block.launch.touched.has_waited = True
-
-
-@intrinsic
-def store_bfloat16(array: GlobalArray, index, value):
-    array[index] = pack_bfloat16(value, np.float32(0)) & 0xFFFF
-
-
-@intrinsic
-def store_bfloat16_pair(array: GlobalArray, index, low, high):
-    assert index % 2 == 0, f"4 bytes at index {index} are not on their boundary"
-    store_bfloat16(array, index, low)
-    store_bfloat16(array, index + 1, high)
-
-
-@intrinsic
-def pack_bfloat16(low, high):
-    return np.uint32(int(_rounded(low)) | int(_rounded(high)) << 16)
-
-
-@intrinsic
-def bits_to_float32(bits):
-    return (bits if isinstance(bits, np.uint32) else np.uint32(bits)).view(np.float32)
-
-
-@intrinsic
-def float32_to_bits(value):
-    return np.float32(value).view(np.uint32)
-
-
-@intrinsic
-def rounded_product(a, b):
-    return np.float32(a) * np.float32(b)
-
-
-@intrinsic
-def int8_to_bfloat16(word):
-    one, two, three, four = (_BFLOAT16_OF_INT8[byte] for byte in int(word).to_bytes(4, "little"))
-    return np.uint32(one | two << 16), np.uint32(three | four << 16)
-
-
-@intrinsic
-def shared_address(array: np.ndarray) -> int:
-    return cuda.current.block.address_of(array)
-
-
-@intrinsic
-def load_shared(address):
-    assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
-    return tuple(cuda.current.block.arena[address : address + 16].view(np.uint32))
-
-
-@intrinsic
-def load_shared_pair(address):
-    assert address % 8 == 0, f"8 bytes at address {address} are not on their boundary"
-    return tuple(cuda.current.block.arena[address : address + 8].view(np.float32))
-
-
-@intrinsic
-def store_shared(address, word):
-    assert address % 4 == 0, f"4 bytes at address {address} are not on their boundary"
-    cuda.current.block.arena[address : address + 4].view(np.uint32)[0] = word
-
-
-@intrinsic
-def copy_async(address, array: GlobalArray, index):
-    assert address % 16 == 0, f"16 bytes at address {address} are not on their boundary"
-    arena, words = cuda.current.block.arena, array.words(index)
-    cuda.current.copies[-1].append(
-        lambda: arena[address : address + 16].view(np.uint32).__setitem__(slice(None), words)
-    )
-
-
-@intrinsic
-def commit_copies():
-    cuda.current.copies.append([])
-
-
-@intrinsic
-def wait_for_copies(pending):
-    copies = cuda.current.copies
-    while len(copies) - 1 > pending:
-        for copy in copies.pop(0):
-            copy()
-
-
-@intrinsic
-def prefetch(array: GlobalArray, index):
-    array.need(index)
-
-
-@intrinsic
-def prefetch_run(array: GlobalArray, index, size):
-    assert size % 16 == 0, f"{size} bytes are not 16 n"
-    assert index * array.values.itemsize % 16 == 0, f"a run at index {index} is not on a boundary of 16 bytes"
-    array.need(index, int(size) // array.values.itemsize)
-
-
-@intrinsic
-def arrive(array: GlobalArray, index):
-    old = array[index]
-    array[index] = old + np.uint32(1)
-    return old
-
-
 class _Math:
     """`math` for numbers of NumPy: the result has the argument's precision, and nothing overflows into an error."""
 
@@ -483,7 +423,18 @@ class _Math:
         return lambda x: getattr(np, name)(x)
 
 
-# Numba's types in a kernel convert, and their names are those of an array's types.
+def _whole(name: str) -> Callable[[Any], Any]:
+    """Return the conversion to an unsigned type, called like it: kernels name arrays' types by it."""
+    kind = getattr(np, name)
+    mask = int(np.iinfo(kind).max)
+
+    def convert(value):
+        return kind(int(value) & mask)
+
+    convert.__name__ = name
+    return convert
+
+
 def int32(value):
     return int(value)
 
@@ -492,28 +443,10 @@ def int64(value):
     return int(value)
 
 
-def uint16(value):
-    return np.uint16(int(value) & 0xFFFF)
-
-
-def uint32(value):
-    return np.uint32(int(value) & 0xFFFFFFFF)
-
-
-def uint64(value):
-    return np.uint64(int(value) & 0xFFFFFFFFFFFFFFFF)
-
-
-NUMBERS = {number.__name__: number for number in (int32, int64, uint16, uint32, uint64, np.float32, np.float64)}
-TYPES = {getattr(numba, name): name for name in NUMBERS}
-
-
-def _literal_range(*bounds):
-    return range(*map(int, bounds))
-
-
+NUMBERS = [int32, int64, *map(_whole, ("uint16", "uint32", "uint64")), np.float32, np.float64]
+TYPES = {getattr(numba, number.__name__): number for number in NUMBERS}
 # Numba's max of two float32 is a float32, and so is Python's; range takes NumPy's whole numbers.
-BUILTINS = {"range": _literal_range}
+BUILTINS = {"range": lambda *bounds: range(*map(int, bounds))}
 
 
 def _stand_in(name: str, value: Any) -> Any:
@@ -523,12 +456,15 @@ def _stand_in(name: str, value: Any) -> Any:
     if value is math:
         return _Math()
     if isinstance(value, numba.types.Type) and value in TYPES:
-        return NUMBERS[TYPES[value]]
+        return TYPES[value]
     if hasattr(value, "py_func"):
         return _simulated(value.py_func)
     if type(value).__name__ == "_Intrinsic" or type(value).__module__.endswith("extending"):
         called = getattr(value, "_name", None) or value.__name__
-        return value if called in WAITING else INTRINSICS[called]  # the rewriter knows a waiting one by its name
+        if called in WAITING:  # the rewriter knows it by its name
+            return value
+        method = getattr(Thread, called)
+        return lambda *arguments: method(cuda.current, *arguments)
     return value
 
 
