@@ -3,13 +3,8 @@
 A new interpreter imports Numba and NumPy for half a second. Tests of a process's beginning or end start a real one.
 """
 
-import contextlib
-import io
 import multiprocessing
 import os
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -50,22 +45,6 @@ def told(work: Callable[..., None], *arguments: Any, patience: float) -> list[An
 def _work(pipe: Connection, work: Callable[..., None], arguments: tuple) -> None:
     work(pipe.send, *arguments)
     os._exit(0)  # waits for no thread
-
-
-def printed(program: str, *arguments: str, patience: float) -> str:
-    """Return the program's output, with a traceback at its end if it fails; sys.argv is as after `python -c`."""
-    return "".join(told(_run, program, arguments, patience=patience))
-
-
-def _run(tell: Callable[[str], None], program: str, arguments: tuple[str, ...]) -> None:
-    sys.argv = ["-c", *arguments]
-    warnings.simplefilter("ignore", DeprecationWarning)  # later Pythons warn of each fork
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        try:
-            exec(program, {"__name__": "__main__"})
-        except Exception:
-            traceback.print_exc(file=out)
-    tell(out.getvalue())
 
 
 def outcome(expression: str, folder: Path, cpu_seconds: int = 10, megabytes: int = 1000) -> str:

@@ -6,6 +6,7 @@ NumPy alone writes them, to the same bits everywhere, for answers recorded of th
 import json
 import math
 import string
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,31 @@ V, T, L = 61, 40, 2
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
-def opt(width: int = 24, heads: int = 3, **fields: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": L, "ffn_dim": 52}
-    return {"model_type": "opt", "vocab_size": V, "max_position_embeddings": T, **sizes, **ENDS, **fields}
+LONG = {"max_position_embeddings": T}
+# By model_type, the usual fields of config.json.
+USUAL = {
+    "opt": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "ffn_dim": 52, **LONG},
+    "bloom": {"n_layer": L, "seq_length": T},
+    "mpt": {"n_layers": L, "max_seq_len": T, "expansion_ratio": 4},
+    "openai-gpt": {"n_embd": 24, "n_head": 3, "n_layer": L, "n_positions": T, "afn": "gelu"},
+    "xglm": {"d_model": 24, "attention_heads": 3, "num_layers": L, "ffn_dim": 52, **LONG},
+    "biogpt": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "intermediate_size": 52, **LONG},
+}
+
+
+def family(model_type: str, **fields: Any) -> dict[str, Any]:
+    return {"model_type": model_type, "vocab_size": V, **USUAL[model_type], **ENDS, **fields}
 
 
 def bloom(heads: int, head_size: int = 6, **fields: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": heads * head_size, "n_head": heads, "n_layer": L, "seq_length": T}
-    return {"model_type": "bloom", "vocab_size": V, **sizes, **ENDS, **fields}
+    return family("bloom", hidden_size=heads * head_size, n_head=heads, **fields)
 
 
 def mpt(heads: int, head_size: int = 8, **fields: Any) -> dict[str, Any]:
-    sizes = {"d_model": heads * head_size, "n_heads": heads, "n_layers": L, "max_seq_len": T}
-    return {"model_type": "mpt", "vocab_size": V, "expansion_ratio": 4, **sizes, **ENDS, **fields}
+    return family("mpt", d_model=heads * head_size, n_heads=heads, **fields)
 
 
-def openai_gpt(**fields: Any) -> dict[str, Any]:
-    sizes = {"n_embd": 24, "n_head": 3, "n_layer": L, "n_positions": T}
-    return {"model_type": "openai-gpt", "vocab_size": V, "afn": "gelu", **sizes, **ENDS, **fields}
-
-
-def xglm(**fields: Any) -> dict[str, Any]:
-    sizes = {"d_model": 24, "attention_heads": 3, "num_layers": L, "ffn_dim": 52, "max_position_embeddings": T}
-    return {"model_type": "xglm", "vocab_size": V, **sizes, **ENDS, **fields}
-
-
-def biogpt(**fields: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "intermediate_size": 52}
-    return {"model_type": "biogpt", "vocab_size": V, "max_position_embeddings": T, **sizes, **ENDS, **fields}
-
-
+opt, openai_gpt, xglm, biogpt = (partial(family, kind) for kind in ("opt", "openai-gpt", "xglm", "biogpt"))
 # Fields of config.json: all variants, odd widths and numbers of heads.
 FAMILY_MODELS = {
     "opt": opt(),
@@ -55,7 +51,7 @@ FAMILY_MODELS = {
     "opt-projected": opt(word_embed_proj_dim=36),
     "opt-post-norm": opt(do_layer_norm_before=False),
     "opt-no-final-norm": opt(_remove_final_layer_norm=True),
-    "opt-odd": opt(width=35, heads=7, tie_word_embeddings=False),
+    "opt-odd": opt(hidden_size=35, num_attention_heads=7, tie_word_embeddings=False),
     "galactica": opt(activation_function="gelu", enable_bias=False),
     "opt-plain-norms": opt(layer_norm_elementwise_affine=False, activation_function="gelu_new"),
     "bloom-4": bloom(4),
@@ -84,7 +80,7 @@ def write_family(folder: Path, name: str, prefix: str | None = None, **others: A
 def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None) -> Path:
     kind = fields["model_type"]
     stem = PREFIXES.get(kind, "transformer.") if prefix is None else prefix
-    tensors = {stem + key: _tensor(key, shape) for key, shape in SHAPES[kind](fields).items()}
+    tensors = {stem + key: _tensor(key, shape) for key, shape in _shapes(fields).items()}
     if not fields.get("tie_word_embeddings", True):
         embedding = next(array for key, array in tensors.items() if key.endswith(EMBEDDINGS))
         tensors[HEADS.get(kind, "lm_head.weight")] = _tensor("head", embedding.shape)
@@ -111,80 +107,61 @@ HEADS = {"biogpt": "output_projection.weight"}
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tokens_embed.weight")
 
 
-def _opt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C, F = fields["hidden_size"], fields["ffn_dim"]
+def _barts(C: int, F: int) -> dict[str, tuple[int, int]]:
+    return {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {"fc1": (F, C), "fc2": (C, F)}
+
+
+def _blooms(C: int, F: int) -> dict[str, tuple[int, int]]:
+    attention = {"self_attention.query_key_value": (3 * C, C), "self_attention.dense": (C, C)}
+    return attention | {"mlp.dense_h_to_4h": (F, C), "mlp.dense_4h_to_h": (C, F)}
+
+
+def _mpts(C: int, F: int) -> dict[str, tuple[int, int]]:
+    return {"attn.Wqkv": (3 * C, C), "attn.out_proj": (C, C), "ffn.up_proj": (F, C), "ffn.down_proj": (C, F)}
+
+
+def _gpt1s(C: int, F: int) -> dict[str, tuple[int, int]]:
+    return {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, F), "mlp.c_proj": (F, C)}
+
+
+# By model_type: the prefix of layers, their linears, their norms, and the norms outside.
+BART_NORMS, BLOOM_NORMS = ("self_attn_layer_norm", "final_layer_norm"), ("input_layernorm", "post_attention_layernorm")
+LAYERS = {
+    "opt": ("layers.", _barts, BART_NORMS, ("final_layer_norm",)),
+    "xglm": ("layers.", _barts, BART_NORMS, ("layer_norm",)),
+    "biogpt": ("layers.", _barts, BART_NORMS, ("layer_norm",)),
+    "bloom": ("h.", _blooms, BLOOM_NORMS, ("word_embeddings_layernorm", "ln_f")),
+    "mpt": ("blocks.", _mpts, ("norm_1", "norm_2"), ("norm_f",)),
+    "openai-gpt": ("h.", _gpt1s, ("ln_1", "ln_2"), ()),
+}
+
+
+def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    kind = fields["model_type"]
+    C = next(fields[name] for name in ("hidden_size", "d_model", "n_embd") if name in fields)
+    F = next((fields[name] for name in ("ffn_dim", "intermediate_size") if name in fields), 4 * C)
     E = fields.get("word_embed_proj_dim", C)
-    bias, affine = fields.get("enable_bias", True), fields.get("layer_norm_elementwise_affine", True)
-    is_pre = fields.get("do_layer_norm_before", True)
-    shapes = {"embed_tokens.weight": (V, E), "embed_positions.weight": (T + 2, C)}
-    shapes |= {"project_in.weight": (C, E), "project_out.weight": (E, C)} if E != C else {}
-    shapes |= _opt_layers(C, F, bias, affine)
-    has_final = is_pre and not fields.get("_remove_final_layer_norm")
-    return shapes | (_norms("", ("final_layer_norm",), C, affine) if has_final else {})
-
-
-def _opt_layers(C: int, F: int, bias: bool = True, affine: bool = True) -> dict[str, tuple[int, ...]]:
-    shapes = {}
+    layers, linears, norms, outer_norms = LAYERS[kind]
+    parts = ("weight",) if kind == "mpt" else ("weight", "bias")  # of a norm
+    if not fields.get("layer_norm_elementwise_affine", True):
+        parts = ()
+    if not fields.get("do_layer_norm_before", True) or fields.get("_remove_final_layer_norm"):
+        outer_norms = ()
+    embedding = {"bloom": "word_embeddings", "mpt": "wte", "openai-gpt": "tokens_embed"}.get(kind, "embed_tokens")
+    shapes = {f"{embedding}.weight": (V, E)} | {f"{name}.{part}": (C,) for name in outer_norms for part in parts}
+    if kind in ("opt", "biogpt"):
+        shapes["embed_positions.weight"] = (T + 2, C)
+    if kind == "openai-gpt":
+        shapes["positions_embed.weight"] = (fields["n_positions"], C)
+    if E != C:
+        shapes |= {"project_in.weight": (C, E), "project_out.weight": (E, C)}
     for i in range(L):
-        linears = {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {"fc1": (F, C), "fc2": (C, F)}
-        shapes |= _linears(f"layers.{i}.", linears, bias)
-        shapes |= _norms(f"layers.{i}.", ("self_attn_layer_norm", "final_layer_norm"), C, affine)
+        for name, shape in linears(C, F).items():
+            shapes[f"{layers}{i}.{name}.weight"] = shape
+            if fields.get("enable_bias", kind != "mpt"):
+                shapes[f"{layers}{i}.{name}.bias"] = shape[1:] if kind == "openai-gpt" else shape[:1]
+        shapes |= {f"{layers}{i}.{name}.{part}": (C,) for name in norms for part in parts}
     return shapes
-
-
-def _xglm(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C = fields["d_model"]
-    return {"embed_tokens.weight": (V, C)} | _opt_layers(C, fields["ffn_dim"]) | _norms("", ("layer_norm",), C, True)
-
-
-def _biogpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C = fields["hidden_size"]
-    tables = {"embed_tokens.weight": (V, C), "embed_positions.weight": (T + 2, C)}
-    return tables | _opt_layers(C, fields["intermediate_size"]) | _norms("", ("layer_norm",), C, True)
-
-
-def _bloom(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C = fields["hidden_size"]
-    shapes = {"word_embeddings.weight": (V, C)} | _norms("", ("word_embeddings_layernorm", "ln_f"), C, True)
-    linears = {"self_attention.query_key_value": (3 * C, C), "self_attention.dense": (C, C)}
-    linears |= {"mlp.dense_h_to_4h": (4 * C, C), "mlp.dense_4h_to_h": (C, 4 * C)}
-    for i in range(L):
-        shapes |= _linears(f"h.{i}.", linears, True)
-        shapes |= _norms(f"h.{i}.", ("input_layernorm", "post_attention_layernorm"), C, True)
-    return shapes
-
-
-def _mpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C = fields["d_model"]
-    shapes = {"wte.weight": (V, C), "norm_f.weight": (C,)}
-    linears = {"attn.Wqkv": (3 * C, C), "attn.out_proj": (C, C), "ffn.up_proj": (4 * C, C), "ffn.down_proj": (C, 4 * C)}
-    for i in range(L):
-        shapes |= _linears(f"blocks.{i}.", linears, False)
-        shapes |= {f"blocks.{i}.{norm}.weight": (C,) for norm in ("norm_1", "norm_2")}
-    return shapes
-
-
-def _openai_gpt(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    C = fields["n_embd"]
-    shapes = {"tokens_embed.weight": (V, C), "positions_embed.weight": (fields["n_positions"], C)}
-    linears = {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, 4 * C), "mlp.c_proj": (4 * C, C)}
-    for i in range(L):
-        weights = {f"h.{i}.{name}.weight": shape for name, shape in linears.items()}
-        biases = {f"h.{i}.{name}.bias": shape[1:] for name, shape in linears.items()}
-        shapes |= weights | biases | _norms(f"h.{i}.", ("ln_1", "ln_2"), C, True)
-    return shapes
-
-
-SHAPES = {"opt": _opt, "bloom": _bloom, "mpt": _mpt, "openai-gpt": _openai_gpt, "xglm": _xglm, "biogpt": _biogpt}
-
-
-def _linears(prefix: str, shapes: dict[str, tuple[int, int]], has_bias: bool) -> dict[str, tuple[int, ...]]:
-    weights = {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
-    return weights | ({f"{prefix}{name}.bias": shape[:1] for name, shape in shapes.items()} if has_bias else {})
-
-
-def _norms(prefix: str, names: tuple[str, ...], width: int, is_affine: bool) -> dict[str, tuple[int, ...]]:
-    return {f"{prefix}{name}.{kind}": (width,) for name in names for kind in ("weight", "bias")} if is_affine else {}
 
 
 def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -65,21 +65,19 @@ def _tensors(seed: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     shapes = shapes_of(C, fields["n_inner"] or 4 * C, fields["n_layer"], V, fields["n_positions"])
     if not fields.get("tie_word_embeddings", True):
         shapes["lm_head.weight"] = (V, C)
-    tensors = {name: _tensor(seed, name, shape) for name, shape in shapes.items()}
+    scales = {name: 3 / 2 ** round(np.log2(shape[0]) / 2) for name, shape in shapes.items()}  # Conv1D: (in, out)
+    tensors = {name: filled(name, golden_array(seed + name, shape), scales[name]) for name, shape in shapes.items()}
     return {name if name == "lm_head.weight" else f"transformer.{name}": array for name, array in tensors.items()}
 
 
-def _tensor(seed: str, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def filled(name: str, numbers: np.ndarray, scale: float) -> np.ndarray:
     """Nothing stays at a 0 or 1 that would hide a mistake, and logits have a std of some units."""
-    numbers = golden_array(seed + name, shape)
     if ".ln_" in f".{name}" and name.endswith("weight"):
         # Signs keep a tied head from repeating the last token for ever.
         return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
     if name.startswith(("wte", "wpe", "lm_head")):
         return numbers
-    if name.endswith("bias"):
-        return np.float32(0.2) * numbers
-    return numbers * np.float32(3 / 2 ** round(np.log2(shape[0]) / 2))  # Conv1D: (in, out)
+    return np.float32(0.2 if name.endswith("bias") else scale) * numbers
 
 
 def golden_array(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.golden_models import golden_array
+from support.golden_models import filled, golden_array
 from support.megatron_writer import Form, args, cut, stage_state
 from support.torch_files import own_bytes
 
@@ -29,18 +29,10 @@ def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAY
         shapes[f"h.{i}.mlp.gate.weight"] = (num_experts, C)
         for e in range(num_experts):
             shapes |= {f"h.{i}.mlp.experts.{e}.{name}": shape for name, shape in MLP.items()}
-    arrays = {name: _array(name, shape) for name, shape in shapes.items()}
+    scales = {name: 1 if "gate" in name else 3 / np.sqrt(shape[0]) for name, shape in shapes.items()}
+    arrays = {name: filled(name, golden_array(f"moe {name}", shape), scales[name]) for name, shape in shapes.items()}
     unused = (name for name in arrays if ".experts." in name and name.endswith("c_proj.bias"))
     return arrays | {name: np.zeros(C, np.float32) for name in unused}
-
-
-def _array(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    numbers = golden_array(f"moe {name}", shape)
-    if ".ln_" in f".{name}" and name.endswith("weight"):
-        return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
-    if name.startswith("w") or len(shape) == 1:
-        return numbers if name.startswith("w") else np.float32(0.2) * numbers
-    return numbers * np.float32(3 / np.sqrt(shape[0]) if "gate" not in name else 1)
 
 
 def write_moe(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from support.paths import ROOT
 from tinygpt.cli import main as cli
@@ -18,12 +18,12 @@ from tinygpt.cli import main as cli
 SECONDS = 120  # limit of a wait
 
 
-def until(condition: Callable[[], bool]) -> None:
+def until(condition: Callable[[], Any]) -> None:
     """Wait for the condition, at most SECONDS."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline
-        time.sleep(0.1)
+        time.sleep(0.01)
 
 
 def read_to(process: subprocess.Popen, stream: TextIO, text: str) -> str:

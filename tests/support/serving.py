@@ -8,12 +8,12 @@ import queue
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from support.processes import until
 from tinygpt import LLM
 from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import LOOPBACK, create_app
@@ -184,12 +184,3 @@ def served(llm: LLM, drain_seconds: float = 60.0, **config: Any) -> Iterator[Ser
         log.removeHandler(server)
         log.setLevel(level)
         assert not server.thread.is_alive()
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what another thread is about to do."""
-    for _ in range(SECONDS * 100):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came true")

@@ -1,39 +1,21 @@
 """A Hub id from first download to offline use, against a Hub on the loopback interface."""
 
-import json
+import contextlib
+import io
 import os
+import sys
+import warnings
 
 import pytest
 from safetensors.numpy import save_file
 
-from support.apart import printed
+from support.apart import told
 from support.hub_server import HubServer
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 from support.torch_files import torch_bytes
-
-# huggingface_hub reads its environment when it is imported, so each use has a process of its own.
-PROGRAM = """
-import contextlib, io, json, os, sys
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 
-assert "huggingface_hub" not in sys.modules
-folder, environment, *models = sys.argv[1:]
-os.chdir(folder)
-os.environ.clear()
-os.environ.update(json.loads(environment))
-answers = []
-with contextlib.redirect_stderr(io.StringIO()) as stderr:
-    for model in models:
-        try:
-            checkpoint = open_checkpoint(model)
-        except CheckpointError as error:
-            answers.append({"error": str(error)})
-        else:
-            files = sorted(path.name for path in checkpoint.path.iterdir())
-            answers.append({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()})
-print(json.dumps([answers, stderr.getvalue()]))
-"""
 BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
 UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
 
@@ -45,11 +27,30 @@ def opened(home, endpoint, model, **environment):
 
 
 def opened_all(home, endpoint, models, **environment):
-    """What it says of each of several, and its stderr."""
+    """What it says of each of several, and its stderr: huggingface_hub reads its environment when it is imported."""
     kept = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     kept = {name: value for name, value in kept.items() if not name.startswith("HF_")}
     env = kept | {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **environment}
-    return json.loads(printed(PROGRAM, str(home.parent), json.dumps(env), *models, patience=100))
+    return told(open_models, str(home.parent), env, models, patience=100)[0]
+
+
+def open_models(tell, folder, environment, models):
+    assert "huggingface_hub" not in sys.modules
+    warnings.simplefilter("ignore", DeprecationWarning)  # later Pythons warn of each fork
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    answers = []
+    with contextlib.redirect_stderr(io.StringIO()) as stderr:
+        for model in models:
+            try:
+                checkpoint = open_checkpoint(model)
+            except CheckpointError as error:
+                answers.append({"error": str(error)})
+            else:
+                files = sorted(path.name for path in checkpoint.path.iterdir())
+                answers.append({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()})
+    tell((answers, stderr.getvalue()))
 
 
 def hub_folder(folder):
