@@ -30,23 +30,13 @@ class Form:
     core: str = ""
 
 
-def ordered(rows: np.ndarray, form: Form) -> np.ndarray:
-    """(3 C, ...) rows in the order [q | k | v] x heads x head size, as one GPU has its heads' in the files."""
-    head_size = rows.shape[0] // 3 // form.heads
-    qkv = rows.reshape(3, form.heads, head_size, *rows.shape[1:])
-    if form.version == 0:
-        return qkv
-    moved = np.moveaxis(qkv, 0, 2) if form.version == 1 else np.moveaxis(qkv, 0, 1)  # h d 3, or h 3 d
-    return moved
-
-
 def share_of(rows: np.ndarray, form: Form, rank: int) -> np.ndarray:
-    """Its own heads, ordered as if there were no others."""
-    head_size = rows.shape[0] // 3 // form.heads
-    qkv = rows.reshape(3, form.heads, head_size, *rows.shape[1:])
+    """The GPU's own heads of (3 C, ...) rows, [q | k | v] x heads x head size, in the order of the version."""
+    qkv = rows.reshape(3, form.heads, -1, *rows.shape[1:])
     own = np.array_split(qkv, form.tp, axis=1)[rank]
-    flat = own.reshape(-1, *rows.shape[1:])
-    return ordered(flat, Form(form.version, heads=own.shape[1])).reshape(flat.shape)
+    if form.version > 0:
+        own = np.moveaxis(own, 0, 2 if form.version == 1 else 1)  # h d 3, or h 3 d
+    return own.reshape(-1, *rows.shape[1:])
 
 
 def cut(array: np.ndarray, axis: int, form: Form, rank: int) -> np.ndarray:

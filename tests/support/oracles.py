@@ -61,14 +61,14 @@ def _logits(model: Any, token_ids: list[int]) -> "torch.Tensor":
         return model(torch.tensor([token_ids])).logits[0]  # (T, V)
 
 
-def _generate(model: Any, prompt: list[int], **options: Any) -> Any:
+def generate(model: Any, prompt: list[int], **options: Any) -> Any:
     ids = torch.tensor([prompt])  # (1, T)
     options |= {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def _greedy(model: Any, prompt: list[int], count: int) -> np.ndarray:
-    output = _generate(model, prompt, max_new_tokens=count, pad_token_id=0)
+    output = generate(model, prompt, max_new_tokens=count, pad_token_id=0)
     best = torch.cat(output.scores).topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > LEAD
     return output.sequences[0, len(prompt) :].numpy()
@@ -105,7 +105,7 @@ def search(name: str, prompt: list[int], options: dict) -> np.ndarray:
     """Return (num_beams, 1 + max_new_tokens): a score and the new ids, padded with the first EOS."""
     (eos, *_), count = options["eos_token_id"], options["max_new_tokens"]
     options = {**options, "num_return_sequences": options["num_beams"], "pad_token_id": eos}
-    output = _generate(model_of(name), prompt, **options)
+    output = generate(model_of(name), prompt, **options)
     new = output.sequences[:, len(prompt) :].double()
     padding = torch.full((len(new), count - new.shape[1]), float(eos))
     return torch.cat([output.sequences_scores.double()[:, None], new, padding], 1).numpy()

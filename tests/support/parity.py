@@ -4,11 +4,10 @@ RECIPES try each field of config.json, each form of file and odd sizes of all ki
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,13 +15,12 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from support.oracles import LEAD, TOLERANCE, generate
 from tinygpt import LLM, SamplingParams
 
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
-TOLERANCE = 1e-4  # absolute, on logits with a std of a few units
-LEAD = 2 * TOLERANCE  # a best logit with a smaller lead may rightly differ: the recipe needs another seed
 NEW_TOKENS = 64  # of a greedy run
 PROMPT_TOKENS = 5  # of prompt_of(case)
 FORMS = ("safetensors", "safetensors-sharded", "bin", "bin-legacy", "bin-sharded")
@@ -227,10 +225,7 @@ def _write_file(path: Path, state: dict[str, torch.Tensor], form: str) -> None:
 
 def greedy(model: GPT2LMHeadModel, prompt: list[int], max_new_tokens: int) -> Greedy:
     """Return the new ids of generate(do_sample=False), with the EOS that ended it, if any."""
-    ids = torch.tensor([prompt])  # (1, T)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
-    options |= {"max_new_tokens": max_new_tokens, "output_scores": True, "return_dict_in_generate": True}
-    output = model.generate(ids, **options)
+    output = generate(model, prompt, max_new_tokens=max_new_tokens, pad_token_id=0)
     best = torch.cat(output.scores).topk(2).values
     return Greedy(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).min().item())
 
@@ -270,11 +265,6 @@ def assert_same_greedy(llm: LLM, expected: Greedy, prompt: list[int], params: Sa
     assert stopped or len(output.token_ids) == params.max_tokens
 
 
-@contextmanager
-def without_eos(model: GPT2LMHeadModel) -> Iterator[None]:
-    """In the block, the model generates past its EOS ids."""
-    eos, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
-    try:
-        yield
-    finally:
-        model.generation_config.eos_token_id = eos
+def without_eos(model: GPT2LMHeadModel) -> Any:
+    """Return a context in which the model generates past its EOS ids."""
+    return patch.object(model.generation_config, "eos_token_id", None)

@@ -29,6 +29,7 @@ class Meeting:
 
     def __init__(self, size: int):
         self._barrier, self._values = threading.Barrier(size), [None] * size
+        self.abort = self._barrier.abort
 
     def exchange(self, place: int, value: Any) -> list[Any]:
         """What each has brought, to all of them."""
@@ -37,9 +38,6 @@ class Meeting:
         values = list(self._values)
         self._barrier.wait(PATIENCE)
         return values
-
-    def abort(self) -> None:
-        self._barrier.abort()
 
 
 class Threads:
@@ -70,9 +68,6 @@ class Threads:
         if isinstance(found, Aborted):
             raise found
         return found
-
-    def worlds(self) -> "list[ThreadWorld]":
-        return [ThreadWorld(self, rank) for rank in range(self.size)]
 
 
 class ThreadWorld:
@@ -158,10 +153,8 @@ def running(threads: Threads, follow: Callable[[ThreadWorld], None]) -> ThreadWo
         with suppress(Aborted):
             follow(world)
 
-    first, *others = threads.worlds()
-    threads.followers = [
-        threading.Thread(target=run, args=(world,), daemon=True, name=f"rank-{world.rank}") for world in others
-    ]
+    others = [ThreadWorld(threads, rank) for rank in range(1, threads.size)]
+    threads.followers = [threading.Thread(target=run, args=(world,), daemon=True) for world in others]
     for follower in threads.followers:
         follower.start()
-    return first
+    return ThreadWorld(threads, 0)

@@ -45,7 +45,8 @@ def torch_bytes(value: Any, is_legacy: bool = False) -> bytes:
 def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
     """The same without torch."""
     storages: dict[str, np.ndarray] = {}
-    structure, buffer = _dump(value, storages, is_legacy), io.BytesIO()
+    _Pickler(pickled := io.BytesIO(), storages, is_legacy).dump(value)
+    structure, buffer = pickled.getvalue(), io.BytesIO()
     if is_legacy:
         machine = {"little_endian": True, "protocol_version": PROTOCOL_VERSION}
         heads = [pickle.dumps(part, protocol=2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
@@ -78,12 +79,6 @@ def _with_tensors(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, np.ndarray):
         return made.setdefault(id(value), torch.from_numpy(value))
     return value
-
-
-def _dump(value: Any, storages: dict[str, np.ndarray], is_legacy: bool) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, storages, is_legacy).dump(value)
-    return buffer.getvalue()
 
 
 @dataclass(frozen=True)
