@@ -16,11 +16,10 @@ from safetensors.numpy import save_file
 
 from support.paths import DEMO, EOS, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import batch, output
+from tinygpt.cli import batch, streams
 from tinygpt.cli import main as cli
 from tinygpt.cli.batch import Earlier, open_records, read_earlier
-from tinygpt.cli.input import PromptRecord
-from tinygpt.cli.output import counted
+from tinygpt.cli.streams import PromptRecord, counted
 from tinygpt.errors import RequestError, TinyGPTError
 
 LINES = [
@@ -320,7 +319,7 @@ def listed(err: str) -> list[str]:
 
 
 def test_every_bad_line_is_listed_before_any_work(jobs, no_model, monkeypatch):
-    monkeypatch.setattr("tinygpt.cli.input.MAX_LISTED", len(BAD))
+    monkeypatch.setattr("tinygpt.cli.streams.MAX_LISTED", len(BAD))
     jobs.write([*LINES[:2], *(line for line, _ in BAD)])
     assert jobs.run() == 2
     problems = listed(jobs.err)
@@ -415,7 +414,7 @@ def test_a_log_has_a_line_now_and_then(jobs, monkeypatch):
     assert jobs.run() == 0
     assert "answered" not in jobs.err  # it takes less
     jobs.output.unlink()
-    monkeypatch.setattr(output, "INTERVAL", 0.0)
+    monkeypatch.setattr(streams, "INTERVAL", 0.0)
     assert jobs.run() == 0
     said = [line for line in jobs.err.splitlines() if "answered" in line]
     assert said == [f"tinygpt: {number} of 4 prompts answered" for number in (1, 2, 3)]

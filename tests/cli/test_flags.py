@@ -180,13 +180,6 @@ def test_threads_size_every_pool(monkeypatch):
     assert {loading.os.environ[name] for name in loading.THREAD_POOLS} == {"7"}
 
 
-def test_more_threads_than_cores_are_said_to_be_slower(run, monkeypatch):
-    monkeypatch.setattr(loading, "logical_cores", lambda: 2)
-    said = "tinygpt: --threads is 3 and there are 2 cores: more threads than cores are slower\n"
-    assert run("Once --max-tokens 1 --threads 3").err.count(said) == 1
-    assert "slower" not in run("Once --max-tokens 1 --threads 2").err
-
-
 def test_the_readme_names_every_field():
     text = (ROOT / "tinygpt" / "README.md").read_text(encoding="utf-8")
     assert {field.name for field in fields(SamplingParams)} <= {*re.findall(r"`(\w+)`", text)}

@@ -52,7 +52,7 @@ def test_text_appears_as_it_is_made(monkeypatch, how, streams):
 
 
 def test_a_message_in_the_middle_of_a_text_has_its_own_line(monkeypatch):
-    from tinygpt.cli.output import emit, log, logging_to_stderr
+    from tinygpt.cli.streams import emit, log, logging_to_stderr
 
     terminal = io.StringIO()
     terminal.isatty = lambda: True

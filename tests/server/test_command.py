@@ -101,7 +101,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, start
     (folder / "vocab.json").write_text("{}")
     result = run(f"--port 0 --model {folder}")
     assert (result.code, len(started)) == (0, 1)
-    address, tokenizer = result.err.splitlines()[-2:]
+    tokenizer, address = result.err.splitlines()[-2:]
     assert address.startswith(f"tinygpt: serving {folder} on http://127.0.0.1:")
     assert tokenizer.startswith(f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: ")
     assert "vocab.json with merges.txt" in tokenizer

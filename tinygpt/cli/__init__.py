@@ -1,5 +1,5 @@
 """The command line: flags, messages and exit codes, and the commands.
 
-`flags`, `input`, `output` and `loading` are shared; `batch` belongs to `generate`. No other room but `on_ray` imports
+`flags`, `streams` and `loading` are shared; `batch` belongs to `generate`. No other room but `on_ray` imports
 this one.
 """

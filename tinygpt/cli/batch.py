@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.input import PromptRecord, read_lines, read_prompts
+from tinygpt.cli import streams
 from tinygpt.cli.loading import load_llm, sigterm_raises, warm_up
-from tinygpt.cli.output import check_writable, counted, emit, log, progress, rates
+from tinygpt.cli.streams import PromptRecord, check_writable, counted, emit, log, progress, rates
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
 from tinygpt.weights.files import sync, sync_folder
 
@@ -59,7 +59,7 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
             check_writable("--output", target)
             if target.exists() and source.exists() and target.samefile(source):
                 raise RequestError(f"--output {target} is the file of --input: name another one.")
-        prompts = read_prompts(source, params)
+        prompts = streams.read_prompts(source, params)
         if not prompts:
             log(f"--input {source} holds no prompt, so there is nothing to do")
         earlier = Earlier() if target is None else read_earlier(target, prompts, args.model, args.dtype)
@@ -139,7 +139,7 @@ class Run:
             check(prompt, record.params)
             return prompt
 
-        return read_lines(self.args.input, {record.line: partial(checked, record) for record in self.pending})
+        return streams.read_lines(self.args.input, {record.line: partial(checked, record) for record in self.pending})
 
     def _write_all(self, dtype: str, prompts: "list[Prompt]", outputs: Iterable[Found]) -> int:
         """Write a record of each output. Return the number of failed prompts."""

@@ -8,7 +8,7 @@ from tinygpt.bench.report import FORMATS, Record, aligned, compare, comparison_t
 from tinygpt.bench.studies import STUDIES
 from tinygpt.cli import loading
 from tinygpt.cli.flags import CHECKPOINT, MODEL_FLAGS, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
-from tinygpt.cli.output import check_writable, counted, emit, log, table_format, write_results
+from tinygpt.cli.streams import check_writable, counted, emit, log, table_format, write_results
 from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 
 # Flags have no argparse default: a flag that has no meaning next to another is refused.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group, one_of_both
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.output import log, progress
+from tinygpt.cli.streams import log, progress
 from tinygpt.errors import RequestError, TinyGPTError, invalid
 from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.bench.report import aligned, records_table
-from tinygpt.cli import flags
-from tinygpt.cli.input import PromptRecord, read_lines, read_prompts
+from tinygpt.cli import flags, streams
 from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.output import check_writable, emit, log, print_fields, print_json, print_table, progress, table_format
+from tinygpt.cli.streams import check_writable, emit, log, progress, table_format
 from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 from tinygpt.evaluation.texts import read_articles, read_rows, read_text
 from tinygpt.hardware import thread_count
@@ -149,7 +148,11 @@ def _measure(task: str, llm: "LLM", given: Any, stride: int | None) -> list[dict
 
 
 def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
-    records = [record | _change(record, first) for of in found for record, first in zip(of, found[0], strict=True)]
+    records = [record for of in found for record in of]
+    name = {"ppl": "token_perplexity", "lambada": "perplexity"}.get(args.task)
+    if name is not None:  # its relative change from the first dtype's
+        changes = [record[name] / first[name] - 1 for of in found for record, first in zip(of, found[0], strict=True)]
+        records = [record | {"change": change} for record, change in zip(records, changes, strict=True)]
     if args.json or args.format == "jsonl":
         for record in records:
             emit(json.dumps(record, ensure_ascii=False))
@@ -160,14 +163,6 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     records = [record | {"change": None} if record["dtype"] == first else record for record in records]
     table = records_table(records, columns, [title for title in columns if title not in ("dtype", "protocol")])
     emit(table if (args.format or table_format()) == "md" else aligned(table))
-
-
-def _change(record: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
-    """Return the relative change of a perplexity from the first dtype's."""
-    if record["task"] == "rouge":
-        return {}
-    name = "token_perplexity" if "token_perplexity" in record else "perplexity"
-    return {"change": record[name] / first[name] - 1}
 
 
 def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +213,7 @@ def _run_parity(args: argparse.Namespace) -> None:
         "passed": not failures,
     }
     if args.json:
-        print_json({**about, "failures": failures, **asdict(parity)})
+        streams.print_json({**about, "failures": failures, **asdict(parity)})
     else:
         _print_parity(about, parity)
     if failures:
@@ -281,8 +276,12 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
 def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
     from tinygpt.evaluation.parity import check_transformers, compute_goldens, save_goldens
 
-    prompts = _built_in_prompts(llm) if args.input is None else _read_prompts(Path(args.input), llm)
     room = llm.max_model_len
+    if args.input is None:  # ids all over the vocabulary, the same in every run
+        lengths, size = sorted({min(length, room) for length in PROMPT_LENGTHS}), llm.config.vocab_size
+        prompts = [[7919 * (i + 1) * (i + length) % size for i in range(length)] for length in lengths]
+    else:
+        prompts = _read_prompts(Path(args.input), llm)
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
     check_transformers()
     log("computing with transformers")
@@ -293,23 +292,17 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
     return goldens
 
 
-def _built_in_prompts(llm: "LLM") -> list[list[int]]:
-    """Return ids all over the vocabulary, the same in every run."""
-    lengths = sorted({min(length, llm.max_model_len) for length in PROMPT_LENGTHS})
-    return [[(7919 * (i + 1) * (i + length)) % llm.config.vocab_size for i in range(length)] for length in lengths]
-
-
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Return their token ids. Raise RequestError that lists every invalid line."""
 
-    def ids_of(record: PromptRecord) -> list[int]:
+    def ids_of(record: streams.PromptRecord) -> list[int]:
         prompt, split = record.prompt, record.split_special_tokens
         return llm._read_ids("logits", prompt if split is None else llm.read_prompt(prompt, split).token_ids)
 
-    records = read_prompts(path, SamplingParams())
+    records = streams.read_prompts(path, SamplingParams())
     if not records:
         raise RequestError(f"{path} holds no prompt.")
-    return read_lines(path, {record.line: partial(ids_of, record) for record in records})
+    return streams.read_lines(path, {record.line: partial(ids_of, record) for record in records})
 
 
 def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
@@ -320,7 +313,7 @@ def _greedy(llm: "LLM", goldens: "list[Golden]") -> list[list[int]]:
 
 
 def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
-    print_fields("parity", about)
+    streams.print_fields("parity", about)
     logits = {
         "positions": f"{parity.num_positions} in {parity.num_prompts} prompts",
         "largest_difference": f"{parity.logits.largest:.3g}",
@@ -328,20 +321,20 @@ def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
         "top-1 agreement": f"{parity.top_1:.2%}",
         "top-20 agreement": f"{parity.top_20:.2%}",
     }
-    print_fields("logits", logits)
+    streams.print_fields("logits", logits)
     _print_differences("by position", [f"from {start}" for start in parity.by_position], parity.by_position.values())
     if parity.by_layer is not None:
         names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
         _print_differences("by layer (for information, no tolerance)", names, parity.by_layer)
-    print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
+    streams.print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
     if parity.divergences:
         rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]
-        print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
+        streams.print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
 
 
 def _print_differences(title: str, names: Iterable[str], found: "Iterable[Difference]") -> None:
     cells = [(name, f"{at.largest:.3g}", f"{at.mean:.3g}") for name, at in zip(names, found, strict=True)]
-    print_table(title, [("", "largest", "mean"), *cells])
+    streams.print_table(title, [("", "largest", "mean"), *cells])
 
 
 EVAL = flags.Command(

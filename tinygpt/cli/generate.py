@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 from tinygpt.cli.batch import record_line, run_batch
 from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
-from tinygpt.cli.input import STDIN, read_text
 from tinygpt.cli.loading import load_llm, warm_up
-from tinygpt.cli.output import counted, emit, log, rates
+from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
 from tinygpt.errors import RequestError, suggest
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 

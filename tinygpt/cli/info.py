@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import tinygpt
 from tinygpt.cli.flags import Command, add_checkpoint, add_flag, checkpoint_of, one_of_both
 from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
-from tinygpt.cli.output import log, print_fields, print_json, print_table, size_text
+from tinygpt.cli.streams import log, print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.hardware import cpu_name, logical_cores, thread_count
 from tinygpt.weights.files import PACKED_FILE, PREPARED_FILE

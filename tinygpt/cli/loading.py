@@ -14,9 +14,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
-from tinygpt.cli.output import counted, log
 from tinygpt.errors import RequestError, how_to_install
-from tinygpt.hardware import logical_cores, thread_count
+from tinygpt.hardware import thread_count
 from tinygpt.parallel.launch import Layout, find_mpiexec, launched_rank
 
 if TYPE_CHECKING:
@@ -78,13 +77,6 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     if kernel_cache().num_compiled:
         params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
         llm.generate([[0]], params)
-
-
-def warn_if_oversubscribed(threads: int | Sequence[int] | None) -> None:
-    most = threads if isinstance(threads, int) else max(threads or (0,))
-    num_cores = logical_cores()
-    if most > num_cores:
-        log(f"--threads is {most} and there are {counted(num_cores, 'core')}: more threads than cores are slower")
 
 
 def set_thread_pools(threads: int | None) -> None:

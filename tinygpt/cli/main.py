@@ -12,8 +12,8 @@ from typing import NoReturn
 
 import tinygpt
 from tinygpt.cli.flags import Command, flag_of
-from tinygpt.cli.loading import Terminated, has_ranks, start_ranks, warn_if_oversubscribed
-from tinygpt.cli.output import STATUS, log, logging_to_stderr, print_error
+from tinygpt.cli.loading import Terminated, has_ranks, start_ranks
+from tinygpt.cli.streams import MessageHandler, log, logging_to_stderr, print_error
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with logging_to_stderr(args.debug, getattr(args, "log_format", "text")):
         try:
             start_ranks(args, words)
-            warn_if_oversubscribed(getattr(args, "threads", None))
             _command(args.command).run(args)
             return DONE
         except (Exception, KeyboardInterrupt) as error:
@@ -160,7 +159,7 @@ def _report(error: BaseException, args: argparse.Namespace) -> int:
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
         name, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
-        STATUS.is_open = True  # the terminal shows ^C
+        MessageHandler.is_within_line = True  # the terminal shows ^C
         log(f"{name}{': ' * bool(error.args)}{error}")
         return code
     # A file may have put text into the sentence: it must not steer the terminal, nor fill it.

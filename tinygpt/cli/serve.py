@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
 from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_group
-from tinygpt.cli.output import log
+from tinygpt.cli.streams import log
 from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
 
 if TYPE_CHECKING:
@@ -26,23 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "samples that may wait; more are refused with status 429 (default: %(default)s)"
     group.add_argument("--max-queue", type=int, default=512, metavar="N", help=about)
     add = parser.add_argument_group("server").add_argument
-    add(
-        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: 127.0.0.1, this machine)"
-    )
-    add("--port", type=int, default=8000, metavar="N", help="port to listen on; 0 is any (default: %(default)s)")
-    about = (
-        f"key that clients must send, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
-    )
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s, this machine)")
+    add("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: %(default)s)")
+    about = f"a key for clients, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
     add("--api-key", action="append", metavar="KEY", help=about)
     add("--served-model-name", nargs="+", metavar="NAME", help="names of the model for clients (default: --model)")
     about = "names that requests may be sent to; * is any (default: this machine's names if --host is local, else any)"
     add("--allowed-hosts", nargs="+", metavar="NAME", help=about)
     about = "web pages from elsewhere that may read replies (default: none)"
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help=about)
-    about = "log probabilities of a token that a request may ask for (default: %(default)s)"
-    add("--max-logprobs", type=int, default=20, metavar="N", help=about)
-    about = "seconds for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
-    add("--drain-seconds", type=float, default=30.0, metavar="S", help=about)
+    add("--max-logprobs", type=int, default=20, metavar="N", help="most logprobs of a request (default: %(default)s)")
+    about = "time for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
+    add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=about)
     add("--enable-log-requests", action="store_true", help="log each body, and so its prompts (default: no text)")
     about = "form of the log on stderr (default: %(default)s)"
     add("--log-format", type=str.lower, choices=("text", "json"), default="text", help=about)
@@ -59,17 +54,14 @@ def run(args: argparse.Namespace) -> None:
     with listen(args.host, args.port) as listener:
         llm, _ = loading.load_llm(args, max_queue=args.max_queue)
         with llm:
-            message = _tokenizer_message(llm)
+            try:
+                _ = llm.tokenizer  # CheckpointError for a damaged one
+            except NoTokenizerError as error:
+                log(f"only token ids are served: {error}")
             loading.warm_up(llm, args)
             configure_logging(args.log_format)
             app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
-
-            def announce() -> None:
-                log(f"serving {args.model} on {url_of(listener)}")
-                if message:
-                    log(message)
-
-            serve(app, listener, args.drain_seconds, announce)
+            serve(app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}"))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -83,15 +75,6 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError("--served-model-name has an empty name.")
     if not all(_keys(args)):
         raise RequestError(f"--api-key, or the variable {KEY_VARIABLE}, is empty.")
-
-
-def _tokenizer_message(llm: "LLM") -> str | None:
-    """Return what to say of a checkpoint without a tokenizer. Raise CheckpointError for a damaged one."""
-    try:
-        _ = llm.tokenizer
-    except NoTokenizerError as error:
-        return f"only token ids are served: {error}"
-    return None
 
 
 def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":

@@ -13,7 +13,7 @@ from typing import Any
 
 from tinygpt.cli import loading
 from tinygpt.cli.flags import llm_arguments
-from tinygpt.cli.output import counted, log
+from tinygpt.cli.streams import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
 

@@ -1,0 +1,308 @@
+"""The commands' streams: results on stdout, messages and progress on stderr, and prompts of files and of stdin."""
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+
+from tinygpt.cli.flags import ALIASES, with_seed
+from tinygpt.errors import RequestError, TinyGPTError, suggest
+from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
+
+if TYPE_CHECKING:
+    from tinygpt.outputs import Throughput
+
+INTERVAL = 20.0  # seconds between progress messages
+Result = TypeVar("Result")
+STDIN = "-"
+MAX_LISTED = 20  # lines with problems that an error lists
+EXAMPLE = json.dumps({"prompt": "Once upon a time"})
+PROMPT_FIELDS = ("prompt", "prompt_token_ids")
+_PARAMS_FIELDS = tuple(name for name in SAMPLING_FIELDS if name != "logits_processors")  # JSON has no functions
+_FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
+_FIELD_OF_ALIAS = {alias: name for name, aliases in ALIASES.items() for alias in aliases if name in _PARAMS_FIELDS}
+
+messages = logging.getLogger("tinygpt.cli")
+log, print_error = messages.info, messages.error
+
+
+def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
+    """Write to stdout or `file`, and flush. Raise BrokenPipeError if the reader left, TinyGPTError for a full disk."""
+    if text + end:
+        is_open = not (text + end).endswith("\n")
+        MessageHandler.is_within_line = is_open and sys.stdout is not None and sys.stdout.isatty()
+    try:
+        print(text, end=end, flush=True, file=file)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
+
+
+class MessageHandler(logging.Handler):
+    """Write log records to the current stderr: as "tinygpt: message", or as one JSON object a line."""
+
+    is_within_line = False  # of any handler: the terminal's current line holds text of stdout without its end
+
+    def __init__(self, log_format: str = "text"):
+        super().__init__()
+        self.log_format = log_format
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message, level = self.format(record), record.levelname.lower()
+        if self.log_format == "json":
+            line = json.dumps({"time": record.created, "level": level, "message": message})
+        else:
+            line = f"tinygpt: {'error: ' * (level == 'error')}{message}"
+        with suppress(OSError):  # a full disk or a closed pipe does not end the work
+            if MessageHandler.is_within_line and sys.stderr.isatty():
+                print(file=sys.stderr)
+            MessageHandler.is_within_line = False
+            print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Iterator[None]:
+    """Show the package's log on stderr during the block, from level INFO or DEBUG on."""
+    root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format)
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.DEBUG if is_debug else logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+
+
+def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
+    """Return a function with tqdm's arguments: a bar on a terminal, else a message each INTERVAL."""
+
+    def shown(items: Iterable[Any], total: int, initial: int = 0, **_: Any) -> Iterator[Any]:
+        from tqdm import tqdm
+
+        logged = time.perf_counter()
+        # disable=None: no bar if stderr is not a terminal.
+        bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=None)
+        for number, item in enumerate(bar, initial + 1):
+            yield item
+            now = time.perf_counter()
+            if bar.disable and now - logged >= INTERVAL and number < total:
+                log(f"{number} of {counted(total, noun)} {done}")
+                logged = now
+
+    return shown
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def rates(work: "Throughput") -> str:
+    """Return `prompt 4 tokens, 900.0 tokens/s; generation 127 tokens, 199.0 tokens/s`."""
+
+    def rate(name: str, tokens: int, seconds: float) -> str:
+        speed = f", {tokens / seconds:.1f} tokens/s" if tokens and seconds else ""
+        return f"{name} {counted(tokens, 'token')}{speed}"
+
+    prompt = rate("prompt", work.prompt_tokens, work.prompt_seconds)
+    return f"{prompt}; {rate('generation', work.new_tokens, work.new_seconds)}"
+
+
+def print_json(report: Mapping[str, Any]) -> None:
+    emit(json.dumps(report, ensure_ascii=False, indent=2))
+
+
+def print_fields(title: str, values: Mapping[str, Any]) -> None:
+    """Print a section with a line for each value."""
+    print_table(title, [(name, _shown(value)) for name, value in values.items()])
+
+
+def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
+    """Print a section with aligned rows."""
+    cells = [[str(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    emit(title)
+    for row in cells:
+        line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        emit(f"  {line}".rstrip())
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_shown, value)) or "none"
+    return str(value)
+
+
+def table_format() -> str:
+    return "text" if sys.stdout.isatty() else "md"
+
+
+def size_text(size: int | None) -> str:
+    """Return a number of bytes as 13.9 MB, or "unknown" for None."""
+    if size is None:
+        return "unknown"
+    units = (
+        f"{size / factor:.1f} {unit}" for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= factor
+    )
+    return next(units, f"{size} B")
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """Raise RequestError if the file cannot be written, without touching it."""
+    if path.is_dir():
+        raise RequestError(f"{flag} {path} is a folder: name a file in it.")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise RequestError(f"{flag} {path} cannot be written: permission denied.")
+
+
+def write_results(text: str, path: Path | None) -> None:
+    """Write results to the file, atomically, or to stdout without one. Raise TinyGPTError if the file fails."""
+    if path is None:
+        emit(text)
+        return
+    from tinygpt.weights.files import atomic_write
+
+    data = f"{text}\n".encode("utf-8", "backslashreplace")
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_bytes(data)
+        else:
+            atomic_write(path.resolve(), data)
+    except OSError as error:
+        emit(text)
+        raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None
+
+
+def read_bytes(name: str, path: str | Path) -> bytes:
+    """Return the content of a file, or of stdin for "-". Raise RequestError, which begins with `name`."""
+    from tinygpt.evaluation.texts import check_encoding
+
+    if str(path) == STDIN:
+        if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+            raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
+        if sys.stdin.isatty():
+            log("reading from the terminal; end it with Ctrl-D (on Windows: Ctrl-Z, Enter)")
+        data = sys.stdin.buffer.read()
+    else:
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise RequestError(f"{name} cannot be read: {error.strerror}.") from None
+    check_encoding(name, data)
+    return data
+
+
+def read_text(name: str, path: str = STDIN) -> str:
+    """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
+    data = read_bytes(name, path)
+    if not data and path == STDIN:
+        log("stdin is empty: the text starts from the BOS token")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One line of a file of prompts."""
+
+    line: int  # counted from 1
+    id: str | int
+    prompt: str | list[int]
+    split_special_tokens: bool | None  # None: as on the command line
+    params: SamplingParams
+
+
+def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
+    """Return the prompts of a JSONL file; a line's fields replace those of `defaults`. Blank lines hold no prompt.
+
+    Raise RequestError that lists every invalid line.
+    """
+    lines = enumerate(read_bytes(f"--input {path}", path).split(b"\n"), 1)
+    line_of: dict[str | int, int] = {}
+
+    def read(number: int, line: bytes) -> PromptRecord:
+        record = _read_line(number, line, defaults)
+        if record.id in line_of:
+            raise RequestError(f"id {record.id!r} is already that of line {line_of[record.id]}.")
+        line_of[record.id] = number
+        return record
+
+    return read_lines(path, {number: partial(read, number, line) for number, line in lines if line.strip()})
+
+
+def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
+    """Return what the reader of each line returns. Raise RequestError that lists every line with an error."""
+    results, problems = [], []
+    for number, read in readers.items():
+        try:
+            results.append(read())
+        except TinyGPTError as error:
+            problems.append(f"  line {number}: {error}")
+    if problems:
+        source = "stdin" if str(path) == STDIN else path
+        headline = f"{counted(len(problems), 'line')} of {source} cannot be used, so nothing was generated:"
+        more = [f"  and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
+        raise RequestError("\n".join([headline, *problems[:MAX_LISTED], *more]))
+    return results
+
+
+def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
+    fields = _read_object(line)
+    unknown = [name for name in fields if name not in _FIELDS]
+    if unknown:
+        raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
+    record_id = fields.pop("id", number)
+    if type(record_id) not in (int, str):
+        raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
+    given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
+    if len(given) != 1 or not isinstance(given[0], (str, list)):
+        raise RequestError("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
+    split_special_tokens = fields.pop("split_special_tokens", None)
+    if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
+        raise RequestError(f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false.")
+    if isinstance(biases := fields.get("logit_bias"), dict):  # keys are texts in JSON; int() refuses 5000 digits
+        is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
+        fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
+    return PromptRecord(number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields)))
+
+
+def _read_object(line: bytes) -> dict[str, Any]:
+    try:
+        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+    except RequestError:
+        raise
+    except json.JSONDecodeError as error:
+        raise RequestError(f"not JSON at character {error.colno}: {error.msg}; a line is as {EXAMPLE}.") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"not UTF-8 text: see its byte {error.start}.") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting
+        raise RequestError(f"not JSON that can be read: {error}.") from None
+    if not isinstance(fields, dict):
+        raise RequestError(f"not a JSON object; a line is as {EXAMPLE}.")
+    return _without_duplicates([(_FIELD_OF_ALIAS.get(name, name), value) for name, value in fields.items()])
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        duplicate = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"{json.dumps(duplicate)} is there more than once: keep one.")
+    return fields
