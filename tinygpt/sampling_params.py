@@ -253,7 +253,7 @@ class SamplingParams:
         if self.soft_prompt is not None and self.prompt_embeds is not None:
             raise RequestError("and prompt_embeds are both given: give one of them.", "soft_prompt", self.soft_prompt)
         if self.stride is not None and self.overflow != "slide":
-            raise RequestError("is for overflow='slide': set that too, or leave it out.", "stride", self.stride)
+            raise RequestError("is for the overflow 'slide': set that too, or leave it out.", "stride", self.stride)
         if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
             raise RequestError(f"and {guided[1]} are given together: a text is guided by one of them.", guided[0])
         if self.guidance is not None:

@@ -123,7 +123,7 @@ REFUSALS = [
     ("--soft-prompt a=x --soft-prompt b=y", "several --soft-prompt"),
     ("--ray", "--ray is for the prompts of a file"),
     ("--num-beams 2", "num_beams"),
-    ("--stride 4", "stride"),
+    ("--stride 4", "--stride is for the overflow 'slide'"),
     ("--overflow slid", "overflow"),
     ("--early-stopping maybe", "early"),
     ("--repetition-detection 2,1", "repetition"),

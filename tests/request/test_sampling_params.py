@@ -190,7 +190,7 @@ def test_help_lists_every_field():
         ({"diversity_penalty": 1.0}, "diversity_penalty", "num_beams is 1: set num_beams"),
         ({"early_stopping": True}, "early_stopping", "num_beams is 1: set num_beams"),
         ({"length_penalty": 2.0}, "length_penalty", "num_beams is 1: set num_beams"),
-        ({"stride": 4}, "stride", "for overflow='slide': set that too"),
+        ({"stride": 4}, "stride", "for the overflow 'slide': set that too"),
         ({"overflow": "slide", "num_beams": 2}, "overflow", "must be another one with num_beams"),
     ],
     ids=str,

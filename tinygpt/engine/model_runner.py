@@ -167,8 +167,8 @@ def _new_kv_cache(source: ModelSource, sizes: EngineConfig) -> Any:
         return source.backend.new_kv_cache(*shape)
     except MemoryError:
         raise RequestError(
-            f"the KV cache of {source.checkpoint.path} for max_num_seqs={sizes.max_num_seqs}, "
-            f"prefix_cache_seqs={sizes.prefix_cache_seqs} and {sizes.max_model_len} positions takes {size:.1f} GiB, "
+            f"the KV cache of {source.checkpoint.path} for {sizes.max_num_seqs} running samples, "
+            f"{sizes.prefix_cache_seqs} finished ones and {sizes.max_model_len} positions takes {size:.1f} GiB, "
             "which this machine cannot give: lower max_num_seqs, prefix_cache_seqs or max_model_len."
         ) from None
 

@@ -156,7 +156,7 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
         )
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
-            f"needs the whole prompt, and of its {len(token_ids)} tokens overflow={params.overflow!r} leaves out "
+            f"needs the whole prompt, and of its {len(token_ids)} tokens the overflow {params.overflow!r} leaves out "
             f"{fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it.",
             "prompt_logprobs",
         )
