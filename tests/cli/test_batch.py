@@ -8,6 +8,7 @@ import re
 import shutil
 import stat
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,7 @@ IDS = ["fox", 2, 17, "é"]
 # Its second token can be none, which is found out when it is drawn.
 FAILS = {"id": "lost", "prompt": "The", "allowed_token_ids": [11], "no_repeat_ngram_size": 1}
 FLAGS = ["--max-tokens", "6", "--seed", "5"]
+BASE = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
 
 
 class Batch:
@@ -69,6 +71,13 @@ def record(record_id, prompt, model="demo", dtype="float32") -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
+def generated(llm: LLM, prompt: object, **fields) -> dict:
+    """The library's record, without what identifies it and its times."""
+    (output,) = llm.generate([prompt], SamplingParams(**{**BASE, **fields}))
+    record = {name: value for name, value in asdict(output).items() if name != "metrics"}
+    return json.loads(json.dumps(record))
+
+
 @pytest.fixture
 def jobs(tmp_path, capsys):
     return Batch(tmp_path, capsys)
@@ -88,17 +97,12 @@ def test_records_are_what_generate_returns(jobs):
     assert jobs.run() == 0
     records = jobs.records()
     assert sorted(records, key=str) == sorted(IDS, key=str)
-    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
     with LLM("demo") as llm:
         for record_id, line in zip(IDS, LINES, strict=True):
             prompt = line.get("prompt", line.get("prompt_token_ids"))
             fields = {name: value for name, value in line.items() if name not in ("id", "prompt", "prompt_token_ids")}
-            output = llm.generate([prompt], SamplingParams(**{**base, **fields}))[0]
-            samples = json.loads(json.dumps([vars(sample) for sample in output.outputs]))
-            assert records[record_id]["outputs"] == samples
-            assert records[record_id]["prompt_token_ids"] == output.prompt_token_ids
-            assert records[record_id]["prompt"] == output.prompt
-            assert (records[record_id]["model"], records[record_id]["dtype"]) == ("demo", "float32")
+            expected = generated(llm, prompt, **fields) | {"id": record_id, "model": "demo", "dtype": "float32"}
+            assert records[record_id] | {"num_cached_tokens": 0} == expected | {"num_cached_tokens": 0}
     assert jobs.out == ""
     figures = r"prompt \d+ tokens, .*/s; generation \d+ tokens, .*/s; load .* s"
     [said] = [line for line in jobs.err.splitlines() if "kernel" not in line]  # a first run compiles some
@@ -433,15 +437,11 @@ def test_lines_take_every_field(jobs, llm):
     jobs.write(lines)
     assert jobs.run() == 0
     records = jobs.records()
-    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5}
     lines[0]["logit_bias"] = {11: -5, 13: 2.5}
-    with LLM("demo") as llm:
-        for number, line in enumerate(lines, 1):
-            params = SamplingParams(**{**base, **{name: line[name] for name in line if name != "prompt"}})
-            (output,) = llm.generate("The fox", params)
-            expected = json.loads(json.dumps([vars(sample) for sample in output.outputs]))
-            assert records[number]["outputs"] == expected
-            assert records[number]["prompt_logprobs"] == json.loads(json.dumps(output.prompt_logprobs))
+    for number, line in enumerate(lines, 1):
+        expected = generated(llm, **line)
+        assert records[number]["outputs"] == expected["outputs"]
+        assert records[number]["prompt_logprobs"] == expected["prompt_logprobs"]
 
 
 def test_what_was_cut_off_is_counted_and_in_the_records(jobs, monkeypatch):
@@ -466,11 +466,10 @@ def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, llm, tmp_path):
     flags = [flag for name, path in paths.items() for flag in ("--soft-prompt", f"{name}={path}")]
     assert jobs.run("--logprobs", "0", *flags) == 0
     records = jobs.records()
-    base = {"max_tokens": 6, "temperature": 0.8, "top_k": 40, "top_p": 0.95, "seed": 5, "logprobs": 0}
     with LLM("demo", soft_prompts=paths) as llm:
         for number, name in enumerate(("one", "two", None), 1):
-            (sample,) = llm.generate("The", SamplingParams(**base, soft_prompt=name))[0].outputs
-            assert records[number]["outputs"] == json.loads(json.dumps([vars(sample)]))
+            expected = generated(llm, "The", soft_prompt=name, logprobs=0)
+            assert records[number]["outputs"] == expected["outputs"]
 
 
 @pytest.mark.parametrize("flags", [[], ["--no-special-tokens"]])

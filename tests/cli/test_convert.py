@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from support import tiny_checkpoint
 from support.paths import ROOT, VOCAB_SIZE
@@ -33,17 +34,14 @@ from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoin
 
 IDS = [3, 1, 4, 1, 5, 9]
 TEXT = "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."
-SHAPES = {  # of models; the first is smaller than one panel, and no size of it is a whole number of anything
-    "tiny": {},
-    "untied": {"tie_word_embeddings": False},
-}
 
 
-def tiny_source(folder: Path, shape: str = "tiny") -> Path:
+def tiny_source(folder: Path, is_tied: bool = True) -> Path:
+    """A model smaller than one panel, of which no size is a whole number of anything."""
     tensors = tiny_checkpoint.random_tensors()
-    if shape == "untied":
+    if not is_tied:
         tensors["lm_head.weight"] = tensors["transformer.wte.weight"][::-1].copy()
-    return tiny_checkpoint.write_checkpoint(folder, tensors, **SHAPES[shape])
+    return tiny_checkpoint.write_checkpoint(folder, tensors, tie_word_embeddings=is_tied)
 
 
 def converted(source, target: Path, dtype: str) -> Path:
@@ -73,27 +71,27 @@ def header_of(file: Path) -> tuple[dict, int]:
     return json.loads(data[8 : 8 + size]), 8 + size
 
 
-def rewrite(file: Path, change) -> None:
-    """Put `change(header)` in front of the file's data."""
+def rewrite(file: Path, change=lambda header: None, shift: int = 0) -> None:
+    """Put `change(header)` in front of the file's data, which then begins `shift` bytes after a boundary."""
     header, start = header_of(file)
     data = file.read_bytes()[start:]
     text = json.dumps(change(header) or header).encode()
-    text += b" " * (-(8 + len(text)) % BOUNDARY)
+    text += b" " * (-(8 + len(text)) % BOUNDARY + shift)
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
 # The same bits.
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, shape):
-    source = tiny_source(tmp_path / "source", shape)
+def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, is_tied):
+    source = tiny_source(tmp_path / "source", is_tied)
     expected = packed.arrays_of(load.load_params(open_checkpoint(source), dtype))
     checkpoint = open_checkpoint(converted(source, tmp_path / "converted", dtype))
     layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
     found = checkpoint.arrays(layout, packed.PACKING)
-    assert (checkpoint.dtype, checkpoint.tied) == (dtype, shape == "tiny")
+    assert (checkpoint.dtype, checkpoint.tied) == (dtype, is_tied)
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert (array.dtype, array.shape) == (expected[name].dtype, expected[name].shape), name
@@ -210,20 +208,15 @@ def test_the_source_may_be_given_as_in_all_commands(tmp_path, given):
     assert open_checkpoint(target).dtype == "int8"
 
 
-@pytest.mark.parametrize("there", ["a file", "a folder", "a converted checkpoint"])
-def test_an_existing_target_stays(source, tmp_path, there, capsys):
-    target = tmp_path / "target"
-    if there == "a file":
-        target.write_text("mine")
-    elif there == "a folder":
-        target.mkdir()
-        (target / "mine").write_text("mine")
-    else:
-        converted(source, target, "int8")
-    before = {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()}
+@pytest.mark.parametrize("mine", ["target", "target/mine"])
+def test_an_existing_target_stays(source, tmp_path, mine, capsys):
+    target, mine = tmp_path / "target", tmp_path / mine
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
     assert cli.main(["convert", str(source), str(target)]) == 2
     assert f"DST {target} is there already" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in [target, *target.rglob("*")] if path.is_file()} == before
+    assert mine.read_text() == "mine"
+    assert {*tmp_path.rglob("*")} == {target, mine}
 
 
 @pytest.mark.parametrize("to", FORMATS)
@@ -318,91 +311,67 @@ def test_another_dtype_or_device_is_refused(tiny_int8, dtype, device):
 # Damaged and foreign files.
 
 
-def cut(file: Path, keep: int) -> None:
-    file.write_bytes(file.read_bytes()[:keep])
+def with_bytes(change):
+    return lambda file: file.write_bytes(change(file.read_bytes()))
 
 
-def set_metadata(**fields):
-    return lambda file: rewrite(file, lambda header: header["__metadata__"].update(fields))
+def with_header(change):
+    return lambda file: rewrite(file, change)
 
 
-def rename_tensor(file: Path) -> None:
-    rewrite(file, lambda header: {("wpf" if name == "wpe" else name): entry for name, entry in header.items()})
+def with_metadata(**fields):
+    return with_header(lambda header: header["__metadata__"].update(fields))
 
 
-def reshape_tensor(file: Path) -> None:
-    def change(header):
-        header["wpe"]["shape"] = header["wpe"]["shape"][::-1]
-
-    rewrite(file, change)
+def with_config(**fields):
+    return lambda file: tiny_checkpoint.write_config(file.parent, **fields)
 
 
-def retype_tensor(file: Path) -> None:
-    def change(header):
-        header["wpe"]["dtype"] = "I32"
-
-    rewrite(file, change)
-
-
-def flip_bit(position: int):
+def with_bit_flipped(position: int):
     """Of the data, from its start or, below 0, its end."""
 
-    def change(file: Path) -> None:
+    def flip(file: Path) -> None:
         data = bytearray(file.read_bytes())
         data[(header_of(file)[1] if position >= 0 else 0) + position] ^= 1
         file.write_bytes(data)
 
-    return change
-
-
-def shift_data(file: Path) -> None:
-    """Valid safetensors, but the data does not start where vectors can be loaded."""
-    header, start = header_of(file)
-    data = file.read_bytes()[start:]
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % BOUNDARY + 4)
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def replace_by_plain(file: Path) -> None:
-    from safetensors.numpy import save_file
-
-    save_file({"wpe": np.zeros((2, 2), np.float32)}, file)
-
-
-def other_config(file: Path) -> None:
-    tiny_checkpoint.write_config(file.parent, n_inner=280)
-
-
-def other_vocabulary(file: Path) -> None:
-    tiny_checkpoint.write_config(file.parent, vocab_size=12)
+    return flip
 
 
 DAMAGE = {
-    "empty": (lambda file: cut(file, 0), "is empty"),
-    "cut in the header": (lambda file: cut(file, 100), "a damaged safetensors file"),
-    "cut in the data": (lambda file: cut(file, file.stat().st_size - 1), "a damaged safetensors file"),
-    "too long": (lambda file: file.write_bytes(file.read_bytes() + b"\0"), "a damaged safetensors file"),
-    "no file of ours": (replace_by_plain, "not made by tinygpt's convert"),
-    "another format": (set_metadata(format="gguf"), "not made by tinygpt's convert"),
-    "another version": (set_metadata(version="1"), "version 1 .* reads version 3"),
-    "another panel": (set_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
-    "another group": (set_metadata(group="32"), "its group is 32"),
-    "another packing": (set_metadata(packing="0"), "its packing is 0"),
-    "another dtype": (set_metadata(dtype="int4"), "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected"),
-    "no dtype": (set_metadata(dtype="int2"), "damaged metadata"),
-    "no tie": (set_metadata(tied="maybe"), "damaged metadata"),
-    "another tie": (set_metadata(tied="false"), "wte.panels is missing"),
-    "a tensor renamed": (rename_tensor, "wpe is missing(.|\n)*wpf is unexpected"),
-    "a tensor reshaped": (reshape_tensor, r"wpe is float32 \(8, 6\) and should be float32 \(6, 8\)"),
-    "a tensor retyped": (retype_tensor, "wpe is I32"),
-    "shifted": (shift_data, "c_attn.panels does not start on its boundary"),
-    "a bit flipped at the start": (flip_bit(0), "is damaged, its data does not have the checksum"),
-    "a bit flipped inside": (flip_bit(1000), "is damaged, its data does not have the checksum"),
-    "a bit flipped at the end": (flip_bit(-1), "is damaged, its data does not have the checksum"),
-    "another checksum": (set_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
-    "another config": (other_config, r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)"),
-    "another vocabulary": (other_vocabulary, "vocab_size is 11 and 12 is asked for"),
+    "empty": (with_bytes(lambda data: b""), "is empty"),
+    "cut in the header": (with_bytes(lambda data: data[:100]), "a damaged safetensors file"),
+    "cut in the data": (with_bytes(lambda data: data[:-1]), "a damaged safetensors file"),
+    "too long": (with_bytes(lambda data: data + b"\0"), "a damaged safetensors file"),
+    "no file of ours": (
+        with_bytes(lambda data: save({"wpe": np.zeros((2, 2), np.float32)})),
+        "not made by tinygpt's convert",
+    ),
+    "another format": (with_metadata(format="gguf"), "not made by tinygpt's convert"),
+    "another version": (with_metadata(version="1"), "version 1 .* reads version 3"),
+    "another panel": (with_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
+    "another group": (with_metadata(group="32"), "its group is 32"),
+    "another packing": (with_metadata(packing="0"), "its packing is 0"),
+    "another dtype": (with_metadata(dtype="int4"), "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected"),
+    "no dtype": (with_metadata(dtype="int2"), "damaged metadata"),
+    "no tie": (with_metadata(tied="maybe"), "damaged metadata"),
+    "another tie": (with_metadata(tied="false"), "wte.panels is missing"),
+    "a tensor renamed": (
+        with_header(lambda header: {("wpf" if name == "wpe" else name): header[name] for name in header}),
+        "wpe is missing(.|\n)*wpf is unexpected",
+    ),
+    "a tensor reshaped": (
+        with_header(lambda header: header["wpe"].update(shape=[8, 6])),
+        r"wpe is float32 \(8, 6\) and should be float32 \(6, 8\)",
+    ),
+    "a tensor retyped": (with_header(lambda header: header["wpe"].update(dtype="I32")), "wpe is I32"),
+    "shifted": (lambda file: rewrite(file, shift=4), "c_attn.panels does not start on its boundary"),
+    "a bit flipped at the start": (with_bit_flipped(0), "is damaged, its data does not have the checksum"),
+    "a bit flipped inside": (with_bit_flipped(1000), "is damaged, its data does not have the checksum"),
+    "a bit flipped at the end": (with_bit_flipped(-1), "is damaged, its data does not have the checksum"),
+    "another checksum": (with_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
+    "another config": (with_config(n_inner=280), r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)"),
+    "another vocabulary": (with_config(vocab_size=12), "vocab_size is 11 and 12 is asked for"),
 }
 
 

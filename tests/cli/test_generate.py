@@ -8,7 +8,6 @@ from dataclasses import fields
 
 import pytest
 
-from support.paths import EOS
 from support.processes import STATS
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
@@ -161,14 +160,6 @@ def test_json_is_one_record(run, llm):
     assert STATS.fullmatch(result.err)
 
 
-def test_flags_reach_the_engine(run, llm):
-    record = json.loads(run("Once --seed 7 --max-tokens 8 --json --logit-bias 11=9 --min-p 0.1 --logprobs 1").out)
-    (expected,) = llm.generate(
-        "Once", SamplingParams(max_tokens=8, logit_bias={11: 9.0}, min_p=0.1, logprobs=1, **BASE)
-    )
-    assert record["outputs"] == json.loads(json.dumps([vars(sample) for sample in expected.outputs]))
-
-
 @pytest.mark.parametrize("arguments", ["--temperature 0 --num-beams 3", "--best-of 3"])
 def test_a_choice_among_several_samples_is_not_streamed(run, arguments):
     result = run(f"Once --seed 7 --max-tokens 8 {arguments}")
@@ -189,14 +180,6 @@ def test_time_that_is_over_before_the_first_token(run):
         result = run(f"Once --seed 7 --max-time 1e-9 {how}")
         assert (result.code, result.out) == (0, "\n")
         assert result.err.startswith("tinygpt: prompt 0 tokens; generation 0 tokens; load ")
-
-
-@pytest.mark.parametrize(("flags", "is_split"), [([], False), (["--no-special-tokens"], True)])
-def test_special_tokens_in_a_prompt(run, llm, flags, is_split):
-    result = run(["The end.<|endoftext|>", "--max-tokens", "1", "--json", *flags])
-    prompt = llm.read_prompt("The end.<|endoftext|>", split_special_tokens=is_split)
-    assert json.loads(result.out)["prompt_token_ids"] == prompt.token_ids
-    assert (prompt.token_ids[-1] == EOS) != is_split
 
 
 # --- Guided texts

@@ -101,13 +101,15 @@ def test_tensors_that_are_not_the_configs(capsys, tmp_path):
     assert "transformer.wpe.weight" in report["tensors"]
 
 
-@pytest.mark.parametrize("text", ["Once upon a time there was a king.", ""])
-def test_a_file_that_is_no_checkpoint(capsys, tmp_path, text):
-    (path := tmp_path / "story.txt").write_text(text)
+@pytest.mark.parametrize("text", ["Once upon a time there was a king.", "", None])
+def test_what_is_no_checkpoint(capsys, tmp_path, text):
+    path = tmp_path if text is None else tmp_path / "story.txt"
+    if text is not None:
+        path.write_text(text)
     assert cli.main(["info", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"{path} is in no format of weights" in err
+    assert f"{path} is {'no checkpoint' if text is None else 'in no format of weights'}" in err
 
 
 def test_hashes(capsys, folder):
@@ -201,11 +203,6 @@ def test_text_says_what_is_refused(capsys, folder):
     assert err.endswith('cannot be used: the report says why, under "refused".\n')
     assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
     assert "unknown" in out
-
-
-def test_no_checkpoint_at_all(capsys, tmp_path):
-    assert cli.main(["info", str(tmp_path)]) == 2
-    assert "is no checkpoint" in capsys.readouterr().err
 
 
 # --- Tokenizers

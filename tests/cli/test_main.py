@@ -205,12 +205,6 @@ def test_a_process_separates_stdout_and_stderr(small_demo):
     assert STATS.fullmatch(result.stderr.decode().replace(os.linesep, "\n"))
 
 
-def test_a_process_ends_with_the_exit_code():
-    result = run_process("generate", "Once", "--n", "0")
-    assert (result.returncode, result.stdout) == (2, b"")
-    assert result.stderr.startswith(b"tinygpt: error: ")
-
-
 @POSIX
 def test_a_closed_stdin_is_refused():
     command = shlex.join([sys.executable, "-m", "tinygpt", "generate", "--max-tokens", "1"])
