@@ -18,7 +18,6 @@ UNSENDABLE = ("logits_processors", "prompt_embeds")
 MOMENTS = ("scheduled", "first_token", "finished")
 # Log probabilities: JSON has strings in place of token ids and minus infinity.
 LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")
-NO_INDEX = ("index", 0)
 
 Record = TypeVar("Record")
 
@@ -60,8 +59,9 @@ def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: floa
 
 def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     """Return the text, the token id, and all other fields that are not their defaults."""
-    given = {name: value for name, value in chunk._asdict().items() if value is not None and (name, value) != NO_INDEX}
-    return _coded(given, _encode) | {"token_id": chunk.token_id}
+    default = StreamChunk._field_defaults
+    given = {name: value for name, value in chunk._asdict().items() if name not in default or value != default[name]}
+    return _coded(given, _encode)
 
 
 def record_to_json(record: Any) -> dict[str, Any]:

@@ -22,14 +22,14 @@ def events_of(body: bytes) -> list[dict]:
 
 def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
     """A wake for each token of each stream would take the loop longer than to write its event."""
-    woken, wake = [], server._server._loop.call_soon_threadsafe
+    woken, wake = [], server.loop.call_soon_threadsafe
 
     def counted(call, *arguments):
         if call == server.api.outbox._deliver:
             woken.append(call)
         return wake(call, *arguments)
 
-    monkeypatch.setattr(server._server._loop, "call_soon_threadsafe", counted)
+    monkeypatch.setattr(server.loop, "call_soon_threadsafe", counted)
     reply = server.complete(**ASKED | {"temperature": 1, "seed": 1, "n": 4})
     num_tokens = sum(len(choices) for choices in events_of(reply.body))
     assert num_tokens > 60
@@ -95,7 +95,7 @@ async def answered(app, messages: list[dict], before_last=lambda: None) -> list[
 
 def test_behind_another_server_a_stream_is_the_same(server):
     message = {"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}
-    expected, loop = events_of(server.complete(**ASKED).body), server._server._loop
+    expected, loop = events_of(server.complete(**ASKED).body), server.loop
     sent = asyncio.run_coroutine_threadsafe(answered(server.app, [message]), loop).result(60)
     assert sent[0]["type"] == "http.response.start"
     assert [each["more_body"] for each in sent[1:]] == [True] * (len(sent) - 2) + [False]
@@ -109,7 +109,7 @@ def test_behind_another_server_a_client_may_leave(server, llm, is_streamed):
     server.forget()
     with llm.engine.wrapped(Gate) as gate:
         asked = answered(server.app, messages, lambda: gate.wait_until_asked(1))
-        asyncio.run_coroutine_threadsafe(asked, server._server._loop).result(60)
+        asyncio.run_coroutine_threadsafe(asked, server.loop).result(60)
         assert server.ended()["status"] == 499
         gate.allow(1)
         until(lambda: not llm.engine.scheduler.running)

@@ -162,7 +162,11 @@ class Served(logging.Handler):
         assert self._started.wait(SECONDS)
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self._listener]))
+        async def serve() -> None:
+            self.loop = asyncio.get_running_loop()
+            await self._server.serve([self._listener])
+
+        asyncio.run(serve())
 
 
 @contextmanager

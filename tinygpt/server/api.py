@@ -96,8 +96,6 @@ class Api:
 
         return answer
 
-    # Generation
-
     async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         self._check_open()
@@ -211,8 +209,6 @@ class Api:
         for work in list(self._works):
             work.cancel()
 
-    # Reading requests
-
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text whose special tokens are plain text."""
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
@@ -275,8 +271,6 @@ class Api:
             output = await asyncio.wrap_future(self.llm.submit(Prompt(None, [bos, bos]), params))
             self._first = output.prompt_logprobs[1]
         return self._first
-
-    # Embeddings and scores
 
     async def _in_turn(self, calls: list[Callable[[], Result]]) -> list[Result]:
         """Return the calls' results. Each runs in a thread, between the calls of other requests."""
@@ -347,8 +341,6 @@ class Api:
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
         return _json({"scores": [record_to_json(each) for [each] in found]})
 
-    # Tokens, models, and the server itself
-
     async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
         ids = await asyncio.to_thread(self.llm.tokenizer.encode, form.prompt, bool(form.split_special_tokens))
@@ -395,7 +387,7 @@ class Api:
         """Return whether new requests are taken."""
         if self.is_draining:
             return JSONResponse({"status": "draining"}, 503, {"connection": "close"})
-        return JSONResponse({"status": "ok"})
+        return _json({"status": "ok"})
 
     async def prometheus(self) -> Response:
         """Return the metrics."""
@@ -403,7 +395,7 @@ class Api:
 
     async def version(self) -> Response:
         """Return the version of tinygpt."""
-        return JSONResponse({"version": tinygpt.__version__})
+        return _json({"version": tinygpt.__version__})
 
 
 async def _read(request: Request, read: Callable[[], Result]) -> Result:

@@ -110,7 +110,6 @@ def _tokens(made: Made) -> tuple[list[int], list[Logprobs]]:
     return [] if made.token_id is None else [made.token_id], [] if made.logprobs is None else [made.logprobs]
 
 
-@dataclass
 class Chat(Job):
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         ids, found = _tokens(made)
@@ -180,7 +179,6 @@ class Completion(Job):
         return b"".join(map(self.names.bytes_of, prompt.token_ids)).decode("utf-8", errors="replace")
 
 
-@dataclass
 class Generation(Job):
     """The request of a RemoteLLM, which reads the records of `wire`."""
 

@@ -36,31 +36,26 @@ class Server(uvicorn.Server):
         seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
         super().__init__(uvicorn.Config(app, **off, **seconds))
         self._api, self._drain_seconds, self._on_start = app.state.api, drain_seconds, on_start
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._deadline = float("inf")
+        self._deadline: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
-        is_told = await super().on_tick(counter)
-        return is_told and (not self.server_state.tasks or time.monotonic() > self._deadline)
+        is_told, running = await super().on_tick(counter), len(self.server_state.tasks)
+        if is_told and self._deadline is None:
+            self._deadline = time.monotonic() + self._drain_seconds + FLUSH_SECONDS
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._api.stop_all)
+            if running:
+                fields = {"running": running, "drain_seconds": self._drain_seconds}
+                log.info("shutting down: a second signal ends it at once", extra={"fields": fields})
+        return is_told and (not running or time.monotonic() > self._deadline)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit = self._api.is_draining = True
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        if running := len(self.server_state.tasks):
-            fields = {"running": running, "drain_seconds": self._drain_seconds}
-            log.info("shutting down: a second signal ends it at once", extra={"fields": fields})
-        self._deadline = time.monotonic() + self._drain_seconds + FLUSH_SECONDS
-        self._loop.call_later(self._drain_seconds, self._api.stop_all)
 
 
 def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:

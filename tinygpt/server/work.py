@@ -67,22 +67,18 @@ class Work:
         self._queue: asyncio.Queue[tuple[int, StreamChunk | None] | None] = asyncio.Queue()
         self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
         self.futures: list[RequestFuture] = []
+        self._is_cancelled = False
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
         """Run all requests, or none. Raises as LLM.submit does. A grammar is compiled in a thread in any case."""
-        if not in_thread and all(params.guidance is None for _, params in requests):
-            self._submit(requests, stream)
-            return
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit, requests, stream))
         try:
-            await asyncio.shield(submitting)
-        except asyncio.CancelledError:  # the thread goes on
-            await asyncio.wait({submitting})
+            if in_thread or any(params.guidance is not None for _, params in requests):
+                await asyncio.to_thread(self._submit, requests, stream)
+            else:
+                self._submit(requests, stream)
+        except BaseException:
             self.cancel()
             raise
-        if self._outbox.stopped is not None:
-            self.cancel()
-            raise self._outbox.stopped
 
     async def outputs(self) -> list[RequestOutput]:
         try:
@@ -113,6 +109,7 @@ class Work:
             pinging.cancel()
 
     def cancel(self) -> None:
+        self._is_cancelled = True
         for future in self.futures:
             future.cancel()
 
@@ -135,15 +132,13 @@ class Work:
             yield from (after - before for before, after in pairwise(times))
 
     def _submit(self, requests: Requests, stream: bool) -> None:
-        try:
-            for i, (prompt, params) in enumerate(requests):
-                future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
-                self.futures.append(future)
-                if stream:
-                    future.add_done_callback(lambda _, i=i: self._post(i, None))
-        except BaseException:
-            self.cancel()
-            raise
+        for i, (prompt, params) in enumerate(requests):
+            future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
+            self.futures.append(future)
+            if stream:
+                future.add_done_callback(lambda _, i=i: self._post(i, None))
+            if self._is_cancelled:  # meanwhile, in the loop
+                self.cancel()
 
     def _post(self, i: int, chunk: StreamChunk | None) -> None:
         """Called by the engine's thread."""
