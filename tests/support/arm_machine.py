@@ -17,7 +17,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = [
     "tests/kernels/cpu/test_targets.py",
-    "tests/kernels/cpu/test_arm_features.py",
     "tests/kernels/cpu/test_dtype_kernels.py",
     "tests/kernels/cpu/test_linear.py",
     "tests/kernels/cpu/test_attention.py",

@@ -111,9 +111,8 @@ def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] 
         q = q.astype(np.float32) * np.float32(run.size**-0.5)
         q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
         attend_exactly = reference.attend_int8 if dtype == "int8" else reference.attend
-        out = attend_exactly(
-            q[cached:], k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length), 1.0, slopes
-        )  # (N, H, D)
+        k, v, at = k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length)
+        out = attend_exactly(q[cached:], k, v, at, 1.0, slopes)  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
     return np.concatenate(outs)

@@ -1,7 +1,4 @@
-"""Quantizing to the last bit against NumPy, and the tiles against sums of integers, at the ends of their ranges.
-
-test_linear.py holds products to what their quantized inputs stand for; here is what those inputs must be.
-"""
+"""Quantizing to the last bit against NumPy, and the tiles against sums of integers, at the ends of their ranges."""
 
 import itertools
 
@@ -10,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.kernel_tools import aligned, from_bits, operand_of, packed, random_values, same_bits, unpacked, unwritten
+from support.kernel_tools import (
+    SHAPES,
+    aligned,
+    from_bits,
+    operand_of,
+    packed,
+    random_values,
+    same_bits,
+    unpacked,
+    unwritten,
+)
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, SHARES, panel_count
@@ -34,6 +41,14 @@ F32 = np.float32
 ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
 SIZES = [F32(1e-30), F32(1), F32(1e30)]
 WIDTHS = [1, 31, WEIGHT_GROUP, 33, SCALE_GROUP, SCALE_GROUP + 1, 3 * SCALE_GROUP - 5]
+WEIGHTS = pytest.mark.parametrize("shape", [*((OUT_TILE + 7, k) for k in WIDTHS), *SHAPES])
+
+
+def weights_of(shape, size) -> np.ndarray:
+    """Random rows, and rows of one value."""
+    weight = random_values(*shape, seed=shape[1]) * size
+    weight[3:4], weight[4:5], weight[5:6] = 0, -size, size
+    return weight
 
 
 # bfloat16.
@@ -60,6 +75,8 @@ def test_every_bfloat16_is_kept_as_it_is():
     np.testing.assert_array_equal(bits[numbers], every[numbers])
     same_bits(back[numbers], x[numbers])
     assert np.isnan(back[~numbers]).all()
+    nans = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(F32)
+    assert rounded(nans)[0].tolist() == [0x7FC0] * 3
 
 
 @pytest.mark.parametrize(("low", "goes_up"), [(1, False), (0x7FFF, False), (0x8000, None), (0x8001, True)])
@@ -85,11 +102,10 @@ def test_what_is_not_finite_stays_so_in_bfloat16_weights():
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("k", WIDTHS)
-def test_int8_weights(k, size):
+@WEIGHTS
+def test_int8_weights(shape, size):
     """The largest of a row is 127 steps of its scale; every other weight is the nearest whole number of them."""
-    weight = random_values(OUT_TILE + 7, k, seed=k) * size
-    weight[3], weight[4], weight[5] = 0, -size, size
+    weight, k = weights_of(shape, size), shape[1]
     record = packed(weight, "int8")
     largest = np.abs(weight).max(axis=1)  # (N,)
     with np.errstate(divide="ignore"):
@@ -121,14 +137,8 @@ def test_int8_activations(values, size):
 
 @pytest.mark.parametrize("n", WIDTHS)
 def test_int8_activations_at_the_ends_of_their_range(n):
-    rows = [
-        np.zeros(n),
-        np.full(n, 3.4e38),
-        np.full(n, -1e-30),
-        np.arange(n) - n / 2,
-        np.r_[127, np.arange(n - 1) + 0.5],
-    ]
-    check_activations(np.array(rows, F32))
+    rows = [np.zeros(n), np.full(n, 3.4e38), np.full(n, -1e-30), np.arange(n) - n / 2]
+    check_activations(np.array([*rows, np.r_[127, np.arange(n - 1) + 0.5]], F32))
 
 
 @pytest.mark.parametrize("n", [SCALE_GROUP, SCALE_GROUP - 3])
@@ -170,11 +180,10 @@ def check_activations(x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("size", [F32(1e-18), F32(1), F32(1e18)])  # errors are squared, in float32
-@pytest.mark.parametrize("k", WIDTHS)
-def test_int4_weights(k, size):
+@WEIGHTS
+def test_int4_weights(shape, size):
     """Nearest levels of a scale and an offset that are the best of the shares of the range that are tried."""
-    weight = random_values(OUT_TILE + 7, k, seed=k) * size
-    weight[3], weight[4], weight[5] = 0, -size, size
+    weight, k = weights_of(shape, size), shape[1]
     groups = np.pad(weight, ((0, 0), (0, -k % WEIGHT_GROUP))).reshape(len(weight), -1, WEIGHT_GROUP)
     record = packed(weight, "int4")
     scale, offset = (part[: len(weight), : groups.shape[1], None] for part in scales_of(record))
@@ -276,12 +285,8 @@ class Grouped:
         return aligned(fours if self.dtype == "int8" else fours[::2] | fours[1::2] << 4)
 
     def run(self) -> np.ndarray:
-        scales, b, b_scales, c = (
-            self.operand(),
-            self.panel(),
-            aligned(self.b_scales),
-            unwritten(self.rows + 1, OUT_TILE),
-        )
+        scales, b, b_scales = self.operand(), self.panel(), aligned(self.b_scales)
+        c = unwritten(self.rows + 1, OUT_TILE)
         c[: self.rows] = self.before
         a, expanded = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}"), aligned(np.repeat(b, EXPANSION[self.dtype]))
         where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
@@ -302,10 +307,8 @@ class Grouped:
 
     def int4_group(self, g: int, c: np.ndarray) -> np.ndarray:
         for half in range(SCALE_GROUP // WEIGHT_GROUP):
-            number, part = (
-                g * (SCALE_GROUP // WEIGHT_GROUP) + half,
-                slice(half * WEIGHT_GROUP, (half + 1) * WEIGHT_GROUP),
-            )
+            number = g * (SCALE_GROUP // WEIGHT_GROUP) + half
+            part = slice(half * WEIGHT_GROUP, (half + 1) * WEIGHT_GROUP)
             weights = self.levels[number * WEIGHT_GROUP : (number + 1) * WEIGHT_GROUP].astype(int)
             scaled = (self.a[:, g, part].astype(int) @ weights).astype(F32) * self.scales[:, g, None]
             scale, offset = from_bits(self.b_scales[number])

@@ -57,9 +57,8 @@ def panel_rows(rows: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("adds", [False, True])
 def test_rows_are_scaled_and_biased(rows, adds):
     y, scales, biases = panel_rows(rows), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
-    target = (
-        random_values(rows, OUT_TILE + 2 * STRANGERS, seed=3) if adds else unwritten(rows, OUT_TILE + 2 * STRANGERS)
-    )
+    shape = rows, OUT_TILE + 2 * STRANGERS
+    target = random_values(*shape, seed=3) if adds else unwritten(*shape)
     expected, inside = target.copy(), slice(STRANGERS, STRANGERS + OUT_TILE)
     finished = y * scales + biases
     expected[:, inside] = expected[:, inside] + finished if adds else finished
@@ -88,9 +87,8 @@ def test_segments_are_scaled_and_added_in_pairs(count, rows):
 def test_rows_are_quantized_as_one_by_one(kind):
     x, factors, summands = random_values(7, OUT_TILE), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
     x[2], x[3], x[4] = panel_rows(1), 0, -summands / factors * np.float32(1 + 1e-6)
-    found, expected = (
-        Int8Operand(np.zeros((7, 3 * OUT_TILE), kind), np.zeros((7, 3, 4), np.float32)) for _ in range(2)
-    )
+    values, sizes = np.zeros((2, 7, 3 * OUT_TILE), kind), np.zeros((2, 7, 3, 4), np.float32)
+    found, expected = map(Int8Operand, values, sizes)
     run_quantize(*found, x, factors, summands)
     run_put(expected, x * factors + summands)
     assert np.abs(expected.values[[0, 1, 5, 6], OUT_TILE : 2 * OUT_TILE]).max(1).tolist() == [127] * 4

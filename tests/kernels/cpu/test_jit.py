@@ -60,17 +60,13 @@ def compiled(tmp_path, monkeypatch) -> list[str]:
         yield compiled.names
 
 
-def run(folder: Path, code: str = RUN, root: Path = ROOT, **environment: str) -> str:
+def run(folder: Path, code: str = RUN, **environment: str) -> str:
     """Return what a process prints. Its kernels are kept in `folder`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("NUMBA_", "XDG_"))}
-    paths = {
-        "NUMBA_CACHE_DIR": str(folder / "cache"),
-        "PYTHONPATH": f"{folder}{os.pathsep}{root}{os.pathsep}{ROOT / 'tests'}",
-    }
-    environment = kept | paths | environment
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    paths = os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests")))
+    environment = kept | {"NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": paths} | environment
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def test_fingerprint_changes_with_settings_that_change_code(tmp_path, monkeypatch):
@@ -173,9 +169,7 @@ def counted(n):
 def test_a_changed_source_is_compiled_anew(folder):
     """Here one outside of the package, whose sources name the folder."""
     assert run(folder) == "15 1"
-    (folder / "tiny.py").write_text(
-        MODULE.replace("x + 1", "x + 20")
-    )  # of another size: within a second, Python looks at that
+    (folder / "tiny.py").write_text(MODULE.replace("x + 1", "x + 20"))  # of another size, which Python looks at
     assert run(folder) == "72 1"
 
 

@@ -60,10 +60,8 @@ def test_copy_changes_these_positions_and_no_other(backend, dtype, start, stop):
         expected[0, :, :, start:stop] = expected[2, :, :, start:stop]
     after = slice(stop, stop + 1)  # nobody's afterwards
     for row in range(3):
-        for given, expected in zip(
-            backend.read_positions(cache, row, 0, LENGTH, CONFIG.head_size), (k, v), strict=True
-        ):
-            given = values_of(given)
+        read = backend.read_positions(cache, row, 0, LENGTH, CONFIG.head_size)
+        for given, expected in zip(map(values_of, read), (k, v), strict=True):
             if row == 0:
                 given[:, :, after] = expected[row, :, :, after] = 0
             np.testing.assert_array_equal(given, expected[row])

@@ -1,6 +1,7 @@
-"""Which instructions a CPU's tiles are made of."""
+"""Which instructions a CPU's tiles are made of, without such a CPU."""
 
 import pytest
+from llvmlite import binding
 
 from tinygpt.kernels.cpu.simd.targets import (
     BYTES,
@@ -12,6 +13,7 @@ from tinygpt.kernels.cpu.simd.targets import (
     SHORTS,
     TARGETS,
     WIDENED,
+    arm_features,
     choose,
 )
 
@@ -53,3 +55,49 @@ def test_vectors_are_as_wide_as_the_features_allow():
 def test_the_last_target_fits_any_cpu():
     assert not TARGETS[-1].features
     assert not TARGETS[-1].cpu
+
+
+# By LLVM's names of ARM CPUs.
+
+LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24"
+NEWER, NEW, OLD, NONE = "NEON BF16 I8MM", "NEON DotProd", "NEON", "what LLVM makes of 16 lanes"
+KNOWN_SINCE = {"neoverse-v2": 16, "apple-m2": 16, "apple-m4": 20}  # by LLVM; it takes other names for no CPU
+
+
+@pytest.fixture
+def _code_generator():
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    try:
+        binding.Target.from_triple(LINUX)
+    except RuntimeError:
+        pytest.skip("this llvmlite compiles for no ARM CPU")
+
+
+@pytest.mark.usefixtures("_code_generator")
+@pytest.mark.parametrize(
+    ("triple", "cpu", "features", "expected"),
+    [
+        (LINUX, "neoverse-v1", "", NEWER),
+        (LINUX, "neoverse-v2", "", NEWER),
+        (LINUX, "neoverse-n2", "", NEWER),
+        (MACOS, "apple-m2", "", NEWER),
+        (MACOS, "apple-m4", "", NEWER),
+        (MACOS, "apple-m1", "", NEW),
+        (LINUX, "neoverse-n1", "", NEW),
+        (LINUX, "cortex-a76", "", NEW),
+        (LINUX, "cortex-a72", "", OLD),
+        (LINUX, "generic", "", OLD),
+        (LINUX, "generic", "+dotprod", NEW),
+        (LINUX, "generic", "+i8mm", OLD),  # its instructions are not dotprod's
+        (LINUX, "generic", "+bf16", OLD),
+        (LINUX, "generic", "+dotprod,+bf16,+i8mm", NEWER),
+        (LINUX, "neoverse-v1", "-bf16", NEW),
+        (LINUX, "generic", "-neon", NONE),
+        (MACOS, "apple-m2", "-i8mm", NEW),
+    ],
+)
+def test_an_arm_cpu_by_its_name_and_what_is_added_or_taken_away(triple, cpu, features, expected):
+    if binding.llvm_version_info[0] < KNOWN_SINCE.get(cpu, 0):
+        pytest.skip("LLVM does not know this CPU yet")
+    assert choose(arm_features(triple, cpu, features).__contains__, cpu).name == expected

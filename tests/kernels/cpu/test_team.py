@@ -5,6 +5,8 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -191,20 +193,16 @@ def test_followers_that_come_late(late_by):
         while not stop.is_set():
             take_steps(team, False, *task.arrays)
 
-    class Leader:
-        def run(self, function, *arguments):
-            function(lead, True, *arguments)
-
-    threads = [threading.Thread(target=follow, args=(team,)) for team in others]
+    leader = SimpleNamespace(run=lambda function, *arguments: function(lead, True, *arguments))
+    pool, followers = ThreadPoolExecutor(2), []
     for step in range(late_by + 50):
         if step == late_by:
-            for thread in threads:
-                thread.start()
-        task.run(Leader())
+            followers = [pool.submit(follow, team) for team in others]
+        task.run(leader)
     stop.set()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
+    for follower in followers:
+        follower.result(PATIENCE)
+    pool.shutdown()
     task.check()
 
 
@@ -309,28 +307,17 @@ def test_a_sleeping_follower_keeps_no_old_task_alive():
 
 
 def test_two_teams_at_once():
-    tasks = [random_task(3, seed=seed) for seed in range(2)]
-    problems = []
-
-    def run(task: Task) -> None:
-        team = new_team(3)
-        try:
+    def run(seed: int) -> int:
+        team, task = new_team(3), random_task(3, seed=seed)
+        with contextlib.closing(team):
             for _ in range(100):
                 task.run(team)
                 task.check()
-        except AssertionError as problem:
-            problems.append(problem)
-        finally:
-            team.close()
+        return task.steps
 
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert not problems
-    assert [task.steps for task in tasks] == [100, 100]
+    pool = ThreadPoolExecutor(2)
+    assert list(pool.map(run, range(2), timeout=PATIENCE)) == [100, 100]
+    pool.shutdown()
 
 
 @teams_of(4)
@@ -375,27 +362,21 @@ def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
 # Ends.
 
 
-def followers_since(before: set) -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread not in before]
-
-
 @pytest.mark.parametrize("end", ["close", "forget", "never used"])
 def test_a_team_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
     gc.freeze()  # what other tests have left need not be searched
     before = set(threading.enumerate())
     team, task = new_team(4), random_task(4)
-    threads = followers_since(before)
+    threads = [thread for thread in threading.enumerate() if thread not in before]
     assert [thread.name for thread in threads] == ["tinygpt-follower"] * 3
     assert all(thread.daemon for thread in threads)  # they must not keep the process alive
     if end != "never used":
         task.run(team)
-    values = weakref.ref(task.values)
+    values, kept = weakref.ref(task.values), None
     if end == "close":
         team.close()
         team.close()
         kept = team
-    else:
-        kept = None
     del team, task
     gc.collect()
     for thread in threads:
