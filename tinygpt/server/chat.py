@@ -8,7 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import CheckpointError, RequestError, how_to_install
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.server.protocol import ChatRequest
 from tinygpt.tokenizer.added_tokens import content_of
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -24,22 +27,14 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        try:
-            import jinja2.sandbox  # few checkpoints have a template
-        except ImportError:
-            raise CheckpointError(f"a chat template needs jinja2: {how_to_install('serve')}.") from None
-        self.source, self._special_tokens, self._error = source, dict(special_tokens), jinja2.TemplateError
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        self.source, self._special_tokens = source, dict(special_tokens)
+        options = {"trim_blocks": True, "lstrip_blocks": True, "extensions": ["jinja2.ext.loopcontrols"]}
+        environment = ImmutableSandboxedEnvironment(**options)
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals |= {
-            "raise_exception": self._raise,
-            "strftime_now": lambda form: datetime.now().strftime(form),
-        }
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except (TemplateError, RecursionError) as error:
             raise CheckpointError(f"the checkpoint's chat template cannot be read: {error}.") from None
 
     @classmethod
@@ -57,14 +52,15 @@ class ChatTemplate:
         """Return the conversation as one text. RequestError if the template refuses it."""
         try:
             text = self._template.render({**self._special_tokens, **(options or {}), "messages": messages})
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, self._error) as error:
+        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, TemplateError) as error:
             raise RequestError(f"is refused by this model's chat template: {error}.", "messages") from None
         if len(text) > MAX_CHARACTERS:
             raise RequestError(f"is too long: the prompt would have {len(text)} characters.", "messages")
         return text
 
-    def _raise(self, message: str) -> None:
-        raise self._error(message)
+
+def _refuse(message: str) -> None:
+    raise TemplateError(message)
 
 
 class Marks:

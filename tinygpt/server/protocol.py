@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
 from tinygpt.errors import RequestError
-from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
+from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.wire import UNSENDABLE
 
 MAX_INT = 2**31 - 1
@@ -50,18 +50,12 @@ ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
 
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
-Samples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole]
-BestOf = Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Biases = Annotated[dict[Annotated[str, Field(max_length=1000)], Bias], BeforeValidator(_to_the_first_error)]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Ids = Field(max_length=MAX_IDS, fail_fast=True)
-AnyTokenIds = Annotated[list[TokenId], _Ids, BeforeValidator(_whole_numbers)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1), _Ids, BeforeValidator(_whole_numbers)]
-Stops = Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)]
-Words = Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 Prompts = str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | IdLists
@@ -80,9 +74,13 @@ class Strict(BaseModel):
         """Drop all unknown fields but one: an error of each of 300 000 would take seconds."""
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
-        names = {field.alias or name for name, field in cls.model_fields.items()}
+        names = cls.fields_by_name()
         unknown = next(name for name in given if name not in names)
         return {name: value for name, value in given.items() if name in names or name == unknown}
+
+    @classmethod
+    def fields_by_name(cls) -> dict[str, Any]:
+        return {field.alias or name: field for name, field in cls.model_fields.items()}
 
     def name_of(self, field: str) -> str | None:
         """Return the name that this request has for a field of the engine; None if it has no such field."""
@@ -156,12 +154,12 @@ _SAMPLING = {
 class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING)):
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
-    n: Samples | None = None
-    best_of: BestOf | None = None
-    seed: Seed | None = None
-    stop: Stops | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole] | None = None
+    best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
-    bad_words: Words | None = None
+    bad_words: Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
@@ -203,8 +201,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
 
     def _guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
-        names = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
-        found = {name: (name, getattr(self, name)) for name in names}
+        found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
         if (given := self.structured_outputs) is not None:
             values = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
             found |= {f"structured_outputs.{name}": (f"guided_{name}", value) for name, value in values.items()}
@@ -300,7 +297,7 @@ class TokenizeRequest(Form):
 
 class DetokenizeRequest(Strict):
     model: ModelName | None = None
-    tokens: AnyTokenIds
+    tokens: Annotated[list[TokenId], _Ids, BeforeValidator(_whole_numbers)]
     skip_special_tokens: bool | None = None
 
 

@@ -155,7 +155,7 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
     param, name = path[0], ".".join(path)
     if first["type"] != "extra_forbidden":
         return ApiError(400, f"{name}: {first['msg']}", param)
-    known = [field.alias or name for name, field in form.model_fields.items()] if form and len(path) == 1 else []
+    known = form.fields_by_name() if form and len(path) == 1 else ()
     return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)
 
 
