@@ -91,8 +91,8 @@ def test_a_host_with_another_model_is_refused(opened, five, tmp_path):
 
 def test_the_same_weights_elsewhere_are_the_same(opened, five, tmp_path):
     copy = changed(five, "no file", tmp_path / "copy")
-    assert not opened((str(five),), (str(copy),)).is_closed
-    assert not opened(("random:tiny",), tensor_size=1).is_closed
+    assert opened((str(five),), (str(copy),)).config
+    assert opened(("random:tiny",), tensor_size=1).config
 
 
 def test_each_rank_is_sent_its_share_of_keys_and_values(opened):

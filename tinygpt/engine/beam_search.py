@@ -141,15 +141,15 @@ class _Group:
     def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool]):
         self.beams: list[Beam] = []
         self.ended: list[Hypothesis] = []
-        self._rules, self._is_stopped = rules, is_stopped
-        self._is_done = False
+        self._rules, self._is_stopped, self._is_done = rules, is_stopped, False
 
     def advance(self, options: list[Beam], is_last: bool) -> list[int]:
         """Choose among the best continuations, in order. Return the tokens that later groups are to avoid."""
         size, is_alone = self._rules.group_size, self._rules.num_beam_groups == 1
         if self._is_done:
             return [*self._rules.eos_token_ids[:1]] * size  # transformers pads an ended group with EOS
-        ends = [self._is_end(beam.token_ids) for beam in options]
+        eos, is_stopped = self._rules.eos_token_ids, self._is_stopped
+        ends = [beam.token_ids[-1] in eos or is_stopped(beam.token_ids) for beam in options]
         running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][:size]
         self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end], "stop")
         bound = running if is_alone else options
@@ -162,9 +162,6 @@ class _Group:
     def end(self) -> None:
         self._add(self.beams, "length")
         self.beams = []
-
-    def _is_end(self, token_ids: list[int]) -> bool:
-        return token_ids[-1] in self._rules.eos_token_ids or self._is_stopped(token_ids)
 
     def _add(self, beams: list[Beam], finish_reason: Literal["stop", "length"]) -> None:
         new = [Hypothesis(b, self._rules.score(b.total, len(b.token_ids)), finish_reason) for b in beams]
@@ -218,8 +215,7 @@ class Beams:
     """
 
     def __init__(self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]):
-        self.rules = rules
-        self._sequences = sequences
+        self.rules, self.first, self._sequences = rules, sequences[0], sequences
         self._search = BeamSearch(rules, _stop_finder(sequences[0], new_text))
         self._running = sequences[:1]  # the sequence of each running beam
         self._missing = set(sequences)  # sequences without a prediction for this step
@@ -227,10 +223,6 @@ class Beams:
         self._steps: list[list[Prediction]] = []  # kept if log probabilities are wanted
         for sequence in sequences:
             sequence.beams = self
-
-    @property
-    def first(self) -> Sequence:
-        return self._sequences[0]
 
     def take(self, sequence: Sequence, prediction: Prediction) -> None:
         self._predictions[sequence] = prediction

@@ -21,8 +21,6 @@ from tinygpt.engine.step_loop import CALL_SECONDS, StepLoop
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 from tinygpt.outputs import RequestOutput, Throughput
 
-CLOSED = "this LLM has been closed: make a new one."
-
 T = TypeVar("T")
 
 
@@ -47,10 +45,7 @@ class RequestFuture(Future[RequestOutput]):
 
 
 class Engine:
-    """A running step loop. All public methods are for other threads than the engine's own.
-
-    The thread ends when the engine is closed or `owner` is collected.
-    """
+    """A running step loop, for other threads. Its own ends when the engine is closed or `owner` is collected."""
 
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None, owner: Any):
         self.engine_config = engine_config
@@ -87,7 +82,7 @@ class Engine:
         if self._is_broken:
             self._raise_failure()
         if self.is_closed:
-            raise RequestError(CLOSED)
+            raise RequestError("this LLM has been closed: make a new one.")
 
     def check_health(self) -> None:
         """Raise TinyGPTError if the last step failed."""

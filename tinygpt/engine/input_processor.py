@@ -274,7 +274,6 @@ def _num_sequences(params: SamplingParams) -> int:
 
 
 def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
-
     def give(chunk: StreamChunk) -> None:
         for index in range(n):
             prompt_logprobs = None if index else chunk.prompt_logprobs

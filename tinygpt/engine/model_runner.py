@@ -43,10 +43,6 @@ class ModelRunner:
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._params is None
-
     def forward(self, batch: Batch) -> Any:
         """Run one step. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()

@@ -184,7 +184,7 @@ class Sampler:
         if all(state.is_plain for state in states):
             return self._take_greatest(logits, sequences)
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
-        errors = self._process(logits, sequences, states)
+        errors = self.process(logits, sequences)
         warpers, positions = gather_warpers(states), np.array([len(s) for s in sequences], np.uint64)  # (R,)
         _spare_top_k(warpers, sequences)
         token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
@@ -207,7 +207,21 @@ class Sampler:
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
-        return self._process(scores, sequences, self._updated_states(sequences))
+        states = self._updated_states(sequences)
+        rows = [r for r, state in enumerate(states) if state.is_processed]
+        if rows:
+            self.runner.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
+        errors = [None] * len(sequences)
+        for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+            for function in sequence.params.logits_processors:
+                errors[r] = errors[r] or _call(function, scores, r, sequence, state)
+            guide = sequence.guide  # last: its mask holds whatever the functions return
+            if guide is not None and (mask := guide.mask()) is not None:
+                scores[r] += mask.added
+            elif guide is not None:
+                reason = f"cannot be followed at position {len(sequence)}: {guide.error}."
+                errors[r] = errors[r] or f"the grammar that guides the text {reason}"
+        return errors
 
     def _updated_states(self, sequences: Seq[Sequence]) -> list[SamplingState]:
         for sequence in sequences:
@@ -223,22 +237,6 @@ class Sampler:
         greedy, no_draws = Warpers(*np.zeros((len(Warpers._fields), count))), np.zeros(count, np.uint64)
         token_ids = self.runner.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
-
-    def _process(self, scores: Any, sequences: Seq[Sequence], states: list[SamplingState]) -> list[str | None]:
-        rows = [r for r, state in enumerate(states) if state.is_processed]
-        if rows:
-            self.runner.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
-        errors = [None] * len(sequences)
-        for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
-            for function in sequence.params.logits_processors:
-                errors[r] = errors[r] or _call(function, scores, r, sequence, state)
-            guide = sequence.guide  # last: its mask holds whatever the functions return
-            if guide is not None and (mask := guide.mask()) is not None:
-                scores[r] += mask.added
-            elif guide is not None:
-                reason = f"cannot be followed at position {len(sequence)}: {guide.error}."
-                errors[r] = errors[r] or f"the grammar that guides the text {reason}"
-        return errors
 
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
         return self.runner.filter_logits(logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers)))[0]
