@@ -94,48 +94,34 @@ def histories(seed):
     return prompt, rng.integers(0, 6, rng.integers(0, 8) if seed else 0).tolist()
 
 
-# Fields of ours, and what makes the same of Hugging Face's classes; `prompt` is the prompt's length.
+def hf(name, *arguments):
+    """Return a function of the prompt's length that makes Hugging Face's processors."""
+    return lambda prompt: [getattr(transformers, f"{name}LogitsProcessor")(*arguments)]
+
+
+# Fields of ours, and Hugging Face's processors that do the same.
 WORDS = [[3], [1, 2], [0, 0, 4], [5, 5], [2, 5], [7]]
 CASES = {
-    "repetition_penalty": (
-        {"repetition_penalty": 1.3},
-        lambda prompt: [transformers.RepetitionPenaltyLogitsProcessor(1.3)],
-    ),
-    "repetition_reward": (
-        {"repetition_penalty": 0.7},
-        lambda prompt: [transformers.RepetitionPenaltyLogitsProcessor(0.7)],
-    ),
-    **{
-        f"no_repeat_ngram_size={size}": (
-            {"no_repeat_ngram_size": size},
-            lambda prompt, size=size: [transformers.NoRepeatNGramLogitsProcessor(size)],
-        )
-        for size in (1, 2, 3, 5, 40)
-    },
-    "bad_words_ids": (
-        {"bad_words_ids": WORDS},
-        lambda prompt: [transformers.NoBadWordsLogitsProcessor(WORDS, list(EOS))],
-    ),
-    **{
-        f"min_tokens={count}": (
-            {"min_tokens": count},
-            lambda prompt, count=count: [transformers.MinNewTokensLengthLogitsProcessor(prompt, count, list(EOS))],
-        )
-        for count in (1, 3, 9)
-    },
-    "suppress_tokens": (
-        {"suppress_tokens": [0, 5, 5, 29]},
-        lambda prompt: [transformers.SuppressTokensLogitsProcessor([0, 5, 5, 29])],
-    ),
+    "repetition_penalty": ({"repetition_penalty": 1.3}, hf("RepetitionPenalty", 1.3)),
+    "repetition_reward": ({"repetition_penalty": 0.7}, hf("RepetitionPenalty", 0.7)),
+    "bad_words_ids": ({"bad_words_ids": WORDS}, hf("NoBadWords", WORDS, list(EOS))),
+    "suppress_tokens": ({"suppress_tokens": [0, 5, 5, 29]}, hf("SuppressTokens", [0, 5, 5, 29])),
     "allowed_token_ids": (
         {"allowed_token_ids": [2, 3, 3, 28]},
-        lambda prompt: [transformers.PrefixConstrainedLogitsProcessor(lambda batch, ids: [2, 3, 28], 1)],
+        hf("PrefixConstrained", lambda batch, ids: [2, 3, 28], 1),
     ),
     "logit_bias": (
         {"logit_bias": {4: 2.5, 0: -100.0, 29: 0.1}},
-        lambda prompt: [transformers.SequenceBiasLogitsProcessor({(4,): 2.5, (0,): -100.0, (29,): 0.1})],
+        hf("SequenceBias", {(4,): 2.5, (0,): -100.0, (29,): 0.1}),
     ),
 }
+for size in (1, 2, 3, 5, 40):
+    CASES[f"no_repeat_ngram_size={size}"] = {"no_repeat_ngram_size": size}, hf("NoRepeatNGram", size)
+for count in (1, 3, 9):
+    CASES[f"min_tokens={count}"] = (
+        {"min_tokens": count},
+        lambda prompt, count=count: hf("MinNewTokensLength", prompt, count, list(EOS))(prompt),
+    )
 # All of them at once, in the order of transformers' generate.
 ORDER = ["logit_bias", "repetition_penalty", "no_repeat_ngram_size=2", "bad_words_ids", "min_tokens=9"]
 ORDER += ["allowed_token_ids", "suppress_tokens"]
