@@ -151,7 +151,6 @@ def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, llm, seed)
 
 
 def test_what_a_search_leaves_in_the_cache_is_what_it_says(folder):
-    """Prompts that go on from a finished search find its rows; their results are those without a cache."""
     with LLM(str(folder), prefix_cache_seqs=8) as cached, LLM(str(folder), prefix_cache_seqs=0) as fresh:
         found = cached.generate([PROMPT], SamplingParams(num_beams=6, n=6, max_tokens=10))[0].outputs
         prompts = [PROMPT + completion.token_ids[: 2 + i] for i, completion in enumerate(found)]

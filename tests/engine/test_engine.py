@@ -25,7 +25,6 @@ def sampled(**fields) -> SamplingParams:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
-    """After every test that used the shared engine, each row is free and nobody waits."""
     yield
     if "llm" in request.fixturenames:
         scheduler = request.getfixturevalue("llm").engine.scheduler
@@ -58,7 +57,6 @@ def ids_of(output, sample: int = 0) -> list[int]:
 
 
 def generate_one(llm: LLM, prompt, params=GREEDY):
-    """The first sample of one prompt."""
     (output,) = llm.generate(prompt, params)
     return output.outputs[0]
 
@@ -83,7 +81,6 @@ def test_output_of_token_ids(llm):
 
 
 def test_outputs_stand_in_the_prompts_order(llm):
-    """More prompts than rows, texts and ids mixed, each with its own parameters, which end them at all times."""
     prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), "", PROMPTS[3], [5], PROMPTS[4], np.array([6, 7])]
     params = [SamplingParams(max_tokens=n) for n in (20, 1, 7, 2, 11, 3, 5)]
     outputs = llm.generate(prompts, params)
@@ -139,7 +136,6 @@ def test_closing_generate_as_finished_frees_the_rows(llm):
 
 @pytest.mark.parametrize("n", [2, 6])
 def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
-    """Sample i is decided by the seed and i, not by n."""
     (output,) = llm.generate(PROMPTS[0], sampled(n=n))
     assert [sample.index for sample in output.outputs] == list(range(n))
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == n
@@ -281,7 +277,6 @@ def test_a_stream_comes_one_token_at_a_time_and_frees_its_slot_when_it_is_closed
 
 
 def test_everything_may_run_inside_a_stream(llm):
-    """generate, other streams and logits between two tokens: each gets what it would get alone."""
     alone = {prompt: generate_one(llm, prompt, sampled(max_tokens=25)).token_ids for prompt in PROMPTS}
     logits = llm.logits([1, 2, 3])
     first, second = (llm.stream(prompt, sampled(max_tokens=25)) for prompt in PROMPTS[:2])

@@ -37,7 +37,6 @@ def llm(small_demo):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
-    """Check after every test that each slot of the shared engine is free."""
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
@@ -400,7 +399,6 @@ def single(small_demo):
 
 
 def later(monkeypatch) -> None:
-    """Move the clock on by 1000 seconds."""
     now = time.perf_counter
     monkeypatch.setattr("time.perf_counter", lambda: now() + 1000)
 

@@ -39,14 +39,12 @@ def folder(name, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(folder, device):
-    """One request at a time, and nothing is kept in between."""
     with LLM(folder, device=device, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def busy(folder, device):
-    """Steps of few tokens, with all kinds of sequences in them."""
     with LLM(folder, device=device, max_num_seqs=4, max_num_batched_tokens=7, prefix_cache_seqs=3) as llm:
         yield llm
 

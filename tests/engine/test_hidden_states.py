@@ -1,8 +1,5 @@
 """Hidden states, attention maps and embeddings, against those of transformers."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -55,39 +52,33 @@ def embeddings_of(variant: str, prompts: list[list[int]], pooling: str) -> np.nd
     return np.stack([pooled(x) for x in states])
 
 
-@dataclass(frozen=True)
-class Case:
-    variant: str
-    folder: Path
-
-
-@pytest.fixture(scope="module", params=VARIANTS, ids=str)
-def case(request, tmp_path_factory) -> Case:
-    folder = write_model(tmp_path_factory.mktemp(request.param), **SIZES | VARIANTS[request.param])
-    return Case(request.param, folder)
+@pytest.fixture(scope="module", params=VARIANTS)
+def variant(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
-def llm(request, case):
-    with LLM(str(case.folder), device=request.param, max_num_seqs=2, max_num_batched_tokens=40) as llm:
+def llm(request, variant, tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp(variant), **SIZES | VARIANTS[variant])
+    with LLM(str(folder), device=request.param, max_num_seqs=2, max_num_batched_tokens=40) as llm:
         yield llm
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_they_equal_those_of_transformers(case, llm, length):
+def test_they_equal_those_of_transformers(variant, llm, length):
     ids = ids_of(length)
-    states, wanted = llm.hidden_states(ids), hidden_states_of(case.variant, ids)
+    states, wanted = llm.hidden_states(ids), hidden_states_of(variant, ids)
     assert states.dtype == np.float32
     np.testing.assert_allclose(states, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
     maps = llm.attentions(ids)
     assert maps.dtype == np.float32
-    np.testing.assert_allclose(maps, attentions_of(case.variant, ids), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(maps, attentions_of(variant, ids), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean", "sum"])
-def test_embeddings_are_pooled_last_hidden_states(case, llm, pooling):
+def test_embeddings_are_pooled_last_hidden_states(variant, llm, pooling):
     prompts = [ids_of(length) for length in LENGTHS]
-    expected = embeddings_of(case.variant, prompts, pooling)
+    expected = embeddings_of(variant, prompts, pooling)
     vectors = llm.embed(prompts, pooling)
     assert (vectors.shape, vectors.dtype) == (expected.shape, np.float32)
     np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE * max(1, np.abs(expected).max() / 10))

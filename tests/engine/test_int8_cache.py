@@ -23,7 +23,6 @@ FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_siz
 
 @pytest.fixture(scope="module")
 def alone(small_demo):
-    """Runs one request at a time and keeps nothing in between."""
     with LLM(small_demo, **INT8, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 

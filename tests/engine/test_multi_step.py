@@ -80,7 +80,6 @@ def test_a_sequence_that_ends_before_the_last_step_takes_no_more(llm, calls):
 
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, heat):
-    """However many steps a call might take, they are as many as of single ones: a slot is free when its text ends."""
     prompts = [[i] for i in range(30)]
     free = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True)
     texts = [output.outputs[0].token_ids for output in llm.generate(prompts, free)]
@@ -180,8 +179,6 @@ def test_as_many_steps_as_the_last_ones_would_have_taken_in_the_time():
 
 
 class SlowRunner:
-    """A runner whose passes take a second each."""
-
     def __init__(self, runner, monkeypatch):
         self._runner, self.now = runner, 0.0
         monkeypatch.setattr("time.perf_counter", lambda: self.now)

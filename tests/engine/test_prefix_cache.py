@@ -29,8 +29,6 @@ def busy(request, small_demo):
 
 @dataclass(frozen=True)
 class Visit:
-    """A request, the step before which it comes, and how many steps later it is given up, if it is."""
-
     prompt: list[int]
     params: SamplingParams
     arrival: int
@@ -87,7 +85,6 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
 @given(visits=st.lists(visits, min_size=1, max_size=8))
 @settings(max_examples=12)
 def test_whoever_else_comes_and_goes(alone, busy, visits):
-    """Tokens, texts, logprobs: equal, not close."""
     got = busy.engine.call(lambda: run(busy, visits))
     scheduler = busy.engine.scheduler
     assert (scheduler.running, len(scheduler.waiting)) == ([], 0)

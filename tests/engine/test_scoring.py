@@ -41,7 +41,6 @@ def test_what_greedy_decoding_writes_is_greedy(llm):
 
 
 def harness_pair(encode, context: str, continuation: str) -> tuple[list[int], list[int]]:
-    """What EleutherAI's harness makes of a pair of texts."""
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
         continuation, context = context[-num_spaces:] + continuation, context[:-num_spaces]

@@ -52,7 +52,6 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory) -> Path:
-    """Another model of the same vocabulary, with fewer positions."""
     return write_model(tmp_path_factory.mktemp("draft"), "draft", **{**FIELDS, "n_layer": 1, "n_positions": 30})
 
 

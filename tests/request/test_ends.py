@@ -21,7 +21,6 @@ def end_of(sample):
 
 @pytest.fixture(scope="module")
 def pieces(llm):
-    """The texts of the greedy tokens, none of them empty."""
     pieces = [llm.tokenizer.decode([token_id]) for token_id in sample_of(llm).token_ids]
     assert all(pieces)
     return pieces

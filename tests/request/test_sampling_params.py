@@ -269,12 +269,8 @@ def test_unknown_field_is_refused_with_a_hint_or_where_to_look():
 
 
 def test_it_stays_an_ordinary_frozen_dataclass():
-    fields = {
-        "stop": "a",
-        "logit_bias": {5: 1},
-        "bad_words_ids": [[1]],
-        "repetition_detection": RepetitionDetection(2, 3),
-    }
+    loops = RepetitionDetection(2, 3)
+    fields = {"stop": "a", "logit_bias": {5: 1}, "bad_words_ids": [[1]], "repetition_detection": loops}
     params = SamplingParams(seed=3, **fields)
     assert dataclasses.replace(params, seed=4) == SamplingParams(seed=4, **fields)
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params

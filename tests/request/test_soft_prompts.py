@@ -27,8 +27,6 @@ EVERY = slice(None, None, 4)  # positions whose logits are compared
 
 @dataclass(frozen=True)
 class Tuned:
-    """A checkpoint, and a folder for each soft prompt of it."""
-
     base: str
     folders: dict[str, Path]
 
@@ -88,7 +86,6 @@ def llm(request, tuned):
 
 @pytest.fixture(scope="module")
 def alone(tuned):
-    """Runs one request at a time and keeps nothing in between."""
     with LLM(tuned.base, soft_prompts=tuned.folders, max_num_seqs=1, prefix_cache_seqs=0) as llm:
         yield llm
 
@@ -165,7 +162,6 @@ def busy(request, tuned):
 @given(visits=st.lists(visits, min_size=1, max_size=7))
 @settings(max_examples=15)
 def test_neighbours_change_nothing(alone, busy, tuned, visits):
-    """Tokens and logprobs: equal, not close."""
     base = ids_of(60)
     prompts = [base[:count] + tail for _, count, tail, _ in visits]
     params = [
@@ -196,7 +192,6 @@ def test_a_soft_prompt_is_read_once(tuned, name, alone, monkeypatch):
 
 
 def test_what_a_request_brings_along_pushes_nothing_out(tuned):
-    """Nobody can ask for it again."""
     prompt = ids_of(30)
     with LLM(tuned.base, soft_prompts=tuned.folders, prefix_cache_seqs=1) as llm:
         llm.generate([prompt], params_of("prompt"))
@@ -207,7 +202,6 @@ def test_what_a_request_brings_along_pushes_nothing_out(tuned):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_beams_and_scores(llm, tuned, name):
-    """A search and a scoring of what it found agree."""
     prompt = ids_of(9)
     (searched,) = llm.generate([prompt], params_of(name, num_beams=3, n=3, logprobs=0))
     found = llm.score(prompt, [sample.token_ids for sample in searched.outputs], soft_prompt=name)
@@ -230,7 +224,6 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slide_keeps_the_soft_prompt(alone, tuned, name):
-    """After it, tokens are those of a fresh run on what stayed."""
     prompt, params = ids_of(60), params_of(name, max_tokens=60, overflow="slide", stride=40)
     tokens = alone.generate([prompt], params)[0].outputs[0].token_ids
     assert len(tokens) == 60

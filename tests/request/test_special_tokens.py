@@ -43,7 +43,6 @@ def ids(llm) -> dict[bool, list[int]]:
 
 @pytest.fixture(params=[False, True], ids=["tokens", "split"])
 def case(request, llm, splitting, ids) -> tuple[LLM, list[int]]:
-    """An LLM, and what it should make of TEXT where it is told nothing more."""
     return (splitting if request.param else llm), ids[request.param]
 
 

@@ -146,7 +146,6 @@ requests = st.tuples(
 @given(batch=st.lists(requests, min_size=1, max_size=6))
 @settings(max_examples=5)
 def test_whoever_else_slides(llm, busy, batch):
-    """In any batch, any chunks, with what others computed: the same bits."""
     prompts, params = [TEXT[start : start + length] for start, length, _ in batch], [p for _, _, p in batch]
     outputs = busy.generate(prompts, params)
     for prompt, own, output in zip(prompts, params, outputs, strict=True):

@@ -24,7 +24,6 @@ Scorer = Callable[[list[int]], np.ndarray]  # token ids -> (V,) log probabilitie
 
 
 def search(scorer: Scorer, prompt: list[int], rules: BeamRules, **options) -> BeamSearch:
-    """A whole search, every beam computed from scratch."""
     beams = BeamSearch(rules, **options)
     while beams.beams:
         rows = [scorer(prompt + beam.token_ids) for beam in beams.beams]
@@ -96,7 +95,6 @@ def groups_of_transformers(seed: int, prompt: list[int], rules: dict[str, Any]) 
 
 
 def until_eos(token_ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
-    """Without what pads a sequence to the length of the longest."""
     ends = [i for i, token_id in enumerate(token_ids) if token_id in eos_token_ids]
     return token_ids[: ends[0] + 1] if ends else token_ids
 

@@ -56,7 +56,6 @@ def expected(language: set[bytes], written: bytes) -> set[int]:
 
 
 def check_by_brute_force(guidance, language: set[bytes], seed: int, **fields):
-    """Walk at random through the grammar, and compare at each step."""
     chosen = random.Random(seed)
     for _ in range(6):
         guide, written = guide_of(guidance, **fields), b""
@@ -131,7 +130,6 @@ def _spaced(items) -> str:
 
 
 def _with_gaps(text: str):
-    """The text with each of its spaces, and without."""
     parts = re.split("( )", text)
     return itertools.product(*[("", " ") if part == " " else (part,) for part in parts])
 

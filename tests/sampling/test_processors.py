@@ -55,7 +55,6 @@ def sequence_of(prompt, new, **fields):
 
 
 def process(backend, rows, sequences):
-    """All rows at once, as a step does it."""
     logits = np.stack(rows)
     of_rows = [SamplingState(sequence, logits.shape[1]) for sequence in sequences]
     for notes, sequence in zip(of_rows, sequences, strict=True):
@@ -66,7 +65,6 @@ def process(backend, rows, sequences):
 
 @recorded
 def processed(row, prompt, new, case):
-    """One row through the processors of one of CASES."""
     return through(row, prompt + new, *CASES[case][1](len(prompt)))
 
 

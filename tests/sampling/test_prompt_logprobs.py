@@ -51,7 +51,6 @@ def test_they_are_those_of_the_logits(llm, length, best):
     ids=str,
 )
 def test_whatever_else_is_asked_for(llm, alone, fields):
-    """Neither what is reported of the prompt nor what is generated changes."""
     with_them, without = asked(**fields), asked(**{**fields, "prompt_logprobs": None})
     (expected,) = alone.generate([PROMPT], asked())
     (output,) = llm.generate([PROMPT], with_them)
@@ -61,7 +60,6 @@ def test_whatever_else_is_asked_for(llm, alone, fields):
 
 @pytest.mark.usefixtures("single_steps")
 def test_logits_are_computed_only_where_they_are_wanted(monkeypatch, small_demo):
-    """One prompt pass for all samples, after which others may use what was computed."""
     with LLM(small_demo, max_num_seqs=8) as llm:
         batches = batches_of(llm, monkeypatch)
         llm.generate([PROMPT], asked(prompt_logprobs=None, max_tokens=1))
@@ -106,7 +104,6 @@ def busy(request, small_demo):
 @given(visits=st.lists(visits, min_size=1, max_size=6))
 @settings(max_examples=10)
 def test_neighbours_change_nothing(alone, busy, visits):
-    """Equal, not close; for those that ask and for those that do not."""
     prompts = [PROMPT[:count] + tail for count, tail, _ in visits]
     params = [asked(**fields) for _, _, fields in visits]
     for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):

@@ -34,7 +34,6 @@ SETTINGS += [(1.0, 1, 0.5), (1.0, 0, 1e-9), (1e-6, 0, 0.9), (1e6, 0, 0.3), (1.0,
 
 @recorded(varies=True)
 def warped(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0, typical_p=1, epsilon_cutoff=0, eta_cutoff=0):
-    """One row through the warpers that `generate` builds for these settings."""
     warpers = [TemperatureLogitsWarper(float(temperature))]
     warpers += [TopKLogitsWarper(int(top_k))] if top_k > 0 else []
     warpers += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
@@ -60,7 +59,6 @@ def one_row(backend, row, *setting, **others):
 
 
 def draw(backend, logits, *setting, seeds=0, sample_indices=0, positions=0, **others):
-    """`sample` with single settings spread over the rows."""
     numbers = [np.broadcast_to(number, len(logits)) for number in (seeds, sample_indices, positions)]
     return backend.sample(logits, warpers_of(len(logits), *setting, **others), *numbers)
 
