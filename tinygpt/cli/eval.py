@@ -274,7 +274,7 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
 
 
 def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
-    from tinygpt.evaluation.parity import check_transformers, compute_goldens, save_goldens
+    from tinygpt.evaluation.parity import compute_goldens, save_goldens
 
     room = llm.max_model_len
     if args.input is None:  # ids all over the vocabulary, the same in every run
@@ -283,7 +283,6 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
     else:
         prompts = _read_prompts(Path(args.input), llm)
     num_greedy = [min(args.max_tokens, room - len(prompt)) for prompt in prompts]
-    check_transformers()
     log("computing with transformers")
     goldens = compute_goldens(folder, prompts, num_greedy, thread_count(args.threads), args.layers)
     if args.save_golden is not None:

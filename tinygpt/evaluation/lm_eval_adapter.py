@@ -77,8 +77,12 @@ class TinyGPTLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return texts' log probabilities, in windows without overlap."""
-        windows = [(i, *window) for i, request in enumerate(requests) for window in self._windows(*request.args)]
-        totals = [0.0] * len(requests)
+        windows, totals = [], [0.0] * len(requests)
+        for i, request in enumerate(requests):
+            (text,) = request.args
+            token_ids = self.tok_encode(text)
+            found = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
+            windows += [(i, *make_disjoint_window(window)) for window in found]
         for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
             totals[i] += logprob
         return totals
@@ -91,11 +95,6 @@ class TinyGPTLM(TemplateLM):
         room = self.max_length + 1 - len(continuation)  # the last token needs no position
         (score,) = self.llm.score(context[-max(room, 1) :], [continuation])
         return score.cumulative_logprob, score.is_greedy
-
-    def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
-        token_ids = self.tok_encode(text)
-        windows = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
-        return [make_disjoint_window(window) for window in windows]
 
     def _generate(self, request: Any) -> str:
         context, given = request.args

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,14 @@ from tinygpt.errors import CheckpointError, RequestError, how_to_install
 from tinygpt.weights.files import read_json_object
 
 FORMAT = "tinygpt golden 1"
+# Dtype and number of dimensions of a golden's arrays in a file.
+ARRAYS = {
+    "token_ids": (np.int64, 1),
+    "logits": (np.float32, 2),
+    "greedy_ids": (np.int64, 1),
+    "greedy_leads": (np.float64, 1),
+    "hidden_states": (np.float32, 3),
+}
 TOP = 20
 
 
@@ -79,17 +86,6 @@ class Parity:
         return failures
 
 
-def check_transformers() -> None:
-    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
-        raise _unusable(f"no {' and no '.join(missing)} here")
-
-
-def _unusable(why: object) -> RequestError:
-    return RequestError(
-        f"torch and transformers are needed ({why}): {how_to_install('parity')}, or give --golden a file."
-    )
-
-
 def compute_goldens(
     path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
 ) -> list[Golden]:
@@ -102,7 +98,8 @@ def compute_goldens(
         from transformers import AutoModelForCausalLM, GPT2LMHeadModel
         from transformers.utils import logging
     except ImportError as error:
-        raise _unusable(error) from error
+        install = f"{how_to_install('parity')}, or give --golden a file"
+        raise RequestError(f"torch and transformers are needed ({error}): {install}.") from error
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
     has_type = "model_type" in read_json_object(path / "config.json")  # GPT-2's first files have none
@@ -142,12 +139,9 @@ def save_goldens(path: Path, goldens: Sequence[Golden]) -> None:
     """Write an .npz file. Raise OSError if that fails."""
     arrays = {"format": np.array(FORMAT)}
     for i, golden in enumerate(goldens):
-        arrays[f"token_ids.{i}"] = np.array(golden.token_ids, np.int64)
-        arrays[f"logits.{i}"] = golden.logits
-        arrays[f"greedy_ids.{i}"] = np.array(golden.greedy_ids, np.int64)
-        arrays[f"greedy_leads.{i}"] = np.array(golden.greedy_leads, np.float64)
-        if golden.hidden_states is not None:
-            arrays[f"hidden_states.{i}"] = golden.hidden_states
+        for name, (dtype, _) in ARRAYS.items():
+            if (values := getattr(golden, name)) is not None:
+                arrays[f"{name}.{i}"] = np.array(values, dtype)
     with path.open("wb") as file:
         np.savez_compressed(file, **arrays)
 
@@ -165,19 +159,14 @@ def load_goldens(path: Path) -> list[Golden]:
 
 
 def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
-    def array(name: str, dtype: type, ndim: int) -> np.ndarray:
-        found = arrays[f"{name}.{i}"]  # bytes if the archive's entry is no array
-        if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != ndim:
-            raise ValueError(name)
-        return found
-
-    return Golden(
-        array("token_ids", np.int64, 1).tolist(),
-        array("logits", np.float32, 2),
-        array("greedy_ids", np.int64, 1).tolist(),
-        array("greedy_leads", np.float64, 1).tolist(),
-        array("hidden_states", np.float32, 3) if f"hidden_states.{i}" in arrays else None,
-    )
+    fields: dict[str, Any] = {"hidden_states": None}
+    for name, (dtype, ndim) in ARRAYS.items():
+        if name not in fields or f"{name}.{i}" in arrays:
+            found = arrays[f"{name}.{i}"]  # bytes if the archive's entry is no array
+            if not isinstance(found, np.ndarray) or found.dtype != dtype or found.ndim != ndim:
+                raise ValueError(name)
+            fields[name] = found.tolist() if ndim == 1 else found
+    return Golden(**fields)
 
 
 def compare(
@@ -198,8 +187,8 @@ def compare(
         num_positions=sum(map(len, gaps)),
         num_greedy_tokens=sum(len(golden.greedy_ids) for golden in goldens),
         logits=_difference(gaps),
-        top_1=_share([expected.argmax(-1) == ours.argmax(-1) for expected, ours in pairs]),
-        top_20=_share([_top_agreement(expected, ours) for expected, ours in pairs]),
+        top_1=float(np.concatenate([expected.argmax(-1) == ours.argmax(-1) for expected, ours in pairs]).mean()),
+        top_20=float(np.concatenate([_top_agreement(expected, ours) for expected, ours in pairs]).mean()),
         divergences=_divergences(goldens, greedy_ids),
         by_position=_by_position(gaps),
         by_layer=by_layer,
@@ -209,10 +198,6 @@ def compare(
 def _difference(gaps: Sequence[np.ndarray]) -> Difference:
     total = sum(gap.sum(dtype=np.float64) for gap in gaps)
     return Difference(float(np.max([gap.max() for gap in gaps])), float(total / sum(gap.size for gap in gaps)))
-
-
-def _share(agreements: Sequence[np.ndarray]) -> float:
-    return float(np.concatenate(agreements).mean())
 
 
 def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:

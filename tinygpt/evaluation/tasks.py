@@ -46,23 +46,6 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Window:
-    """Tokens [begin, stop) of a text, new from `first` on."""
-
-    begin: int
-    first: int
-    stop: int
-
-    @property
-    def first_predicted(self) -> int:
-        return max(self.first, self.begin + 1)  # the first has no context
-
-    @property
-    def weight(self) -> int:
-        return self.stop - self.first - 1  # as in Hugging Face's page
-
-
-@dataclass(frozen=True)
 class Lambada:
     """Results of one protocol. perplexity: exp of the mean loss of a word or token."""
 
@@ -87,16 +70,15 @@ def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm
     token_ids = llm.read_prompt(text).token_ids
     if len(token_ids) < 2:
         raise RequestError("the text has less than two tokens: each is predicted from the tokens before it.")
-    windows = [w for w in windows_of(len(token_ids), llm.max_model_len, stride) if w.weight]
+    windows = [window for window in _windows(len(token_ids), llm.max_model_len, stride) if window[-1]]
 
-    def loss_of(window: Window) -> float:
-        context = token_ids[window.begin : window.first_predicted]
-        (score,) = llm.score(context, [token_ids[window.first_predicted : window.stop]])
-        return -score.mean_logprob
+    def weighted_loss(window: tuple[int, int, int, int]) -> float:
+        begin, first, stop, weight = window
+        (score,) = llm.score(token_ids[begin:first], [token_ids[first:stop]])
+        return -score.mean_logprob * weight
 
-    losses = map_together(loss_of, windows, use_tqdm, "windows")
-    total = math.fsum(loss * window.weight for loss, window in zip(losses, windows, strict=True))
-    loss = total / sum(window.weight for window in windows)
+    total = math.fsum(map_together(weighted_loss, windows, use_tqdm, "windows"))
+    loss = total / sum(weight for *_, weight in windows)
     return Perplexity(loss, len(token_ids), max(len(text.split()), 1), len(text.encode()))
 
 
@@ -105,11 +87,12 @@ def check_stride(llm: LLM, stride: int) -> None:
         raise invalid("stride", stride, f"from 1 to {llm.max_model_len}, the tokens of a window")
 
 
-def windows_of(num_tokens: int, size: int, stride: int) -> Iterator[Window]:
+def _windows(num_tokens: int, size: int, stride: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield a window's begin, first predicted token, end, and weight in the mean, as in Hugging Face's page."""
     first = 0
     for begin in range(0, num_tokens, stride):
         stop = min(begin + size, num_tokens)
-        yield Window(begin, first, stop)
+        yield begin, max(first, begin + 1), stop, stop - first - 1  # the first token of a text has no context
         first = stop
         if stop == num_tokens:
             return
@@ -133,19 +116,18 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
         (of_token,) = llm.score(token_ids[:-1], [token_ids[-1:]])
         return of_word, of_token
 
-    of_words, of_tokens = zip(*map_together(scores_of, texts, use_tqdm, "rows"), strict=True)
-    return [_summary(LAST_WORD, of_words), _summary(LAST_TOKEN, of_tokens)]
+    found = []
+    by_protocol = zip(*map_together(scores_of, texts, use_tqdm, "rows"), strict=True)
+    for protocol, scores in zip((LAST_WORD, LAST_TOKEN), by_protocol, strict=True):
+        loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
+        found.append(Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss)))
+    return found
 
 
 def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
     """Yield function(item) in order, NUM_TOGETHER at once."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
-
-
-def _summary(protocol: str, scores: Sequence[ContinuationScore]) -> Lambada:
-    loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
-    return Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss))
 
 
 def _exp(x: float) -> float:
