@@ -6,10 +6,9 @@
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
     python scripts/bench_peers.py --dtypes float32 int8 --batch-sizes 1 2 4 8 16 32 --plot tokens_per_second.svg
 
-Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process. Engines
-take turns, so that a slow moment of the machine hits all of them. The table has milliseconds for each decode step, or
-for a prefill: the best of the repeats, and the median. The ratio is the best peer's best time over ours. The limits of
-the machine are measured in the same turns. A peer that cannot be installed or fails is listed with the reason.
+Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process, and they
+take turns. The table has milliseconds for each decode step, or for a prefill: the best of the repeats, and the median.
+The ratio is the best peer's best time over ours. A peer that cannot be installed or fails is listed with the reason.
 """
 
 import argparse
@@ -19,9 +18,9 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -97,7 +96,7 @@ class Results:
 def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None) -> tuple[float, str]:
     """Return the shortest time in milliseconds and its limit: reading all bytes once, or multiplying at the peak."""
     model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.TILES[dtype])
-    # A prefill attends to half of its positions on average; it reads keys and values from the CPU's caches.
+    # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
     tokens = case.batch * (case.prompt if case.is_prefill else 1)
     cached = 0 if case.is_prefill else work.kv_cache_bytes(model, cache or work.CACHES[dtype], case.batch * positions)
@@ -125,33 +124,29 @@ class Engines:
 
     def last_logits(self) -> dict[str, list[float]]:
         """Return each engine's logits after one prompt, which show whether all run the same model."""
-        found, (ids,) = {}, self._token_ids(1, AGREEMENT_PROMPT)
-        for name in list(self.workers):
-            with self._absent_on_error(name):
-                found[name] = self.workers[name].call("last_logits", ids=ids)
-        return found
+        (ids,) = self._token_ids(1, AGREEMENT_PROMPT)
+        found = {name: self._call(name, "last_logits", ids=ids) for name in list(self.workers)}
+        return {name: logits for name, logits in found.items() if logits is not None}
 
     def measure(self, case: Case, repeats: int) -> Row:
         """Time each engine in turn, `repeats` times after a warm-up."""
         row = Row(case.name, self.dtype, case.batch, case.is_prefill, {name: [] for name in self.workers})
         ids = self._token_ids(case.batch, case.prompt)
-        call = ("prefill_ms", {"ids": ids}) if case.is_prefill else ("step_ms", {"ids": ids, "new": case.new})
+        call, arguments = ("prefill_ms", {}) if case.is_prefill else ("step_ms", {"new": case.new})
         for turn in range(1 + repeats):
             for name in list(self.workers):
-                time.sleep(PAUSE)
-                with self._absent_on_error(name):
-                    row.ms[name] += [self.workers[name].call(call[0], **call[1])] * (turn > 0)
+                ms = self._call(name, call, ids=ids, **arguments)
+                row.ms[name] += [ms] * (turn > 0 and ms is not None)
             if OURS.name in self.workers:
-                time.sleep(PAUSE)
-                with self._absent_on_error(OURS.name):
-                    now = self.workers[OURS.name].call("limits")
-                    self.limits = {kind: max(rate, self.limits.get(kind, 0)) for kind, rate in now.items()}
+                now = self._call(OURS.name, "limits") or {}
+                self.limits |= {kind: max(rate, self.limits.get(kind, 0)) for kind, rate in now.items()}
         return row
 
-    @contextmanager
-    def _absent_on_error(self, name: str):
+    def _call(self, name: str, method: str, **arguments: Any) -> Any:
+        """Return the result of an engine's method; None if it fails, and the engine is absent from then on."""
+        time.sleep(PAUSE)
         try:
-            yield
+            return self.workers[name].call(method, **arguments)
         except PeerError as error:
             self.setup.absent[name, self.dtype] = str(error)
             say(f"{name} {self.dtype} is absent: {error}")

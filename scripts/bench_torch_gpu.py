@@ -12,6 +12,7 @@ import argparse
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers import GPT2LMHeadModel, StaticCache
 
 # tinygpt is next to scripts/, installed or not.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from scripts.peers.setup import make_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table
-from tinygpt.weights.checkpoint import SHAPES, open_random
-from tinygpt.weights.stored.export import parts_of
+from tinygpt.weights.checkpoint import SHAPES
 
 PREFILL = 1023
 CHECK_PROMPT = 32
@@ -35,16 +36,9 @@ CHECK_PROMPT = 32
 
 def build_model(shape: str, dtype: str, device: str) -> GPT2LMHeadModel:
     """Return transformers' GPT-2 with the tensors of random:SHAPE."""
-    checkpoint = open_random(f"random:{shape}")
-    sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head")}
-    with torch.device("meta"):  # draws no weights
-        model = GPT2LMHeadModel(GPT2Config(**sizes))
-    tensors = {
-        part.name: torch.from_numpy(np.ascontiguousarray(part.array())).to(device, getattr(torch, dtype))
-        for part in parts_of(checkpoint)
-    }
-    model.load_state_dict(tensors | {"lm_head.weight": tensors["transformer.wte.weight"]}, assign=True)
-    return model.eval()
+    with tempfile.TemporaryDirectory() as folder:
+        make_checkpoint(f"random:{shape}", Path(folder))
+        return GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).to(device).eval()
 
 
 class Eager:

@@ -1,8 +1,7 @@
 """Take the README's picture of the server's page: python scripts/page_picture.py [--output FILE] [--seed N]
 
-Serves the demo, continues a text in a headless Chromium, and opens the candidates of a token for which the model had a
-better one. `--seed` is that of the story. Needs the extras `serve` and `page`, Pillow, a Chromium, and the fonts
-fonts-sil-charis and fonts-inter of Debian.
+Continues a text in a headless Chromium, and opens the candidates of a token that was not the model's best. `--seed` is
+the story's. Needs the extras `serve` and `page`, Pillow, a Chromium, and Debian's fonts-sil-charis and fonts-inter.
 """
 
 import argparse

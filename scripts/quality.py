@@ -4,13 +4,10 @@
     python scripts/quality.py TEXT --outliers --calibrate TEXT2    # and versions of it with outliers, and calibrated
     python scripts/quality.py TEXT --model FOLDER --windows 8
 
-The perplexity is that of the tokens of each window after its first. KL is the mean over all positions of the
-Kullback-Leibler divergence of the dtype's next-token distribution from float32's, in nats.
-
-A version with outliers has a few channels or neurons far larger than the rest, as trained models have; an edit reverts
-its effect elsewhere, so that the function stays nearly the same. Matrices are (in, out), as in Conv1D. Sources of "like
-GPT-2": Timkey and van Schijndel (EMNLP 2021), Kovaleva et al. (BERT Busters, 2021), Dettmers et al. (LLM.int8(), 2022),
-Sun et al. (COLM 2024).
+KL is the mean Kullback-Leibler divergence of next-token distributions from float32's, in nats. A version with outliers
+has a few far larger channels or neurons, as trained models have; an edit reverts its effect elsewhere, so that the
+function stays nearly the same. Matrices are (in, out), as in Conv1D. Sources of "like GPT-2": Timkey and van Schijndel
+(EMNLP 2021), Kovaleva et al. (BERT Busters, 2021), Dettmers et al. (LLM.int8(), 2022), Sun et al. (COLM 2024).
 """
 
 import argparse
@@ -124,8 +121,7 @@ def amplify_values(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], level: float) -> None:
     """Move three neurons in every layer to around `level`, far above the bend of GELU.
 
-    gelu(h) = gelu(-h) + gelu(level + h) - level. Neuron i becomes the first term, a spare neuron the second, and the
-    bias of c_proj takes the third. Spare neurons have the least weight; their effect is lost.
+    gelu(h) = gelu(-h) + gelu(level + h) - level: the neuron, a spare one of the least weight, and c_proj's bias.
     """
     for layer in range(checkpoint.config.n_layer):
         name = f"h.{layer}.mlp"
@@ -140,10 +136,7 @@ def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
 
 
 def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe") -> None:
-    """Move three channels of the residual stream by `offsets` in wpe or wte.
-
-    Weights of layer norms grow by the mean ratio of the stds, and their biases take out the constant.
-    """
+    """Move three channels of the residual stream by `offsets`; layer norms grow by the ratio of the stds."""
     channels, stds = outlier_channels(checkpoint.config.n_embd), residual_stds(checkpoint, token_ids)
     tensors[f"{embedding}.weight"][:, channels] += offsets.astype(np.float32)
     for norm, std in stds.items():
@@ -202,7 +195,7 @@ EXTREMES: dict[str, Edit] = {
 
 
 def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -> str:
-    """Write an edited copy of a checkpoint into a new folder; the edit may measure on token_ids."""
+    """Write an edited copy of a checkpoint into a new folder."""
     checkpoint = open_checkpoint(model)
     shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     tensors = {part.short_name: np.array(part.array()) for part in parts_of(checkpoint)}

@@ -1,10 +1,9 @@
 """Make the outputs that READMEs show: python scripts/readme_outputs.py [--check]
 
-Runs the shell sessions (blocks that begin with "$ ") without `pip` lines, and the Python examples without Ray, of
-README.md and tinygpt/README.md, and writes their output: after a command, or into the block after an example. Kernels
-compile anew, as on a first run. Examples that ask a server get one on port 8000 (extra `serve`; curl and openai if they
-are used; an example whose program is missing stays as it is). --check writes nothing; the exit code is 1 if anything
-but times, rates, numbers of kernels and line breaks differs.
+Runs the shell sessions (blocks that begin with "$ ") but `pip`, and the Python examples without Ray, of README.md and
+tinygpt/README.md. Kernels compile anew. Examples that ask a server get one on port 8000 (extra `serve`); an example
+whose program is missing stays as it is. --check writes nothing; the exit code is 1 if anything but times, rates,
+numbers of kernels and line breaks differs.
 """
 
 import argparse

@@ -4,10 +4,9 @@
     python scripts/soak.py --server             # to `tinygpt serve` in another process, through RemoteLLM
     mpiexec -n 2 python scripts/soak.py --requests 2000 --tensor-parallel 2     # over ranks of this machine
 
-Requests differ in length, sampling and number of samples. A sixth are cancelled, some run out of time, some are
-impossible, and all come through a bounded queue. Exits with 1 if a request was not answered, a sample still runs or
-waits at the end, a repeated request differed, or the memory of the engine's processes grew by more than 2 % after the
-first fifth. Memory is read from /proc, so this needs Linux.
+A sixth of the requests are cancelled, some run out of time, some are impossible, and all come through a bounded queue.
+Exits with 1 if a request was not answered, a sample still runs or waits at the end, a repeated request differed, or the
+memory of the engine's processes grew by more than 2 % after the first fifth. Needs Linux's /proc.
 """
 
 import argparse

@@ -13,7 +13,6 @@ from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 
 NUM_TOGETHER = 8  # threads that share the engine's steps
-LAST_WORD, LAST_TOKEN = "last word", "last token"
 # ROUGE as FasterTransformer's summarization example.
 PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
@@ -118,7 +117,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
 
     found = []
     by_protocol = zip(*map_together(scores_of, texts, use_tqdm, "rows"), strict=True)
-    for protocol, scores in zip((LAST_WORD, LAST_TOKEN), by_protocol, strict=True):
+    for protocol, scores in zip(("last word", "last token"), by_protocol, strict=True):
         loss = -math.fsum(score.cumulative_logprob for score in scores) / len(scores)
         found.append(Lambada(protocol, len(scores), sum(score.is_greedy for score in scores), _exp(loss)))
     return found
