@@ -31,18 +31,17 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
     """Return the checkpoint that a source holds: each tensor is used, or ignored by name, and none is absent.
 
-    Raise one CheckpointError that lists everything missing, unexpected, misshapen or of a dtype that cannot be used.
-    Ties are transformers' own: a tied checkpoint may keep the matrix under either name, and a head in the files that
-    differs from the embedding is used whatever `tie_word_embeddings` says.
+    Raise one CheckpointError that lists all that does not fit. Ties are transformers' own: a tied checkpoint may keep
+    the matrix under either name, and a head that differs from the embedding is used whatever config.json says.
     """
     tensors = list(family.named(source))
     found = _Found(family, tensors, family.parts(source))
     rules = dict(family.rules(source, config))
     if config.tie_word_embeddings and HEAD in rules:
         if not found.has(rules[HEAD].sources):
-            rules = {name: rule for name, rule in rules.items() if name != HEAD}
+            del rules[HEAD]
         elif not found.has(rules[EMBEDDING].sources):
-            rules = rules | {EMBEDDING: rules[HEAD]}
+            rules[EMBEDDING] = rules[HEAD]
     shapes = parameter_shapes(config)
     problems = found.problems(rules, shapes, family.described_by)
     if any(problems.values()):
@@ -56,7 +55,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         stored,
         config.tie_word_embeddings and _head_is_embedding(stored),
         tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
-        (*found.quirks(rules), *family.quirks(source, config)),
+        (*_made_up(rules), *family.quirks(source, config)),
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         partial(family.tokenizer, source),
     )
@@ -79,7 +78,7 @@ class _Found:
         return all(name in self.tensors for name in names)
 
     def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
-        if rule.default is not None and self._is_left_out(rule):
+        if rule.default is not None:
             return DefaultTensor(shape, rule.default)
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
@@ -98,11 +97,12 @@ class _Found:
                 misshapen.append((name, f" is {tensor.shape} and {described_by} asks for {wanted}"))
         known = {name for rule in rules.values() for name in rule.sources}
         unknown = [one for name, parts in self.tensors.items() if name not in known for one in parts.values()]
+        unexpected = [(one.file_name, "") for one in unknown]
+        unexpected += [(one.file_name, f" (a second {one.name})") for one in self.twice]
         copies = {name for rule in rules.values() if rule.transform.axis is None for name in rule.sources}
         return {
             "missing": missing,
-            "unexpected": [(one.file_name, "") for one in unknown]
-            + [(one.file_name, f" (a second {one.name})") for one in self.twice],
+            "unexpected": unexpected,
             "misshapen": misshapen,
             "of a dtype that is not implemented": unreadable,
             "not the same in all parts": [
@@ -112,27 +112,23 @@ class _Found:
 
     def _wanted(self, rules: Mapping[str, Rule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         for parameter, rule in rules.items():
-            if self._is_left_out(rule):
-                continue
             parts = self._parts_of(rule)
             wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
             yield from ((name, part, wanted) for name in rule.sources for part in parts)
-
-    def quirks(self, rules: Mapping[str, Rule]) -> list[str]:
-        left_out = [name for name, rule in rules.items() if self._is_left_out(rule)]
-        return [f"made up: {listed(left_out, 3)}, which the files leave out"] if left_out else []
 
     def _unlike(self, name: str) -> list[int]:
         copies = {part: one.tensor for part, one in self.tensors.get(name, {}).items()}
         first = copies.pop(0, None)
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
 
-    def _is_left_out(self, rule: Rule) -> bool:
-        return rule.default is not None and not any(name in self.tensors for name in rule.sources)
-
     def _parts_of(self, rule: Rule) -> range:
         """All parts of a divided parameter; the first of a whole one, of which each part has a copy."""
         return range(self.parts if rule.transform.axis is not None else 1)
+
+
+def _made_up(rules: Mapping[str, Rule]) -> list[str]:
+    names = [name for name, rule in rules.items() if rule.default is not None]
+    return [f"made up: {listed(names, 3)}, which the files leave out"] if names else []
 
 
 def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
@@ -161,9 +157,8 @@ def _explain(path: Path, family: Family, problems: Problems) -> str:
         [
             f"{path} does not hold the {family.name} that {family.described_by} describes.",
             *lines,
-            *[family.advice] * bool(family.advice),
-            "Download the checkpoint again, all of it from one place; if its parts belong together, the model is not a "
-            f"plain {family.name} and cannot be loaded.",
+            *filter(None, [family.advice]),
+            f"Download the checkpoint again, all of one place; only a plain {family.name} can be loaded.",
         ]
     )
 

@@ -133,7 +133,7 @@ def queries_keys_values(order: str, head_size: int) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors of a parameter, by their names in the tables. default: makes one that files may leave out."""
+    """The tensors of a parameter, by their names in the tables. default: makes one that files leave out."""
 
     sources: tuple[str, ...]
     transform: Transform = AS_IS
@@ -179,14 +179,13 @@ class Names:
 class Layout:
     """transformers' layout of a family, which `convert` writes.
 
-    file_name: from a name in the rules to that in files; short_name: back, without wrappers. is_in_out: matrices of
-    layers are (in, out) in files. has_defaults: files may leave out parameters. config_json: for models without one.
+    file_name: from a name in the rules to that in files; short_name: back, without wrappers. has_defaults: files may
+    leave out parameters. config_json: for models without one.
     """
 
     rules: Callable[[ModelConfig], Mapping[str, Rule]]
     file_name: Callable[[str], str]
     short_name: Callable[[str], str]
-    is_in_out: bool = False
     has_defaults: bool = True
     config_json: Callable[[ModelConfig], dict[str, Any]] | None = None
 

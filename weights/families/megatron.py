@@ -1,4 +1,4 @@
-"""GPT as Megatron-LM trains it, in any of its versions and on any number of GPUs, and as NeMo packs it.
+"""GPT as Megatron-LM and DeepSpeed train it, in any version, on any number of GPUs, and as NeMo packs it.
 
 Three things have changed over the years, each independently: the names of layers, the names of their attention, and the
 order of the rows of queries, keys and values (`checkpoint_version`, which the first files lack).
@@ -7,12 +7,13 @@ order of the rows of queries, keys and values (`checkpoint_version`, which the f
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tinygpt.weights.config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
 from tinygpt.weights.containers.torch_pickle import fields_of
-from tinygpt.weights.errors import shown
+from tinygpt.weights.errors import listed, shown
 from tinygpt.weights.families.config_fields import NONE, Shapes, config_of_parts
 from tinygpt.weights.families.family import (
     NO_BIAS,
@@ -21,7 +22,6 @@ from tinygpt.weights.families.family import (
     Names,
     Rule,
     Source,
-    Transform,
     as_is,
     queries_keys_values,
     split_name,
@@ -107,17 +107,12 @@ def parts_of(source: Source) -> int:
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
 _ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
 # Settings that change the arithmetic, and their allowed values.
+_NEVER = ("swiglu", "squared_relu", "gated_linear_unit", "qk_layernorm", "multi_query_attention")
+_NEVER += ("apply_residual_connection_post_layernorm", "use_rotary_position_embeddings")
+_NEVER += ("apply_layernorm_1p",)  # whose weights are less by 1
 _ALLOWED: dict[str, tuple] = {
-    "swiglu": (False,),
-    "squared_relu": (False,),
-    "gated_linear_unit": (False,),
-    "qk_layernorm": (False,),
-    "apply_layernorm_1p": (False,),  # whose weights are less by 1
-    "apply_residual_connection_post_layernorm": (False,),
-    "use_rotary_position_embeddings": (False,),
-    "num_experts": (0,),
-    "expert_num": (0,),
-    "multi_query_attention": (False,),
+    **dict.fromkeys(_NEVER, (False,)),
+    **dict.fromkeys(("num_experts", "expert_num"), (0,)),
     "normalize_attention_scores": (True,),
     "transformer_block_type": ("pre_ln",),
     "normalization": ("LayerNorm", "layernorm"),
@@ -236,6 +231,8 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
 _AXES = {"wte.weight": 0, "lm_head.weight": 0, "attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}
 _AXES |= {"mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0}
 _QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+_GATE = "mlp.deepspeed_moe.gate.wg.weight"
+_EXPERT = re.compile(r"experts\.\d+\.")
 
 
 def _config(source: Source) -> ModelConfig:
@@ -244,14 +241,27 @@ def _config(source: Source) -> ModelConfig:
     return config_of(source, settings, named(source))
 
 
-def rules_of(source: Source, config: ModelConfig, names: Iterable[str]) -> dict[str, Rule]:
+def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     version, without = _version_of(source), _without_bias(source)
     return {
-        name: NO_BIAS
-        if name.endswith(without)
-        else Rule((NAMES.of(name),), _transform(name, version, config.head_size))
-        for name in names
+        name: NO_BIAS if name.endswith(without) else _rule(name, version, config.head_size)
+        for name in parameter_shapes(config)
     }
+
+
+def _rule(parameter: str, version: int, head_size: int) -> Rule:
+    layer, module, kind = split_name(parameter)
+    if module == "mlp.gate":
+        return Rule((f"layers.{layer}.{_GATE}",))
+    found = _EXPERT.search(module)
+    expert = found[0] if found else ""
+    module = module.replace(expert, "")
+    if expert and (module, kind) == ("mlp.c_proj", "bias"):
+        return NO_BIAS
+    name = NAMES.of(parameter.replace(expert, "")).replace("mlp.", f"mlp.{expert}")
+    if module == "attn.c_attn":
+        return Rule((name,), queries_keys_values(_ROW_ORDERS[version], head_size))
+    return Rule((name,), as_is(_AXES.get(f"{module}.{kind}")))
 
 
 def _without_bias(source: Source) -> tuple[str, ...]:
@@ -264,13 +274,6 @@ def _without_bias(source: Source) -> tuple[str, ...]:
         return ()
     has_queries = settings.get("add_qkv_bias", settings.get("qkv_bias")) is True
     return _LINEAR_BIASES if has_queries else (_QKV_BIAS, *_LINEAR_BIASES)
-
-
-def _transform(parameter: str, version: int, head_size: int) -> Transform:
-    _, module, kind = split_name(parameter)
-    if module == "attn.c_attn":
-        return queries_keys_values(_ROW_ORDERS[version], head_size)
-    return as_is(_AXES.get(f"{module}.{kind}"))
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
@@ -304,11 +307,83 @@ FAMILY = Family(
     described_by="its settings",
     detect=has_names,
     config=_config,
-    rules=lambda source, config: rules_of(source, config, parameter_shapes(config)),
+    rules=_rules,
     named=named,
     is_ignored=is_ignored,
     parts=parts_of,
     quirks=_quirks,
     tokenizer=_tokenizer,
     advice="Parts that differ where each has the whole are ranks of two iterations, or have drifted apart in training.",
+)
+
+
+# Models with experts: Megatron's names, and a file for each expert. Some layers have several MLPs, of which a gate
+# chooses for each token. Training may leave out tokens that an expert has no room for; inference never does, so that no
+# text depends on its neighbors in a batch.
+
+_IN_GATE = re.compile(rf"layers\.(\d{{1,6}})\.{re.escape(_GATE)}")
+_IN_FILE = re.compile(
+    r"layers\.(\d{1,6})\.mlp\.deepspeed_moe\.experts\.deepspeed_experts\.(\d{1,6})\.(dense_\w+)\.(weight|bias)"
+)
+# DeepSpeed never adds this part of an expert's output, in training or after it.
+_UNUSED_BIAS = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.dense_4h_to_h\.bias")
+# Settings of experts, which check_settings would refuse.
+_SETTINGS = ("num_experts", "expert_num", "topk", "mlp_type")
+
+
+def _named_with_experts(source: Source) -> Iterable[NamedTensor]:
+    for file_name, tensor in source.container.tensors.items():
+        part, _, name = rank_of(file_name)
+        if found := _IN_FILE.search(name):
+            layer, expert, module, kind = found.groups()
+            yield NamedTensor(f"layers.{layer}.mlp.experts.{expert}.{module}.{kind}", file_name, tensor, part)
+        else:
+            yield NamedTensor(name_of(name, 0), file_name, tensor, part)
+
+
+def _config_of_experts(source: Source) -> ModelConfig:
+    settings = settings_of(source)
+    check_settings(source, {name: value for name, value in settings.items() if name not in _SETTINGS})
+    tensors = list(_named_with_experts(source))
+    stages = {rank_of(name)[1] for name in source.container.tensors}
+    if len(stages) > 1:
+        raise source.error(f"is in {len(stages)} stages of a pipeline, which is not implemented for experts.")
+    if settings.get("mlp_type") == "residual" or any(".mlp.coefficient." in one.name for one in tensors):
+        raise source.error("has an MLP beside its experts (mlp_type residual), which is not implemented.")
+    gates = {int(found[1]): one.tensor.shape for one in tensors if (found := _IN_GATE.fullmatch(one.name))}
+    numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
+    if len(numbers) != 1:
+        raise source.error(f"has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number.")
+    (num_experts,) = numbers
+    per_token = settings.get("topk", 1)
+    # Most experts must be there, so that the list of missing tensors is in proportion to the files.
+    found = sum(".mlp.experts." in one.name for one in tensors)
+    if found < num_experts * len(gates):
+        raise source.error(
+            f"has gates for {num_experts * len(gates)} experts and {found} tensors of experts: give the folder that "
+            "holds the files of all experts."
+        )
+    if type(per_token) is not int or not 1 <= per_token <= num_experts:
+        raise source.error(f"has topk {shown(per_token)} of {num_experts} experts.")
+    structure = {
+        "expert_layers": tuple(sorted(gates)),
+        "num_experts": num_experts,
+        "experts_per_token": per_token,
+        "norm_topk_prob": per_token > 1,
+    }
+    inner = f"layers.{min(gates)}.mlp.experts.0.dense_h_to_4h.weight"
+    return config_of(source, settings, tensors, inner, structure)
+
+
+WITH_EXPERTS = replace(
+    FAMILY,
+    name="Megatron-LM GPT with experts",
+    detect=lambda source: any(".deepspeed_moe." in name for name in source.container.tensors),
+    config=_config_of_experts,
+    named=_named_with_experts,
+    is_ignored=lambda name: is_ignored(name) or bool(_UNUSED_BIAS.fullmatch(name)),
+    quirks=lambda source, config: (
+        f"each token has {config.experts_per_token} of {config.num_experts} experts, and none is left out",
+        "biases of experts' outputs are left out, as in training",
+    ),
 )

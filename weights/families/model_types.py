@@ -76,7 +76,6 @@ class ModelType:
             self.rules,
             lambda name: name if name in self.beside else self.prefix + name,
             self._short_name,
-            self.is_in_out,
             config_json=self.config_json,
         )
 

@@ -6,6 +6,7 @@ minGPT saves the state dict alone, its head untied (karpathy/minGPT).
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
@@ -77,10 +78,6 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     return {name: NO_BIAS if name.endswith(".bias") and not has_bias else Rule((name,)) for name in names}
 
 
-def _quirks(source: Source, config: ModelConfig) -> list[str]:
-    return [f"activation_function is {config.activation_function}, which the checkpoint does not say"]
-
-
 def _tokenizer(source: Source) -> dict[str, Any] | None:
     """Return a tokenizer of characters: of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
@@ -104,17 +101,17 @@ NANOGPT = Family(
     rules=_rules,
     named=_named_model,
     is_ignored=lambda name: is_causal_mask(name) or name.startswith(_BESIDE),
-    quirks=_quirks,
+    quirks=lambda source, config: (
+        f"activation_function is {config.activation_function}, which the checkpoint does not say",
+    ),
     tokenizer=_tokenizer,
 )
-MINGPT = Family(
+MINGPT = replace(
+    NANOGPT,
     name="minGPT",
     described_by="its embedding",
     detect=_is_mingpt,
     config=_mingpt_config,
-    rules=_rules,
     named=named,
     is_ignored=is_causal_mask,
-    quirks=_quirks,
-    tokenizer=_tokenizer,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from tinygpt.weights.containers.ranks import FT_FOLDER
 from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families import fastertransformer, gguf, gpt2, megatron, megatron_moe, nanogpt, onnx, openai_tf
+from tinygpt.weights.families import fastertransformer, gguf, gpt2, megatron, nanogpt, onnx
 from tinygpt.weights.families.family import Family, Source
 from tinygpt.weights.families.model_types import BLOOM, MPT, OPENAI_GPT, ModelType
 from tinygpt.weights.families.opt import BIOGPT, OPT, XGLM
@@ -16,12 +16,12 @@ MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOG
 BY_FORMAT: dict[str, tuple[Family, ...]] = {
     "GGUF": (gguf.BLOOM, gguf.FAMILY),
     "ONNX": (onnx.FAMILY,),
-    "TensorFlow bundle": (openai_tf.FAMILY,),
+    "TensorFlow bundle": (gpt2.OPENAI,),
     FT_FOLDER: (fastertransformer.BLOOM, fastertransformer.FAMILY),
 }
 # Of other containers, by names; then Hugging Face's by config.json, which may lie next to any file.
 OTHERS: tuple[Family, ...] = (
-    megatron_moe.FAMILY,
+    megatron.WITH_EXPERTS,
     megatron.FAMILY,
     nanogpt.NANOGPT,
     nanogpt.MINGPT,

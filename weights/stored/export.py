@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint, read_config
-from tinygpt.weights.config import HEAD, POSITIONS, is_transposed, parameter_shapes
+from tinygpt.weights.config import HEAD, POSITIONS, parameter_shapes
 from tinygpt.weights.containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
 from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
-from tinygpt.weights.families.family import Layout, Transform
+from tinygpt.weights.families.family import TRANSPOSED, Layout, Transform
 from tinygpt.weights.families.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.table import FAMILIES, comes_with_config
 from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_object
@@ -83,8 +83,7 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
         shape = rule.transform.stored_shape(shapes[name], count)
         for i, source in enumerate(rule.sources):
             array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
-            out_axis = 1 if layout.is_in_out and is_transposed(name) else 0
-            yield Part(layout.file_name(source), source, shape, name, array, out_axis)
+            yield Part(layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED))
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
