@@ -1,4 +1,4 @@
-"""Checkpoint: a model's configuration and parameters, from any format, or drawn at random to measure speed."""
+"""A model's configuration and parameters, from files of any format or drawn at random to measure speed."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -23,8 +23,8 @@ READ_SIZE = 2**20  # bytes
 class Checkpoint:
     """A model to load. Its tensors stay in their files until they are asked for.
 
-    path: of the folder or file; container, family: for messages; stored: in the form of `config.py`; tied: the head
-    is the token embedding; ignored: known, unused names; quirks: what was evened out; files: all with tensors.
+    container, family: for messages; stored: by the names and shapes of `config.py`; tied: the head is the token
+    embedding; ignored: known, unused names; quirks: what was evened out; files: all with tensors.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     """
 
@@ -57,7 +57,6 @@ class Checkpoint:
         return self._parameter(name).float32()
 
     def release(self, name: str) -> None:
-        """Let the file's pages of a parameter leave memory."""
         self._parameter(name).release()
 
     def _parameter(self, name: str) -> Tensor:
@@ -80,7 +79,7 @@ def _checksum(path: Path) -> str:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Return the configuration of a folder. Raise CheckpointError, with all that is wrong, if it cannot be used."""
+    """Return the configuration of a folder. Raise one CheckpointError for all that is wrong."""
     generation = folder / "generation_config.json"
     fields = read_json_object(folder / "config.json")
     return model_config(fields, read_json_object(generation) if generation.exists() else None)
@@ -106,7 +105,7 @@ SHAPE_OF = {shape.lower(): shape for shape in SHAPES}  # 124m is 124M
 
 
 def open_random(model: str) -> Checkpoint:
-    """Open "random:SHAPE". Raise CheckpointError for a shape that is not one of SHAPES."""
+    """Open "random:SHAPE". Raise CheckpointError for an unknown shape."""
     shape = SHAPE_OF.get(model.removeprefix(PREFIX).lower())
     if shape is None:
         raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
@@ -114,7 +113,7 @@ def open_random(model: str) -> Checkpoint:
 
 
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
-    """Return a checkpoint of any sizes. Its path is `name`, for messages: there is no such folder."""
+    """Return a checkpoint of any sizes, whose path is `name`, for messages."""
     shapes = parameter_shapes(config)
     stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
     return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)

@@ -29,10 +29,10 @@ class ModelConfig:
     norm_placement: "pre", layer norms before the blocks, or "post", after their residuals.
     positions: "learned" embeddings, or "alibi", a bias on scores (Press et al., 2022).
     embed_norm: a layer norm follows the embeddings. final_norm: one precedes the head.
-    embed_dim: the width of token embeddings if two matrices lead from them to n_embd and back; None: n_embd.
+    embed_dim: the width of token embeddings, if two matrices lead from them to n_embd and back.
     embed_scale: the factor on token embeddings, not on the head.
-    expert_layers: layers, from 0, whose MLP is num_experts experts; each token has experts_per_token, weighted by their
-        probabilities. norm_topk_prob: scaled so that these sum to 1.
+    expert_layers: layers, from 0, whose MLP is num_experts experts. A token has experts_per_token, weighted by their
+        probabilities, which sum to 1 if norm_topk_prob.
     """
 
     vocab_size: int = 50257
@@ -63,7 +63,6 @@ class ModelConfig:
 
     @property
     def structure(self) -> dict[str, Any]:
-        """The fields of STRUCTURE that differ from GPT-2's."""
         return {name: value for name in STRUCTURE if (value := getattr(self, name)) != getattr(ModelConfig, name)}
 
     @property
@@ -93,7 +92,7 @@ class ModelConfig:
 
     @property
     def alibi_slopes(self) -> tuple[float, ...]:
-        """For each head, the loss of a key's score for each position of distance; none without ALiBi.
+        """Return each head's loss of a key's score for a position of distance; none without ALiBi.
 
         Heads beyond a power of two have every second slope of twice as many heads.
         """

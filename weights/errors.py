@@ -7,7 +7,7 @@ from typing import Any
 
 
 class TinyGPTError(ValueError):
-    """Base of every deliberate error; the command line prints it without a traceback."""
+    """Base of every deliberate error, which the command line prints without a traceback."""
 
     work_started = False  # True: the exit code is 1 instead of 2
 
@@ -17,7 +17,7 @@ class CheckpointError(TinyGPTError):
 
 
 class NoTokenizerError(CheckpointError):
-    """A checkpoint without a usable tokenizer, which still takes token ids."""
+    """A checkpoint without a usable tokenizer: it takes token ids."""
 
 
 class LostFileError(CheckpointError):
@@ -27,15 +27,14 @@ class LostFileError(CheckpointError):
 
 
 def how_to_install(extra: str) -> str:
-    """Return the command that installs one of the package's extras."""
     return f'pip install "tinygpt[{extra}]" (or pip install ".[{extra}]" in a clone)'
 
 
 MAX_NAMED, MAX_SHOWN = 8, 200  # names, characters
 NAMED = 12  # entries of a folder
-# The number of a layer in the families' names: h.3.ln_1, layers.3.mlp, blk.3.attn_qkv, model/h3/attn.
+# The number of a layer: h.3.ln_1, layers.3.mlp, blk.3.attn_qkv, model/h3/attn.
 _LAYER = re.compile(r"\b(h\.|layers\.|blk\.|h)\d+(?=[./])")
-# For each field, a test of its value and the allowed values in words.
+# By field, a test of its value, and the allowed values in words.
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
@@ -73,6 +72,5 @@ def describe(folder: Path) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of repr(value), without control characters."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -40,13 +40,13 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular_text(path: Path) -> str:
-    """Return the UTF-8 text of a regular file. Raise OSError or UnicodeDecodeError."""
+    """Raise OSError or UnicodeDecodeError."""
     with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
         return file.read()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raise CheckpointError if it is absent, damaged or not an object."""
+    """Raise CheckpointError if the file is absent, damaged or holds no object."""
     try:
         value = json.loads(read_regular_text(path))
     except FileNotFoundError as error:
@@ -61,7 +61,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def read_yaml_object(place: str, text: str) -> dict[str, Any]:
-    """Return the mapping in a YAML text. Raise CheckpointError for other content, aliases or deep nesting."""
+    """Raise CheckpointError for other content than a mapping, for aliases and for deep nesting."""
     import yaml
 
     depth = 0
@@ -98,7 +98,7 @@ def in_a_thread(work: Callable[[], Any]) -> Future:
 
 
 def sync(descriptor: int) -> None:
-    """Flush an open file to the disk. Raise OSError if the disk fails, not if the file system lacks fsync."""
+    """Raise OSError if the disk fails, not if the file system lacks fsync."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -118,7 +118,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Write a file that survives a power cut; an old one stays until then. Raise OSError."""
+    """Write a file that survives a power cut, in place of an old one. Raise OSError."""
     partial = path.with_name(f"tinygpt-{os.urandom(4).hex()}.partial")  # never longer than a name may be
     try:
         with partial.open("xb") as file:

@@ -1,4 +1,4 @@
-"""From the tensors in files to the parameters of a model, by its family's rules: all of them, or one error."""
+"""From the tensors in files to the parameters of a model, by its family's rules."""
 
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,7 +22,7 @@ Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder or a file. Raise CheckpointError, with all that is wrong."""
+    """Return the checkpoint in a folder or a file. Raise one CheckpointError for all that is wrong."""
     source = Source(path, read_weights(path))
     family = family_of(source)
     return match(source, family, family.config(source))
@@ -122,7 +122,7 @@ class _Found:
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
 
     def _parts_of(self, rule: Rule) -> range:
-        """All parts of a divided parameter; the first of a whole one, of which each part has a copy."""
+        """Return all parts of a divided parameter, or the first: each part has a copy of the others."""
         return range(self.parts if rule.transform.axis is not None else 1)
 
 

@@ -12,14 +12,14 @@ from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TOKENIZER_FILES
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 DEMO = Path(__file__).resolve().parent / "demo"
-# Ends of names of weights; no Hub id that can be loaded has them.
+# Of files of weights, and of no Hub id.
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 
 
 def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
     """Open "demo", a local folder or file, converted or not, a Hub id, or "random:SHAPE".
 
-    Raise CheckpointError, with everything that is wrong, if it cannot be found, read or used.
+    Raise one CheckpointError for all that is wrong.
     """
     if is_random(model):
         return open_random(str(model))
@@ -32,10 +32,7 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """Return the path of `model`: "demo", a local folder or file, or a Hub id, which is downloaded.
-
-    Raise CheckpointError for anything else, such as a random checkpoint or a folder that is no checkpoint.
-    """
+    """Return the path of "demo", a local folder or file, or a Hub id, which is downloaded. Raise CheckpointError."""
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or file, or a Hub id.")
     if _is_demo(model):
@@ -54,7 +51,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:
-    """Return whether the name is "demo", in any case, with spaces around it too, unless a folder has that name."""
+    """Accept any case, and spaces around it, unless a folder has that name."""
     return model == "demo" or (str(model).strip().lower() == "demo" and not Path(model).is_dir())
 
 
@@ -86,10 +83,9 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def download(repo_id: str) -> Path:
-    """Return the local folder with the needed files of a Hub checkpoint, downloaded unless they are cached.
+    """Return the local folder of a Hub checkpoint, downloaded unless it is cached. Raise CheckpointError.
 
-    Safetensors are preferred to pytorch_model.bin, and never are both fetched. Of an adapter, only the configuration
-    is fetched. Raises CheckpointError if the id does not exist, access is denied, or the Hub cannot be reached.
+    Safetensors are preferred to pytorch_model.bin. Of an adapter, only the configuration is fetched.
     """
     from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
 

@@ -1,4 +1,4 @@
-"""Tensors that are read, computed or drawn only when they are asked for."""
+"""Tensors that are read, computed or drawn when they are asked for."""
 
 import zlib
 from collections.abc import Callable
@@ -14,11 +14,9 @@ STD = np.float32(0.02)
 
 
 class Tensor(Protocol):
-    """A tensor in a file, one that is drawn at random, or one made of others."""
+    """A tensor in a file, at random, or made of others. float32: a view of memory if possible, otherwise a copy."""
 
-    def float32(self) -> np.ndarray:
-        """Return the elements: a view of memory if possible, otherwise a copy."""
-        ...
+    def float32(self) -> np.ndarray: ...
 
     def release(self) -> None:
         """Let the file's pages leave memory; they are read again when they are touched."""
@@ -26,7 +24,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that `make` computes from the arrays of `sources`: transposed or joined."""
+    """A tensor that `make` computes from the arrays of `sources`."""
 
     make: Callable[..., np.ndarray]
     sources: tuple[Tensor, ...]
@@ -41,7 +39,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class DefaultTensor:
-    """A parameter that files leave out: `make` returns an array of a shape."""
+    """A parameter that files leave out."""
 
     shape: tuple[int, ...]
     make: Callable[[tuple[int, ...]], np.ndarray]
@@ -57,10 +55,9 @@ zeros, ones = partial(np.zeros, dtype=np.float32), partial(np.ones, dtype=np.flo
 
 @dataclass(frozen=True)
 class RandomTensor:
-    """A tensor that is drawn from its name at each read, with the same bits every time, in GPT-2's own layout.
+    """A tensor that is drawn from its name, with the same bits every time, in GPT-2's own layout.
 
-    All have std 0.02, around 1 for the weights of layer norms and 0 for all else. Random biases show in the logits if
-    they are forgotten.
+    The mean is 1 for weights of layer norms, otherwise 0, of biases too, so that a lost bias shows in the logits.
     """
 
     name: str

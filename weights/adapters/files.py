@@ -13,8 +13,8 @@ from tinygpt.weights.files import read_json_object
 
 CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
 SOFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-MAX_CONFIG = 2**18  # bytes: each regular expression takes time; the names of GPT-2 1.5B take some 6 000
-MAX_NAME = 500  # characters of a tensor's name: each part of it is looked up and matched
+MAX_CONFIG = 2**18  # bytes: each regular expression takes time; GPT-2 1.5B's names are 6 000
+MAX_NAME = 500  # characters of a tensor's name, whose parts are matched
 
 
 # In PEFT's order; early versions wrote the second.
@@ -23,7 +23,7 @@ FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 @dataclass(frozen=True)
 class AdapterFiles:
-    """The fields of adapter_config.json, and the tensors by their names in the file. files: all that were read."""
+    """The fields of adapter_config.json, the tensors, and all files that were read."""
 
     path: Path
     config: dict[str, Any]
@@ -32,10 +32,7 @@ class AdapterFiles:
 
 
 def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) -> AdapterFiles:
-    """Read an adapter that is one of `peft_types`, PEFT's own names.
-
-    Raise CheckpointError if there is no such folder, a file is absent or damaged, or it is of another type.
-    """
+    """Raise CheckpointError if a file is absent or damaged, or the adapter is of another type."""
     path = existing_path(folder)
     if not path.is_dir():
         raise CheckpointError(f"{path} is a file: give the folder that holds it and {CONFIG}.")
@@ -63,7 +60,7 @@ def _read(file: Path) -> Container:
 
 
 def refuse_adapter(path: Path, given: str) -> None:
-    """Raise CheckpointError if the folder or file that was given as a checkpoint is an adapter."""
+    """Raise CheckpointError if the folder or file is an adapter."""
     folder = path if path.is_dir() else path.parent
     is_meant = path.is_dir() or path.name in (CONFIG, *FILES)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
@@ -86,7 +83,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def existing_path(given: str | os.PathLike[str]) -> Path:
-    """Return `given` as a path. Raise CheckpointError if it does not exist."""
+    """Raise CheckpointError if the path does not exist."""
     if not isinstance(given, (str, os.PathLike)) or not str(given):
         raise CheckpointError(f"the adapter is {given!r} and must be the path of a folder.")
     try:
@@ -99,7 +96,6 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
-    """Return `tensors`. Raise CheckpointError if one is no floating-point tensor."""
     others = [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating]
     if others:
         raise CheckpointError(f"{file} must hold {', '.join(STORED_AS)} and nothing else: {listed(others)}.")

@@ -3,8 +3,8 @@
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (2021), and PEFT's `LoraModel`: a matrix W
 becomes W + scale * B @ A, where A is (r, in) and B is (out, r).
 
-An adapter goes by the modules of transformers, and so by the tensors of its files: three of them may be one parameter
-here, or have their rows in another order. A family's rules apply to the update of a matrix as to the matrix.
+An adapter goes by the modules of transformers, and so by the tensors of its files. A family's rules apply to the update
+of a tensor as to the tensor.
 """
 
 import os
@@ -40,10 +40,7 @@ class _Model:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
 
     def modules(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return the names of modules in an adapted model whose tensors are `stored`.
-
-        A model with a head has its layers in `transformer`, for example; one without may have them at the top.
-        """
+        """Return the names of modules: of a model without a head, `stored` may lack the prefix, as transformer."""
         root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
         return {
             name: ("" if part.name == name else root) + name.rpartition(".")[0] for name, part in self.parts.items()
@@ -52,10 +49,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The content of an adapter's file, by the names of tensors.
-
-    updates: of matrices. replaced: whole tensors. saved: names of tensors whose modules were trained as a whole.
-    """
+    """An adapter by the names of tensors. saved: of modules that were trained as a whole."""
 
     updates: dict[str, Tensor]
     replaced: dict[str, Tensor]
@@ -64,11 +58,10 @@ class _Contents:
 
 
 def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
-    """Return the checkpoint with the adapter in the folder `adapter` merged into it.
+    """Return the checkpoint with the adapter in a folder merged into it.
 
-    It is tied unless the adapter changes the token embedding or the head alone, as in the trained model. Raises one
-    CheckpointError for an adapter that cannot be read or belongs to another model, and for a checkpoint that is
-    converted or of a family that transformers does not have.
+    It is tied unless the adapter changes the token embedding or the head alone. Raise one CheckpointError for an
+    adapter that cannot be read or fits another model, and for a checkpoint that is converted or not transformers'.
     """
     if isinstance(checkpoint, PackedCheckpoint):
         raise CheckpointError(f"{checkpoint.path} is converted: give the checkpoint that it was made from.")
@@ -122,7 +115,7 @@ def _sum(update: np.ndarray, weight: np.ndarray) -> np.ndarray:
 def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
     modules, shapes = model.modules(stored), {name: part.shape for name, part in model.parts.items()}
-    # PEFT adapts linear layers and embeddings alone: what has two dimensions.
+    # PEFT adapts linear layers and embeddings alone.
     targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
     has_own_rows = POSITIONS in model.rules and model.rules[POSITIONS].transform is not AS_IS
     if has_own_rows and (own := [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]):
@@ -164,10 +157,10 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
 
 
 def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
-    """Return the names of the two factors and their shapes, by which _update computes: (r, in) and (out, r)."""
+    """Return the names and shapes of the factors (r, in) and (out, r)."""
     part, r = model.parts[name], lora.rank(module)
     out, inner = part.shape[part.out_axis], part.shape[1 - part.out_axis]
-    if model.is_embedding(name):  # PEFT takes an embedding for a layer from V to C, which is wte's transpose
+    if model.is_embedding(name):  # for PEFT a layer from V to C, which is wte's transpose
         return {f"{module}.lora_embedding_B": (inner, r), f"{module}.lora_embedding_A": (r, out)}
     return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
 
@@ -179,7 +172,7 @@ def _update(name: str, a: Tensor, b: Tensor, scale: float, model: _Model) -> Ten
 
 
 def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return scale * b @ a, where a is (r, in) and b is (out, r), transposed for a matrix that is (in, out)."""
+    """Return scale * b @ a, of a (r, in) and b (out, r)."""
     # Not `@`: NumPy's BLAS rounds differently with its number of threads, and is no faster at such ranks.
     update = np.einsum("or,ri->oi", b, a)
     update *= scale
@@ -187,7 +180,7 @@ def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.
 
 
 def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return file names of whole tensors by name, and the names of ignored and of unexpected ones."""
+    """Return file names of whole tensors by name, and names that are ignored and unexpected."""
     file_names, ignored, unexpected = {}, [], []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, next to its factors.

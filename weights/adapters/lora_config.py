@@ -14,10 +14,9 @@ import regex
 from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
 
 BIASES = ("none", "all", "lora_only")
-# Initializations that leave the base model's weights alone; all others come with a changed base model.
+# Initializations that leave the base model's weights alone.
 INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
-# Fields of training and origin. PEFT decides about fan_in_fan_out by the type of each layer: the two factors are stored
-# the same way for both values.
+# Of training and origin. PEFT stores the factors in the same way for both values of fan_in_fan_out.
 WITHOUT_EFFECT = {"base_model_name_or_path", "peft_type", "peft_version", "revision", "task_type", "auto_mapping"}
 WITHOUT_EFFECT |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}  # of initializations
 WITHOUT_EFFECT |= {"lora_dropout", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
@@ -29,12 +28,10 @@ MAX_SECONDS = 2.0  # for all regular expressions of a config: one such as (a+)+b
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The adapted modules and the size of their updates, with PEFT's names and defaults.
+    """The adapted modules and the size of their updates, with the names and defaults of PEFT's `LoraConfig`.
 
-    Modules go by their names in the adapted model, such as transformer.h.0.attn.c_attn. A list matches the ends of
-    names, a string is a regular expression for the whole name. Source: PEFT's `LoraConfig`.
-
-    Methods that ask for a module raise CheckpointError if the expressions take too long.
+    A list matches the ends of modules' names, such as transformer.h.0.attn.c_attn. A string is a regular expression
+    for the whole name. Methods raise CheckpointError if expressions take too long.
     """
 
     target_modules: frozenset[str] | str
@@ -52,7 +49,7 @@ class LoraConfig:
 
     @classmethod
     def from_dict(cls, path: Path, fields: dict[str, Any]) -> "LoraConfig":
-        """Read the fields of `path`. Raise one CheckpointError that names every impossible or unknown field."""
+        """Raise one CheckpointError for all impossible or unknown fields of `path`."""
         values = {name: value for name, value in fields.items() if value is not None or name in NEVER_NULL}
         for name in ("layers_to_transform", "layers_pattern"):
             if isinstance(values.get(name), (int, str)):  # PEFT takes one as well as a list
@@ -76,7 +73,7 @@ class LoraConfig:
         return not excluded and self._is_selected(self.target_modules, module) and self._is_in_layers(module)
 
     def is_saved(self, module: str) -> bool:
-        """Return whether `module`, or one that it is a part of, was trained as a whole."""
+        """Return whether the module, or a parent, was trained as a whole."""
         saved = tuple(self.modules_to_save)
         return any(name.endswith(saved) for name in accumulate(module.split("."), "{}.{}".format))
 
@@ -84,7 +81,6 @@ class LoraConfig:
         return self._first_match(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        """Return the factor on the product of the two factors of `module`."""
         alpha, rank = self._first_match(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -135,7 +131,7 @@ def _not_implemented(values: dict[str, Any]) -> list[str]:
 
 
 def _is_pattern(value: Any) -> bool:
-    """Return whether a value is a regular expression, alone and as a part of one; flags are no part of one."""
+    """Refuse flags, which cannot stand within an expression."""
     try:
         return isinstance(value, str) and all(re.compile(pattern) for pattern in (value, f"({value})"))
     except (re.error, RecursionError, OverflowError):

@@ -1,8 +1,7 @@
 """Soft prompts in PEFT's layout: trained vectors that precede a text.
 
 Prompt tuning (Lester et al., 2021) and p-tuning (Liu et al., 2021) train token embeddings; prefix tuning (Li and
-Liang, 2021) trains the keys and values of every layer. A file holds one tensor, `prompt_embeddings`, whose width tells
-the two kinds apart.
+Liang, 2021) trains the keys and values of every layer. The width of the tensor tells the two kinds apart.
 """
 
 import os
@@ -43,10 +42,9 @@ class SoftPrompt:
 
 
 def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> SoftPrompt:
-    """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone, for this model.
+    """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone.
 
-    Raises CheckpointError if it cannot be read, is of another type, was made for another model, or leaves no position
-    for a text.
+    Raise CheckpointError if it cannot be read, is of another type or model, or leaves no position for a text.
     """
     path = existing_path(source)
     if not path.is_dir():

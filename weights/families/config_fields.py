@@ -1,4 +1,4 @@
-"""ModelConfig from fields of a file, by the names of Hugging Face's config.json, and from the shapes of tensors."""
+"""ModelConfig from fields of config.json, from other files' settings, and from the shapes of tensors."""
 
 import re
 import sys
@@ -22,9 +22,9 @@ def checked_config(
 ) -> ModelConfig:
     """Return ModelConfig from `values`, by its field names, and from generation_config.json if there is one.
 
-    structure: fields of STRUCTURE, which `values` cannot give. checks: the architecture's own. As in transformers, the
-    ids that end a text come from generation_config.json alone if it exists, even if it names none. Raises one
-    CheckpointError that names every field that is impossible or not implemented.
+    structure: fields of STRUCTURE, which `values` cannot give. As in transformers, the ids that end a text come from
+    generation_config.json alone if it exists, even if it names none. Raise one CheckpointError for all fields that are
+    impossible or not implemented.
     """
     ending = values if generation is None else {"eos_token_id": None, **generation}
     starting = generation if generation and generation.get("bos_token_id") is not None else values
@@ -53,7 +53,6 @@ def written_config(model_type: str, architecture: str, config: ModelConfig, name
 
 
 def renamed(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return those of `fields` that are keys of `names`, under the new names."""
     return {ours: fields[theirs] for theirs, ours in names.items() if theirs in fields}
 
 
@@ -67,7 +66,7 @@ def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
 
 
 def size_to(most: int, least: int = 1) -> tuple[Callable[[Any], bool], str]:
-    """Return a check of a size: beyond `most`, config.json is damaged or an attack on memory."""
+    """Beyond `most`, config.json is damaged or an attack on memory."""
     return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
 
 
@@ -83,7 +82,7 @@ def _as_tuple(token_ids: Any) -> tuple[Any, ...]:
 
 BOOLEAN = (is_bool, "true or false")
 LARGEST = 2**31 - 1
-# Token ids outside the vocabulary are believed, as transformers does: they are simply never produced.
+# As in transformers, token ids outside the vocabulary are allowed: they are never produced.
 CHECKS: Checks = {
     "quantization_config": only(None, "quantized checkpoints are not implemented"),
     "activation_function": one_of(ACTIVATIONS),
@@ -100,7 +99,7 @@ CHECKS: Checks = {
 }
 
 
-# No tensor shows these. If a file does not say them either, they come from a config.json next to it.
+# Fields that no tensor shows, and that a config.json next to the file may give.
 UNSEEN = ("n_head", "activation_function", "layer_norm_epsilon", "bos_token_id", "eos_token_id")
 GPT2_END = 50256  # the id of <|endoftext|>, which begins and ends texts
 
@@ -113,10 +112,9 @@ def config_of_parts(
     said: Mapping[str, Any] = NONE,
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
-    """Return ModelConfig of files that have other settings than config.json, or none.
+    """Return ModelConfig by falling weight: said by files, seen in shapes, UNSEEN of a config.json beside, guessed.
 
-    seen: in shapes; said: in the settings, and stronger. guessed: weaker than a config.json next to the files. Raise
-    CheckpointError for impossible fields, or if nothing says the number of heads.
+    Raise CheckpointError for impossible fields, or without a number of heads.
     """
     V = {**seen, **said}.get("vocab_size")
     end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
@@ -131,7 +129,7 @@ def config_of_parts(
 
 
 class Shapes:
-    """The shapes of tensors by name, of the first part of each, before they are matched."""
+    """The shapes of tensors, of the first part of each, by name."""
 
     def __init__(self, source: Source, tensors: Iterable[NamedTensor]):
         self._source, self._shapes = source, {one.name: one.tensor.shape for one in tensors if one.part == 0}
@@ -140,11 +138,18 @@ class Shapes:
         return name in self._shapes
 
     def size(self, name: str, axis: int) -> int:
-        """Return one size of a tensor. Raise CheckpointError if the tensor or the axis is absent."""
+        """Raise CheckpointError if the tensor or the axis is absent."""
         if name not in self._shapes or len(self._shapes[name]) <= axis:
             raise self._source.error(f"holds no tensor {name} of {axis + 1} dimensions or more, which shows a size.")
         return self._shapes[name][axis]
 
-    def layers(self, pattern: str) -> int:
-        numbers = [int(found[1]) for name in self._shapes if (found := re.match(pattern, name))]
-        return 1 + max(numbers, default=-1)
+    def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
+        """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
+        numbers = [int(found[1]) for name in self._shapes if (found := re.match(rf"{layer}(\d{{1,9}})[./]", name))]
+        return {
+            "vocab_size": self.size(embedding, 0),
+            "n_embd": self.size(embedding, 1),
+            "n_positions": self.size(positions, 0),
+            "n_inner": self.size(*inner),
+            "n_layer": 1 + max(numbers, default=-1),
+        }

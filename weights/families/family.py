@@ -1,4 +1,4 @@
-"""A family of checkpoints: its names in files, the parameters that they stand for, and its configuration."""
+"""A family of checkpoints: its names in files, their parameters, and its configuration."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Source:
-    """A container, and the JSON files next to it; `path` is the user's."""
+    """A container at the user's `path`, and the JSON files next to it."""
 
     path: Path
     container: Container
@@ -30,7 +30,6 @@ class Source:
         return self.path.parent if self.path.is_file() else self.path
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON file of the folder, or None. Raise CheckpointError if it is damaged."""
         return read_json_object(self.folder / name) if (self.folder / name).exists() else None
 
     @cached_property
@@ -47,7 +46,7 @@ class Source:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor by its name in the family's tables, without wrappers. part: of a tensor in several files."""
+    """A tensor by its name in the family's rules. part: of a tensor in several files."""
 
     name: str
     file_name: str
@@ -69,9 +68,9 @@ def _no_way_back(array: np.ndarray, n: int) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Transform:
-    """How parts become a parameter: `of_part` of each, joined along `axis`, then `of_whole`. Axis None: one part.
+    """How parts become a parameter: `of_part` of each, joined along `axis` if there are several, then `of_whole`.
 
-    stored_shape: of each of n parts, from the parameter's shape and n. to_parts: the way back, from parameter and n.
+    stored_shape: of a part, from the parameter's shape and the number of parts. to_parts: the way back.
     """
 
     stored_shape: Callable[[Shape, int], Shape]
@@ -92,7 +91,7 @@ class Transform:
 
 
 def shared(shape: Shape, axis: int | None, n: int) -> Shape:
-    """Return the shape of one of n parts along an axis, or the whole shape."""
+    """Return the shape of one of n parts along an axis."""
     return shape if axis is None else (*shape[:axis], shape[axis] // n, *shape[axis + 1 :])
 
 
@@ -105,8 +104,7 @@ def as_is(axis: int | None = None) -> Transform:
 
 
 AS_IS = as_is()
-# Of matrices that are (in, out) in files.
-TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])
+TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])  # (in, out)
 
 
 def queries_keys_values(order: str, head_size: int) -> Transform:
@@ -133,19 +131,18 @@ def queries_keys_values(order: str, head_size: int) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """The tensors of a parameter, by their names in the tables. default: makes one that files leave out."""
+    """The tensors of a parameter. default: makes a parameter that files leave out."""
 
     sources: tuple[str, ...]
     transform: Transform = AS_IS
     default: Callable[[Shape], np.ndarray] | None = None
 
 
-# Of a model that was trained without biases: one in the files is unexpected.
-NO_BIAS = Rule((), default=zeros)
+NO_BIAS = Rule((), default=zeros)  # one in the files is unexpected
 
 
 def rule_in_out(parameter: str, name: str) -> Rule:
-    """Return the rule of one tensor, of a family whose matrices of layers are (in, out)."""
+    """Return the rule of a family whose matrices of layers are (in, out)."""
     return Rule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)
 
 
@@ -179,8 +176,8 @@ class Names:
 class Layout:
     """transformers' layout of a family, which `convert` writes.
 
-    file_name: from a name in the rules to that in files; short_name: back, without wrappers. has_defaults: files may
-    leave out parameters. config_json: for models without one.
+    file_name: of a name in the rules; short_name: the way back, without wrappers. has_defaults: files may leave out
+    parameters. config_json: for models without one.
     """
 
     rules: Callable[[ModelConfig], Mapping[str, Rule]]
@@ -194,11 +191,10 @@ class Layout:
 class Family:
     """One way in which files name and lay out a model.
 
-    name, described_by: of the model and the place of its configuration, for messages.
-    detect: by names and the container's metadata. config: raises one CheckpointError for all wrong fields.
-    rules: of every parameter. named: every tensor by its name in the rules. is_ignored: of known, unused tensors.
-    parts: the number of parts of divided tensors. quirks: what loading evens out. advice: for an error of matching.
-    tokenizer: the one in the weights' files, as tokenizer.json has it. layout: of transformers, but GPT-2's.
+    name, described_by: of the model and the place of its configuration, for messages. config: raises one
+    CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
+    is_ignored: of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens out.
+    advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. layout: transformers'.
     """
 
     name: str

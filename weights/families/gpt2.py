@@ -1,4 +1,4 @@
-"""GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it: names are the engine's own, or near."""
+"""GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -28,23 +28,20 @@ ALIASES = {
     "max_position_embeddings": "n_positions",
 }
 _CHECKS = {"add_cross_attention": (lambda value: not value, "false, because cross-attention is not implemented")}
-# Wrappers that a model may have been saved in: GPT2LMHeadModel and other parents, DataParallel, torch.compile.
+# Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
-# Heads of fine-tuned models, next to the language model's head or instead of it.
+# Of fine-tuned models, next to the language model's head or instead of it.
 _OTHER_HEADS = ("multiple_choice_head.", "score.", "classifier.", "qa_outputs.", "v_head.")
 
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
-    """Return ModelConfig from the fields of config.json and generation_config.json.
-
-    Raise one CheckpointError that names every field that is impossible or not implemented.
-    """
+    """Raise one CheckpointError for all fields that are impossible or not implemented."""
     return checked_config({**fields, **renamed(fields, ALIASES)}, generation, _CHECKS)
 
 
 def canonical_name(name: str) -> str:
-    """Return `name` without wrappers: module.transformer.wte.weight is wte.weight."""
+    """module.transformer.wte.weight is wte.weight."""
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
@@ -53,7 +50,7 @@ def is_causal_mask(canonical_name: str) -> bool:
 
 
 def is_ignored(canonical_name: str) -> bool:
-    """Return whether the tensor is known and unused: a causal mask, or the head of another task."""
+    """Of causal masks, and heads of other tasks."""
     return is_causal_mask(canonical_name) or canonical_name.startswith(_OTHER_HEADS)
 
 
@@ -72,7 +69,6 @@ def _rules(config: ModelConfig) -> dict[str, Rule]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config.json with which transformers makes the same GPT-2."""
     names = {name: name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE)}
     return written_config("gpt2", "GPT2LMHeadModel", config, names)
 
@@ -99,7 +95,6 @@ FAMILY = Family(
 # OpenAI's files: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json next to them.
 
 _HPARAMS = {"n_ctx": "n_positions", "n_vocab": "vocab_size", **{name: name for name in ("n_embd", "n_head", "n_layer")}}
-_LAYER = r"model/h(\d{1,9})/"
 WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array: array[0].T)
 # Variables of further training: the optimizer's averages, and counts of steps.
 _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
@@ -111,7 +106,7 @@ def _is_openais(source: Source) -> bool:
 
 
 def tf_name(parameter: str) -> str:
-    """Return the variable of a parameter: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
+    """h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
     if parameter in (EMBEDDING, POSITIONS):
         return f"model/{parameter.removesuffix('.weight')}"
     *path, kind = parameter.split(".")
@@ -126,14 +121,8 @@ def _openai_config(source: Source) -> ModelConfig:
             f"holds objects of TensorFlow 2, such as {objects[0]}, and must hold the variables of OpenAI's model: save "
             "those with a tf.compat.v1.train.Saver."
         )
-    shapes = Shapes(source, as_named(source))
-    seen = {
-        "vocab_size": shapes.size("model/wte", 0),
-        "n_positions": shapes.size("model/wpe", 0),
-        "n_embd": shapes.size("model/wte", 1),
-        "n_inner": shapes.size("model/h0/mlp/c_fc/w", 2),
-        "n_layer": shapes.layers(_LAYER),
-    }
+    inner = "model/h0/mlp/c_fc/w", 2
+    seen = Shapes(source, as_named(source)).sizes("model/wte", "model/wpe", inner, "model/h")
     said = renamed(source.json("hparams.json") or {}, _HPARAMS)
     return config_of_parts(source, "hparams.json", seen=seen, said=said)
 

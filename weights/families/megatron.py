@@ -1,7 +1,7 @@
 """GPT as Megatron-LM and DeepSpeed train it, in any version, on any number of GPUs, and as NeMo packs it.
 
-Three things have changed over the years, each independently: the names of layers, the names of their attention, and the
-order of the rows of queries, keys and values (`checkpoint_version`, which the first files lack).
+Over the years, names of layers, names of their attention, and the order of the rows of queries, keys and values
+(`checkpoint_version`, which the first files lack) have changed independently.
 """
 
 import json
@@ -56,7 +56,7 @@ def has_names(source: Source) -> bool:
 
 
 def rank_of(name: str) -> tuple[int, int, str]:
-    """Return the tensor and pipeline parallel rank of a tensor, and its name in that rank's file."""
+    """Return a tensor's tensor and pipeline parallel rank, and its name in that rank's file."""
     folder, slash, rest = name.partition("/")
     found = RANK.fullmatch(folder) if slash else None
     if found is None:
@@ -66,7 +66,7 @@ def rank_of(name: str) -> tuple[int, int, str]:
 
 
 def named(source: Source) -> Iterable[NamedTensor]:
-    """Yield all tensors. Layers are numbered within a stage of the pipeline, or within a part of a virtual stage."""
+    """Number layers in the whole model: files do so in a stage of the pipeline, or a part of a virtual stage."""
     found = [(*rank_of(name), name, tensor) for name, tensor in source.container.tensors.items()]
     stages = 1 + max((pipeline for _, pipeline, *_ in found), default=0)
     layers = (_LAYER.match(_MODEL.sub("", name, count=1)) for _, _, name, *_ in found)
@@ -78,7 +78,7 @@ def named(source: Source) -> Iterable[NamedTensor]:
 
 
 def name_of(name: str, first: int) -> str:
-    """Return the name in the tables; `first` is the number of the file's first layer in the whole model."""
+    """Return the name in the tables. first: the number of the file's first layer in the whole model."""
     model = _MODEL.match(name)
     if model is None:
         return BESIDE + name
@@ -102,7 +102,7 @@ def parts_of(source: Source) -> int:
     return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
 
 
-# Settings of the training, which files keep
+# Settings of the training
 
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
 _ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
@@ -131,7 +131,7 @@ _SIZES = {
 
 
 def settings_of(source: Source) -> dict[str, Any]:
-    """Return the settings in NeMo's file, or the arguments in the first rank."""
+    """Return NeMo's settings, or the arguments in the first rank."""
     members = source.container.archive_members
     if members:
         return read_yaml_object(f"{source.path}: {NEMO_CONFIG}", members[NEMO_CONFIG].text())
@@ -144,7 +144,7 @@ def _first_rank(source: Source) -> Mapping[str, Any]:
 
 
 def _version_of(source: Source) -> int:
-    """Return checkpoint_version. Without one, files of Megatron core and NeMo are of the last, others of the first."""
+    """Take files without a version for the last, if Megatron core or NeMo wrote them, otherwise for the first."""
     is_new = source.container.archive_members or any(".linear_qkv." in name for name in source.container.tensors)
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
     if type(version) not in (int, float) or version not in _ROW_ORDERS:
@@ -159,28 +159,20 @@ def config_of(
     inner: str = "layers.0.mlp.dense_h_to_4h.weight",
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
-    """Return the configuration by settings and shapes. inner: the tensor that shows the width of an MLP."""
-    shapes = Shapes(source, tensors)
-    n, table = parts_of(source), NAMES.of(EMBEDDING)
-    V, C = shapes.size(table, 0) * n, shapes.size(table, 1)
+    """Return the configuration by settings and shapes. inner: the tensor that shows an MLP's width."""
+    n = parts_of(source)
+    seen = Shapes(source, tensors).sizes(NAMES.of(EMBEDDING), NAMES.of(POSITIONS), (inner, 0), r"layers\.")
+    seen = {name: size * n if name in ("vocab_size", "n_inner") else size for name, size in seen.items()}
+    seen["tie_word_embeddings"] = not settings.get("untie_embeddings_and_output_weights", False)
     # Settings win over shapes, so that lost layers are missed. "${" begins NeMo's reference to another setting.
     given = {
         ours: _number(value)
         for theirs, ours in _SIZES.items()
         if (value := settings.get(theirs)) is not None and not (isinstance(value, str) and value.startswith("${"))
     }
-    guessed = {
-        "n_head": 16 if not settings and C == 1024 else None,  # the one model that was published without them
-        "activation_function": _activation_of(settings),
-    }
-    seen = {
-        "vocab_size": V,
-        "n_embd": C,
-        "n_positions": shapes.size(NAMES.of(POSITIONS), 0),
-        "n_inner": shapes.size(inner, 0) * n,
-        "n_layer": shapes.layers(r"layers\.(\d{1,9})\."),
-        "tie_word_embeddings": not settings.get("untie_embeddings_and_output_weights", False),
-    }
+    # The one model that was published without settings has 16 heads.
+    heads = 16 if not settings and seen["n_embd"] == 1024 else None
+    guessed = {"n_head": heads, "activation_function": _activation_of(settings)}
     config = config_of_parts(source, "its settings", guessed, seen, given, structure)
     if config.n_head % n:
         raise source.error(f"has {config.n_head} heads on {n} GPUs: its ranks are not of one model.")
@@ -188,7 +180,7 @@ def config_of(
 
 
 def _number(value: Any) -> Any:
-    """Return a number for a text that is one: YAML takes 1e-5 for a text."""
+    """YAML takes 1e-5 for a text."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -317,9 +309,8 @@ FAMILY = Family(
 )
 
 
-# Models with experts: Megatron's names, and a file for each expert. Some layers have several MLPs, of which a gate
-# chooses for each token. Training may leave out tokens that an expert has no room for; inference never does, so that no
-# text depends on its neighbors in a batch.
+# Models with experts: Megatron's names, and a file for each expert. A gate chooses among a layer's MLPs for each token.
+# Training may leave out tokens that an expert has no room for. Inference never does: no text depends on its batch.
 
 _IN_GATE = re.compile(rf"layers\.(\d{{1,6}})\.{re.escape(_GATE)}")
 _IN_FILE = re.compile(

@@ -1,4 +1,4 @@
-"""Models whose config.json says their model_type: GPT-1, BLOOM and MPT, and what all model types have in common."""
+"""Models whose config.json says their model_type: GPT-1, BLOOM and MPT."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -29,11 +29,10 @@ Fields = Mapping[str, Any]
 class ModelType:
     """A model_type of transformers.
 
-    family_name: for messages. defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's
-    names of them; computed: other fields of ModelConfig; structure: those of STRUCTURE, by config.json's fields.
-    names: of tensors; rule: of a parameter, from the rule by these names and config.json's fields. wrappers: prefixes
-    of names that files may have, and `prefix` transformers' own. beside: names without a prefix. ignored: names of
-    unused tensors. is_in_out: matrices of layers are (in, out). quirks: what loading evens out. config_json: of Layout.
+    defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's names of them; computed:
+    other fields of ModelConfig; structure: of STRUCTURE. rule: of a parameter, from the rule by `names` alone.
+    wrappers: prefixes of names in files, and `prefix` transformers' own. beside: names without a prefix. ignored: names
+    of unused tensors. is_in_out: matrices of layers are (in, out).
     """
 
     name: str
@@ -117,8 +116,8 @@ OPENAI_GPT = ModelType(
     is_in_out=True,
 )
 
-# BLOOM and BLOOMZ (BigScience, 2022): ALiBi, and a layer norm after the embeddings. A head's queries, keys and values
-# lie together, head by head. Positions have no end: the length of training counts as the model's.
+# BLOOM and BLOOMZ (BigScience, 2022): ALiBi, and a layer norm after the embeddings. Queries, keys and values lie head
+# by head. The length of training counts as the model's.
 
 _BLOOM_ATTENTION = ("input_layernorm", "self_attention.query_key_value", "self_attention.dense")
 _BLOOM_MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")

@@ -47,7 +47,7 @@ def _named_model(source: Source) -> Iterable[NamedTensor]:
 
 
 def _nanogpt_config(source: Source) -> ModelConfig:
-    """nanoGPT has the exact GELU since May 2023; before, it was gelu_new, which config.json may say."""
+    """Before May 2023, nanoGPT's GELU was gelu_new, which config.json may say."""
     inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
     guessed = {"n_inner": inner, "activation_function": "gelu"}
     return config_of_parts(source, "model_args", guessed, said=renamed(_arguments(source), _ARGUMENTS))
@@ -57,14 +57,8 @@ def _mingpt_config(source: Source) -> ModelConfig:
     shapes = Shapes(source, named(source))
     model = fields_of((source.config_json or {}).get("model"))
     heads = model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))
-    seen = {
-        "vocab_size": shapes.size("wte.weight", 0),
-        "n_embd": shapes.size("wte.weight", 1),
-        "n_positions": shapes.size("wpe.weight", 0),
-        "n_inner": shapes.size("h.0.mlp.c_fc.weight", 0),
-        "n_layer": shapes.layers(r"h\.(\d{1,9})\."),
-        "tie_word_embeddings": HEAD not in shapes,
-    }
+    seen = shapes.sizes("wte.weight", "wpe.weight", ("h.0.mlp.c_fc.weight", 0), r"h\.")
+    seen["tie_word_embeddings"] = HEAD not in shapes
     return config_of_parts(source, "the checkpoint", {"n_head": heads, "activation_function": "gelu_new"}, seen)
 
 
@@ -79,7 +73,7 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:
-    """Return a tokenizer of characters: of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
+    """Return the characters of the data set's meta.pkl, next to the checkpoint or in nanoGPT's folder."""
     data_set = fields_of(source.container.metadata.get("config")).get("dataset")
     places = [source.folder / "meta.pkl"]
     if isinstance(data_set, str) and _PLAIN_NAME.fullmatch(data_set):

@@ -1,4 +1,4 @@
-"""GPT-2 as ONNX: initializers by the names of Hugging Face's model, and the graph for all that they do not show."""
+"""GPT-2 as ONNX: initializers by Hugging Face's names, and the graph for all that they do not show."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def _named(source: Source) -> Iterable[NamedTensor]:
 
 
 def _head(source: Source) -> str | None:
-    """Return a tied head's copy, transposed and without a name: the (C, V) matrix of the last product."""
+    """Return a tied head's copy without a name: the (C, V) matrix of the last product."""
     tensors = source.container.tensors
     names = {found[1]: name for name in tensors if (found := _NAME.fullmatch(name))}
     tables = [names[table] for table in (EMBEDDING, HEAD) if table in names]
@@ -62,13 +62,7 @@ def _config(source: Source) -> ModelConfig:
         return model_config(source.config_json or {}, source.json("generation_config.json"))
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
-    seen = {
-        "vocab_size": shapes.size(embedding, 0),
-        "n_embd": shapes.size(embedding, 1),
-        "n_positions": shapes.size("wpe.weight", 0),
-        "n_inner": shapes.size("h.0.mlp.c_fc.bias", 0),
-        "n_layer": shapes.layers(r"h\.(\d{1,6})\."),
-    }
+    seen = shapes.sizes(embedding, "wpe.weight", ("h.0.mlp.c_fc.bias", 0), r"h\.")
     said = _seen(source)
     if "activation_function" not in {**(source.config_json or {}), **said}:
         raise source.error(

@@ -2,8 +2,7 @@
 2022).
 
 Queries, keys and values have a matrix each. Positions begin at row 2 of their table; XGLM's are sinusoids, which no
-file holds. A layer's norm before the MLP and OPT's last norm have the same name. OPT-350m alone has its norms after the
-blocks, none before the head, and embeddings that are narrower than the model.
+file holds. OPT-350m alone has its norms after the blocks, none before the head, and narrower embeddings.
 """
 
 import math
@@ -99,13 +98,13 @@ OPT = ModelType(
 
 # XGLM
 
-MAX_POSITIONS = 2**16  # a table of as many rows is made, whatever the size of the file
+MAX_POSITIONS = 2**16  # the table's rows, whatever the size of the file
 
 
 def sinusoids(shape: tuple[int, ...], pad_token_id: int | None) -> np.ndarray:
-    """Return embeddings (n_positions, C) of positions, which begin at row 2 of a table with a zero row of padding.
+    """Return embeddings (n_positions, C), rounded at the same steps as in transformers, and 0 for padding.
 
-    Rounded to float32 at the same steps as in transformers: angles of some thousands depend on it.
+    Angles of some thousands depend on the rounding.
     """
     n_positions, width = shape
     half = width // 2

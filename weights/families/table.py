@@ -1,4 +1,4 @@
-"""The families, and how a source finds its own: by its container, then by config.json's model_type or by names."""
+"""The families, and how a source finds its own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,16 @@ from tinygpt.weights.families.family import Family, Source
 from tinygpt.weights.families.model_types import BLOOM, MPT, OPENAI_GPT, ModelType
 from tinygpt.weights.families.opt import BIOGPT, OPT, XGLM
 
-# By the model_type in a config.json; GPT-2's own first files have none.
+# By the model_type in config.json.
 MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}
-# The families of containers that hold models of one program alone.
+# Of containers that hold models of one program alone.
 BY_FORMAT: dict[str, tuple[Family, ...]] = {
     "GGUF": (gguf.BLOOM, gguf.FAMILY),
     "ONNX": (onnx.FAMILY,),
     "TensorFlow bundle": (gpt2.OPENAI,),
     FT_FOLDER: (fastertransformer.BLOOM, fastertransformer.FAMILY),
 }
-# Of other containers, by names; then Hugging Face's by config.json, which may lie next to any file.
+# Of other containers: by names, then by config.json, which may lie next to any file.
 OTHERS: tuple[Family, ...] = (
     megatron.WITH_EXPERTS,
     megatron.FAMILY,
@@ -32,7 +32,7 @@ FAMILIES: tuple[Family, ...] = (*(family for families in BY_FORMAT.values() for 
 
 
 def family_of(source: Source) -> Family:
-    """Return the family whose names and layout the source has. Raise CheckpointError if it has none."""
+    """Raise CheckpointError if the source has no family's names and layout."""
     for family in BY_FORMAT.get(source.container.format, OTHERS):
         if family.detect(source):
             return family
@@ -50,7 +50,7 @@ def comes_with_config(name: str) -> bool:
 
 
 def model_type_of(fields: Mapping[str, Any]) -> ModelType:
-    """Return the model type of a config.json. Raise CheckpointError if it is not in the table."""
+    """Raise CheckpointError if the model_type of a config.json is not in the table."""
     found = fields.get("model_type")
     if isinstance(found, str) and found in MODEL_TYPES:
         return MODEL_TYPES[found]
