@@ -145,7 +145,7 @@ def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, capsys, name, source):
 def test_a_bloom_whose_mlps_are_of_another_width(tmp_path):
     folder = write_family(tmp_path, "bloom-6")
     write_bloom(folder, tmp_path / "x.gguf", **{"bloom.feed_forward_length": (4, 99)})
-    with pytest.raises(CheckpointError, match="a BLOOM whose MLPs are 99 wide, and must be 4 times 30"):
+    with pytest.raises(CheckpointError, match="a BLOOM with MLPs of 99, which must be 4 times 30"):
         open_checkpoint(tmp_path / "x.gguf")
 
 

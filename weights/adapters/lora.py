@@ -66,10 +66,7 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     if isinstance(checkpoint, PackedCheckpoint):
         raise CheckpointError(f"{checkpoint.path} is converted: give the checkpoint that it was made from.")
     if not can_be_written(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters, because transformers has no "
-            "such models: leave lora out."
-        )
+        raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
     files = read_adapter(adapter, ("LORA",))
     lora = LoraConfig.from_dict(files.path / CONFIG, files.config)
     stored, tied = dict(checkpoint.stored), checkpoint.tied

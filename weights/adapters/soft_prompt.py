@@ -64,9 +64,9 @@ def _only_tensor(path: Path, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
 def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftPrompt:
     C, L, H, D = config.n_embd, config.n_layer, config.n_head, config.head_size
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
+        widths = f"{C} (prompt tuning, p-tuning) or {2 * L * C} (prefix tuning)"
         raise CheckpointError(
-            f"{path} holds {TENSOR} of shape {array.shape}, and this model takes a width of {C} (prompt tuning and "
-            f"p-tuning) or {2 * L * C} (prefix tuning)."
+            f"{path} holds {TENSOR} of shape {array.shape}, and the widths of this model are {widths}."
         )
     P = len(array)
     if not 0 < P < config.n_positions:
@@ -96,7 +96,4 @@ def _check_config(files: AdapterFiles, prompt: SoftPrompt, config: ModelConfig) 
         if files.config.get(name) is not None and files.config[name] not in allowed
     ]
     if problems:
-        raise CheckpointError(
-            f"adapter_config.json of {files.path} does not describe the soft prompt beside it, or not one for this "
-            f"model: {'; '.join(problems)}."
-        )
+        raise CheckpointError(f"adapter_config.json of {files.path} does not fit: {'; '.join(problems)}.")

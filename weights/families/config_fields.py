@@ -121,10 +121,7 @@ def config_of_parts(
     beside = {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
     values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
     if values.get("n_head") is None:
-        raise source.error(
-            "does not say how many heads its model has, which no tensor shows: write them into a file "
-            f'{source.folder / "config.json"}, such as {{"n_head": 12}}.'
-        )
+        raise source.error('does not say how many heads its model has: write a config.json, such as {"n_head": 12}.')
     return checked_config(values, described_by=described_by, structure=structure)
 
 

@@ -43,9 +43,7 @@ def _config(source: Source) -> ModelConfig:
     seen = {"vocab_size": Shapes(source, as_named(source)).size(NAMES.of(EMBEDDING), 0)}
     config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
-        raise source.error(
-            f"is a BLOOM whose MLPs are {config.inner_size} wide, and must be 4 times {config.n_embd}, as all are."
-        )
+        raise source.error(f"is a BLOOM with MLPs of {config.inner_size}, which must be 4 times {config.n_embd}.")
     return config
 
 
@@ -69,10 +67,8 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     if not _is_tokenizer(about):
         raise source.error("has a damaged tokenizer: download it again, or give token ids.")
     if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
-        raise NoTokenizerError(
-            f"{source.path} has a tokenizer of the kind {shown(about.get('model'))}, {shown(about.get('pre'))}, which "
-            "is not implemented: give token ids."
-        )
+        kind = f"{shown(about.get('model'))}, {shown(about.get('pre'))}"
+        raise NoTokenizerError(f"{source.path} has a tokenizer {kind}, which is not implemented: give token ids.")
     return tokenizer_spec(about)
 
 

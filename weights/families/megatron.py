@@ -211,10 +211,7 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
         for axis, name in enumerate(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
     )
     if len(ranks) != tp * pp or any(t >= tp or p >= pp for t, p in ranks):
-        raise source.error(
-            f"holds {len(ranks)} parts of a model that was trained in {tp} x {pp} (tensor x pipeline parallel): give "
-            "the folder that holds all ranks."
-        )
+        raise source.error(f"holds {len(ranks)} of {tp} x {pp} ranks (tensor x pipeline): give the whole folder.")
 
 
 # The family
@@ -349,11 +346,9 @@ def _config_of_experts(source: Source) -> ModelConfig:
     per_token = settings.get("topk", 1)
     # Most experts must be there, so that the list of missing tensors is in proportion to the files.
     found = sum(".mlp.experts." in one.name for one in tensors)
-    if found < num_experts * len(gates):
-        raise source.error(
-            f"has gates for {num_experts * len(gates)} experts and {found} tensors of experts: give the folder that "
-            "holds the files of all experts."
-        )
+    wanted = num_experts * len(gates)
+    if found < wanted:
+        raise source.error(f"has gates for {wanted} experts and {found} tensors of experts: give the whole folder.")
     if type(per_token) is not int or not 1 <= per_token <= num_experts:
         raise source.error(f"has topk {shown(per_token)} of {num_experts} experts.")
     structure = {

@@ -78,22 +78,15 @@ def _refuse(source: Source, graph: Graph) -> None:
     quantized = sorted({node.kind for node in graph.nodes} & _QUANTIZED_NODES)
     quantized += [name for name in names if _QUANTIZED.fullmatch(name)]
     if quantized:
-        raise source.error(
-            f"is quantized ({listed(quantized, 3)}), which is not implemented in ONNX: export the model without, and "
-            "give --dtype int8."
-        )
+        raise source.error(f"is quantized ({listed(quantized, 3)}): export it without, and give --dtype int8.")
     matrices = {name for name, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     foreign = {node.kind for node in graph.nodes if node.is_foreign and not matrices.isdisjoint(node.inputs)}
     if foreign:
-        raise source.error(
-            f"gives weights to functions or operations of its own ({listed(sorted(foreign), 3)}), which is not "
-            "implemented: inline functions, as onnx.inliner does, or export again."
-        )
+        own = listed(sorted(foreign), 3)
+        raise source.error(f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner.")
     if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
-        raise source.error(
-            f"has no weights by the names of GPT-2's layers ({listed(names, 3)}): it is another model, or its exporter "
-            "has lost them, as it may if it folds constants. Export again without folding."
-        )
+        there = listed(names, 3)
+        raise source.error(f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded.")
 
 
 def _seen(source: Source) -> dict[str, Any]:

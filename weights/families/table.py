@@ -38,10 +38,8 @@ def family_of(source: Source) -> Family:
             return family
     if source.config_json is not None:
         model_type_of(source.config_json)  # raises CheckpointError
-    raise source.error(
-        f"holds {source.container.format} whose tensors are named as in no model that is implemented, and no "
-        "config.json lies beside it: copy that from the model."
-    )
+    held = source.container.format
+    raise source.error(f"holds {held} of no model that is implemented, and no config.json lies beside it.")
 
 
 def comes_with_config(name: str) -> bool:

@@ -46,9 +46,7 @@ def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
 def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
     if any(len(character) != 1 or type(token_id) is not int or token_id < 0 for character, token_id in ids.items()):
-        raise CheckpointError(
-            f"{place} must give each character a whole number from 0: copy it from the data set again."
-        )
+        raise CheckpointError(f"{place} must give each character a whole number from 0.")
     return {
         "version": "1.0",
         "added_tokens": [],
