@@ -1,13 +1,11 @@
 """A converted checkpoint's file, which is mapped while the model runs, and what others do to it meanwhile."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
 from support import tiny_checkpoint
-from support.paths import ROOT
+from support.apart import printed
 from tinygpt.cli import main as cli
 from tinygpt.weights.stored.packed import PACKED_FILE
 
@@ -54,10 +52,8 @@ def folder(tmp_path):
 
 def run(folder, change: str) -> dict[str, str]:
     """What each call came to after the change."""
-    command = [sys.executable, "-c", PROGRAM, str(folder), str(folder / PACKED_FILE), change]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return dict(line.split(" ", 1) for line in result.stdout.splitlines())
+    output = printed(PROGRAM, str(folder), str(folder / PACKED_FILE), change, patience=100)
+    return dict(line.split(" ", 1) for line in output.splitlines())
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody cut a file that is mapped")

@@ -8,6 +8,7 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,22 +71,6 @@ def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
     from gguf import GGMLQuantizationType, quants
 
     return quants.dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType(kind))
-
-
-def block_format(kind: int) -> tuple[str, int, int] | None:
-    """Return name, values and bytes of a block, or None for an unknown format. Raise CheckpointError without gguf."""
-    if kind == Q8_0:
-        return "Q8_0", Q8_0_VALUES, 34
-    try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-    except ImportError as error:
-        raise CheckpointError(
-            f"the file holds ggml's block format {kind}, which needs gguf: {how_to_install('gguf')}."
-        ) from error
-    names = {one.value: one.name for one in GGMLQuantizationType}
-    if not hasattr(quants, names.get(kind, "")):  # integers, and formats that the package does not decode
-        return None
-    return names[kind], *GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
 
 
 def is_gguf(peek: Peek) -> bool:
@@ -164,12 +149,25 @@ class _Reader:
 
     def _tensor(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
         strides, begin = contiguous_strides(shape), start + offset
-        if kind in PLAIN or (known := block_format(kind)) is None:
+        if kind in PLAIN or (known := self._block_format(kind)) is None:
             return StoredTensor(self.file, PLAIN.get(kind, f"ggml type {kind}"), shape, strides, begin)
         dtype, values, size = known
         if not shape or shape[-1] % values:
             raise ValueError(f"{shown(name)}, whose rows of {shape[-1:]} are no whole blocks of {values}")
         return BlockTensor(self.file, dtype, shape, strides, begin, kind, values, size)
+
+    def _block_format(self, kind: int) -> tuple[str, int, int] | None:
+        """Return name, values and bytes of a block, or None for an unknown format."""
+        if kind == Q8_0:
+            return "Q8_0", Q8_0_VALUES, 34
+        if find_spec("gguf") is None:
+            self._refuse(f"in ggml's block format {kind}, which needs gguf: {how_to_install('gguf')}")
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
+
+        names = {one.value: one.name for one in GGMLQuantizationType}
+        if not hasattr(quants, names.get(kind, "")):  # integers, and formats that the package does not decode
+            return None
+        return names[kind], *GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
 
     def _string(self) -> str:
         return str(self._take(self._number("Q")), "utf-8")

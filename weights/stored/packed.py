@@ -95,15 +95,13 @@ class PackedCheckpoint:
 
 
 def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> Path:
-    """Write PACKED_FILE into the folder. Raise CheckpointError if the disk did not keep the data."""
+    """Write PACKED_FILE into the folder."""
     ordered = sorted(arrays.items(), key=lambda item: (item[1].nbytes % BOUNDARY != 0, -item[1].itemsize))
     checksum = crc32_of(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in ordered)
     about = {"format": FORMAT, "version": VERSION, **metadata, "crc32": checksum}
     path = folder / PACKED_FILE
     entries = {name: Entry(STORED[a.dtype.name], a.shape, partial(np.asarray, a)) for name, a in ordered}
     write_tensors(path, entries, {name: str(value) for name, value in about.items()}, BOUNDARY)
-    if crc32_of([_data(read_safetensors(path).tensors)]) != checksum:
-        raise CheckpointError(f"{path} does not read as it was written: the disk is failing, take another one.")
     return path
 
 
