@@ -106,7 +106,6 @@ def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, b
         ("--preset onnx-study --text a --output a", "--output a is also read"),
         ("--compare a b --output ./tests/../a", "is also read"),
         ("--compare a b --repetitions 2 --model x", "measures nothing: omit --model, --repetitions"),
-        ("--json --format csv", "--json is --format json and --format is csv"),
         ("--output no/such/file", "--output no/such/file"),
         ("--plot no/such/file.png", "--plot"),
         ("--plot picture.gif", "picture.gif must end in .png or .svg"),

@@ -71,6 +71,8 @@ def test_help_of_a_command(call, command):
         (["generate", "--soft-prompt", "x"], "invalid named_path value: 'x'"),
         (["generate", "--top-k"], "argument --top-k: expected one argument"),
         (["convert", "demo", "new", "--to", "docx"], "argument --to: invalid choice: 'docx'"),
+        (["eval", "ppl", "x", "--json", "--format", "md"], "argument --format: not allowed with argument --json"),
+        (["bench", "--json", "--format", "csv"], "argument --format: not allowed with argument --json"),
     ],
 )
 def test_a_malformed_command_line_is_a_usage_error(call, words, says):

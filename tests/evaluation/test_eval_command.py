@@ -310,7 +310,6 @@ def test_lambada_names_each_protocol(run, rows_file):
         (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
         (["ppl", "UTF16"], "and must be UTF-8 text"),
         (["ppl", "BINARY"], "and must be UTF-8 text"),
-        (["ppl", "TEXT", "--json", "--format", "md"], "--json is --format jsonl and --format is md"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0 and must be from 1 to 512"),
         (["ppl", "TEXT", "--stride", "513"], "stride is 513 and must be"),
     ],

@@ -44,13 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     add("--text", metavar="FILE", help="UTF-8 text, for the perplexity of onnx-study (default: none)")
     add("--remote", action="store_true", help="batch-inference also with the model behind `serve` (default: off)")
-    add = parser.add_argument_group("output").add_argument
+    output = parser.add_argument_group("output")
     about = (
         "text and md are tables; the others have llama-bench's keys and more (default: what the name of --output ends "
         "in, or md; text on a terminal)"
     )
-    add("--format", type=str.lower, choices=FORMATS, help=about)
-    add("--json", action="store_true", help="as --format json (default: off)")
+    form = output.add_mutually_exclusive_group().add_argument
+    form("--format", type=str.lower, choices=FORMATS, help=about)
+    form("--json", dest="format", action="store_const", const="json", help="as --format json (default: off)")
+    add = output.add_argument
     add("--output", type=Path, metavar="FILE", help="also write the results into a file (default: none)")
     add("--plot", type=Path, metavar="FILE", help="also draw them, into a file named .png or .svg (default: none)")
     about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
@@ -76,17 +78,15 @@ def _check_flags(args: argparse.Namespace) -> None:
         _refuse(args, CASES, "--preset has cases of its own")
         if args.threads is not None and len(args.threads) > 1:
             raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
-    if _is_on_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
+    if loading.has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
         raise RequestError("--tensor-parallel and --pipeline-parallel are for cases on the CPU alone.")
     if args.device == "cuda":
         _refuse(args, ("threads", "remote"), "--device cuda measures a GPU in this process")
         if args.preset == "cpu-study":
             raise RequestError("--preset cpu-study is a study of CPUs: omit --device cuda, or give another preset.")
-    if args.json and args.format not in (None, "json"):
-        raise RequestError(f"--json is --format json and --format is {args.format}: give one of them.")
     ending = "" if args.output is None else args.output.suffix.lower().removeprefix(".")
     default = table_format() if args.output is None else "md"
-    args.format = "json" if args.json else args.format or (ending if ending in FORMATS else default)
+    args.format = args.format or (ending if ending in FORMATS else default)
     inputs = [path.resolve() for path in (*(args.compare or ()), *([Path(args.text)] if args.text else []))]
     for flag in ("output", "plot"):
         if (path := getattr(args, flag)) is not None:
@@ -102,13 +102,9 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
         raise RequestError(f"{why}: omit {', '.join(given)}.")
 
 
-def _is_on_ranks(args: argparse.Namespace) -> bool:
-    return (args.tensor_parallel_size, args.pipeline_parallel_size) != (1, 1)
-
-
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
-    if args.threads is None and _is_on_ranks(args):
+    if args.threads is None and loading.has_ranks(args):
         from tinygpt.parallel.driver import rank_threads
         from tinygpt.parallel.mpi import process_world
 

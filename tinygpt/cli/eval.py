@@ -1,14 +1,13 @@
 """`tinygpt eval`: perplexity, LAMBADA and ROUGE by dtype. `tinygpt parity`: a comparison with transformers' results."""
 
 import argparse
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.bench.report import aligned, records_table
+from tinygpt.bench.report import FORMATS, aligned, records_table
 from tinygpt.cli import flags, streams
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.streams import check_writable, emit, log, progress, table_format
@@ -47,7 +46,6 @@ COLUMNS = {
         **{kind: f"{{{kind}:.2f}}" for kind in ("rouge1", "rouge2", "rougeL", "rougeLsum")},
     },
 }
-FORMATS = ("text", "md", "jsonl")
 MODEL = (*flags.CPU_FLAGS, "max_model_len", "split_special_tokens", *flags.RANK_FLAGS)
 # Two to four times the differences on the demo, which reach 0.07, 0.5 and 2.1 in the last three dtypes. The standard
 # deviation of a trained model's logits is a few units.
@@ -67,8 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
     add("file", metavar="FILE", type=Path, help=about)
     about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
-    add("--format", type=str.lower, choices=FORMATS, help=about)
-    add("--json", action="store_true", help="as --format jsonl (default: off)")
+    form = parser.add_mutually_exclusive_group().add_argument
+    form("--format", type=str.lower, choices=("text", "md", "jsonl"), help=about)
+    form("--json", dest="format", action="store_const", const="jsonl", help="as --format jsonl (default: off)")
     add = parser.add_argument_group("ppl", "strided perplexity of a text").add_argument
     about = "tokens between the starts of two windows: fewer give more context, and take longer (default: a window)"
     add("--stride", type=int, metavar="N", help=about)
@@ -85,8 +84,6 @@ def run(args: argparse.Namespace) -> None:
     flag, tasks = ("limit", "lambada or rouge") if args.task == "ppl" else ("stride", "ppl")
     if getattr(args, flag) is not None:
         raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
-    if args.json and args.format not in (None, "jsonl"):
-        raise RequestError(f"--json is --format jsonl and --format is {args.format}: give one of them.")
     if args.limit is not None and args.limit < 1:
         raise invalid("--limit", args.limit, "at least 1")
     given = _read(args)
@@ -153,9 +150,8 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     if name is not None:  # its relative change from the first dtype's
         changes = [record[name] / first[name] - 1 for of in found for record, first in zip(of, found[0], strict=True)]
         records = [record | {"change": change} for record, change in zip(records, changes, strict=True)]
-    if args.json or args.format == "jsonl":
-        for record in records:
-            emit(json.dumps(record, ensure_ascii=False))
+    if args.format == "jsonl":
+        emit(FORMATS["jsonl"](records))
         return
     columns, first = dict(COLUMNS[args.task]), records[0]["dtype"]
     if all(record["dtype"] == first for record in records):

@@ -199,7 +199,7 @@ class Turns:
     def __init__(self, llm, params: SamplingParams):
         self._llm, self._params, self._session = llm, params, llm.session()
         self._starts: list[int] = []
-        self._num_turns = self._num_truncated = 0  # taken back turns count too
+        self._num_turns = 0  # taken back turns count too
 
     def write(self, line: str) -> None:
         """Add a line and print the continuation, or log the reason why that is impossible."""
@@ -208,10 +208,8 @@ class Turns:
         start = len(self._session)
         try:
             self._session.extend(f"\n{line}" if start and line else line)
-            count = self._llm.num_truncated_tokens(self._session.token_ids, params)
-            if count > self._num_truncated:
+            if count := self._llm.num_truncated_tokens(self._session.token_ids, params):
                 log(f"the first {count} tokens of the text exceed the model's positions and are truncated")
-            self._num_truncated = count
             chunks = self._session.stream(params)
         except RequestError as error:
             self._session.rewind(start)

@@ -321,9 +321,8 @@ def instructions() -> dict[str, str]:
 
 
 def _memory_sizes() -> dict[str, int | None]:
-    path, sizes = Path("/proc/meminfo"), {}  # of Linux
-    if path.exists():
-        sizes = dict(line.split(":") for line in path.read_text(encoding="ascii").splitlines())
+    path = Path("/proc/meminfo")  # of Linux
+    sizes = dict(line.split(":") for line in path.read_text("ascii").splitlines()) if path.exists() else {}
     names = {"total": "MemTotal", "available": "MemAvailable"}
     return {name: int(sizes[key].split()[0]) * 1024 if key in sizes else None for name, key in names.items()}
 
