@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -27,9 +28,22 @@ def info(capsys, folder: Path) -> dict:
     return report
 
 
+def text(capsys, *words: object) -> list[str]:
+    """The lines of stdout, with single spaces."""
+    assert cli.main([*map(str, words)]) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return tiny_checkpoint.write_checkpoint(tmp_path / "tiny")
+
+
+@pytest.fixture
+def with_tokenizer(folder) -> Path:
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(DEMO / name, folder / name)
+    return folder
 
 
 def test_a_checkpoint(capsys, folder):
@@ -58,10 +72,7 @@ def test_what_another_program_wrote(capsys, tmp_path):
     assert report["config"]["n_embd"] == tiny_checkpoint.C
     assert [*report["files"]] == ["ckpt.pt"]
     assert "optimizer.state.0.exp_avg" in report["ignored"]
-    assert cli.main(["info", str(path)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "container torch zip" in lines
-    assert "family nanoGPT" in lines
+    assert {"container torch zip", "family nanoGPT"} <= {*text(capsys, "info", path)}
 
 
 def test_a_head_of_its_own_and_ignored_tensors(capsys, tmp_path):
@@ -141,10 +152,8 @@ def test_a_file_without_a_tensor_or_that_is_damaged_has_its_hash(capsys, tmp_pat
     assert of_folder["content_hash"] == of_file["content_hash"]
 
 
-def test_the_tokenizer(capsys, folder):
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(DEMO / name, folder / name)
-    told = info(capsys, folder)["tokenizer"]
+def test_the_tokenizer(capsys, with_tokenizer):
+    told = info(capsys, with_tokenizer)["tokenizer"]
     assert len(told.pop("outside_vocabulary")) == VOCAB_SIZE - tiny_checkpoint.V
     assert told == {"vocab_size": VOCAB_SIZE, "special_ids": [EOS], "error": None}
 
@@ -164,13 +173,9 @@ def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):
 
 
 def test_text_groups_what_layers_share(capsys, folder):
-    assert cli.main(["info", str(folder)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B" in lines
-    assert "transformer.ln_f.bias float32 (8,) 32 B" in lines
-    assert "head tied to wte" in lines
-    assert "n_embd 8" in lines
-    assert "converted_to none" in lines
+    lines = text(capsys, "info", folder)
+    tensors = {"transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B", "transformer.ln_f.bias float32 (8,) 32 B"}
+    assert tensors | {"head tied to wte", "n_embd 8", "converted_to none"} <= {*lines}
     assert lines[-2:] == ["refused", "nothing"]
 
 
@@ -184,8 +189,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 def test_text_groups_what_layers_share_in_other_programs_files(capsys, tmp_path, form):
     path = foreign.WRITERS[form](tmp_path / "there", tiny_checkpoint.random_tensors(prefix=""))
-    assert cli.main(["info", str(path)]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    lines = [line.split() for line in text(capsys, "info", path)]
     assert [line[-3:] for line in lines if line[:1] == [FORMS[form]]] == [["x", "640", "B"]]
 
 
@@ -208,34 +212,19 @@ def test_text_says_what_is_refused(capsys, folder):
 # --- Tokenizers
 
 
-def cut_short(folder: Path) -> None:
-    (folder / "vocab.json").write_bytes((folder / "vocab.json").read_bytes()[:-9])
-
-
-def of_another(folder: Path) -> None:
-    with (folder / "merges.txt").open("a") as file:
-        file.write("q q\n")
-
-
-def not_a_file(folder: Path) -> None:
-    (folder / "tokenizer_config.json").mkdir()
-
-
-DAMAGES = {
-    cut_short: "vocab.json is not valid JSON",
-    of_another: "vocab.json lacks 'qq'",
-    not_a_file: "tokenizer_config.json",
+DAMAGES = {  # what is wrong -> how it became so
+    "vocab.json is not valid JSON": lambda folder: os.truncate(folder / "vocab.json", 99),
+    "vocab.json lacks 'qq'": lambda folder: (folder / "merges.txt").write_text("#version: 0.2\nq q\n"),
+    "tokenizer_config.json": lambda folder: (folder / "tokenizer_config.json").mkdir(),
 }
 
 
-@pytest.fixture(params=DAMAGES, ids=lambda damage: damage.__name__)
-def damaged(request, folder, monkeypatch) -> tuple[Path, str]:
+@pytest.fixture(params=DAMAGES)
+def damaged(request, with_tokenizer, monkeypatch) -> tuple[Path, str]:
     """A folder with a damaged tokenizer, and what is wrong with it."""
     monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9 * threads)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(DEMO / name, folder / name)
-    request.param(folder)
-    return folder, DAMAGES[request.param]
+    DAMAGES[request.param](with_tokenizer)
+    return with_tokenizer, request.param
 
 
 @pytest.mark.parametrize("flags", [[], ["--dtype", "float8"], ["--to", "gguf"]])
@@ -271,8 +260,7 @@ def test_doctor_and_info_refuse_a_damaged_tokenizer(damaged, capsys):
 @pytest.mark.parametrize("command", ["info", "doctor"])
 def test_a_checkpoint_without_a_tokenizer_is_not_refused(folder, capsys, monkeypatch, command):
     monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9 * threads)
-    assert cli.main([command, str(folder)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    lines = text(capsys, command, folder)
     assert any("error" in line and "has no tokenizer that can be used" in line for line in lines)
     assert "nothing" in lines if command == "info" else "refused none" in lines
 
@@ -287,8 +275,7 @@ def test_tokens_without_a_row_of_the_embedding_are_listed(tmp_path, capsys, coun
     folder = with_added(tmp_path / "added", count)
     outside = info(capsys, folder)["tokenizer"]["outside_vocabulary"]
     assert outside == [{"id": VOCAB_SIZE + i, "text": f"<extra {i}>"} for i in range(count)]
-    assert cli.main(["info", str(folder)]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "outside_vocabulary" in line]
+    lines = [line for line in text(capsys, "info", folder) if "outside_vocabulary" in line]
     assert len(lines) == (count > 0)
     assert all(f"{VOCAB_SIZE} '<extra 0>'" in line and ("2 more" in line) == (count == 7) for line in lines)
 

@@ -1,6 +1,5 @@
 """`tinygpt generate --interactive`: lines in turns, on a pipe and on a terminal."""
 
-import contextlib
 import io
 import json
 import os
@@ -186,67 +185,43 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-class Terminal:
-    """A process whose stdin, stdout and stderr are a terminal."""
-
-    def __init__(self, *flags):
-        import pty
-
-        self.screen, child = pty.openpty()
-        command = [sys.executable, "-m", "tinygpt", "generate", *FLAGS, *flags]
-        environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
-        options = {"stdin": child, "stdout": child, "stderr": child, "start_new_session": True}
-        options["preexec_fn"] = heed_interrupts
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, **options)
-        os.close(child)
-        self.shown = ""
-
-    def read_until(self, text: str) -> str:
-        """What is shown up to `text`, from where this ended before."""
-        deadline = time.monotonic() + 60
-        while text not in self.shown:
-            assert time.monotonic() < deadline, self.shown
-            if select.select([self.screen], [], [], 1)[0]:
-                self.shown += os.read(self.screen, 4096).decode(errors="replace")
-        before, _, self.shown = self.shown.partition(text)
-        return before + text
-
-    def type(self, text: str) -> None:
-        os.write(self.screen, text.encode())
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self.screen)
-
-
-@pytest.fixture
-def new_terminal():
-    with contextlib.ExitStack() as opened:
-
-        def new(*flags):
-            terminal = Terminal(*flags)
-            opened.callback(terminal.close)
-            return terminal
-
-        yield new
-
-
 @POSIX
-def test_ctrl_c_on_a_terminal(new_terminal):
+def test_ctrl_c_on_a_terminal():
     """In a line it gives up the line, in a sample it ends the sample; neither ends the program."""
-    terminal = new_terminal("--max-tokens", "100000", "--overflow", "slide")
-    terminal.read_until("> ")
-    terminal.type("Given up")
-    terminal.read_until("Given up")
-    time.sleep(0.2)  # what comes while a key is handled waits for the next key
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.read_until("> ")
-    terminal.type("Once\n")
-    terminal.read_until("Once\r\n")
-    terminal.read_until(" ")
-    time.sleep(0.2)
-    os.kill(terminal.process.pid, signal.SIGINT)
-    terminal.read_until("\r\n> ")
-    terminal.type(":quit\n")
-    assert terminal.process.wait(60) == 0
+    import pty
+
+    screen, child = pty.openpty()
+    command = [sys.executable, "-m", "tinygpt", "generate", *FLAGS, "--max-tokens", "100000", "--overflow", "slide"]
+    environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **streams
+    )
+    os.close(child)
+    shown = ""
+
+    def read_until(text: str) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + 60
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([screen], [], [], 1)[0]:
+                shown += os.read(screen, 4096).decode(errors="replace")
+        shown = shown.partition(text)[2]
+
+    try:
+        read_until("> ")
+        for typed, seen in (("Given up", "Given up"), ("Once\n", "Once\r\n")):
+            os.write(screen, typed.encode())
+            read_until(seen)
+            if typed == "Once\n":
+                read_until(" ")
+            time.sleep(0.2)  # what comes while a key is handled waits for the next key
+            os.kill(process.pid, signal.SIGINT)
+            read_until("> ")
+        os.write(screen, b":quit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)

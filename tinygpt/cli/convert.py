@@ -155,19 +155,17 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
     try:
         spec = read_spec(checkpoint)
-        before, has_suffix = [], False  # tokens that the tokenizer puts around a text
+        bare, whole = [], []  # a text without and with the tokens around it
         if not is_blooms_kind(spec):
             bare = ByteLevelBPE({**spec, "post_processor": None}).encode("a", split_special_tokens=False)
             whole = ByteLevelBPE(spec).encode("a", split_special_tokens=False)
-            before = whole[: len(whole) - len(bare)]
-            has_suffix = before + bare != whole
-        is_more = has_suffix or before not in ([], [checkpoint.config.bos_token_id])
-        if is_more or spec["pre_tokenizer"].get("add_prefix_space"):
+        adds_bos = whole == [checkpoint.config.bos_token_id, *bare]
+        if (whole != bare and not adds_bos) or spec["pre_tokenizer"].get("add_prefix_space"):
             raise UnlikeGPT2("it puts more around a text than the token that begins one")
     except (TinyGPTError, UnlikeGPT2) as error:
         log(f"the file will have no tokenizer: {error}")
         return None
-    return {**spec, "add_bos_token": bool(before)}
+    return {**spec, "add_bos_token": adds_bos}
 
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
