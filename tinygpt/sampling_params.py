@@ -25,9 +25,9 @@ MIN_TEMPERATURE = 1e-30
 GUIDED_FIELDS = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
 
 # Groups of --help.
-END = "where a sample ends"
+END = "the end of a sample"
 SCORES = "tokens to favor or avoid, sampling or not"
-GUIDED = "what the text has to be (one of these; pip install 'tinygpt[guided]')"
+GUIDED = "structured output (one of these; pip install 'tinygpt[guided]')"
 WARPERS = "more ways to leave tokens out, with --temperature above 0"
 BEAMS = "beam search"
 DRAFTS = "speculative decoding, for fewer steps with the same result"
@@ -159,7 +159,7 @@ class SamplingParams:
     stop_token_ids: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "tokens to end at, their text cut off", END)
     ignore_eos: bool = option(False, rules.BOOLEAN, None, "go on past the end-of-text token", END)
     logprobs: int | None = option(
-        None, rules.LOGPROBS, "N", "of each new token, and of the N most probable ones at its position; -1 is all", LOGS
+        None, rules.LOGPROBS, "N", "of each new token, and of the N most probable tokens there; -1 is all", LOGS
     )
     logit_bias: Mapping[int, float] | None = option(None, rules.biases(100), "ID=X", "add X to a token's score", SCORES)
     repetition_penalty: float = option(
@@ -172,7 +172,7 @@ class SamplingParams:
     bad_words_ids: Iterable[Iterable[int]] | None = option(
         None, rules.ID_LISTS, "ID,ID", "tokens that may not occur in a row", SCORES
     )
-    min_tokens: int = option(0, rules.COUNT, "N", "not before N tokens", END)
+    min_tokens: int = option(0, rules.COUNT, "N", "no end before N tokens", END)
     allowed_token_ids: Iterable[int] | None = option(None, rules.SOME_IDS, "ID,ID", "only these may occur", SCORES)
     suppress_tokens: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "these tokens may not occur", SCORES)
     logits_processors: LogitsProcessor | Iterable[LogitsProcessor] | None = option(
@@ -182,7 +182,7 @@ class SamplingParams:
         "hf", rules.one_of(TopPRule), "RULE", "the token that reaches top_p: hf, openai or fastertransformer", WARPERS
     )
     top_p_decay: float = option(1.0, rules.SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS)
-    top_p_min: float = option(1e-6, rules.SHARE, "P", "but not below P", WARPERS)
+    top_p_min: float = option(1e-6, rules.SHARE, "P", "top_p_decay stops at P", WARPERS)
     top_p_reset_ids: int | Iterable[int] | None = option(
         None, rules.ID_OR_IDS, "ID,ID", "one of these tokens resets top_p to its first value", WARPERS
     )
@@ -192,7 +192,7 @@ class SamplingParams:
     typical_p: float = option(1.0, rules.SHARE, "P", "keep the most typical tokens that reach P; 1 is off", WARPERS)
     epsilon_cutoff: float = option(0.0, rules.CUTOFF, "P", "leave out what is less probable than P; 0 is off", WARPERS)
     eta_cutoff: float = option(
-        0.0, rules.CUTOFF, "P", "as epsilon_cutoff, lower where the distribution is flat; 0 is off", WARPERS
+        0.0, rules.CUTOFF, "P", "as epsilon_cutoff, lower if the distribution is flat; 0 is off", WARPERS
     )
     best_of: int | None = option(
         None, rules.optional(SAMPLES), "N", "samples to make; the n most probable per token are returned (default: n)"
@@ -203,19 +203,19 @@ class SamplingParams:
         False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
     )
     num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
-    diversity_penalty: float = option(0.0, rules.between(0, 1e6, " (0 is off)"), "X", "how much they do", BEAMS)
+    diversity_penalty: float = option(0.0, rules.between(0, 1e6, " (0 is off)"), "X", "of such tokens", BEAMS)
     prompt_lookup_num_tokens: int = option(0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS)
-    max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "longest run of tokens before them to match", DRAFTS)
+    max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "most tokens before them that must match", DRAFTS)
     eos_token_id: int | Iterable[int] | None = option(
         None, rules.ID_OR_IDS, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)", END
     )
     include_stop_str_in_output: bool = option(False, rules.BOOLEAN, None, "keep the stop text, or stop token's", END)
-    max_time: float | None = option(None, rules.SECONDS, "SECONDS", "after this many seconds from the arrival", END)
+    max_time: float | None = option(None, rules.SECONDS, "SECONDS", "end after this many seconds", END)
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = option(
         None,
         REPETITION,
         "SIZE,COUNT[,MIN]",
-        "when its last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
+        "end when the last tokens are one pattern of at most SIZE tokens (and MIN or more), COUNT times in a row",
         END,
     )
     prompt_logprobs: int | None = option(None, rules.LOGPROBS, "N", "of each token of the prompt", LOGS)
@@ -238,13 +238,15 @@ class SamplingParams:
         None, rules.EMBEDDINGS, None, "embeddings (P, n_embd) of tokens without an id", INPUTS, repr=False
     )
     guided_choice: Iterable[str] | None = option(
-        None, rules.ALTERNATIVES, "TEXT", "this text; given several times, one of them", GUIDED
+        None, rules.ALTERNATIVES, "TEXT", "exactly this text; given several times, one of them", GUIDED
     )
     guided_regex: str | None = option(None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED)
     guided_json: str | Mapping[str, Any] | None = option(
-        None, rules.JSON_SCHEMA, "SCHEMA", 'JSON by this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
+        None, rules.JSON_SCHEMA, "SCHEMA", 'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
     )
-    guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "by this grammar, Lark's or GBNF", GUIDED)
+    guided_grammar: str | None = option(
+        None, rules.GRAMMAR, "GRAMMAR", "a text of this grammar, Lark's or GBNF", GUIDED
+    )
 
     def __post_init__(self):
         _read_fields(self)

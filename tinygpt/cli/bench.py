@@ -190,4 +190,4 @@ def _write(args: argparse.Namespace, records: list[Record], markdown: str | None
         log(f"the results are in {args.output}")
 
 
-BENCH = Command("measure speed: reading prompts and generating, beside what the machine could do", add_arguments, run)
+BENCH = Command("measure the speed of prefill and decode, next to the limits of the machine", add_arguments, run)

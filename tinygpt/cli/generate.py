@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="words, joined by spaces; - is stdin (default: all of stdin, as it is)",
     )
     add = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.").add_argument
-    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the same as PROMPT, in one word (default: none)")
+    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the prompt, as one argument (default: none)")
     add("-f", "--file", metavar="FILE", help="a text file that is the prompt, as it is; - is stdin (default: none)")
     add_sampling_groups(parser)
     add = parser.add_argument_group("input and output").add_argument
