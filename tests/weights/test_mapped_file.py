@@ -2,45 +2,44 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from support import tiny_checkpoint
-from support.apart import printed
-from tinygpt.cli import main as cli
-from tinygpt.weights.stored.packed import PACKED_FILE
-
-# In a process of its own: to touch what was cut off ends the process with SIGBUS.
-PROGRAM = """
-import os, sys
-import numpy as np
+from support.apart import told
 from tinygpt import LLM, SamplingParams
+from tinygpt.cli import main as cli
+from tinygpt.engine.sampler import Warpers
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.batch import Batch
-from tinygpt.engine.sampler import Warpers
+from tinygpt.weights.stored.packed import PACKED_FILE
 
-folder, file, change = sys.argv[1:]
-llm, params = LLM(folder), SamplingParams(max_tokens=3, seed=1)
-before = llm.generate([[3]], params)[0].outputs
-if change == "cut":
-    os.truncate(file, 100)
-else:
-    os.rename(file, file + ".old")
-    open(file, "wb").close()
-batch, warpers, zeros = Batch.of([[3]], [0], [0]), Warpers(*np.zeros((8, 1))), np.zeros(1, np.uint64)
-calls = {
-    "generate": lambda: llm.generate([[3]], params)[0].outputs,
-    "steps": lambda: llm.engine.runner.multi_step(batch, warpers, zeros, zeros, 2, np.empty(0, np.int32)),
-    "submit": lambda: llm.submit([3], params).result().outputs,
-    "logits": lambda: llm.logits([3]).shape,
-    "hidden_states": lambda: llm.hidden_states([3]).shape,
-}
-for name, call in calls.items():
-    try:
-        print(name, call() == before)
-    except LostFileError as error:
-        print(name, error)
-llm.close()
-"""
+
+def call_after(tell, folder, change):
+    """Tell what each call came to after the change. In another process: to touch what was cut off ends it."""
+    llm, params, file = LLM(folder), SamplingParams(max_tokens=3, seed=1), folder / PACKED_FILE
+    before = llm.generate([[3]], params)[0].outputs
+    if change == "cut":
+        os.truncate(file, 100)
+    else:
+        file.rename(folder / "old")
+        file.touch()
+    batch, warpers, zeros = Batch.of([[3]], [0], [0]), Warpers(*np.zeros((8, 1))), np.zeros(1, np.uint64)
+    calls = {
+        "generate": lambda: llm.generate([[3]], params)[0].outputs,
+        "steps": lambda: llm.engine.runner.multi_step(batch, warpers, zeros, zeros, 2, np.empty(0, np.int32)),
+        "submit": lambda: llm.submit([3], params).result().outputs,
+        "logits": lambda: llm.logits([3]).shape,
+        "hidden_states": lambda: llm.hidden_states([3]).shape,
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            said[name] = str(call() == before)
+        except LostFileError as error:
+            said[name] = str(error)
+    llm.close()
+    tell(said)
 
 
 @pytest.fixture
@@ -50,15 +49,9 @@ def folder(tmp_path):
     return tmp_path / "int8"
 
 
-def run(folder, change: str) -> dict[str, str]:
-    """What each call came to after the change."""
-    output = printed(PROGRAM, str(folder), str(folder / PACKED_FILE), change, patience=100)
-    return dict(line.split(" ", 1) for line in output.splitlines())
-
-
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody cut a file that is mapped")
 def test_a_file_that_is_cut_short_is_reported_by_every_call(folder):
-    said = run(folder, "cut")
+    (said,) = told(call_after, folder, "cut", patience=100)
     assert len(said) == 5
     for sentence in said.values():
         assert sentence.startswith(f"{folder / PACKED_FILE} was cut short while it was in use: restore it")
@@ -66,5 +59,5 @@ def test_a_file_that_is_cut_short_is_reported_by_every_call(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody rename a file that is mapped")
 def test_a_file_may_be_replaced_by_renaming(folder):
-    said = run(folder, "rename")
+    (said,) = told(call_after, folder, "rename", patience=100)
     assert (said["generate"], said["submit"]) == ("True", "True")
