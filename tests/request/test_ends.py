@@ -26,12 +26,13 @@ def pieces(llm):
     return pieces
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("min_tokens", [0, 3])
-def test_a_stop_string_begun_before_min_tokens_ends_the_sample_once_it_is_complete(llm, pieces, min_tokens):
+def test_a_stop_string_begun_before_min_tokens_ends_the_sample_once_it_is_complete(llm, pieces, min_tokens, is_kept):
     stop = pieces[2][-1:] + pieces[3]
-    sample = sample_of(llm, stop=stop, min_tokens=min_tokens)
+    sample = sample_of(llm, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=is_kept)
     assert end_of(sample) == (4, "stop", stop)
-    assert sample.text == "".join(pieces[:4]).removesuffix(stop)
+    assert sample.text == "".join(pieces[:4]).removesuffix("" if is_kept else stop)
 
 
 def test_a_stop_string_complete_within_min_tokens_ends_nothing(llm, pieces):

@@ -331,23 +331,6 @@ def test_sampled_probabilities_are_transformers(llm, seed):
         np.testing.assert_allclose([reported[i] for i in sorted(reported)], row[sorted(reported)], atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM(threads=1) as llm:
-        yield llm
-
-
-@pytest.mark.parametrize("is_included", [False, True])
-def test_stop_strings_wait_for_min_tokens_and_are_cut_off_or_left(demo, is_included):
-    plain = demo.generate("The", SamplingParams(max_tokens=30, ignore_eos=True))[0].outputs[0]
-    texts = [demo.tokenizer.decode(plain.token_ids[: n + 1]) for n in range(30)]
-    stop = texts[19][len(texts[18]) :]  # the text of the twentieth token
-    fields = {"max_tokens": 30, "ignore_eos": True, "stop": stop, "include_stop_str_in_output": is_included}
-    late = demo.generate("The", SamplingParams(min_tokens=19, **fields))[0].outputs[0]
-    assert (late.stop_reason, late.token_ids) == (stop, plain.token_ids[:20])
-    assert late.text == (texts[19] if is_included else texts[18])
-
-
 @pytest.mark.parametrize(
     ("fields", "is_alone"),
     [
