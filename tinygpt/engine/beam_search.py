@@ -80,7 +80,6 @@ class Beam:
 class Hypothesis:
     beam: Beam
     score: float  # the beam's total over length**length_penalty
-    finish_reason: Literal["stop", "length"]
 
 
 class BeamSearch:
@@ -151,7 +150,7 @@ class _Group:
         eos, is_stopped = self._rules.eos_token_ids, self._is_stopped
         ends = [beam.token_ids[-1] in eos or is_stopped(beam.token_ids) for beam in options]
         running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][:size]
-        self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end], "stop")
+        self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end])
         bound = running if is_alone else options
         self._is_done = not bound or self._is_settled(bound[0])
         self.beams = running if not self._is_done or (is_last and is_alone) else []
@@ -160,11 +159,11 @@ class _Group:
         return [beam.token_ids[-1] for beam in running]
 
     def end(self) -> None:
-        self._add(self.beams, "length")
+        self._add(self.beams)
         self.beams = []
 
-    def _add(self, beams: list[Beam], finish_reason: Literal["stop", "length"]) -> None:
-        new = [Hypothesis(b, self._rules.score(b.total, len(b.token_ids)), finish_reason) for b in beams]
+    def _add(self, beams: list[Beam]) -> None:
+        new = [Hypothesis(beam, self._rules.score(beam.total, len(beam.token_ids))) for beam in beams]
         self.ended = _best(self.ended + new, self._rules.group_size)
 
     def _is_settled(self, bound: Beam) -> bool:

@@ -115,7 +115,7 @@ class Probe:
 
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
         self._runner = runner
-        self._slot = engine_config.spare_slot
+        self._slot = engine_config.num_slots - 1
         self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:

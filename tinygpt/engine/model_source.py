@@ -35,16 +35,8 @@ class ModelSource:
     kv_cache_dtype: str
 
     @classmethod
-    def open(
-        cls,
-        model: str,
-        dtype: str = "auto",
-        device: str = "cpu",
-        kv_cache_dtype: str = "auto",
-        lora: str | os.PathLike[str] | None = None,
-    ) -> "ModelSource":
-        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
-        return cls.open_all(model, [dtype], device, kv_cache_dtype, lora)[0]
+    def open(cls, model: str, dtype: str = "auto", *how: Any) -> "ModelSource":
+        return cls.open_all(model, [dtype], *how)[0]
 
     @classmethod
     def open_all(
@@ -55,6 +47,7 @@ class ModelSource:
         kv_cache_dtype: str = "auto",
         lora: str | os.PathLike[str] | None = None,
     ) -> "list[ModelSource]":
+        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
         backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
@@ -211,12 +204,8 @@ class EngineConfig:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the KV cache: the scheduler's, and a spare one for sequences outside the steps."""
+        """Slots of the KV cache: the scheduler's, and a spare one for Probe."""
         return self.max_num_seqs + self.prefix_cache_seqs + 1
-
-    @property
-    def spare_slot(self) -> int:
-        return self.num_slots - 1
 
     @property
     def max_num_logits(self) -> int:
