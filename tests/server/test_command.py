@@ -13,6 +13,7 @@ from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt.cli import loading
+from tinygpt.server.api import ServerConfig
 
 
 @pytest.fixture
@@ -53,37 +54,35 @@ def test_a_taken_port(run, monkeypatch):
         expect_sentence(run(f"--port {port}"), f"127.0.0.1:{port}", "in use", "--port")
 
 
-def test_an_address_of_nobody(run):
-    expect_sentence(run("--host 192.0.2.1"), "192.0.2.1:8000 cannot be listened on", "a --host of this machine")
-    expect_sentence(run("--host no.such.host.invalid"), "no.such.host.invalid")
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ("--host 192.0.2.1", "192.0.2.1:8000 cannot be listened on"),
+        ("--host no.such.host.invalid", "a --host of this machine"),
+        ("--port 70000", "port"),
+        ("--port -1", "port"),
+        ("--drain-seconds -1", "drain"),
+        ("--drain-seconds nan", "drain"),
+        ("--max-logprobs -1", "max"),
+        ("--max-queue -1 --port 0", "max"),
+        ("--port 0 --model /no/where", "/no/where"),
+    ],
+)
+def test_what_cannot_be_served(run, arguments, part):
+    expect_sentence(run(arguments), part)
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("file", "data", "part"),
     [
-        "--port 70000",
-        "--port -1",
-        "--drain-seconds -1",
-        "--drain-seconds nan",
-        "--max-logprobs -1",
-        "--max-queue -1 --port 0",
+        ("model.safetensors", b"\x08", "model.safetensors"),
+        ("tokenizer.json", b'{"model":', "tokenizer.json is not valid JSON"),
     ],
 )
-def test_impossible_numbers(run, arguments):
-    expect_sentence(run(arguments), arguments.split()[0].strip("-").split("-")[0])
-
-
-def test_a_checkpoint_that_is_damaged_or_not_there(run, tmp_path):
+def test_a_damaged_checkpoint(run, tmp_path, file, data, part):
     folder = write_checkpoint(tmp_path / "damaged")
-    (folder / "model.safetensors").write_bytes(b"\x08")
-    expect_sentence(run(f"--port 0 --model {folder}"), "model.safetensors")
-    expect_sentence(run(f"--port 0 --model {tmp_path / 'nowhere'}"), "nowhere")
-
-
-def test_a_damaged_tokenizer(run, tmp_path):
-    folder = write_checkpoint(tmp_path / "tiny")
-    (folder / "tokenizer.json").write_text('{"model":')
-    expect_sentence(run(f"--port 0 --model {folder}"), "tokenizer.json is not valid JSON")
+    (folder / file).write_bytes(data)
+    expect_sentence(run(f"--port 0 --model {folder}"), part)
 
 
 def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
@@ -104,7 +103,6 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, start
     tokenizer, address = result.err.splitlines()[-2:]
     assert address.startswith(f"tinygpt: serving {folder} on http://127.0.0.1:")
     assert tokenizer.startswith(f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: ")
-    assert "vocab.json with merges.txt" in tokenizer
     assert "only vocab.json is there" in tokenizer
 
 
@@ -125,9 +123,8 @@ def test_one_line_says_where(run, started):
     assert result.code == 0
     assert result.err.splitlines()[-1] == f"tinygpt: serving demo on http://127.0.0.1:{port}"
     assert (host, drain_seconds) == ("127.0.0.1", 30)
-    assert state.config.served_model_names == ("demo",)
-    assert state.config.allowed_hosts == {"localhost", "127.0.0.1", "::1"}
-    assert state.config.api_keys == ()
+    hosts = frozenset({"localhost", "127.0.0.1", "::1"})
+    assert state.config == ServerConfig(served_model_names=("demo",), allowed_hosts=hosts)
 
 
 def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
@@ -140,9 +137,8 @@ def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
     [(state, _, drain_seconds)] = started
     sizes = state.llm.engine.engine_config
     assert (sizes.max_model_len, sizes.max_num_seqs, sizes.max_queue) == (64, 3, 7)
-    config = state.config
-    assert (config.served_model_names, config.api_keys) == (("a", "b/c"), ("from the environment",))
-    assert (config.allowed_hosts, config.allowed_origins, config.max_logprobs) == ({"model.example"}, ("https://x",), 4)
+    names, keys, hosts = ("a", "b/c"), ("from the environment",), frozenset({"model.example"})
+    assert state.config == ServerConfig(names, keys, hosts, allowed_origins=("https://x",), max_logprobs=4)
     assert drain_seconds == 2
     run("--port 0 --api-key one --api-key two")
     assert started[-1][0].config.api_keys == ("one", "two")

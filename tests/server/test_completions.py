@@ -245,19 +245,6 @@ def test_candidates_have_ids_where_ids_are_asked_for(server, llm, is_streamed):
     assert "top_token_ids" not in server.complete(**asked).body.decode()
 
 
-def test_usage_with_every_event(server, llm):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    events = server.complete(prompt="Once", max_tokens=4, temperature=0, stream=True, stream_options=options).events
-    assert [event["usage"]["completion_tokens"] for event in events] == [1, 2, 3, 4, 4]
-    assert {event["usage"]["prompt_tokens"] for event in events} == {len(llm.tokenizer.encode("Once"))}
-
-
-def test_obfuscated_events_have_equal_lengths(server):
-    asked = {"prompt": "Once", "max_tokens": 8, "stream": True, "stream_options": {"include_obfuscation": True}}
-    events = server.complete(**asked).body.decode().split("\n\n")[:-2]
-    assert {len(event + "\n\n") % 64 for event in events} == {0}
-
-
 # What leaves most tokens no probability, of which the logarithm would be no number of JSON.
 IMPROBABLE = {
     "a low temperature": {"temperature": 1e-30, "top_k": 0, "top_p": 1.0},

@@ -38,6 +38,7 @@ def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
 
 
 def test_a_client_that_leaves_the_queue(server, llm, gate):
+    """Nothing has been made for it, and the others go on."""
     others = [llm.submit([i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
     gate.allow(1)
     gate.wait_until_asked(2)  # the first step may have come before the last of them
@@ -48,7 +49,8 @@ def test_a_client_that_leaves_the_queue(server, llm, gate):
     assert len(llm.engine.scheduler.waiting) == 1
     client.close()
     ended = server.ended()
-    assert (ended["status"], ended["finish"]) == (499, "abort")
+    assert (ended["status"], ended["finish"], ended["completion_tokens"], ended["ttft"]) == (499, "abort", 0, None)
+    assert ended["queue"] > 0
     gate.allow(1)
     until(lambda: not llm.engine.scheduler.waiting)
     assert len(llm.engine.scheduler.running) == 4

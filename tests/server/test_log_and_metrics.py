@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
-from support.serving import served, until
+from support.serving import served
 from tinygpt.server.serve import JsonLines, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
@@ -125,23 +125,6 @@ def test_what_was_done_for_who_left_is_counted(fresh, llm, is_streamed):
     assert found["tinygpt:time_to_first_token_seconds_count", ""] == 1
     assert found["tinygpt:e2e_request_latency_seconds_count", ""] == 0
     assert found["tinygpt:request_success_total", "abort"] == 1
-
-
-def test_who_left_the_queue_has_been_given_nothing(fresh, llm):
-    with llm.engine.wrapped(Gate) as gate:
-        first = fresh.begin(**ASKED | {"temperature": 1, "seed": 1}, n=4)
-        gate.wait_until_asked(1)
-        client = fresh.begin(**ASKED)
-        until(lambda: llm.engine._inbox.qsize() == 1)
-        client.close()
-        line = fresh.ended()
-        gate.allow(float("inf"))
-        assert b"200 OK" in first.socket.recv(100)
-        first.close()
-    assert (line["completion_tokens"], line["ttft"]) == (0, None)
-    assert line["queue"] > 0
-    assert fresh.ended()["status"] == 200
-    assert figures(fresh)["tinygpt:generation_tokens_total", ""] == 4 * 5
 
 
 def test_metrics_are_what_prometheus_reads(fresh):

@@ -68,24 +68,6 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
     assert plain["usage"]["prompt_tokens"] == plain["usage"]["total_tokens"] > 0
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [9999]}, "input"),
-        ({"input": [262] * 513}, "input"),
-        ({"input": "a", "dimensions": 5}, "dimensions"),
-        ({"input": "a", "pooling": "max"}, "pooling"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-    ],
-)
-def test_embeddings_that_are_not_possible(server, body, param):
-    reply = server.ask("/v1/embeddings", body)
-    assert (reply.status, reply.error["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_scores_are_cosines_of_embeddings(server, llm, pooling):
     """One text with each of several, and pairs."""
@@ -106,18 +88,26 @@ def test_scores_are_cosines_of_embeddings(server, llm, pooling):
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("path", "body", "param"),
     [
-        ({"text_1": "a"}, "text_2"),
-        ({"text_1": "", "text_2": "a"}, "text_1"),
-        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
-        ({"text_1": ["a", "b"], "text_2": "a"}, "text_1"),
-        ({"text_1": "a", "text_2": "a " * 600}, "text_2"),
-        ({"text_1": "a", "text_2": "b", "pooling": "max"}, "pooling"),
+        ("embeddings", {}, "input"),
+        ("embeddings", {"input": ""}, "input"),
+        ("embeddings", {"input": []}, "input"),
+        ("embeddings", {"input": [9999]}, "input"),
+        ("embeddings", {"input": [262] * 513}, "input"),
+        ("embeddings", {"input": "a", "dimensions": 5}, "dimensions"),
+        ("embeddings", {"input": "a", "pooling": "max"}, "pooling"),
+        ("embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format"),
+        ("score", {"text_1": "a"}, "text_2"),
+        ("score", {"text_1": "", "text_2": "a"}, "text_1"),
+        ("score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1"),
+        ("score", {"text_1": ["a", "b"], "text_2": "a"}, "text_1"),
+        ("score", {"text_1": "a", "text_2": "a " * 600}, "text_2"),
+        ("score", {"text_1": "a", "text_2": "b", "pooling": "max"}, "pooling"),
     ],
 )
-def test_scores_that_are_not_possible(server, body, param):
-    reply = server.ask("/v1/score", body)
+def test_embeddings_and_scores_that_are_not_possible(server, path, body, param):
+    reply = server.ask(f"/v1/{path}", body)
     assert (reply.status, reply.error["param"]) == (400, param)
 
 
@@ -136,10 +126,6 @@ def test_too_many_wait_for_their_turn(server, llm):
         assert [each.result().status for each in asked] == [200] * 3
 
 
-def test_version(server):
-    assert server.ask("/version").json == {"version": tinygpt.__version__}
-
-
 def test_the_description_holds_the_limits_of_this_model(server, llm):
     """A checker of requests is told to expect refusals, which would hide a bound that got lost."""
     document = server.ask("/openapi.json").json
@@ -150,10 +136,7 @@ def test_the_description_holds_the_limits_of_this_model(server, llm):
     completion = schemas["CompletionRequest"]
     assert completion["additionalProperties"] is False
     fields = completion["properties"]
-    for name, low, high in (
-        ("n", 1, 128),
-        ("best_of", 0, 128),
-    ):
+    for name, low, high in (("n", 1, 128), ("best_of", 0, 128)):
         [bounded] = [part for part in fields[name]["anyOf"] if part["type"] != "null"]
         assert (bounded["minimum"], bounded["maximum"]) == (low, high)
     assert "from -2 to 2" in fields["presence_penalty"]["description"]
@@ -167,3 +150,4 @@ def test_the_description_names_every_route(server):
     served = {route.path.replace(":path", "") for route in server.app.routes} - {"/", "/openapi.json"}
     assert set(document["paths"]) == served
     assert document["openapi"] == "3.1.0"
+    assert server.ask("/version").json == {"version": tinygpt.__version__}

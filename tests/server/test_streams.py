@@ -36,14 +36,21 @@ def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
     assert len(woken) < num_tokens / 2
 
 
-def test_a_chat_has_what_stream_options_ask_for(llm):
-    body = ASKED | {"messages": [{"role": "user", "content": "Who is there?"}]}
-    del body["prompt"]
+@pytest.mark.parametrize(
+    ("path", "prompt", "counts"),
+    [
+        ("/v1/completions", {"prompt": "Once"}, [1, 2, 3, 3]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Once"}]}, [0, 1, 2, 3, 3]),
+    ],
+)
+def test_a_stream_has_what_its_options_ask_for(llm, path, prompt, counts):
+    body = {**prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True}
     with served(llm, chat_template=ChatTemplate("{{ messages[0].content }}", {})) as server:
         options = {"include_usage": True, "continuous_usage_stats": True}
-        events = server.ask("/v1/chat/completions", body | {"max_tokens": 3, "stream_options": options}).events
-        assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 3]
-        padded = server.ask("/v1/chat/completions", body | {"stream_options": {"include_obfuscation": True}})
+        usages = [event["usage"] for event in server.ask(path, body | {"stream_options": options}).events]
+        padded = server.ask(path, body | {"stream_options": {"include_obfuscation": True}})
+    assert [usage["completion_tokens"] for usage in usages] == counts
+    assert {usage["prompt_tokens"] for usage in usages} == {len(llm.tokenizer.encode("Once"))}
     assert {len(line + "\n\n") % 64 for line in padded.body.decode().split("\n\n")[:-2]} == {0}
 
 
