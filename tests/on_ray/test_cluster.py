@@ -15,7 +15,6 @@ import pytest
 
 pytest.importorskip("ray", reason="ray, of the extra of that name, is not installed")
 
-
 from support.paths import ROOT
 from support.processes import below, run_process
 
@@ -34,16 +33,9 @@ def start():
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         sizes = [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--include-dashboard=false"]
-        words = ["start", "--head", "--block", f"--port={port}", f"--temp-dir={temporary}", *sizes]
-        running.append(
-            subprocess.Popen(
-                [Path(sys.executable).with_name("ray"), *words],
-                env={**os.environ, **ENVIRONMENT},
-                cwd="/",
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", *sizes]
+        options = {"env": {**os.environ, **ENVIRONMENT}, "cwd": "/", "stdout": subprocess.PIPE, "text": True}
+        running.append(subprocess.Popen([*command, f"--temp-dir={temporary}"], **options))
         for line in running[-1].stdout:
             if found := re.search(r"--address='([\w.]+:\d+)'", line):
                 return found[1]

@@ -25,6 +25,12 @@ PERSON = {
 }
 REGEX, CHOICES, GRAMMAR = "[A-Z][a-z]{2,8} [0-9]{1,2}", ["a king", "a wolf"], 'start: "(" start ")" | "here"'
 SAMPLED = {"max_tokens": 60, "temperature": 0.9, "seed": 3}
+
+
+def schema_format(schema, **more):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
+
+
 # What a client sends, and the field of SamplingParams that it is.
 SPELLINGS = {
     "choice": ({"guided_choice": CHOICES}, {"guided_choice": CHOICES}),
@@ -37,15 +43,7 @@ SPELLINGS = {
     "vLLM's JSON": ({"structured_outputs": {"json": PERSON, "regex": None}}, {"guided_json": PERSON}),
     "vLLM's object": ({"structured_outputs": {"json_object": True}}, {"guided_json": {"type": "object"}}),
     "vLLM's grammar": ({"structured_outputs": {"grammar": GRAMMAR}}, {"guided_grammar": GRAMMAR}),
-    "OpenAI's schema": (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "person", "schema": PERSON, "strict": True},
-            }
-        },
-        {"guided_json": PERSON},
-    ),
+    "OpenAI's schema": ({"response_format": schema_format(PERSON, strict=True)}, {"guided_json": PERSON}),
     "OpenAI's object": ({"response_format": {"type": "json_object"}}, {"guided_json": {"type": "object"}}),
     "OpenAI's text": ({"response_format": {"type": "text"}}, {}),
     "nothing": ({"structured_outputs": {"json_object": False}, "guided_json": None}, {}),
@@ -61,10 +59,7 @@ REFUSED = {
     "long": ({"guided_regex": "a" * 65_537}, "guided_regex"),
     "vLLM's": ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
     "vLLM's that is none": ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs"),
-    "OpenAI's": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "bogus"}}}},
-        "response_format.json_schema.schema",
-    ),
+    "OpenAI's": ({"response_format": schema_format({"type": "bogus"})}, "response_format.json_schema.schema"),
     "two": ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_regex"),
     "two spellings": (
         {"structured_outputs": {"json": {}, "choice": ["a"]}, "response_format": {"type": "json_object"}},
@@ -89,7 +84,10 @@ def text_of(choice) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+both_paths = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+
+
+@both_paths
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
     sent, field = SPELLINGS[name]
@@ -98,7 +96,7 @@ def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
     assert (text_of(choice), choice["stop_reason"]) == (expected.text, expected.stop_reason)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 def test_streams_too(chatting, path):
     whole = text_of(asked_in(chatting, path, {"guided_regex": REGEX}).json["choices"][0])
     assert re.fullmatch(REGEX, whole)
@@ -107,7 +105,7 @@ def test_streams_too(chatting, path):
     assert parts[-1]["finish_reason"] == "stop"
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@both_paths
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_bad_guide_is_refused_with_the_clients_field(chatting, name, path):
     body, field = REFUSED[name]

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import inspect
-import threading
 
 import numpy as np
 import pytest
@@ -33,21 +32,17 @@ CASES = {
 PROMPTS = ["Once upon a time", "", [46, 1364, 555], "näh 🐺"]
 
 
-@pytest.fixture
-def remote(server):
-    with RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0, split_special_tokens=True) as remote:
+@pytest.fixture(params=["/v1/"])  # the address may be the one that OpenAI's clients are given
+def remote(server, request):
+    with RemoteLLM(
+        f"http://127.0.0.1:{server.port}{request.param}", max_retries=0, split_special_tokens=True
+    ) as remote:
         yield remote
 
 
 def told(output):
     """Return an output without its times and its cache hits, which depend on earlier requests."""
     return repr(dataclasses.replace(output, metrics=None, num_cached_tokens=0))
-
-
-@pytest.mark.parametrize("end", ["/v1", "/v1/", "/"])
-def test_the_address_may_be_the_one_that_openais_clients_are_given(server, llm, end):
-    with RemoteLLM(f"http://127.0.0.1:{server.port}{end}", max_retries=0, split_special_tokens=True) as remote:
-        assert told(*remote.generate("Once", **SAMPLED)) == told(*llm.generate("Once", **SAMPLED))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,6 +52,7 @@ def test_an_output_is_the_librarys(remote, llm, name):
     assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
 
 
+@pytest.mark.parametrize("remote", ["", "/", "/v1", "/v1/"], indirect=True)
 @pytest.mark.parametrize("name", ["greedy", "logprobs", "samples", "stop"])
 def test_a_stream_is_the_librarys(remote, llm, name):
     params = SamplingParams(**CASES[name])
@@ -194,41 +190,35 @@ def test_what_is_not_wanted_any_more_is_freed(server, llm, how):
     scheduler, params = llm.engine.scheduler, SamplingParams(max_tokens=400, ignore_eos=True)
     remote = RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0)
     with llm.engine.wrapped(Gate) as gate:
-        if how == "future":
+        others = fill_slots(llm, gate, params) if how == "queued" else []
+        if how in ("future", "queued", "close"):
             future = remote.submit("Once", params)
-            gate.wait_until_asked(1)
-            assert future.cancel()
-        elif how == "queued":
-            others = fill_slots(llm, gate, params)
-            future = remote.submit("Once", params)
-            until(lambda: llm.engine._inbox.qsize() == 1)
+            until(lambda: llm.engine._inbox.qsize() == 1) if others else gate.wait_until_asked(1)
+        else:
+            gate.allow(2)
+        if how == "queued":
             gate.allow(1)
             until(lambda: len(scheduler.waiting) == 1)
             assert future.cancel()
             until(lambda: not scheduler.waiting or gate.allow(1))
             assert len(scheduler.running) == 4
-            for other in others:
-                other.cancel()
+        elif how == "future":
+            assert future.cancel()
         elif how == "iterator":
-            gate.allow(2)
             chunks = remote.stream("Once", params)
             next(chunks)
             chunks.close()
         elif how == "task":
-            gate.allow(2)
             asyncio.run(leave_after_one_chunk(remote, params))
         elif how == "error beside it":
-            gate.allow(2)
             with pytest.raises(RequestError, match="999999"):
                 remote.generate(["Once", [999_999]], params)
         else:
-            future = remote.submit("Once", params)
-            gate.wait_until_asked(1)
-            closing = threading.Thread(target=remote.close)
-            closing.start()
+            remote.close()
             with pytest.raises(RequestError, match="has been closed"):
                 future.result(60)
-            closing.join(60)
+        for other in others:
+            other.cancel()
         # A step for each look, until the server has noticed.
         until(lambda: (scheduler.running == [] and not scheduler.waiting) or gate.allow(1))
         assert gate.num_taken < 300  # of the 400 that it was about
@@ -278,11 +268,9 @@ def test_keys(llm, monkeypatch):
         url = f"http://127.0.0.1:{server.port}"
         with pytest.raises(ServerError, match="wants an API key: set api_key, or the variable TINYGPT_API_KEY"):
             RemoteLLM(url)
-        with pytest.raises(ServerError, match="wants another API key than the one given") as refused:
+        with pytest.raises(ServerError, match=r"^(?!.*wrong).*wants another API key than the one given"):
             RemoteLLM(url, api_key="wrong")
-        assert "wrong" not in str(refused.value)
-        with RemoteLLM(url, api_key="a secret") as remote:
-            assert remote.generate("Once", SamplingParams(max_tokens=1))
         monkeypatch.setenv("TINYGPT_API_KEY", "a secret")
-        with RemoteLLM(url) as remote:
-            assert remote.generate("Once", SamplingParams(max_tokens=1))
+        for key in (None, "a secret"):
+            with RemoteLLM(url, api_key=key) as remote:
+                assert remote.generate("Once", SamplingParams(max_tokens=1))
