@@ -60,18 +60,11 @@ def test_a_stream_is_the_reply_in_pieces(server, name):
 def test_a_plain_stream_has_an_event_for_each_text(server):
     asked = {"prompt": PROMPT, **SAMPLED}
     events = server.complete(**asked, stream=True).events
-    assert (
-        "".join(event["choices"][0]["text"] for event in events) == server.complete(**asked).json["choices"][0]["text"]
-    )
+    text = "".join(event["choices"][0]["text"] for event in events)
+    assert text == server.complete(**asked).json["choices"][0]["text"]
     assert all(len(event["choices"]) == 1 and event["object"] == "text_completion" for event in events)
     assert {event["id"] for event in events} == {events[0]["id"]}
     assert {tuple(event["choices"][0]) for event in events[:-1]} == {("index", "text", "logprobs", "finish_reason")}
-
-
-def name_of(server, llm, token_id: int) -> str:
-    """Its text, if that is no half of a character."""
-    text = llm.tokenizer.decode([token_id])
-    return server.api.names.name(token_id) if "\ufffd" in text else text
 
 
 def test_log_probabilities_are_the_engines(server, llm):
@@ -80,16 +73,15 @@ def test_log_probabilities_are_the_engines(server, llm):
     [sample] = output.outputs
     ids = output.prompt_token_ids + sample.token_ids
     entries = [*output.prompt_logprobs[1:], *sample.logprobs]
+    assert found["tokens"] == [server.api.names.name(i) for i in ids]
     assert found["token_logprobs"][1:] == [entry[i] for i, entry in zip(ids[1:], entries, strict=True)]
-    names = [[name_of(server, llm, i) for i in entry] for entry in entries]
+    names = [[server.api.names.name(i) for i in entry] for entry in entries]
     assert [list(top) for top in found["top_logprobs"][1:]] == names
     assert [list(top.values()) for top in found["top_logprobs"][1:]] == [list(entry.values()) for entry in entries]
     # Nothing comes before the first token but BOS.
     bos = llm.config.bos_token_id
-    assert (
-        found["token_logprobs"][0]
-        == llm.generate([[bos, ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=0))[0].prompt_logprobs[1][ids[0]]
-    )
+    [output] = llm.generate([[bos, ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert found["token_logprobs"][0] == output.prompt_logprobs[1][ids[0]]
 
 
 def test_offsets_count_the_characters_of_the_text(server):
@@ -105,6 +97,8 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
     assert len(halves) > 100
     names = {server.api.names.name(i) for i in halves}
     assert len(names) == len(halves)
+    others = [i for i in range(llm.config.vocab_size) if i not in halves]
+    assert [*map(server.api.names.name, others)] == [llm.tokenizer.decode([i]) for i in others]
     assert all(name.startswith("bytes:\\x") for name in names)
     found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
     assert found["tokens"] == [server.api.names.name(halves[0])]
@@ -171,18 +165,26 @@ def test_by_default_16_tokens_or_what_fits(server, llm):
     assert server.complete(prompt=ids, ignore_eos=True).json["usage"]["completion_tokens"] == 5
 
 
-def test_beams(server, llm):
-    [output] = llm.generate(PROMPT, SamplingParams(num_beams=3, n=3, max_tokens=6))
-    for asked in ({"use_beam_search": True, "n": 3}, {"num_beams": 3, "n": 3, "temperature": 0}):
-        choices = server.complete(prompt=PROMPT, max_tokens=6, **asked).json["choices"]
-        assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
+# What a request may ask for in other words than SamplingParams.
+IN_OTHER_WORDS = {
+    "vLLM's beams": ({"use_beam_search": True, "n": 3}, {"num_beams": 3, "n": 3}),
+    "beams": ({"num_beams": 3, "n": 3}, {"num_beams": 3, "n": 3}),
+    "best of": ({**SAMPLED, "n": 2, "best_of": 4}, {**SAMPLED, "n": 2, "best_of": 4}),
+    "best_of 0": ({**SAMPLED, "best_of": 0}, SAMPLED),
+    "a signed seed": ({"seed": -2}, {"temperature": 1, "seed": 2**64 - 2}),
+    "an unsigned seed": ({"seed": 2**63}, {"temperature": 1, "seed": 2**63}),
+    "a seed with a point": ({"seed": 5.0}, {"temperature": 1, "seed": 5}),
+    "a bias of an id": ({"temperature": 0, "logit_bias": {"262": 100}}, {"logit_bias": {262: 100}}),
+    "a bias of a text": ({"temperature": 0, "logit_bias": {" the": 100}}, {"logit_bias": {262: 100}}),
+}
 
 
-def test_the_best_of_several(server, llm):
-    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, n=2, best_of=4))
-    choices = server.complete(prompt=PROMPT, **SAMPLED, n=2, best_of=4).json["choices"]
+@pytest.mark.parametrize("name", IN_OTHER_WORDS)
+def test_a_request_in_other_words_is_the_same(server, llm, name):
+    asked, params = ({"max_tokens": 6, **each} for each in IN_OTHER_WORDS[name])
+    [output] = llm.generate(PROMPT, SamplingParams(**params))
+    choices = server.complete(prompt=PROMPT, **asked).json["choices"]
     assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
-    assert server.complete(prompt=PROMPT, best_of=0, max_tokens=1).status == 200  # as if it were not there
 
 
 def test_a_suffix_chooses_among_candidates(server, llm):
@@ -203,19 +205,6 @@ def test_a_suffix_chooses_among_candidates(server, llm):
     assert server.complete(prompt=PROMPT, **SAMPLED, suffix=suffix).json["choices"][0]["text"] == plain
 
 
-def test_a_bias_is_for_an_id_or_for_all_tokens_of_a_text(server, llm):
-    [king] = llm.tokenizer.encode(" king")
-    for key in (str(king), " king"):
-        choice = server.complete(prompt=PROMPT, temperature=0, max_tokens=2, logit_bias={key: 100}).json["choices"][0]
-        assert choice["text"] == " king king"
-
-
-@pytest.mark.parametrize(("seed", "own"), [(-2, 2**64 - 2), (2**63, 2**63), (5.0, 5)])
-def test_seeds_of_64_bits_signed_or_not(server, llm, seed, own):
-    [output] = llm.generate(PROMPT, SamplingParams(temperature=1, seed=own, max_tokens=6))
-    assert server.complete(prompt=PROMPT, seed=seed, max_tokens=6).json["choices"][0]["text"] == output.outputs[0].text
-
-
 def test_prompt_logprobs_in_vllms_words(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
     found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0]["prompt_logprobs"]
@@ -229,17 +218,12 @@ def test_prompt_logprobs_in_vllms_words(server, llm):
         assert all(told["decoded_token"] == llm.tokenizer.decode([int(i)]) for i, told in entry.items())
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_candidates_have_ids_where_ids_are_asked_for(server, llm, is_streamed):
+def test_candidates_have_ids_where_ids_are_asked_for(server, llm):
     """JavaScript reorders keys that are numbers, so clients look up ids by name."""
-    asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 6, "echo": True, "stream": is_streamed}
-    reply = server.complete(**asked, return_token_ids=True)
-    found = [
-        choice["logprobs"] for event in (reply.events if is_streamed else [reply.json]) for choice in event["choices"]
-    ]
-    tops = [pair for arrays in found for pair in zip(arrays["top_logprobs"], arrays["top_token_ids"], strict=True)]
-    assert len(tops) == len(llm.tokenizer.encode(PROMPT)) + 4
-    for names, ids in tops:
+    asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 6, "echo": True}
+    found = server.complete(**asked, return_token_ids=True).json["choices"][0]["logprobs"]
+    assert len(found["top_token_ids"]) == len(llm.tokenizer.encode(PROMPT)) + 4
+    for names, ids in zip(found["top_logprobs"], found["top_token_ids"], strict=True):
         assert names.keys() == ids.keys()
         assert [llm.tokenizer.decode([i]) for i in ids.values()] == [*ids]
     assert "top_token_ids" not in server.complete(**asked).body.decode()
