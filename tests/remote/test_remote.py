@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -50,28 +52,21 @@ def refusal(status: int, message: str, code: str | None = None, **headers: str) 
     return reply(status, {"error": {"message": message, "code": code}}, **headers)
 
 
-def hang_up(handler: "Handler") -> None:
+def hang_up(handler: "Handler", first: Answer | None = None) -> None:
+    """Close without notice, as a server does with an idle connection. first: an answer before that."""
+    if first is not None:
+        first(handler)
+        handler.wfile.flush()
     handler.close_connection = True
     handler.connection.shutdown(socket.SHUT_RDWR)
-
-
-def reply_and_hang_up(handler: "Handler") -> None:
-    """Close without notice, as a server does with an idle connection."""
-    reply(200, OUTPUT)(handler)
-    handler.wfile.flush()
-    hang_up(handler)
 
 
 def stay_silent(handler: "Handler") -> None:
     handler.server.silence.wait(60)
 
 
-def begin_a_reply(handler: "Handler") -> None:
-    handler.send_response(200)
-    handler.send_header("content-length", "1000")
-    handler.end_headers()
-    handler.wfile.write(b'data: {"chunk": {"text": "a", "token_id": 1}}\n\n')
-    hang_up(handler)
+CHUNK = b'data: {"chunk": {"text": "a", "token_id": 1}}\n\n'
+BEGUN = partial(hang_up, first=reply(200, CHUNK, content_length="1000"))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -92,25 +87,19 @@ class Handler(BaseHTTPRequestHandler):
 def serve(monkeypatch):
     """`serve(answer, ...)` gives (a RemoteLLM, what it has asked for): each POST gets the next answer, or the last."""
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
-    servers, llms = [], []
+    with ExitStack() as stack:
 
-    def serve(*answers: Answer, card: object = CARD, **arguments: object) -> tuple[RemoteLLM, list]:
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        server.daemon_threads, server.answers, server.asked, server.silence = True, answers, [], threading.Event()
-        server.card = card
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        servers.append(server)
-        llm = RemoteLLM(f"http://127.0.0.1:{server.server_port}", **arguments)
-        llms.append(llm)
-        return llm, server.asked
+        def serve(*answers: Answer, card: object = CARD, **arguments: object) -> tuple[RemoteLLM, list]:
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+            server.daemon_threads, server.answers, server.asked, server.silence = True, answers, [], threading.Event()
+            server.card = card
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+            stack.callback(server.shutdown)
+            stack.callback(server.silence.set)
+            url = f"http://127.0.0.1:{server.server_port}"
+            return stack.enter_context(RemoteLLM(url, **arguments)), server.asked
 
-    yield serve
-    for llm in llms:
-        llm.close()
-    for server in servers:
-        server.silence.set()
-        server.shutdown()
-        server.server_close()
+        yield serve
 
 
 def free_port() -> int:
@@ -144,7 +133,7 @@ def test_a_server_that_stays_busy_is_asked_so_often(serve, status, kind):
         (reply(502, b"<html>Bad gateway</html>"), "is no tinygpt server: it answers with status 502"),
         (reply(200, b"<html>Hello</html>"), "it does not speak JSON"),
         (reply(200, {"choices": []}), "none that this version reads"),
-        (begin_a_reply, "does not answer"),
+        (BEGUN, "does not answer"),
         (hang_up, "does not answer"),
         (stay_silent, "has said nothing for 0.2 s"),
     ],
@@ -157,14 +146,15 @@ def test_nothing_else_is_sent_twice(serve, answer, sentence):
 
 
 def test_a_connection_that_was_closed_meanwhile_is_opened_anew(serve):
-    llm, asked = serve(reply(200, OUTPUT), reply_and_hang_up, reply(200, OUTPUT), max_retries=0)
+    closing = partial(hang_up, first=reply(200, OUTPUT))
+    llm, asked = serve(reply(200, OUTPUT), closing, reply(200, OUTPUT), max_retries=0)
     for _ in range(4):
         llm.generate("Once")
     assert len(asked) == 4
 
 
 def test_a_stream_that_breaks_off_says_so_after_what_had_come(serve):
-    llm, _ = serve(begin_a_reply)
+    llm, _ = serve(BEGUN)
     chunks = llm.stream("Once")
     assert next(chunks).text == "a"
     with pytest.raises(ServerError, match=r"does not answer|too early"):
@@ -229,7 +219,7 @@ def test_a_closed_one_answers_nobody(serve):
 
 
 def test_an_error_in_on_chunk_ends_the_request(serve):
-    llm, _ = serve(reply(200, b'data: {"chunk": {"text": "a", "token_id": 1}}\n\n'))
+    llm, _ = serve(reply(200, CHUNK))
     with pytest.raises(ZeroDivisionError):
         llm.submit("Once", on_chunk=lambda chunk: 1 / 0).result(20)
 

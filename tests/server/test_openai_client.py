@@ -13,7 +13,7 @@ import openai
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.server.chat import ChatTemplate
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
@@ -30,8 +30,7 @@ def client(server):
 
 @pytest.fixture
 def expected(llm):
-    params = SamplingParams(max_tokens=8, temperature=0.8, seed=4)
-    return llm.generate(ASKED["prompt"], params)[0].outputs[0].text
+    return llm.generate(ASKED["prompt"], max_tokens=8, temperature=0.8, seed=4)[0].outputs[0].text
 
 
 def with_async_client(server, main):
@@ -114,13 +113,13 @@ def test_models_and_embeddings(client, llm):
 
 def test_chat(llm):
     template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
-    [output] = llm.generate("Once upon a time", SamplingParams(max_tokens=6))
-    asked = {"model": "demo", "messages": [{"role": "user", "content": "Once upon a time"}], "max_completion_tokens": 6}
+    text = llm.generate("Once upon a time", max_tokens=6)[0].outputs[0].text
+    messages = [{"role": "user", "content": "Once upon a time"}]
+    asked = {"model": "demo", "messages": messages, "max_completion_tokens": 6, "temperature": 0}
     with served(llm, chat_template=template) as server, openai.OpenAI(base_url=server.url, api_key="none") as client:
-        chat = client.chat.completions.create(**asked, temperature=0)
-        assert chat.choices[0].message.content == output.outputs[0].text
-        with client.chat.completions.create(**asked, temperature=0, stream=True) as stream:
-            assert "".join(chunk.choices[0].delta.content for chunk in stream) == output.outputs[0].text
+        assert client.chat.completions.create(**asked).choices[0].message.content == text
+        with client.chat.completions.create(**asked, stream=True) as stream:
+            assert "".join(chunk.choices[0].delta.content for chunk in stream) == text
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="OPENAI_PYTHON names no folder with openai-python's source")

@@ -109,10 +109,8 @@ def test_a_prompt_may_be_null_and_must_be_there(server, path):
 def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers):
     error = server.complete(**body).error
     assert (error["code"], error["param"]) == ("context_length_exceeded", param)
-    assert (
-        "has 512 tokens, and {} were asked for: {} in the prompt and {} to generate.".format(*numbers)
-        in error["message"]
-    )
+    asked = "has 512 tokens, and {} were asked for: {} in the prompt and {} to generate."
+    assert asked.format(*numbers) in error["message"]
 
 
 def test_a_soft_prompt_takes_positions_too(small_demo, tmp_path):
@@ -133,16 +131,13 @@ def test_a_model_that_is_not_there(server):
         assert "demo, other/name" in reply.error["message"]
 
 
-def test_paths_and_methods_that_are_not_there(server):
+def test_paths_methods_and_types_that_are_not_there(server):
+    reply = server.ask("/v1/completions", b"{}", content_type="text/plain")
+    assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
     assert (server.ask("/frobnicate").status, server.ask("/frobnicate").error["type"]) == (404, "not_found_error")
     for path, allowed in (("/v1/completions", {"POST"}), ("/health", {"GET"}), ("/v1/models/x", {"DELETE", "GET"})):
         reply = server.ask(path, method="PUT")
         assert (reply.status, {*reply.headers["allow"].split(", ")} - {"HEAD"}) == (405, allowed)
-
-
-def test_a_body_that_is_no_json(server):
-    reply = server.ask("/v1/completions", b"{}", content_type="text/plain")
-    assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
 
 
 def test_too_large_a_body_is_refused_before_it_is_read(llm):
@@ -159,32 +154,23 @@ def test_too_large_a_body_is_refused_before_it_is_read(llm):
 
 def test_a_full_queue_says_when_to_come_again():
     with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
-        futures = [llm.submit([1], SamplingParams(max_tokens=1)) for _ in range(2)]
+        futures = [llm.submit([1], SamplingParams(max_tokens=1))]
+        for _ in range(2):  # the second prompt finds no room, and the first is cancelled
+            assert server.complete(prompt=["a", "b"]).status == 429
+        futures.append(llm.submit([1], SamplingParams(max_tokens=1)))
         reply = server.complete(prompt="a")
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in reply.headers
         assert (reply.error["type"], reply.error["code"]) == ("rate_limit_error", "queue_full")
-        assert server.complete(prompt=["a", "b"]).status == 429
         for max_tokens in (0, 1):
             reply = server.complete(prompt="a", max_tokens=max_tokens, stream=True)
             assert (reply.status, reply.headers.get("retry-after")) == (429, "1")
         gate.allow(100)
         assert [future.result(60).outputs[0].finish_reason for future in futures] == ["length", "length"]
         until(lambda: not llm.engine.scheduler.running)
-        # What never fits must not be tried again.
-        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status == 400
-
-
-def test_prompts_of_one_request_run_all_or_none():
-    """If the second finds no room, the first is cancelled."""
-    with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
-        future = llm.submit([1], SamplingParams(max_tokens=1))
-        assert server.complete(prompt=["a", "b"]).status == 429
-        assert server.complete(prompt=["a", "b"]).status == 429
-        gate.allow(1)
-        future.result(60)
-        until(lambda: not llm.engine.scheduler.running)
         assert not llm.engine.scheduler.waiting
+        # A request that never fits must not be tried again.
+        assert server.complete(prompt=["a", "b", "c"], max_tokens=1).status == 400
 
 
 def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
