@@ -1,7 +1,4 @@
-"""The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first.
-
-`launches.py` picks the kernels of `layers/` and their grids. The reference alone is imported of other backends.
-"""
+"""The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first."""
 
 from tinygpt.kernels.cuda.kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from tinygpt.kernels.cuda.model import forward

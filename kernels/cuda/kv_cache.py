@@ -1,4 +1,4 @@
-"""The KV cache, and copies of keys and values in and out of its slots between steps. attention.py has the layout."""
+"""The KV cache, in the layout of attention.py, and copies in and out of its slots."""
 
 import functools
 import math
@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numba import cuda, int32, int64
 
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
-from tinygpt.kernels.cuda.packing import array_type, item_bytes
+from tinygpt.kernels.cuda.params import array_type, item_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.host import to_bfloat16
-
-from numba import cuda, int32, int64  # isort: skip
 
 MOVE_THREADS = 128
 COPY, READ, WRITE = "copy", "read", "write"
@@ -21,8 +20,6 @@ COPY, READ, WRITE = "copy", "read", "write"
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys and values of every position, allocated once and written in place."""
-
     device: Any
     k: Any
     v: Any
@@ -58,7 +55,7 @@ def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start:
 def read_positions(
     kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies of keys and values, (L, H, stop - start, D): float32, or bfloat16 as uint16."""
+    """Return copies (L, H, stop - start, D): float32, or bfloat16 as uint16."""
     shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
     for array, is_paired in _arrays(kv_cache):
         buffer = kv_cache.device.zeros(shape, array.dtype)
@@ -101,7 +98,7 @@ def _move(
 
 @functools.cache
 def _move_kernel(direction: str, is_paired: bool):
-    """Return move(...), grid (count, H, L): COPY within `array`, READ to `other` (L, H, count, Dp), WRITE from it."""
+    """COPY within `array`, READ to `other` (L, H, count, Dp), or WRITE from it. Grid (count, H, L)."""
 
     def move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count):
         i, head, layer = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int64(cuda.blockIdx.z)

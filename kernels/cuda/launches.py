@@ -1,38 +1,32 @@
-"""The layers as model.py calls them: each picks its kernels and their grids.
-
-Grids cover a step of `shape`; the device knows the true number of rows, and surplus blocks return.
-"""
+"""The layers as model.py calls them. Grids cover a step of `shape`; blocks past the true number of rows return."""
 
 import math
 from typing import Any
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
-from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, Heads
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     FUSED_TOKENS,
     LINEAR_THREADS,
+    ROW_TILE,
     Norm,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.layers.product import ROW_TILE
-from tinygpt.kernels.cuda.packing import STEP, family_of, padded_columns
-from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.runtime.warp import WARP
+from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.params import STEP, Params, family_of, padded_columns
+from tinygpt.kernels.cuda.runtime.ptx import WARP
 from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
 from tinygpt.kernels.cuda.workspace import Workspace
 
-DECODE_WARPS = 4  # of a block of decode attention, if there is work for all multiprocessors
-MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of ROW_TILE tokens, that a block of `linear` multiplies
+DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
+MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of ROW_TILE tokens in a block of `linear`
 
 
 def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
-    """x (N, C) = wte[token] + wpe[position]"""
     inputs, wte = workspace.inputs, params.wte
     places = inputs.token_ids, inputs.positions, workspace.embeds
     tables = wte.panels, wte.scales, params.wpe, params.config.n_embd, wte.num_steps
@@ -42,7 +36,7 @@ def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> N
 def normed_linear(
     params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
-    """A linear layer of a layer norm of rows of x: one kernel if the rows are few."""
+    """A linear layer of a layer norm: one kernel if the rows are few."""
     # The head has too many blocks to repeat the norm in each.
     is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
     if not is_fused or params.config.n_embd % STEP:
@@ -70,10 +64,7 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, works
 def linear(
     params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
-    """A linear layer of rows of inputs.
-
-    A block of `gemm_kernel` takes many more features than the 8 of `linear_kernel`, if rows and tiles suffice.
-    """
+    """A linear layer, by `gemm_kernel` if its tiles occupy half of the multiprocessors."""
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
     count, row_kind = rows_of(epilogue, shape)
     arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind

@@ -1,7 +1,6 @@
-"""GPT-2 on a GPU: kernels/reference/model.py as kernels that are queued one after another.
+"""GPT-2 on a GPU: the page of kernels/reference/model.py as kernels that are queued one after another.
 
-Shapes: N new tokens, S sequences, C n_embd, H heads, D head size, F n_inner, V vocabulary, L layers, R rows with
-logits. Arguments are arrays on the device, and the step's shape, which decides the grids.
+Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 """
 
 import numpy as np
@@ -18,7 +17,7 @@ HEAD_LAYER = 0  # ln_f and the head are one layer
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> DeviceLogits:
-    """Queue one step, which writes to the cache. Return logits (R, V) float32, which the next step overwrites."""
+    """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
     shape = StepShape.of(batch, workspace.max_shape)
     fill(workspace, batch)
     workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
@@ -26,7 +25,6 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> D
 
 
 def queue_step(params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
-    """Queue one step of the batch in the workspace, which receives the logits."""
     x = workspace.x
     embed(params, x, shape, workspace)  # (N, C)
     for layer in range(params.config.n_layer):
@@ -41,7 +39,7 @@ def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
 
 
 def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
-    """x (N, C) += c_proj(attention(c_attn(ln_1(x)))): the new tokens over their sequences' caches."""
+    """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     qkv, attended = heads_of(kv_cache, workspace), workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
     attend(params, layer, attended, kv_cache, shape, workspace)  # (N, C)

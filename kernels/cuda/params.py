@@ -1,32 +1,27 @@
-"""A model's weights on the device, packed once from a checkpoint's tensors."""
+"""A model's weights on the device, in panels of 8 features, packed once from a checkpoint's tensors.
+
+In a panel's step of 64 of K, lane 4 g + q holds 16 numbers of feature g; a warp reads 512 contiguous bytes a load:
+    bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
+    int8: one load of 16 numbers, in the same order
+    float32: four loads of 4 numbers, k = 16 p + 4 q + i
+"""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
-from tinygpt.kernels.cuda.layers.layer_norm import NormWeights
-from tinygpt.kernels.cuda.layers.linear import Weights
-from tinygpt.kernels.cuda.packing import OUT_TILE, array_type, item_bytes, pack, padded_columns, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.host import to_bfloat16
 
-
-@dataclass(frozen=True)
-class Params:
-    """A model on the device."""
-
-    device: Any
-    config: Any
-    dtype: str
-    wte: Weights  # one layer of (V, C), without bias
-    wpe: Any  # (n_positions, C) float32
-    linears: dict[str, Weights]  # by the names of LINEARS, and lm_head: the arrays of wte if the head is tied
-    norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
-    final_norm: NormWeights  # ln_f on the host
-
-
-# Features of a model that no kernel computes, by field of the configuration.
+OUT_TILE = 8  # features of a panel
+STEP = 64
+STEP_SIZE = OUT_TILE * STEP  # numbers
+# A sum over K has 8 runs of whole steps, each added in order, then the runs in order, in every kernel.
+SEGMENTS = 8
+ARRAY_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+# By field of the configuration.
 NOT_IMPLEMENTED = {
     "norm_placement": "layer norms after its blocks",
     "positions": "ALiBi in place of position embeddings",
@@ -38,8 +33,37 @@ NOT_IMPLEMENTED = {
 }
 
 
+class Weights(NamedTuple):
+    """A linear layer of every layer."""
+
+    panels: Any  # (L, features, K)
+    scales: Any  # (L, num_panels * OUT_TILE) float32
+    bias: Any  # (L, features) float32
+    num_panels: int
+    num_steps: int
+    features: int
+
+
+class NormWeights(NamedTuple):
+    """A layer norm of every layer."""
+
+    weight: Any  # (L, C) float32
+    bias: Any  # (L, C) float32
+
+
+@dataclass(frozen=True)
+class Params:
+    device: Any
+    config: Any
+    dtype: str
+    wte: Weights  # one layer of (V, C), without bias
+    wpe: Any  # (n_positions, C) float32
+    linears: dict[str, Weights]  # by the names of LINEARS, and lm_head, which is wte if the head is tied
+    norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
+    final_norm: NormWeights  # ln_f on the host
+
+
 def check_model(config: Any) -> None:
-    """Raise DeviceError, which names the feature, if the kernels cannot run this model."""
     found = [named for field, named in NOT_IMPLEMENTED.items() if field in config.structure]
     if found:
         raise DeviceError(f"the model has {', '.join(found)}, which no kernel for a GPU computes.")
@@ -94,3 +118,48 @@ def params_bytes(config: Any, dtype: str, tied: bool) -> int:
 
 def _linear_bytes(n: int, k: int, dtype: str) -> int:
     return panel_count(n) * OUT_TILE * (padded_columns(k) * item_bytes(dtype) + 4)
+
+
+def array_type(dtype: str) -> Any:
+    return ARRAY_TYPES[dtype]
+
+
+def item_bytes(dtype: str) -> int:
+    return np.dtype(array_type(dtype)).itemsize
+
+
+def family_of(dtype: str) -> str:
+    """Return the dtype of activations."""
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def panel_count(n: int) -> int:
+    return -(-n // OUT_TILE)
+
+
+def step_count(k: int) -> int:
+    return -(-k // STEP)
+
+
+def padded_columns(columns: int) -> int:
+    return step_count(columns) * STEP
+
+
+def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return weight (N, K) float32 as flat panels, padded with zeros, and a scale for each feature, 1 unless int8."""
+    n, k = weight.shape
+    panels, steps = panel_count(n), step_count(k)
+    padded = np.zeros((panels * OUT_TILE, steps * STEP), np.float32)
+    padded[:n, :k] = weight
+    scales = np.ones(panels * OUT_TILE, np.float32)
+    if dtype == "float32":
+        by_lane = padded.reshape(panels, OUT_TILE, steps, 4, 4, 4).transpose(0, 2, 3, 1, 4, 5)  # (P, steps, p, g, q, i)
+    elif dtype == "bfloat16":
+        lanes = to_bfloat16(padded).reshape(panels, OUT_TILE, steps, 2, 4, 8)
+        by_lane = lanes.transpose(0, 2, 3, 1, 4, 5)  # (P, steps, h, g, q, i)
+    else:
+        greatest = np.abs(padded).max(1)
+        scales = np.where(greatest > 0, greatest / np.float32(127), np.float32(1)).astype(np.float32)
+        lanes = np.rint(padded / scales[:, None]).astype(np.int8).reshape(panels, OUT_TILE, steps, 2, 4, 8)
+        by_lane = lanes.transpose(0, 2, 1, 4, 3, 5)  # (P, steps, g, q, h, i)
+    return np.ascontiguousarray(by_lane).ravel(), scales

@@ -1,4 +1,4 @@
-"""Sizes of a step, which decide its kernels and grids, and arrays in one copy."""
+"""Sizes of a step, which decide kernels and grids, and arrays in one copy."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 
-# Indices of a step's true sizes in `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
+# Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
 NUM_TOKENS, NUM_LOGITS, NUM_STEPS_DONE = 0, 1, 2
 NUM_SIZES = 4
 QUERY_TILE = 64  # tokens of one sequence that a block of prefill attention takes
@@ -44,7 +44,7 @@ class StepShape:
 
     @classmethod
     def of(cls, batch: Any, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
-        """num_steps: consecutive steps of this shape, each with one more position."""
+        """num_steps: steps of this shape, each with one more position."""
         tokens, positions = batch.token_ids.size, int(batch.context_lens.max()) + num_steps - 1
         key_blocks = min(rounded_up(-(-positions // KEY_BLOCK)), max_shape.max_blocks)
         is_decode = tokens == batch.slots.size and tokens <= max_shape.decode_tokens
@@ -59,7 +59,7 @@ def rounded_up(count: int) -> int:
 
 @dataclass(frozen=True)
 class Parts:
-    """The length and dtype of each array in a larger one; larger items come first."""
+    """The length and dtype of each array in a larger one, larger items first."""
 
     shapes: dict[str, tuple[int, Any]]
 

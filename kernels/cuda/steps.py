@@ -1,9 +1,10 @@
-"""Several decode steps that the device takes without the host, and a step that returns its hidden states."""
+"""Several decode steps without the host, and a step that returns its hidden states."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
+from numba import cuda, int32
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.model import attention_block, embed, forward, mlp_block, queue_step
@@ -15,8 +16,6 @@ from tinygpt.kernels.cuda.step import NUM_STEPS_DONE, NUM_TOKENS, StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
 from tinygpt.kernels.host import from_bfloat16, is_rare_draw
 from tinygpt.kernels.reference.layers import normalize
-
-from numba import cuda, int32  # isort: skip
 
 ADVANCE_THREADS = 256
 READ_STEPS = 4  # whose tokens the host reads together, while the GPU takes the later ones
@@ -33,10 +32,7 @@ def multi_step(
     num_steps: int,
     ends=(),
 ) -> Iterable[np.ndarray]:
-    """Return the tokens (S,) of each step, see `Backend`. All steps are taken, whatever `ends`.
-
-    All steps are queued at once. If the host draws, one step is taken.
-    """
+    """Queue all steps at once, whatever `ends`; one step if the host draws. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
     if is_rare_draw(warpers).any():
@@ -82,10 +78,7 @@ def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: 
 
 @kernel
 def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
-    """Make the chosen tokens the next step's, and note them in history[steps done]. One block.
-
-    After -1 the sequence continues with token 0, and its result is discarded.
-    """
+    """Make the chosen tokens the next step's, 0 for -1, and note them in history[steps done]. One block."""
     wait_for_kernel_before()
     thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
     for n in range(thread, count, int32(ADVANCE_THREADS)):

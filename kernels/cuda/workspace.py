@@ -1,4 +1,4 @@
-"""Workspace: the device's buffers of a step, allocated once for the largest one, and the steps' graphs."""
+"""The device's buffers of a step, allocated for the largest one, and the steps' graphs."""
 
 import math
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ import numpy as np
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes, padded_head
-from tinygpt.kernels.cuda.packing import array_type, family_of, item_bytes, padded_columns
-from tinygpt.kernels.cuda.params import params_bytes
+from tinygpt.kernels.cuda.params import array_type, family_of, item_bytes, padded_columns, params_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.device import Graphs
 from tinygpt.kernels.cuda.sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.gpu import probes
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda.layers.epilogue import LOGITS
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
-from tinygpt.kernels.cuda.packing import pack, panel_count, step_count
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
+from tinygpt.kernels.cuda.params import Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
 from tinygpt.kernels.cuda.runtime.peak import PEAK_THREADS, READ_BLOCKS, read_kernel

@@ -1,5 +1,7 @@
 """The kernels of first_contact.py: each tries one feature that the engine's kernels rely on."""
 
+from numba import cuda, float32, int32, uint32
+
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
@@ -13,8 +15,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-
-from numba import cuda, float32, int32, uint32  # isort: skip
 
 
 @kernel

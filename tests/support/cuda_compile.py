@@ -1,5 +1,6 @@
 """Compiles CUDA kernels for an H200 on a machine without a GPU, and says what each thread needs."""
 
+import functools
 import re
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -29,46 +30,44 @@ def need_toolchain() -> None:
 
 def compile_kernel(kernel, *arguments) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    from cuda.bindings import nvjitlink
-    from numba import cuda
+    return _compiled(kernel.py_func, tuple(map(_type_of, arguments)))
 
-    _name_the_device()
-    signature = tuple(_type_of(argument) for argument in arguments)
-    options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
-    ptx, _ = cuda.compile(kernel.py_func, signature, output="ptx", **options)
-    ltoir, _ = cuda.compile(kernel.py_func, signature, output="ltoir", **options)
-    log = _link(nvjitlink, bytes(ltoir))
+
+def llvm_of(kernel, *arguments) -> str:
+    """What libNVVM is given."""
+    return _library(kernel.py_func, tuple(map(_type_of, arguments))).get_llvm_str()
+
+
+@functools.cache
+def _compiled(function, signature: tuple) -> Compiled:
+    """Several tests look at some kernels, which take seconds."""
+    library = _library(function, signature)
+    (ptx,) = library.get_asm_strs(cc=ARCHITECTURE)
+    log = _link(library.get_ltoir(cc=ARCHITECTURE))
     return Compiled(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
         stack=int(re.search(r"(\d+) bytes stack frame", log)[1]),
         shared_bytes=int((re.search(r"(\d+) bytes smem", log) or [0, 0])[1]),
-        ptx=ptx if isinstance(ptx, str) else bytes(ptx).decode(),
+        ptx=ptx,
     )
 
 
-def llvm_of(kernel, *arguments) -> str:
-    """What libNVVM is given."""
-    return _library(kernel, *arguments).get_llvm_str()
+@functools.cache
+def _library(function, signature: tuple):
+    """As `cuda.compile` has it, which lowers a kernel once for its PTX and once for what is linked."""
+    from numba.cuda import compiler, dispatcher
 
-
-def _library(kernel, *arguments):
-    from numba import types
-    from numba.cuda.compiler import compile_cuda
-
-    _name_the_device()
-    signature = tuple(_type_of(argument) for argument in arguments)
-    return compile_cuda(kernel.py_func, types.void, signature, cc=ARCHITECTURE, nvvm_options={}).library
-
-
-def _name_the_device() -> None:
-    """Device functions ask the driver which GPU they are for."""
-    from numba.cuda import dispatcher
-
+    # Device functions ask the driver which GPU they are for.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)
+    options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
+    library, _ = compiler._compile_pyfunc_with_fixup(function, signature, **options)
+    return library
 
 
-def _link(nvjitlink, ltoir: bytes) -> str:
+def _link(ltoir: bytes) -> str:
+    from cuda.bindings import nvjitlink
+
     options = ["-arch=sm_{}{}{}".format(*ARCHITECTURE), "-lto", "-verbose"]
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")

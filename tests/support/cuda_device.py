@@ -8,8 +8,8 @@ import pytest
 
 from support.cuda_simulator import Touched, simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, Weights, linear_kernel
-from tinygpt.kernels.cuda.packing import STEP, pack, panel_count, step_count
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
+from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
 from tinygpt.kernels.host import to_bfloat16
 

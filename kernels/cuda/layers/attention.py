@@ -1,27 +1,22 @@
 """Causal attention over the KV cache: a kernel for decode and one for prefill, with bit-identical results.
 
-Both weigh blocks of KEY_BLOCK absolute positions by the same device functions and merge them in ascending order: a
-query's result depends on its position and the cache up to it alone. Later keys have weight 0, and values after the last
-position that a warp's queries see count as 0, whatever their bits. (Between the queries of a warp such a value is
-multiplied by 0, as on the CPU: it must be finite.)
+Both merge blocks of KEY_BLOCK absolute positions in ascending order: a query's result depends on its position and the
+cache up to it alone. Values after the last position that a warp sees count as 0, whatever their bits; between a warp's
+queries they must be finite, as on the CPU. A warp of decode prefetches its block, 16 KiB if Dp is 64 in bfloat16: two
+warps of an SM have the 25 KiB in flight that the bandwidth of an H200 takes.
 
-Decode is limited by the bytes of keys and values. A warp prefetches its block, 16 KiB if Dp is 64 in bfloat16, into L2:
-two warps of an SM then have the 25 KiB in flight that the bandwidth of an H200 takes.
-
-dtype is "float32" or "bfloat16", size is Dp, the head size rounded up to a multiple of 32. The flat arrays:
-    q            (N, H, Dp), unscaled; bfloat16 as uint16, here and below
-    k_cache      (L, num_slots, H, padded_len, Dp); padded_len is a multiple of KEY_BLOCK
+dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up to a multiple of 32. Flat arrays:
+    q            (N, H, Dp), unscaled
+    k_cache      (L, num_slots, H, padded_len, Dp)
     v_cache      the same in float32; (L, num_slots, H, padded_len / 2, Dp, 2) in bfloat16
-    attended     (N, width), head by head
     partials     (N, H, max_blocks, 2 + Dp) float32: a block's highest score, sum of weights, weighted values
-    merges       (N, H) int32, 0 before and after: blocks that are done
-    positions, token_slots  (N,) int32
-    sizes        sizes[0]: the number of tokens; surplus blocks return at once
-    tiles        (tiles + 1,) int32: bounds of runs of at most QUERY_TILE tokens of one sequence
+    merges       (N, H) int32, 0 between steps: blocks that are done
 """
 
 import functools
 import math
+
+from numba import cuda, float32, int32, int64, uint32
 
 from tinygpt.kernels.cuda.layers.attention_products import (
     DIM_BLOCK,
@@ -34,16 +29,15 @@ from tinygpt.kernels.cuda.layers.attention_products import (
 )
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
+    ALL_LANES,
+    WARP,
     arrive,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
 from tinygpt.kernels.cuda.step import QUERY_TILE
-
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 TILE_WARPS = 4  # of a block of attend_prefill
 TURNS_AT_ONCE = 8  # partials that a lane loads together
@@ -51,11 +45,7 @@ TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 @functools.cache
 def attend_decode_kernel(size: int, dtype: str):
-    """Decode: tokens that are each the newest of their sequence.
-
-    Grid (max_blocks / warps rounded up, H, N), threads 32 * warps: a warp takes a block of keys of a token and head.
-    One warp a block suits a small batch, 4 a large one. The last warp of a token and head merges all blocks.
-    """
+    """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
     products, ITEM = attention_products(size, dtype), 4 if dtype == "float32" else 2
     combine = _combine_function(products, size)
     load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
@@ -72,7 +62,7 @@ def attend_decode_kernel(size: int, dtype: str):
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
         if n >= sizes[0]:
             return
-        last = int32(positions[n] - key_block * KEY_BLOCK)  # the block's last key that counts
+        last = int32(positions[n] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
             return
         start = _cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size)
@@ -107,7 +97,7 @@ def attend_decode_kernel(size: int, dtype: str):
 
 @device_function
 def _is_last(merges, index, key_blocks):
-    """Return whether this warp is the last of `key_blocks` warps. It may then read their results."""
+    """Return whether this warp is the last of `key_blocks` warps, and may read their results."""
     cuda.syncwarp()
     arrived = int32(0)
     if cuda.threadIdx.x % WARP == 0:
@@ -120,7 +110,6 @@ def _is_last(merges, index, key_blocks):
 
 
 def _combine_function(products: Products, size: int):
-    """Return the device function that merges the partials of a token and head."""
     store, BLOCKS = products.store, size // DIM_BLOCK
     READ = TURNS_AT_ONCE * BLOCKS
 
@@ -157,10 +146,7 @@ def _combine_function(products: Products, size: int):
 
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str):
-    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS.
-
-    A tile may be empty. The last tiles start first: they have the most keys.
-    """
+    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS."""
     products = attention_products(size, dtype)
     load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
     store, QUERIES, QUERY_WORDS = products.store, products.queries, products.query_words
@@ -174,6 +160,7 @@ def attend_prefill_kernel(size: int, dtype: str):
     ):  # fmt: skip
         let_next_kernel_begin()
         wait_for_kernel_before()
+        # The last tiles start first: they have the most keys.
         tile, head = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x), int32(cuda.blockIdx.y)
         warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
         words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)

@@ -1,19 +1,22 @@
 """Products of attention for one warp: scores of a block of keys, weighted values, and the softmax between them.
 
-A warp takes `queries` queries of a head. `row_lanes` lanes share a query's row: a lane has the rows
-lane // row_lanes + 8 r, r in range(rows); of each row the scores of the keys
-2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, i in range(KEY_BLOCK / row_lanes); and of each block of DIM_BLOCK
-dims those from dims * (lane % row_lanes) on. bfloat16 has mma_bfloat16's layout: 16 queries, 4 lanes to a row.
+`row_lanes` lanes share a query's row: a lane has rows lane // row_lanes + 8 r; of each row, scores i of the keys
+2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, and of a block of DIM_BLOCK dims those from
+dims * (lane % row_lanes) on. bfloat16 has mma_bfloat16's layout: 16 queries, 4 lanes to a row.
 
-Online softmax: Milakov and Gimelshein (2018). Sums take products by `fma` alone, so that all kernels round alike.
+Online softmax: Milakov and Gimelshein (2018). Sums take products by `fma`, so that all kernels round alike.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from numba import cuda, float32, int32, uint32
+
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
+    ALL_LANES,
+    WARP,
     bits_to_float32,
     float32_to_bits,
     load_cached,
@@ -21,9 +24,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     pack_bfloat16,
     store_bfloat16,
 )
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP
-
-from numba import cuda, float32, int32, uint32  # isort: skip
 
 KEY_BLOCK = 64  # positions
 DIM_BLOCK = 32
@@ -31,25 +31,17 @@ DIM_BLOCK = 32
 
 @dataclass(frozen=True)
 class Products:
-    """The device functions of a dtype, and the counts that a lane holds. Dp is the padded head size.
-
-    load_queries(words, q, first, count, head, num_heads, lane): `count` queries from token `first` of q (N, H, Dp)
-    multiply_keys(scores, words, k_cache, start, lane): scores (rows, KEY_BLOCK / row_lanes) of keys from `start`
-    pack_weights(packed, weights): pack weights for weigh_values
-    weigh_values(sums, packed, v_cache, start, block, newest, lane): weighted values (rows, dims) of a block of dims;
-        values after `newest` count as 0
-    store(attended, index, value)
-    """
+    """The device functions of a dtype, and the counts that a lane holds."""
 
     rows: int
     row_lanes: int
     query_words: int  # uint32
     packed_words: int  # uint32
-    load_queries: Callable
-    multiply_keys: Callable
-    pack_weights: Callable
-    weigh_values: Callable
-    store: Callable
+    load_queries: Callable  # (words, q, first, count, head, num_heads, lane)
+    multiply_keys: Callable  # (scores (rows, KEY_BLOCK / row_lanes), words, k_cache, start, lane)
+    pack_weights: Callable  # (packed, weights)
+    weigh_values: Callable  # (sums (rows, dims), packed, v_cache, start, block, newest, lane)
+    store: Callable  # (attended, index, value)
 
     @property
     def queries(self) -> int:
@@ -67,8 +59,7 @@ def attention_products(size: int, dtype: str) -> Products:
 def _bfloat16_products(size: int) -> Products:
     """Return the functions on tensor cores.
 
-    A product may take its dims in any order: a lane reads 16 bytes from dim 8 (lane % 4) of each block on, whose two
-    halves serve two products.
+    The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
     """
     BLOCKS, TILES, STEPS = size // DIM_BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
 
@@ -103,8 +94,7 @@ def _bfloat16_products(size: int) -> Products:
 
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):
-        # The cache has pairs of positions, (KEY_BLOCK / 2, Dp, 2), each a word of an operand. A lane reads 4 dims of
-        # two pairs, one for each of 4 products, whose columns are therefore 4 dims apart.
+        # A pair of positions is a word of an operand. A lane reads 4 dims of two pairs, for products 4 dims apart.
         for i in range(16):
             sums[i] = float32(0)
         at, left = start + int32((lane & 3) * 2 * size + (lane >> 2) * 8), int32(newest - (lane & 3) * 2)
@@ -129,7 +119,7 @@ def _bfloat16_products(size: int) -> Products:
 
 @device_function
 def _kept(distance):
-    """Return a mask for two neighboring values, the first `distance` before the last that counts."""
+    """Return a mask of two values, the first `distance` before the last that counts."""
     if distance > 0:
         return uint32(0xFFFFFFFF)
     return uint32(0xFFFF) if distance == 0 else uint32(0)
@@ -180,10 +170,9 @@ def _float32_products(size: int) -> Products:
 
 
 def weigh_keys_function(products: Products):
-    """Return the device function that turns a block's keys into packed weights.
+    """Return the function that packs weights exp(score - highest) of a block's keys up to `newest`, 0 of later keys.
 
-    weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane): weights exp(score - highest) of the
-        keys up to `newest` (rows,), 0 of later ones. highest and total (rows,): -inf and 0 if newest is negative.
+    highest and total (rows,): -inf and 0 if newest is negative.
     """
     multiply_keys, pack_weights = products.multiply_keys, products.pack_weights
     ROWS, ROW_LANES = products.rows, products.row_lanes
@@ -222,10 +211,7 @@ def weigh_keys_function(products: Products):
 
 @device_function
 def merge(highest, total, block_highest, block_total):
-    """Merge the softmax of earlier keys with a block's; one without keys, -inf and 0, changes nothing.
-
-    Return the new highest and total, and the factors of `blend` for the values.
-    """
+    """Merge a block into the softmax before it. Return the new highest and total, and factors of `blend`."""
     top = max(highest, block_highest)
     kept, added = math.exp(highest - top), math.exp(block_highest - top)
     return top, blend(total, kept, block_total, added), kept, added

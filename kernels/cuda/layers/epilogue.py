@@ -1,16 +1,14 @@
-"""The epilogues of linear layers: a sum becomes a part of q, k and v, an addition to the residual stream, a logit, or
-an activation by the name that kernels/reference/layers.py gives it.
-"""
+"""Epilogues of linear layers: a sum becomes a part of q, k, v or x, a logit, or an activation."""
 
 import functools
 import math
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.packing import OUT_TILE
+from numba import cuda, float32, int32, int64, uint32
+
+from tinygpt.kernels.cuda.params import OUT_TILE
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16
-
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
 
 ADD, LOGITS, QKV = "add", "logits", "qkv"  # epilogues, next to the names of activations
 
@@ -33,11 +31,11 @@ class Heads(NamedTuple):
 class Epilogue(NamedTuple):
     """The steps of an epilogue: put(..., read(...) + finish(...), ...)."""
 
-    locate: Any  # locate(target, weights, layer, feature): place, everything that depends on the feature alone
-    find: Any  # find(target, layer, width, token, place): the index of the sum in the target
-    finish: Any  # finish(value, place): the sum, scaled, biased and activated
-    read: Any  # read(target, at): the number that the sum is added to
-    put: Any  # put(target, at, value, place)
+    locate: Any  # (target, weights, layer, feature): place, which depends on the feature alone
+    find: Any  # (target, layer, width, token, place): the sum's index in the target
+    finish: Any  # (value, place): the sum, scaled, biased and activated
+    read: Any  # (target, at): the number before
+    put: Any  # (target, at, value, place)
 
 
 @functools.cache
@@ -49,7 +47,7 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
     if epilogue == LOGITS:
         return Epilogue(_locate_logit, _find, _biased, _nothing, _put_float32)
     if epilogue == ADD:
-        return Epilogue(_locate, _find, _biased, _read, _put_float32)
+        return Epilogue(_locate, _find, _biased, load_fresh, _put_float32)
     activation = ACTIVATIONS[epilogue]
 
     @device_function
@@ -88,11 +86,6 @@ def _find(target, layer, width, token, place):
 @device_function
 def _nothing(target, at):
     return float32(-0.0)  # -0 + x is x, also if x is -0
-
-
-@device_function
-def _read(target, at):
-    return load_fresh(target, at)
 
 
 @device_function

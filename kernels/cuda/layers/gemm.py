@@ -1,22 +1,22 @@
 """inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features, on the tensor cores.
 
-Inputs and weights pass through shared memory, several steps of K ahead. Sums are made as in linear.py, so that a token
-has the same bits from either kernel: a chain of products for each segment of K, and the segments' sums in order.
-
-By arithmetic, not measured, the L2 cache is the limit: 400 TFLOP/s, half of the rate of wgmma, whose sums might have
-other bits. For 1024 tokens of GPT-2 124M, `clocks` gives 0.61 ms.
+Inputs and weights pass through shared memory, several steps of K ahead. A token has the same bits as from linear.py: a
+chain of products for each segment of K, and the segments' sums in order. By arithmetic, not measured, the L2 cache is
+the limit: 400 TFLOP/s, half of the rate of wgmma, whose sums might have other bits.
 """
 
 import functools
 import math
 from dataclasses import dataclass
 
+from numba import cuda, float32, int32, int64, uint32
+
 from tinygpt.kernels.cuda.layers.epilogue import epilogue_of
-from tinygpt.kernels.cuda.layers.linear import first_weight
-from tinygpt.kernels.cuda.layers.product import ROW_TILE, segment_start
-from tinygpt.kernels.cuda.packing import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
+from tinygpt.kernels.cuda.layers.linear import ROW_TILE, first_weight, segment_start
+from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
+    WARP,
     commit_copies,
     copy_async,
     int8_to_bfloat16,
@@ -27,30 +27,24 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.runtime.warp import WARP
 
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
-
-STAGES = 4  # steps of K in shared memory: one is multiplied while three are on their way
-SUM_PAD = 8  # float32 between two rows of sums in shared memory, which spreads a warp's writes over the banks
+STAGES = 4  # steps of K in shared memory: three are on their way
+SUM_PAD = 8  # float32 between two rows of sums, which spreads a warp's writes over the banks
 WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
 
-# Estimates for a multiprocessor of an H200 in a clock, not measured: products of mma.sync, 62 % of the specified 2048;
-# bytes of shared memory; bytes of the L2 cache if all multiprocessors read (6 TB/s), and if one reads.
+# Estimates for a multiprocessor of an H200 in a clock: products of mma.sync, 62 % of the specified 2048; bytes of
+# shared memory; bytes of the L2 cache if all multiprocessors read (6 TB/s), and if one reads.
 PRODUCTS_A_CLOCK, SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 1270, 128, 27, 50
 COPY_BYTES = 16
 ROW_BYTES = STEP * 2  # of a token's step in shared memory
 ROW_COPIES = ROW_BYTES // COPY_BYTES
-ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together, to overlap their loads
-PENDING = STAGES - 2  # groups of copies that may be under way when a step is multiplied
+ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together
+PENDING = STAGES - 2  # groups of copies under way when a step is multiplied
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's grid of warps; each multiplies token_tiles * 16 tokens by `panels` panels of 8 features.
-
-    The number of warps is even, and 16 * token_tiles / feature_warps is a multiple of 8.
-    """
+    """A block's warps, in all an even number; each multiplies token_tiles * 16 tokens by `panels` panels."""
 
     token_warps: int
     feature_warps: int
@@ -83,25 +77,24 @@ class Tile:
         return self.input_bytes() + self.features // OUT_TILE * STEP_SIZE * WEIGHT_BYTES[dtype]
 
     def read_bytes(self) -> int:
-        """Return the bytes that warps read from shared memory in a step, with bfloat16 weights."""
+        """Return the bytes that warps read from shared memory in a step of bfloat16."""
         return self.warps * (self.token_tiles * ROW_TILE + self.panels * OUT_TILE) * STEP * 2
 
     def shared_bytes(self, dtype: str) -> int:
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
 
 
-# 32, 64, 64, 64, 128 and 128 tokens by 32, 32, 64, 96, 96 and 128 features. Two float32 registers for each of its sums
-# are what bounds a warp's part: 32 by 24 sums are 48 registers of a lane, 32 by 48 are 96, 64 by 32 are 128.
+# 32, 64, 64, 64, 128 and 128 tokens by 32, 32, 64, 96, 96 and 128 features. A warp's sums take two registers each.
 TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3), Tile(4, 2, 2, 6), Tile(2, 4, 4, 4))
 
 
 def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
-    """Return the tile with the fewest `clocks`; of equals, the largest."""
+    """Return the tile with the fewest clocks; of equals, the largest."""
     return min(reversed(TILES), key=lambda tile: clocks(tile, tokens, features, multiprocessors))
 
 
 def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
-    """Return the clocks of a step of K in a whole grid with bfloat16 weights, by the slowest of four limits."""
+    """Return the clocks of a grid's step of K with bfloat16 weights, by the slowest of four limits."""
     blocks = math.prod(tile.grid(tokens, features))
     rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
     return max(
@@ -114,10 +107,7 @@ def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> floa
 
 @functools.cache
 def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
-    """gemm(target, inputs, weights, layer, width, sizes, row_kind): the bits of linear_kernel.
-
-    dtype: "bfloat16" or "int8". Grid tile.grid(n, features), tile.threads threads, tile.shared_bytes(dtype).
-    """
+    """Return a kernel with the bits and arguments of linear_kernel's, not for float32. Grid tile.grid(n, features)."""
     copy_inputs, copy_weights = _copy_inputs_function(tile), _copy_weights_function(dtype, tile)
     multiply = _multiply_function(dtype, tile)
     write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, epilogue)
@@ -151,7 +141,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
                 sums[i] = float32(0)
             while step < segment_start(segment + int32(1), weights.num_steps):
                 wait_for_copies(PENDING)
-                cuda.syncthreads()  # all copies of this step are done, and no thread reads the step before
+                cuda.syncthreads()  # and no thread reads the step before
                 ahead = int32(step + int32(STAGES - 1))
                 copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
                 copy_weights(stage_of(stages, ahead), weights, layer, first_feature, ahead)
@@ -170,10 +160,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 
 @functools.cache
 def _copy_inputs_function(tile: Tile):
-    """copy_inputs(stage, inputs, num_steps, first, count, step): begin to copy a step's, if there is one.
-
-    Tokens past the last are not copied. In odd tokens the halves of a row are exchanged: see _multiply_function.
-    """
+    # In odd tokens the halves of a row are exchanged: see _multiply_function.
     tokens_at_once = tile.threads // ROW_COPIES
     rounds = tile.tokens // tokens_at_once
 
@@ -218,19 +205,15 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _multiply_function(dtype: str, tile: Tile):
-    """multiply(sums, stage): add the products of a step to a warp's sums.
-
-    Shared memory's 32 banks serve eight lanes at a time, which read 64 bytes of one token and 64 of the next: at the
-    same offset in both rows these would share banks, hence the exchange of halves.
-    """
+    # Eight lanes read 64 bytes of one token and 64 of the next, which without the exchange would share banks.
     load_panels = _load_panels_function(dtype, tile.panels)
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
     input_bytes, panel_bytes, words_size = tile.input_bytes(), STEP_SIZE * WEIGHT_BYTES[dtype], tile.panels * 4
 
     @device_function
     def multiply_half(sums, words, inputs_at):
-        # A load gives four words of a token; an operand is two words of each of two tokens. With a zero unknown to
-        # ptxas each word is computed into its place; otherwise ptxas copies words three times for every mma.
+        # With a zero that ptxas does not know, each word is computed into its place; otherwise ptxas copies words
+        # three times for every mma.
         zero = uint32(cuda.blockIdx.z)
         for t in range(token_tiles):
             a = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES)))
@@ -266,10 +249,7 @@ def _multiply_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _load_panels_function(dtype: str, panels: int):
-    """load_panels(words, packed, address, lane, half): a lane's weights of half a step, as bfloat16.
-
-    packed: the int8 weights of the whole step, which the first half loads.
-    """
+    """Load half a step's weights as bfloat16; packed: a step's int8, which the first half loads."""
     half_bytes = STEP_SIZE
 
     def load_bfloat16(words, packed, address, lane, half):

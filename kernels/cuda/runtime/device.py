@@ -1,6 +1,6 @@
-"""Device: one NVIDIA GPU, a stream of work on it, and its memory. Every call of CUDA's driver goes through it.
+"""Device: one NVIDIA GPU, its memory, and a stream of work that runs in order.
 
-Arrays on the device are flat. Work is queued and runs in order; `read` waits for it.
+Arrays on the device are flat. `read` waits for queued work.
 """
 
 import functools
@@ -20,7 +20,7 @@ MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
 
 @functools.cache
 def the_device() -> "Device":
-    """Return the GPU that all models of this process share. Raise DeviceError if no GPU suits."""
+    """Return the GPU that all models of this process share."""
     return Device()
 
 
@@ -29,9 +29,8 @@ def check_device() -> None:
 
 
 class Device:
-    """The first GPU of the driver. Raises DeviceError if the GPU, its driver or numba-cuda is missing."""
-
     def __init__(self):
+        """Raise DeviceError if the GPU, its driver or numba-cuda is missing."""
         need_driver()
         from numba import cuda
         from numba.cuda.core import config
@@ -80,7 +79,7 @@ class Device:
         return values
 
     def read_at(self, mark: Any, source: Any) -> np.ndarray:
-        """Read an array after a mark, without waiting for later work, which must not change `source`."""
+        """Read an array after a mark. Work after the mark must not change it."""
         with self._lock:
             mark.wait(self._reading)
             values = source.copy_to_host(stream=self._reading)
@@ -90,7 +89,6 @@ class Device:
     def launch(
         self, kernel: Any, grid: int | Sequence[int], threads: int, *arguments: Any, shared_bytes: int = 0
     ) -> None:
-        """Queue a kernel. Python's numbers become int32 and float32."""
         arguments = tuple(map(_narrowed, arguments))
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
         with self._lock:
@@ -99,10 +97,7 @@ class Device:
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the launches of `run`, of kernels that have run before. Return a function that queues them.
-
-        A kernel begins when the one before calls `let_next_kernel_begin`, and calls `wait_for_kernel_before` itself.
-        """
+        """Capture the launches of `run`, of kernels that have run before. Return a function that queues them."""
         from cuda.bindings import driver
 
         stream = driver.CUstream(int(self._stream))
@@ -124,14 +119,12 @@ class Device:
             self._stream.synchronize()
 
     def mark(self) -> Any:
-        """Return a mark that is reached when all queued work is done."""
         with self._lock:
             event = self._cuda.event(timing=True)
             event.record(self._stream)
         return event
 
     def seconds(self, first: Any, last: Any) -> float:
-        """Return the seconds between two marks, by the GPU's clock. Waits for the last."""
         last.synchronize()
         return first.elapsed_time(last) / 1e3
 
@@ -155,7 +148,7 @@ class Graphs:
     _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
 
     def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Queue the launches of `step`, the same for every step of this kind."""
+        """Queue the launches of `step`, the same in every step of this kind."""
         if kind not in self._captured:
             step()
             while len(self._captured) >= MAX_GRAPHS:
@@ -168,7 +161,7 @@ class Graphs:
 
 
 def let_kernels_begin_early(graph: Any) -> None:
-    """Make each kernel's dependence on the one before programmatic."""
+    """Let each kernel begin when the one before calls `let_next_kernel_begin`."""
     from cuda.bindings import driver
 
     *_, count = _checked(driver.cuGraphGetEdges(graph))

@@ -1,4 +1,4 @@
-"""Compilation of CUDA kernels, their files on disk, and the check that this machine can run them."""
+"""Compilation of CUDA kernels, their files on disk, and what a machine needs for them."""
 
 import functools
 import hashlib
@@ -8,11 +8,6 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-
-if not hasattr(np, "row_stack"):  # numba-cuda asks for it; NumPy 2.5 has removed it
-    np.row_stack = np.vstack
 
 from numba import cuda
 
@@ -26,10 +21,7 @@ COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
 
 
 def kernel(function):
-    """Compile a kernel for the types of its arguments, once on a machine.
-
-    The compiler may fuse a product and a sum. If two kernels must agree to the bit, both call `cuda.fma`.
-    """
+    """Compile a kernel, once on a machine. It may fuse a product and a sum: to agree to the bit, call `cuda.fma`."""
     compiled = cuda.jit(function)
     compiled._cache = DiskCache(function)
     return compiled
@@ -41,11 +33,7 @@ def device_function(function):
 
 
 class DiskCache:
-    """The interface through which numba-cuda loads and saves a compiled kernel.
-
-    A kernel's name covers the values that it closes over, which numba-cuda's cache ignores; the folder covers all
-    sources.
-    """
+    """numba-cuda's interface to saved kernels. A file's name covers the values that a kernel closes over."""
 
     def __init__(self, function: Callable):
         self._function = function
@@ -74,7 +62,7 @@ class DiskCache:
 
 
 def describe(function: Callable) -> str:
-    """Return a function's name and place, and in brackets the constants and functions that it closes over."""
+    """Return a function's name and place, and in brackets what it closes over."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     held = [describe(value.py_func) if hasattr(value, "py_func") else repr(value) for value in values]
     place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"
@@ -88,7 +76,7 @@ def kernel_cache() -> KernelCache:
 
 
 def need_driver() -> None:
-    """Raise DeviceError, which names the missing part, if kernels cannot be compiled and run here."""
+    """Raise DeviceError, which names the missing part, if kernels cannot run here."""
     try:
         import numba_cuda  # noqa: F401 (numba's CUDA target lacks functions that the kernels use)
         from cuda.bindings import nvjitlink  # noqa: F401
@@ -130,7 +118,7 @@ def need_compilers() -> None:
 
 
 def release_of_libnvvm() -> tuple[int, int]:
-    """Return the CUDA release of libNVVM, from compiled PTX: `nvvm.version` is its interface's."""
+    """Return libNVVM's CUDA release, from compiled PTX: `nvvm.version` is its interface's."""
     from cuda.bindings import nvvm
     from numba.cuda.cudadrv.nvvm import NVVM
 

@@ -3,16 +3,15 @@
 import functools
 
 import numpy as np
+from numba import cuda, float32, int32, uint32
 
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import load_weights, mma_bfloat16
 
-from numba import cuda, float32, int32, uint32  # isort: skip
-
 PEAK_THREADS = 256
 READ_BYTES = 1 << 30  # far more than the L2 cache
-LOADS, READ_BLOCKS = 4, 4  # of 16 bytes that a thread has under way, and blocks of a multiprocessor
+LOADS, READ_BLOCKS = 4, 4  # of 16 bytes under way in a thread, and blocks of a multiprocessor
 CHAINS, MULTIPLY_BLOCKS = 8, 2  # sums of a warp that do not wait for one another
 ROUNDS = 20_000  # a run is some milliseconds
 PRODUCTS = {"bfloat16": 16 * 8 * 16, "float32": 32}  # of a warp in one instruction
@@ -20,7 +19,7 @@ REPETITIONS = 5
 
 
 def read_bandwidth(size: int = READ_BYTES) -> float:
-    """Return the bytes a second of a read of `size` bytes, the best of some repetitions."""
+    """Return the bytes a second of a read of `size` bytes."""
     device = devices.the_device()
     blocks = READ_BLOCKS * device.multiprocessors
     threads = blocks * PEAK_THREADS
@@ -51,7 +50,7 @@ def _best_seconds(run) -> float:
 
 @functools.cache
 def read_kernel(loads: int):
-    """read(out, words, rounds): read `words`, rounds * loads * 4 for each thread. out: their exclusive or."""
+    """Read rounds * loads * 4 words in each thread. out: their exclusive or."""
     held_words = 4 * loads
 
     def read(out, words, rounds):
@@ -72,7 +71,6 @@ def read_kernel(loads: int):
 
 @functools.cache
 def multiply_kernel(kind: str):
-    """multiply(out, rounds): CHAINS products a round in each warp."""
     is_bfloat16, sums_size = kind == "bfloat16", CHAINS * 4
 
     def multiply(out, rounds):

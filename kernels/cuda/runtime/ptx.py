@@ -1,48 +1,46 @@
-"""Instructions that numba.cuda lacks, as inline PTX (PTX ISA 9.0, sections 9.7.9, 9.7.13 and 9.7.15).
+"""Instructions that numba.cuda lacks, as inline PTX (ISA 9.0), and reductions.
 
-A bfloat16 is the upper half of a float32; a uint32 holds two, the first in the low half. `index` counts elements;
-16-byte loads are aligned.
+A uint32 holds two bfloat16, the first in the low half. `index` counts elements; all accesses are aligned.
 """
 
 from llvmlite import ir
-from numba import types
+from numba import cuda, float32, int32, int64, types, uint32
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
+
+from tinygpt.kernels.cuda.runtime.jit import device_function
 
 INT32, INT64, FLOAT, DOUBLE = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 VOID = ir.VoidType()
 FOUR_WORDS, TWO_FLOATS = ir.LiteralStructType([INT32] * 4), ir.LiteralStructType([FLOAT] * 2)
 FOUR_FLOATS = ir.LiteralStructType([FLOAT] * 4)
-float32, uint32 = types.float32, types.uint32
+WARP = 32
+LANE_BITS = 5
+ALL_LANES = 0xFFFFFFFF
+MAX_WARPS = 32
 
 
 @intrinsic
 def load_weights(typing_context, array, index):
-    """Return 16 bytes as four uint32, of memory that is read once and not written.
-
-    Not `.nc`: the assembler moves such a load after an unrelated wait.
-    """
+    """Load 16 bytes that are read once. Not `.nc`: the assembler moves such a load after an unrelated wait."""
     return _load_128("ld.global.L1::no_allocate.v4.u32", array, index)
 
 
 @intrinsic
 def load_cached(typing_context, array, index):
-    """Return 16 bytes as four uint32, of memory that other warps of the block read, too.
-
-    Not `.nc`: the kernel before may still write.
-    """
+    """Load 16 bytes that other warps of the block read, too. Not `.nc`: the kernel before may still write."""
     return _load_128("ld.global.v4.u32", array, index)
 
 
 @intrinsic
 def load_global(typing_context, array, index):
-    """Return 16 bytes as four uint32, past the L1 cache, written by other blocks."""
+    """Load 16 bytes past the L1 cache, written by other blocks."""
     return _load_128("ld.global.cg.v4.u32", array, index)
 
 
 @intrinsic
 def load_fresh(typing_context, array, index):
-    """Return array[index], of 32 or 64 bits, past the L1 cache, loaded anew after each barrier."""
+    """Load array[index], of 32 or 64 bits, past the L1 cache, anew after each barrier."""
     bits, is_float = array.dtype.bitwidth, isinstance(array.dtype, types.Float)
     letter, result = ("fd" if is_float else "rl")[bits == 64], ((INT32, INT64), (FLOAT, DOUBLE))[is_float][bits == 64]
     asm, constraints = f"ld.global.cg.b{bits} $0, [$1];", f"={letter},l,~{{memory}}"
@@ -51,28 +49,25 @@ def load_fresh(typing_context, array, index):
 
 @intrinsic
 def load_fresh_pair(typing_context, array, index):
-    """Return two float32 on a boundary of 8 bytes, as `load_fresh`."""
     signature = types.UniTuple(float32, 2)(array, index)
     return _instruction(signature, "ld.global.cg.v2.f32 {$0,$1}, [$2];", "=f,=f,l,~{memory}", TWO_FLOATS)
 
 
 @intrinsic
 def store_bfloat16_pair(typing_context, array, index, low, high):
-    """Round two float32 to array[index] and array[index + 1], uint16 on a boundary of 4 bytes."""
+    """Round two float32 to array[index] and array[index + 1], uint16."""
     asm = "{ .reg .b32 h; cvt.rn.bf16x2.f32 h, $2, $1; st.global.b32 [$0], h; }"
     return _instruction(types.void(array, index, float32, float32), asm, "l,f,f,~{memory}")
 
 
 @intrinsic
 def store_bfloat16(typing_context, array, index, value):
-    """Round a float32 to array[index], uint16, ties to even."""
     asm = "{ .reg .b16 h; cvt.rn.bf16.f32 h, $1; st.global.b16 [$0], h; }"
     return _instruction(types.void(array, index, float32), asm, "l,f,~{memory}")
 
 
 @intrinsic
 def pack_bfloat16(typing_context, low, high):
-    """Return two float32 as two bfloat16."""
     asm = "cvt.rn.bf16x2.f32 $0, $2, $1;"
     return _instruction(uint32(float32, float32), asm, "=r,f,f", INT32, side_effect=False)
 
@@ -89,7 +84,7 @@ def float32_to_bits(typing_context, value):
 
 @intrinsic
 def rounded_product(typing_context, a, b):
-    """Return the product of two float32, never fused with a sum."""
+    """Return a product that is never fused with a sum."""
     return _instruction(float32(float32, float32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", FLOAT, side_effect=False)
 
 
@@ -114,12 +109,11 @@ def int8_to_bfloat16(typing_context, word):
 
 @intrinsic
 def mma_bfloat16(typing_context, a, b, c):
-    """Return c (16, 8) float32 + a (16, 16) @ b (16, 8) of bfloat16, by a warp.
+    """Return c (16, 8) float32 + a (16, 16) @ b (16, 8) of bfloat16, by a warp. Lane 4 g + q holds, in pairs,
 
-    Lane 4 g + q holds, a pair in each uint32,
-        a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
-        b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
-        c: row g at columns 2q and 2q + 1, then row g + 8 at the same
+    a: rows g, g + 8, g, g + 8 at columns 2q and 2q + 1, and the last two at 2q + 8 and 2q + 9
+    b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
+    c: row g at columns 2q and 2q + 1, then row g + 8 at the same
     """
     asm = (
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
@@ -131,8 +125,6 @@ def mma_bfloat16(typing_context, a, b, c):
 
 @intrinsic
 def shared_address(typing_context, array):
-    """Return the address of a shared array, in bytes."""
-
     def generate(context, builder, signature, arguments):
         data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
         pointer = ir.PointerType(addrspace=3) if data.type.is_opaque else ir.PointerType(data.type.pointee, 3)
@@ -143,39 +135,34 @@ def shared_address(typing_context, array):
 
 @intrinsic
 def load_shared(typing_context, address):
-    """Return 16 bytes of shared memory as four uint32."""
     asm, constraints = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r,~{memory}"
     return _instruction(types.UniTuple(uint32, 4)(uint32), asm, constraints, FOUR_WORDS)
 
 
 @intrinsic
 def load_shared_pair(typing_context, address):
-    """Return 8 bytes of shared memory as two float32."""
     signature = types.UniTuple(float32, 2)(uint32)
     return _instruction(signature, "ld.shared.v2.f32 {$0,$1}, [$2];", "=f,=f,r,~{memory}", TWO_FLOATS)
 
 
 @intrinsic
 def store_shared(typing_context, address, word):
-    """Store a uint32 to shared memory."""
     return _instruction(types.void(uint32, uint32), "st.shared.b32 [$0], $1;", "r,r,~{memory}")
 
 
 @intrinsic
 def copy_async(typing_context, address, array, index):
-    """Begin to copy 16 bytes of array[index:] to shared memory."""
     return _instruction(types.void(uint32, array, index), "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}")
 
 
 @intrinsic
 def commit_copies(typing_context):
-    """Group this thread's copies since the last group."""
     return _instruction(types.void(), "cp.async.commit_group;", "~{memory}")
 
 
 @intrinsic
 def wait_for_copies(typing_context, pending):
-    """Wait until at most `pending` (a literal) of this thread's groups are in flight."""
+    """Wait until at most `pending`, a literal, of this thread's groups are in flight."""
     if not isinstance(pending, types.IntegerLiteral):
         return None
     count = pending.literal_value
@@ -196,20 +183,19 @@ def wait_for_kernel_before(typing_context):
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Prefetch the 128 bytes around array[index] into the L2 cache."""
     return _instruction(types.void(array, index), "prefetch.global.L2 [$0];", "l,~{memory}")
 
 
 @intrinsic
 def prefetch_run(typing_context, array, index, size):
-    """Prefetch `size` bytes (16 n) from array[index] into the L2 cache; one thread is enough."""
+    """Prefetch `size` bytes, 16 n, by one thread."""
     signature = types.void(array, index, types.int32)
     return _instruction(signature, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}")
 
 
 @intrinsic
 def arrive(typing_context, array, index):
-    """Count array[index], uint32, up by 1 after all writes of this thread. Return its value before."""
+    """Add 1 to array[index], uint32, after all writes of this thread. Return its value before."""
     asm = "atom.add.acq_rel.gpu.global.u32 $0, [$1], 1;"
     return _instruction(uint32(array, index), asm, "=r,l,~{memory}", INT32)
 
@@ -220,10 +206,9 @@ def _load_128(instruction: str, array, index):
 
 
 def _instruction(signature, asm: str, constraints: str, result=VOID, side_effect=True, is_convergent=False):
-    """Return an intrinsic of one instruction. Its operands are the arguments, in order.
+    """Return an intrinsic of one instruction. An array and its index become an address, a tuple its elements.
 
-    An array and its index become an address, a tuple its elements, a literal nothing. is_convergent: all lanes of a
-    warp take part, so LLVM may not move it into a branch.
+    is_convergent: all lanes of a warp take part, so LLVM may not move it into a branch.
     """
 
     def generate(context, builder, signature, arguments):
@@ -247,3 +232,58 @@ def _instruction(signature, asm: str, constraints: str, result=VOID, side_effect
         return found
 
     return signature, generate
+
+
+@device_function
+def warp_sum(value):
+    """Return the lanes' sum, added in one order."""
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 16)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 8)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 4)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
+    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
+    return value
+
+
+@device_function
+def warp_greatest(value):
+    for i in range(LANE_BITS):
+        value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
+    return value
+
+
+@device_function
+def warp_cumulated(value):
+    """Return the sum of the int64 of this lane and the lanes before it."""
+    lane = int32(cuda.threadIdx.x) % WARP
+    for i in range(LANE_BITS):
+        before = cuda.shfl_up_sync(uint32(ALL_LANES), value, int32(1 << i))
+        value += before if lane >= 1 << i else int64(0)
+    return value
+
+
+@device_function
+def block_sum(value, partial):
+    """Return the threads' sum, added in one order. partial: shared, (MAX_WARPS,), which two kernels cannot link."""
+    value = warp_sum(value)
+    if int32(cuda.threadIdx.x) % WARP == 0:
+        partial[int32(cuda.threadIdx.x) // WARP] = value
+    cuda.syncthreads()
+    total = partial[0]
+    for warp in range(1, int32(cuda.blockDim.x) // WARP):
+        total += partial[warp]
+    cuda.syncthreads()
+    return total
+
+
+@device_function
+def block_greatest(value, partial):
+    value = warp_greatest(value)
+    if int32(cuda.threadIdx.x) % WARP == 0:
+        partial[int32(cuda.threadIdx.x) // WARP] = value
+    cuda.syncthreads()
+    greatest = partial[0]
+    for warp in range(1, int32(cuda.blockDim.x) // WARP):
+        greatest = max(greatest, partial[warp])
+    cuda.syncthreads()
+    return greatest

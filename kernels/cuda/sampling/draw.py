@@ -5,9 +5,20 @@ A filter sets the scores that it removes to -inf.
 
 import math
 
+from numba import cuda, float32, float64, int32, int64, uint32, uint64
+
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import arrive, let_next_kernel_begin, wait_for_kernel_before
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, MAX_WARPS, WARP, block_greatest, block_sum, warp_greatest
+from tinygpt.kernels.cuda.runtime.ptx import (
+    ALL_LANES,
+    MAX_WARPS,
+    WARP,
+    arrive,
+    block_greatest,
+    block_sum,
+    let_next_kernel_begin,
+    wait_for_kernel_before,
+    warp_greatest,
+)
 from tinygpt.kernels.cuda.sampling.search import (
     ALL_ONES,
     BUCKETS,
@@ -24,20 +35,16 @@ from tinygpt.kernels.cuda.sampling.search import (
     weight_of,
 )
 
-from numba import cuda, float32, float64, int32, int64, uint32, uint64  # isort: skip
-
 KEY_OF_MINUS_INFINITY, KEY_OF_REFUSED = 0x007FFFFF, ALL_ONES
 ID_BITS = 31
 ALL_IDS = (1 << ID_BITS) - 1
 
-# A block of 512 threads with 128 registers each takes all 65536 of a multiprocessor; fewer registers would slow down
-# the exponentials in float64, which take most of the time.
+# With 128 registers a thread. Fewer would slow down the exponentials in float64, which take most of the time.
 DRAW_THREADS = 512
 NUM_SETTINGS = 4
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(NUM_SETTINGS)
 
-# Philox4x64-10, a random number generator without state.
-# Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+# Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 MULTIPLIER_0, MULTIPLIER_1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
 INCREMENT_0, INCREMENT_1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
 ROUNDS = 10
@@ -48,12 +55,7 @@ UNUSED_BITS = 11  # a float64 in [0, 1) has 53
 def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
     """Write each row's token of the greatest logit, ties to the lowest id; -1 if it is NaN or infinite.
 
-    Grid: (slices of a row, R). The last block of a row to arrive merges the slices.
-    logits: (any, V) float32
-    rows: (R,) int32, indices of rows of logits; a negative one leaves its token as it is
-    keys: (R, slices) int64, of any content
-    arrivals: (R,) uint32, 0 before and after
-    token_ids: (R,) int32
+    Grid: (slices of a row, R). The last block of a row to arrive merges the slices. Arrays: SamplingBuffers.
     """
     let_next_kernel_begin()
     piece, pieces, r = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), int32(cuda.blockIdx.y)
@@ -87,7 +89,7 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
 
 @device_function
 def _greatest_key(value, token_id):
-    """Return an int64 that is greater for greater values and for lower ids; greatest for NaN and +inf."""
+    """Return an int64 that orders by value, then from high ids to low; greatest for NaN and +inf."""
     key = key_of(value) if value < float32(math.inf) else uint32(KEY_OF_REFUSED)
     return int64(key) << int64(ID_BITS) | int64(ALL_IDS - token_id)
 
@@ -102,14 +104,9 @@ def _token_of(key):
 
 @kernel
 def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, positions, scores, ids, token_ids):
-    """Draw a token for each row with a temperature above 0, after `take_greatest`.
+    """Draw a token for each row with a temperature above 0, after `take_greatest`. Grid: R. Arrays: SamplingBuffers.
 
-    Grid: R, of 64 to DRAW_THREADS threads. Arguments as above, and
-    settings: (R, NUM_SETTINGS) float64
-    seeds, sample_indices: (R,) uint64
-    positions: (R,) int32, the position in the sequence that the drawn token gets
-    scores, ids: (R, V) float32 and int32, of any content
-    token_ids: (R,) int32, the greatest logit's before; -1 after if no score is finite, divided by the temperature
+    token_ids: (R,), the greatest logit's before; -1 after if no score is finite, divided by the temperature
     """
     let_next_kernel_begin()
     wait_for_kernel_before()
@@ -145,7 +142,7 @@ def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, posit
 
 @device_function
 def _filter_row(row, greatest, settings, first):
-    """Apply the filters of settings[first:], in a loop, as each call is inlined. The greatest score stays."""
+    """Apply the filters of settings[first:], in a loop, as each call is inlined."""
     for field in range(TOP_K, NUM_SETTINGS):
         setting = settings[first + field]
         if not _is_on(field, setting, row.size):

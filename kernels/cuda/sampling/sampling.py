@@ -1,19 +1,20 @@
-"""From logits to tokens on the device.
+"""From logits to tokens on the device. R rows, V vocabulary.
 
-Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias; the reference does the rest on copied
-rows. R rows, V vocabulary.
+Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias; the reference does the rest on copies.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda, float32, int32, int64
 
 from tinygpt.kernels import reference
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.runtime.ptx import rounded_product
 from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, NUM_SETTINGS, draw_tokens, take_greatest
-from tinygpt.kernels.cuda.sampling.processors import pack_processors, process_rows
 from tinygpt.kernels.cuda.step import MaxShape, Parts, rounded_up
 from tinygpt.kernels.host import is_rare_draw, is_rare_edit
 from tinygpt.kernels.reference.sampling import process_row
@@ -21,17 +22,19 @@ from tinygpt.kernels.reference.sampling import process_row
 CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row a thread, at least
 SLICES = 32  # of a row, at most, that blocks search side by side
-MAX_STEPS = 32  # of a multi-step, whose tokens stay on the device until the host reads them
+NUM_PENALTIES = 3
+REPETITION, FREQUENCY, PRESENCE = range(NUM_PENALTIES)
+MAX_STEPS = 32  # of a multi-step
 
 
 class DeviceLogits:
-    """Rows of a step's logits (R, V) float32, on the device until the next step overwrites them.
+    """Rows of a step's logits (R, V) float32, on the device until the next step.
 
-    logits[r] copies row r to the host, logits[r] = row writes it, and logits[array] selects rows on the device.
+    logits[r] copies a row to the host, logits[r] = row writes it, and logits[array] selects rows on the device.
     """
 
     def __init__(self, workspace: Any, rows: np.ndarray, vocab_size: int):
-        """rows: (R,), indices of rows of the workspace's logits."""
+        """rows: (R,), indices of the workspace's logits."""
         self.workspace, self.rows, self.vocab_size = workspace, rows, vocab_size
 
     @property
@@ -63,15 +66,15 @@ class DeviceLogits:
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Buffers for the R rows of the largest step. `settings` to `positions` are parts of `whole`: one copy."""
+    """Buffers for R rows. `settings` to `positions` are parts of `whole`: one copy."""
 
     whole: Any
     parts: Parts
     settings: Any  # (R, NUM_SETTINGS) float64
     seeds: Any  # (R,) uint64
     sample_indices: Any  # (R,) uint64
-    rows: Any  # (R,) int32, indices of rows of logits; negative for none
-    positions: Any  # (R,) int32, the position that the token gets in its sequence
+    rows: Any  # (R,) int32, indices of logits; negative for none
+    positions: Any  # (R,) int32, the token's in its sequence
     scores: Any  # (R, V) float32
     ids: Any  # (R, V) int32
     counts: Any  # (R, V) int32, 0 between uses
@@ -81,7 +84,7 @@ class SamplingBuffers:
     history: Any  # (MAX_STEPS, tokens of a decode step) int32
 
     def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
-        """Copy the settings of len(rows) draws to the device. A rare draw is greedy here."""
+        """Copy the settings of draws to the device. A rare draw is greedy here."""
         temperature = np.where(is_rare_draw(warpers), 0.0, warpers.temperature)
         padded_rows = np.full(self.rows.size, -1, np.int32)
         padded_rows[: len(rows)] = rows
@@ -108,7 +111,7 @@ def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
 
 
 def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, positions: Any) -> np.ndarray:
-    """Return tokens (R,) int32, -1 for a row that is not finite. Waits for the GPU."""
+    """Return tokens (R,) int32, -1 for a row that is not finite."""
     w, count, rare = logits.workspace, len(logits), np.flatnonzero(is_rare_draw(warpers))
     w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
     queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
@@ -120,7 +123,7 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
 
 
 def process_logits(logits: Any, processors: Any) -> None:
-    """Process rows of DeviceLogits, or of an array on the host, in place."""
+    """Process DeviceLogits, or an array on the host, in place."""
     p = processors
     if isinstance(logits, np.ndarray):
         reference.process_logits(logits, p)
@@ -132,8 +135,8 @@ def process_logits(logits: Any, processors: Any) -> None:
         logits[p.rows[i]] = row
     if not is_rare.all():
         arrays = pack_processors(w.device, p, np.where(is_rare, -1, logits.rows[p.rows]))
-        grid = len(is_rare)
-        w.device.launch(process_rows, grid, CHOOSE_THREADS, w.logits, logits.vocab_size, arrays, w.sampling.counts)
+        more = logits.vocab_size, arrays, w.sampling.counts
+        w.device.launch(process_rows, len(is_rare), CHOOSE_THREADS, w.logits, *more)
 
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:
@@ -145,7 +148,6 @@ def is_greedy(warpers: Any) -> bool:
 
 
 def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> None:
-    """Queue the choice of a token for up to `count` rows."""
     w, s, count = workspace, workspace.sampling, min(rounded_up(count), workspace.max_shape.logits)
     slices = min(-(-vocab_size // (CHOOSE_THREADS * PER_THREAD)), SLICES)
     found = s.keys, s.arrivals, s.token_ids
@@ -173,3 +175,97 @@ def _shapes(config: Any, max_shape: MaxShape) -> dict[str, tuple[tuple[int, ...]
         "token_ids": ((r,), np.int32),
         "history": ((MAX_STEPS, max_shape.decode_tokens), np.int32),
     }
+
+
+class ProcessorArrays(NamedTuple):
+    """Settings of P rows on the device, by one copy."""
+
+    rows: Any  # (P,) int32, indices of logits; a negative row stays as it is
+    num_prompt_tokens: Any  # (P,) int32
+    penalties: Any  # (P, NUM_PENALTIES) float32
+    token_bounds: Any  # (P + 1,) int32, of the rows' parts of token_ids
+    token_ids: Any  # int32, prompts and outputs
+    bias_bounds: Any  # (P + 1,) int32, of the rows' parts of bias_ids
+    bias_ids: Any  # int32
+    biases: Any  # float32
+
+
+class Row(NamedTuple):
+    logits: Any
+    start: int
+    counts: Any
+    counts_start: int
+
+
+def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> ProcessorArrays:
+    p = processors
+    values = {
+        "rows": rows.astype(np.int32),
+        "num_prompt_tokens": p.num_prompt_tokens.astype(np.int32),
+        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1).astype(np.float32),
+        "token_bounds": p.token_ids.bounds.astype(np.int32),
+        "token_ids": p.token_ids.values.astype(np.int32),
+        "bias_bounds": p.bias_ids.bounds.astype(np.int32),
+        "bias_ids": p.bias_ids.values.astype(np.int32),
+        "biases": p.biases.values.astype(np.float32),
+    }
+    parts = Parts({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
+    return ProcessorArrays(**parts.split(device.array(parts.join(values))))
+
+
+@kernel
+def process_rows(logits, vocab_size, processors, counts):
+    """Add biases and apply penalties to rows of logits (any, V) float32, in place. Grid: P.
+
+    counts: (P, V), 0 before and after: a block counts a row's tokens and takes each count back as it uses it.
+    """
+    p = int32(cuda.blockIdx.x)
+    a = processors
+    if a.rows[p] < 0:
+        return
+    row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(p) * int64(vocab_size))
+    begin, end = a.token_bounds[p], a.token_bounds[p + 1]
+    first = p * NUM_PENALTIES
+    for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
+        row.logits[row.start + a.bias_ids[i]] += a.biases[i]
+    cuda.syncthreads()
+    _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
+    frequency, presence = a.penalties[first + FREQUENCY], a.penalties[first + PRESENCE]
+    _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
+
+
+@device_function
+def _penalize_repetition(row, token_ids, begin, end, penalty):
+    if penalty == float32(1):
+        return
+    _count(row, token_ids, begin, end)
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        if _take_count(row, token_ids[i]) > 0:
+            score = row.logits[row.start + token_ids[i]]
+            row.logits[row.start + token_ids[i]] = score * penalty if score < float32(0) else score / penalty
+    cuda.syncthreads()
+
+
+@device_function
+def _penalize_presence(row, token_ids, begin, end, frequency, presence):
+    if frequency == float32(0) and presence == float32(0):
+        return
+    _count(row, token_ids, begin, end)
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        count = _take_count(row, token_ids[i])
+        if count > 0:
+            score = row.logits[row.start + token_ids[i]] - rounded_product(frequency, float32(count))
+            row.logits[row.start + token_ids[i]] = score - presence
+
+
+@device_function
+def _count(row, token_ids, begin, end):
+    for i in range(int32(begin + cuda.threadIdx.x), end, cuda.blockDim.x):
+        cuda.atomic.add(row.counts, row.counts_start + token_ids[i], int32(1))
+    cuda.syncthreads()
+
+
+@device_function
+def _take_count(row, token_id):
+    """Return the token's count, to one thread alone, and set it to 0."""
+    return cuda.atomic.exch(row.counts, row.counts_start + token_id, int32(0))

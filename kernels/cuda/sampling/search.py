@@ -1,20 +1,19 @@
 """Search in a row of scores by one block, without a sort.
 
-Masses are integers, whose sum does not depend on the order. A probability is counted in units of 2**-62; the weight of
-a token in a draw is relative to the greatest, in units so small that no sum exceeds 2**63.
+Masses are integers, whose sum does not depend on the order: probabilities in units of 2**-62, and a draw's weights in
+units so small that no sum exceeds 2**63.
 """
 
 import math
 from typing import Any, NamedTuple
 
-from tinygpt.kernels.cuda.runtime.jit import device_function
-from tinygpt.kernels.cuda.runtime.ptx import bits_to_float32, float32_to_bits
-from tinygpt.kernels.cuda.runtime.warp import ALL_LANES, WARP, warp_cumulated, warp_sum
+from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
-from numba import cuda, float32, float64, int32, int64, uint32, uint64  # isort: skip
+from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.ptx import ALL_LANES, WARP, bits_to_float32, float32_to_bits, warp_cumulated, warp_sum
 
 UNITS = 2.0**62
-# exp(-104) is 0 in float32, the precision of the filters: lower scores have no probability.
+# exp(-104) is 0 in float32: lower scores have no probability.
 BUCKETS = 1024
 BUCKETS_PER_UNIT = BUCKETS / 104
 DIGIT_BITS, DIGITS, KEY_BITS = 8, 256, 32
@@ -34,7 +33,7 @@ class Shared(NamedTuple):
 
 
 class Row(NamedTuple):
-    """V scores of one row, -inf for a removed token, and room for V ids, both from `start` on."""
+    """V scores, -inf for a removed token, and room for V ids, both from `start` on."""
 
     scores: Any
     ids: Any
@@ -85,7 +84,7 @@ def mass_of(score, greatest, inverse_total):
 
 @device_function
 def least_mass_above(bound):
-    """Return the least mass, at least 1, that exceeds `bound` (0 to 1) after rounding to float32."""
+    """Return the least mass, at least 1, that exceeds `bound` after rounding to float32."""
     bits = float32_to_bits(bound)
     below, above = float64(bits_to_float32(bits)), float64(bits_to_float32(uint32(bits + uint32(1))))
     middle = (below + above) * (UNITS / 2)  # rounds to the even of the two
@@ -98,9 +97,7 @@ def least_mass_above(bound):
 def find_border(row, greatest, inverse_total, goal):
     """Return the first score, from the greatest down, at which the sum of masses reaches `goal`; -inf if none does.
 
-    goal: if 0 or less, the sum of all masses is added to it; it is then at least 1.
-    Return with it the goal, and the sums of masses above the score and at it. Buckets narrow the search, then key
-    digits.
+    Return with it the goal, and the sums above the score and at it. To a goal of 0 or less the sum of all is added.
     """
     _clear(row.shared, BUCKETS)
     thread, threads = int32(cuda.threadIdx.x), int32(cuda.blockDim.x)
@@ -132,7 +129,7 @@ def _bucket_of(greatest, score):
 
 @device_function
 def _gather(row, greatest, bucket):
-    """Write the ids of a bucket to row.ids, in any order. Return their number."""
+    """Write a bucket's ids to row.ids. Return their number."""
     counter = row.shared.counter
     if cuda.threadIdx.x == 0:
         counter[0] = 0
@@ -154,7 +151,7 @@ def _clear(shared, size):
 
 @device_function
 def _add_mass(shared, bucket, mass):
-    """Add a mass to a bucket as two 32-bit sums, which shared memory adds faster than one of 64."""
+    """Add a mass to a bucket as two 32-bit sums: shared memory adds these faster."""
     added, carry = uint32(mass), uint32(mass >> int64(32))
     if uint32(cuda.atomic.add(shared.low, bucket, added) + added) < added:
         carry = uint32(carry + uint32(1))
@@ -164,10 +161,7 @@ def _add_mass(shared, bucket, mass):
 
 @device_function
 def _find_bucket(shared, size, above, goal):
-    """Return the first bucket at which the sum, with `above`, reaches the goal; `size` if none does.
-
-    Return with it the goal as in `find_border`, and the sums above the bucket and in it.
-    """
+    """Return the first bucket at which the sum, with `above`, reaches the goal, or `size`; then as `find_border`."""
     found = shared.found
     cuda.syncthreads()
     lane, share = int32(cuda.threadIdx.x), size // WARP
@@ -199,19 +193,19 @@ def _mass_at(shared, i):
 
 @device_function
 def find_tie(row, value, number):
-    """Return the id of a token with the score `value`, of which `number` have lower ids."""
+    """Return the id with the score `value` after `number` others with it."""
     return _first_passing(row, value, 0.0, int64(number), uint64(0))
 
 
 @device_function
 def find_drawn(row, greatest, fraction):
-    """Return the first token at which the sum of weights exceeds their total times fraction * 2**-64."""
+    """Return the first token at which the sum of weights exceeds the total times fraction * 2**-64."""
     return _first_passing(row, greatest, UNITS / row.size, int64(0), fraction)
 
 
 @device_function
 def _first_passing(row, score, scale, goal, fraction):
-    """Find the strip in which the sum exceeds the goal, then a strip of it, down to the tokens of a warp."""
+    """Find the strip in which the sum exceeds the goal, down to a warp's tokens."""
     strips, found = row.shared.strips, row.shared.found
     begin, end, is_first = int32(0), int32(row.size), True
     while is_first or end - begin > WARP:
@@ -236,7 +230,7 @@ def _first_passing(row, score, scale, goal, fraction):
 
 @device_function
 def _sum_strips(row, score, scale, begin, end):
-    """Sum the mass of each strip, one a warp. Return the total."""
+    """Sum each strip, one a warp. Return the total."""
     thread, strips = int32(cuda.threadIdx.x), row.shared.strips
     lane, warp, length, mass = thread % WARP, thread // WARP, _strip_length(end - begin), int64(0)
     start = int32(begin + warp * length)

@@ -11,8 +11,8 @@ from support.paths import ROOT
 from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
-from tinygpt.kernels.cuda.layers.layer_norm import layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
+from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
 from tinygpt.kernels.cuda.runtime import jit
 from tinygpt.kernels.cuda.runtime.jit import DiskCache, describe
 from tinygpt.kernels.kernel_cache import KernelCache

@@ -10,9 +10,7 @@ import pytest
 from support.cuda_compile import compile_kernel
 from support.cuda_device import FLOATS, INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
 from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.embedding import EMBED_THREADS, embed_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
-from tinygpt.kernels.cuda.layers.layer_norm import NORM_WARPS, layer_norm_kernel
 from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     Norm,
@@ -20,7 +18,8 @@ from tinygpt.kernels.cuda.layers.linear import (
     linear_kernel,
     normed_linear_kernel,
 )
-from tinygpt.kernels.cuda.packing import STEP, pack, step_count
+from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.params import STEP, pack, step_count
 from tinygpt.kernels.host import from_bfloat16, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 

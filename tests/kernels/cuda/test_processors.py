@@ -11,8 +11,7 @@ from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
 from tinygpt.engine.sampler import Processors, Ragged
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.sampling.processors import ProcessorArrays, process_rows
-from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, process_logits
+from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, ProcessorArrays, process_logits, process_rows
 
 V = 37
 FLOATS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45, 0.1, -3.7, 12.3])

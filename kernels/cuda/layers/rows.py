@@ -1,15 +1,19 @@
-"""Layer norm, a warp for each row, with the same bits in every kernel.
+"""Rows of x: embeddings, and layer norm, a warp for each row, with the same bits in every kernel.
 
-A row is held in registers, C / 32 numbers a lane: one round trip to the L2 cache. If C is a multiple of 64, a lane has
-pairs of neighbors.
+A normalized row is held in registers, C / 32 numbers a lane: one round trip to the L2 cache. A lane has columns lane,
+lane + 32, ..., or pairs from 2 lane, 2 lane + 64, ... if C is a multiple of 64.
 """
 
 import functools
 import math
-from typing import Any, NamedTuple
 
+from numba import cuda, float32, int32, int64, uint32
+
+from tinygpt.kernels.cuda.params import OUT_TILE, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
+    WARP,
+    bits_to_float32,
     commit_copies,
     copy_async,
     let_next_kernel_begin,
@@ -17,42 +21,27 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     load_fresh_pair,
     load_shared_pair,
     pack_bfloat16,
+    rounded_product,
     store_bfloat16,
     store_bfloat16_pair,
     store_shared,
     wait_for_kernel_before,
+    warp_sum,
 )
-from tinygpt.kernels.cuda.runtime.warp import WARP, warp_sum
 
-from numba import cuda, float32, int32, int64, uint32  # isort: skip
-
+EMBED_THREADS = 256
 NORM_WARPS = 4
-PAIRS = 2 * WARP  # numbers of a row that a warp holds as a pair in each lane
-AT_ONCE = 4  # pairs that a lane scales together: a load from shared memory waits for the store before it
-
-
-class NormWeights(NamedTuple):
-    """A layer norm of every layer of the model."""
-
-    weight: Any  # (L, C) float32
-    bias: Any  # (L, C) float32
+PAIRS = 2 * WARP  # numbers of a row, a pair in each lane
+AT_ONCE = 4  # pairs that a lane scales together: a load from shared memory waits for the store before
 
 
 def held_numbers(columns: int) -> int:
-    """Return how many numbers of a row a lane holds.
-
-    Columns 2 lane, 2 lane + 1, then 64 further, and so on; lane, lane + 32, ... if C is no multiple of 64.
-    """
     return -(-columns // WARP)
 
 
 @functools.cache
 def row_functions(columns: int):
-    """Return (load_row, normalize_row).
-
-    load_row(values, array, start, lane): array[start : start + columns] to registers, zeros after it
-    normalize_row(values, epsilon, lane): to mean 0 and variance 1
-    """
+    """Return load_row, which fills up with zeros, and normalize_row, to mean 0 and variance 1."""
     held, is_paired, is_whole = held_numbers(columns), columns % PAIRS == 0, columns % WARP == 0
 
     @device_function
@@ -89,11 +78,7 @@ def row_functions(columns: int):
 
 @functools.cache
 def shared_norm_functions(columns: int, threads: int):
-    """Return (load_norm, store_scaled) for blocks with a norm's weight and bias in shared memory; columns: 64 n.
-
-    load_norm(weight, bias, weights, layer, thread): begin to copy a layer's NormWeights, by all threads
-    store_scaled(row, values, weight, bias, lane): scale, round and store a normalized row
-    """
+    """Return load_norm, which begins to copy NormWeights to shared memory, and store_scaled; columns: 64 n."""
     pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
     turns = -(-columns // (threads * 4))
 
@@ -128,10 +113,7 @@ def shared_norm_functions(columns: int, threads: int):
 
 @functools.cache
 def layer_norm_kernel(dtype: str, columns: int):
-    """layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind).
-
-    normed (n, padded columns) = layer norm of x[rows[i]] for the first sizes[row_kind] rows. Grid: n / NORM_WARPS.
-    """
+    """normed (n, padded columns) = layer norm of x[rows[i]]; n: sizes[row_kind]. Grid: n / NORM_WARPS."""
     held, store_row = held_numbers(columns), _store_row_function(dtype, columns)
     load_row, normalize_row = row_functions(columns)
 
@@ -179,3 +161,33 @@ def _store_row_function(dtype: str, columns: int):
                     store_bfloat16(normed, start + c, values[i])
 
     return store_pairs if is_paired else store_numbers
+
+
+@functools.cache
+def embed_kernel(dtype: str):
+    """x (N, C) = wte[token] + wpe[position]; token -1 - j stands for row j of embeds (E, C). Grid: N."""
+    is_float32, is_int8 = dtype == "float32", dtype == "int8"
+
+    def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
+        let_next_kernel_begin()
+        n = int32(cuda.blockIdx.x)
+        if n >= sizes[0]:
+            return
+        wait_for_kernel_before()
+        token, at = token_ids[n], positions[n] * columns
+        g, base = token % int32(OUT_TILE), int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
+        for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
+            if token < 0:
+                value = embeds[(-1 - token) * columns + c]
+            else:
+                start, k = base + (c // int32(STEP)) * int32(STEP_SIZE), c % int32(STEP)
+                if is_float32:
+                    value = wte[start + k // 16 * 128 + g * 16 + k % 16]
+                elif is_int8:
+                    weight = float32(wte[start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8])
+                    value = rounded_product(weight, scales[token])  # not fused with the sum
+                else:
+                    value = bits_to_float32(uint32(wte[start + k // 32 * 256 + g * 32 + k % 32]) << uint32(16))
+            x[n * columns + c] = value + wpe[at + c]
+
+    return kernel(embed)
