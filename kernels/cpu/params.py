@@ -7,6 +7,7 @@ import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE, NORMS
 from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
+from tinygpt.kernels.cpu.layers.epilogue import MAX_SEGMENTS
 from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
 from tinygpt.kernels.cpu.packing.part import Part
@@ -218,6 +219,11 @@ def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 
         is_last=layers.stop == config.n_layer,
         tensor_size=tensor_size,
     )
+
+
+def can_share(config, dtype: str) -> bool:
+    """Return whether both sums over K have segments, so that ranks compute the same bits."""
+    return min(bounds(config, dtype).size for bounds in (head_segments, inner_segments)) == MAX_SEGMENTS + 1
 
 
 def head_segments(config, dtype: str) -> np.ndarray:

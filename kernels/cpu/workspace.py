@@ -10,6 +10,7 @@ from tinygpt.kernels.cpu.jit import inline
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
 from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from tinygpt.kernels.cpu.layers.ranks import Ranks
 from tinygpt.kernels.cpu.packing.weights import head_dtype_of
 from tinygpt.kernels.cpu.sampling_rows import MAX_ENDS, Choices
 from tinygpt.kernels.cpu.simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
@@ -51,7 +52,7 @@ class Buffers(NamedTuple):
     step: Step
     choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
-    ranks: Any  # a Ranks, or None
+    ranks: Ranks | None
 
 
 class Mixture(NamedTuple):
@@ -76,8 +77,9 @@ class Workspace:
 
 
 def new_workspace(
-    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32", allgather=None
 ) -> Workspace:
+    """config: a ModelConfig, or a rank's Part, whose `allgather` is a field of Ranks."""
     n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
     width, narrow, head_dtype = config.n_head * config.head_size, bool(config.embed_dim), head_dtype_of(dtype)
     x, attended, nothing = zeros((n, c)), zeros((n, width)), np.empty((0, 0, 0), np.float32)
@@ -116,7 +118,7 @@ def new_workspace(
             stop_early=np.zeros(1, np.int64),
         ),
         sizes=np.zeros(3, np.int64),
-        ranks=None,
+        ranks=None if allgather is None else _new_ranks(config, n, allgather),
     )
     scratch = max(SCRATCH, scratch_size(config.head_size), c, e)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
@@ -136,6 +138,24 @@ def _new_mixture(config, n: int, dtype: str) -> Mixture:
         inner=new_operand(dtype, n * k, config.inner_size),
         outputs=zeros((n * k, config.n_embd)),
     )
+
+
+def _new_ranks(part, n: int, allgather: np.ndarray) -> Ranks:
+    return Ranks(
+        partial=zeros((n, part.n_embd)),
+        gathered=zeros((part.tensor_size * n * part.n_embd,)),
+        owners=np.full(n, -1, np.int32),
+        allgather=allgather,
+        status=np.zeros(part.tensor_size, np.int64),
+        no_bias=np.empty((1, 0), np.float32),
+    )
+
+
+def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndarray, rank: int) -> np.ndarray:
+    """Note the owners of tokens (N,). Return this rank's ids. starts: each rank's first token."""
+    owners = np.maximum(np.searchsorted(starts, token_ids, side="right") - 1, 0)
+    workspace.buffers.ranks.owners[: owners.size] = owners
+    return np.where(owners == rank, token_ids - starts[rank], -1).astype(np.int32)
 
 
 def new_operand(dtype: str, n: int, k: int):

@@ -12,7 +12,7 @@ from tinygpt.errors import RequestError
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack
-from tinygpt.kernels.cpu.rank import load_part
+from tinygpt.kernels.cpu.params import load_part
 from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig

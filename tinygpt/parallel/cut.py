@@ -15,7 +15,8 @@ import numpy as np
 
 from tinygpt.errors import RequestError
 from tinygpt.kernels.batch import NO_EMBEDS, Batch
-from tinygpt.kernels.cpu.rank import Part, can_share, part_of
+from tinygpt.kernels.cpu.packing.part import Part
+from tinygpt.kernels.cpu.params import can_share, part_of
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 

@@ -9,7 +9,9 @@ import numpy as np
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cpu import rank as kernels
+from tinygpt.kernels.cpu.packing.part import Part
+from tinygpt.kernels.cpu.params import load_part
+from tinygpt.kernels.cpu.workspace import new_workspace, share_embedding
 from tinygpt.parallel.cut import micro_batches, part_of_rank
 from tinygpt.parallel.launch import Layout
 from tinygpt.parallel.mpi import Group, World
@@ -31,12 +33,12 @@ class RankModel:
         self._stage, self._tensor_rank = layout.place_of(world.rank)
         self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
         self.part = self._parts[world.rank]
-        self._params = source.load_part(threads, self.part, kernels.load_part)
+        self._params = source.load_part(threads, self.part, load_part)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.part, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
         allgather = None if group is None else group.allgather
-        self._workspace = kernels.workspace_of_part(self.part, *steps, threads, source.dtype, allgather)
+        self._workspace = new_workspace(self.part, *steps, threads, source.dtype, allgather)
         vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
         self._vocab_parts, self._vocab_starts = vocab_parts, np.array([part.start for part in vocab_parts])
         self._rows = np.empty((sizes.max_num_batched_tokens, source.config.n_embd), np.float32)
@@ -102,7 +104,7 @@ class RankModel:
             self._file.check_whole()
 
     @staticmethod
-    def _share(whole: tuple[np.ndarray, np.ndarray], part: kernels.Part) -> list[np.ndarray]:
+    def _share(whole: tuple[np.ndarray, np.ndarray], part: Part) -> list[np.ndarray]:
         layers, heads = (slice(r.start, r.stop) for r in (part.layers, part.heads))
         return [np.ascontiguousarray(array[layers, heads]) for array in whole]
 
@@ -114,14 +116,14 @@ class RankModel:
             return replace(batch, token_ids=-1 - np.arange(count, dtype=np.int32), embeds=x)
         if self._group is None:
             return batch
-        token_ids = kernels.share_embedding(self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank)
+        token_ids = share_embedding(self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank)
         return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
         if self._group is not None and self._workspace.buffers.ranks.status[0]:
             raise TinyGPTError("another rank is gone.")
         if not self.part.is_last:
-            x = kernels.hidden_rows(self._workspace, batch.token_ids.size)
+            x = self._workspace.buffers.x[: batch.token_ids.size]
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
     def _receive_logits(self, found: np.ndarray) -> list[Callable[[], Any]]:

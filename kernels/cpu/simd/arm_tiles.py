@@ -27,6 +27,7 @@ from tinygpt.kernels.cpu.simd.panels import (
     WEIGHT_SCALES_BYTES,
     ask_ahead,
     ask_part_ahead,
+    store_each,
 )
 from tinygpt.kernels.cpu.simd.steps import BFloat
 from tinygpt.kernels.cpu.simd.targets import DOTS, LONGS, MATRICES, TARGET
@@ -35,14 +36,18 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     I8,
     I16,
     I32,
+    I64,
     INTS,
     LANES,
     VECTOR_BYTES,
+    at,
     broadcast,
     declare,
     load,
     repeat,
+    rows_at,
     store,
+    times,
 )
 
 REGISTER_BYTES = 16
@@ -50,7 +55,6 @@ QUAD = 4  # columns
 FLOAT_QUAD, INT_QUAD, BYTES, BFLOATS = (
     ir.VectorType(kind, REGISTER_BYTES // size) for kind, size in ((F32, 4), (I32, 4), (I8, 1), (BFloat(), 2))
 )
-LONG = ir.IntType(64)
 
 
 class LaneStep(NamedTuple):
@@ -129,6 +133,10 @@ def load_register(builder, address, kind, size: int = REGISTER_BYTES):
     return builder.bitcast(builder.insert_element(start, value, ir.Constant(I32, 0)), kind)
 
 
+def load_quad(builder, row, number: int):
+    return load(builder, at(builder, row, number, REGISTER_BYTES), INT_QUAD, REGISTER_BYTES)
+
+
 def repeat_any(builder, count, body, initial):
     before, some = builder.block, builder.append_basic_block("some")
     done = builder.append_basic_block("none_left")
@@ -155,53 +163,39 @@ def strip_of_lanes(rows: int, vectors: int = PANEL_VECTORS) -> int:
 def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         strip, together = strip_of_lanes(rows, vectors), step.together
-        quads = range(strip * QUADS)
-
-        def size(n: int):
-            return ir.Constant(a.type, n)
-
-        def starts(first, stride):
-            return [builder.add(first, builder.mul(stride, size(r))) for r in range(rows)]
-
-        a_starts, c_starts = starts(a, lda), starts(c, ldc)
+        quads, a_starts, c_starts = range(strip * QUADS), rows_at(builder, a, lda, rows), rows_at(builder, c, ldc, rows)
 
         def take_strip(number, _):
-            columns = builder.mul(number, size(strip * VECTOR_BYTES))
+            columns = times(builder, number, strip * VECTOR_BYTES)
             b_strip = builder.add(b, columns)
 
             def take(k, count: int, sums):
-                a_k = builder.mul(k, size(step.bytes))
-                places = [builder.add(start, a_k) for start in a_starts]
-                a_rows = [load_register(builder, at, step.register, count * step.bytes) for at in places]
+                a_k = times(builder, k, step.bytes)
+                a_places = [builder.add(start, a_k) for start in a_starts]
+                a_rows = [load_register(builder, place, step.register, count * step.bytes) for place in a_places]
                 for j in range(count):
-                    k_j = builder.add(k, size(j))
-                    asked = builder.add(builder.mul(k_j, size(wide)), builder.mul(number, size(strip)))
-                    ask_ahead(builder, ahead, spacing, asked, strip)
+                    k_j = at(builder, k, j)
+                    ask_ahead(builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip)
                     b_row, new = builder.add(b_strip, builder.mul(k_j, ldb)), []
                     for q in quads:
-                        quad = load(builder, builder.add(b_row, size(q * REGISTER_BYTES)), INT_QUAD, REGISTER_BYTES)
+                        quad = load_quad(builder, b_row, q)
                         new += step.multiply(builder, a_rows, j, quad, sums[q * rows : (q + 1) * rows])
                     sums = new
                 return sums
 
-            places = [
-                builder.add(builder.add(start, columns), size(q * REGISTER_BYTES)) for q in quads for start in c_starts
-            ]
-            sums = [load(builder, at, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None) for at in places]
-            done = size(0)
+            places = [at(builder, builder.add(row, columns), q, REGISTER_BYTES) for q in quads for row in c_starts]
+            sums = [load(builder, place, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None) for place in places]
+            done = ir.Constant(I64, 0)
             if together > 1:
-                whole = builder.udiv(steps, size(together))
-                done = builder.mul(whole, size(together))
-                sums = repeat_any(
-                    builder, whole, lambda i, sums: take(builder.mul(i, size(together)), together, sums), sums
-                )
+                whole = builder.udiv(steps, ir.Constant(I64, together))
+                done = times(builder, whole, together)
+                sums = repeat_any(builder, whole, lambda i, s: take(times(builder, i, together), together, s), sums)
             rest = builder.sub(steps, done)
-            sums = repeat_any(builder, rest, lambda i, sums: take(builder.add(done, i), 1, sums), sums)
-            for at, total in zip(places, sums, strict=True):
-                store(builder, total, at, 4)
+            sums = repeat_any(builder, rest, lambda i, s: take(builder.add(done, i), 1, s), sums)
+            store_each(builder, sums, places)
             return []
 
-        repeat(builder, size(vectors // strip), take_strip, [])
+        repeat(builder, vectors // strip, take_strip, [])
 
     return code
 
@@ -261,45 +255,37 @@ def make_lane_grouped_code(dtype: str):
         part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
         lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
 
-        def size(n: int):
-            return ir.Constant(a.type, n)
-
-        def starts(first, stride):
-            return [builder.add(first, builder.mul(stride, size(r))) for r in range(rows)]
-
-        a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
+        a_starts, s_starts = rows_at(builder, a, lda, rows), rows_at(builder, scales, lds, rows)
+        c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
 
         def take_part(number, _):
-            a_offset = builder.mul(number, size(part_k))
-            s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
+            a_offset = times(builder, number, part_k)
+            s_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
             a_rows = [builder.add(start, a_offset) for start in a_starts]
             s_rows = [builder.add(start, s_offset) for start in s_starts]
-            first_row = builder.mul(number, size(part_rows))
-            b_part = builder.add(b, builder.mul(first_row, size(ROW_BYTES)))
+            first_row = times(builder, number, part_rows)
+            b_part = at(builder, b, first_row, ROW_BYTES)
 
             def take_strip(strip_number, _):
-                columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
+                columns = times(builder, strip_number, strip * VECTOR_BYTES)
                 b_strip = builder.add(b_part, columns)
 
                 def row_at(row):
-                    before = builder.add(builder.mul(builder.add(first_row, row), size(strips)), strip_number)
+                    before = at(builder, times(builder, builder.add(first_row, row), strips), strip_number)
                     ask_part_ahead(builder, ahead, spacing, before, lines, strips)
-                    return builder.add(b_strip, builder.mul(row, size(ROW_BYTES)))
+                    return at(builder, b_strip, row, ROW_BYTES)
 
                 sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)
-                w_scales = builder.add(
-                    builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
-                    builder.mul(strip_number, size(strip * LANES * 2)),
-                )
+                w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
+                w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
-                half = builder.urem(number, size(parts))
-                fold(builder, sums, c_strips, s_rows, half, w_scales)
+                fold(builder, sums, c_strips, s_rows, builder.urem(number, ir.Constant(I64, parts)), w_scales)
                 return []
 
-            repeat(builder, size(strips), take_strip, [])
+            repeat(builder, strips, take_strip, [])
             return []
 
-        repeat(builder, builder.mul(groups, size(parts)), take_part, [])
+        repeat(builder, times(builder, groups, parts), take_part, [])
 
     return code
 
@@ -315,15 +301,12 @@ def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
         return _nibbles(builder, quad) if dtype == "int4" else [_signed(builder, quad)]
 
     def step(i, sums):
-        offset = builder.mul(i, ir.Constant(i.type, REGISTER_BYTES))
-        registers = [load_register(builder, builder.add(start, offset), BYTES) for start in a_rows]
+        registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), BYTES) for start in a_rows]
         for n in range(loads):
-            row, new = builder.add(builder.mul(i, ir.Constant(i.type, loads)), ir.Constant(i.type, n)), []
-            b_row = row_at(row)
+            b_row, new = row_at(at(builder, times(builder, i, loads), n)), []
             for q in range(quads):
-                at = builder.add(b_row, ir.Constant(i.type, q * REGISTER_BYTES))
-                totals = sums[q * rows : (q + 1) * rows]
-                for j, taken in enumerate(take(load(builder, at, INT_QUAD, REGISTER_BYTES)), n * per_load):
+                quad, totals = load_quad(builder, b_row, q), sums[q * rows : (q + 1) * rows]
+                for j, taken in enumerate(take(quad), n * per_load):
                     totals = [
                         add_dot(builder, total, taken, four(builder, register, j), is_signed)
                         for total, register in zip(totals, registers, strict=True)
@@ -335,35 +318,30 @@ def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
     start = [ir.Constant(INT_QUAD, None)] * rows
     if dtype == "int8" and not is_signed:
         start = [broadcast(builder, value, QUAD) for value in _first_sums(builder, s_rows)]
-    count = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
-    sums = repeat(builder, count, step, start * quads)
+    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * quads)
     return [sums[q * rows : (q + 1) * rows] for q in range(quads)]
 
 
 def _first_sums(builder, s_rows):
-    return [load(builder, builder.add(s, ir.Constant(s.type, 4)), I32, 4) for s in s_rows]
+    return [load(builder, at(builder, s, 4), I32, 4) for s in s_rows]
 
 
 def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
-    count, longs = len(pairs), ir.VectorType(LONG, 2)
+    count, longs, eights = len(pairs), ir.VectorType(I64, 2), ir.VectorType(I32, 2)
 
     def step(i, sums):
-        offset = builder.mul(i, ir.Constant(i.type, REGISTER_BYTES))
-        registers = [load_register(builder, builder.add(start, offset), longs) for start in a_rows]
+        registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), longs) for start in a_rows]
         for j in range(2):
-            eights = ir.VectorType(I32, 2)
-            both = [
-                builder.shuffle_vector(registers[first], registers[second], ir.Constant(eights, [j, 2 + j]))
-                for first, second in pairs
-            ]
-            row = builder.add(builder.mul(i, ir.Constant(i.type, 4)), ir.Constant(i.type, 2 * j))
-            b_rows, new = [row_at(row), row_at(builder.add(row, ir.Constant(i.type, 1)))], []
+            mask = ir.Constant(eights, [j, 2 + j])
+            both = [builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs]
+            row = at(builder, times(builder, i, 4), 2 * j)
+            b_rows, new = [row_at(row), row_at(at(builder, row, 1))], []
             for n in range(2 * quads):  # registers of two columns; see _two_columns for where they lie
                 vector, place = divmod(n, 2 * QUADS)
                 half, place = divmod(place, QUADS)
-                at = builder.add(b_rows[half], ir.Constant(i.type, vector * VECTOR_BYTES + place * REGISTER_BYTES))
-                columns, totals = load(builder, at, INT_QUAD, REGISTER_BYTES), sums[n * count : (n + 1) * count]
+                columns = load_quad(builder, b_rows[half], vector * QUADS + place)
+                totals = sums[n * count : (n + 1) * count]
                 new += [add_matrix(builder, total, columns, pair) for total, pair in zip(totals, both, strict=True)]
             sums = new
         return sums
@@ -372,8 +350,7 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
     if dtype == "int8":
         firsts = _first_sums(builder, s_rows)
         start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
-    times = ir.Constant(a_rows[0].type, PART_K[dtype] // STEP_K // REGISTER_STEPS)
-    sums = repeat(builder, times, step, start * (2 * quads))
+    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * (2 * quads))
     return [_rows_of(builder, sums[2 * q * count : 2 * (q + 1) * count], len(a_rows)) for q in range(quads)]
 
 
@@ -392,30 +369,26 @@ def _rows_of(builder, sums, rows: int):
 def _fold_int8(builder, sums, c_rows, s_rows, half, w_scales) -> None:
     for r, (c_row, s_row) in enumerate(zip(c_rows, s_rows, strict=True)):
         scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
-        places = [_at(builder, c_row, q * REGISTER_BYTES) for q in range(len(sums))]
-        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
-        for q, at in enumerate(places):
-            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), at, 4)
+        places = [at(builder, c_row, q, REGISTER_BYTES) for q in range(len(sums))]
+        totals = [load(builder, place, FLOAT_QUAD, 4) for place in places]
+        for q, place in enumerate(places):
+            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), place, 4)
 
 
 def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
-    part = builder.add(builder.mul(half, ir.Constant(half.type, 4)), ir.Constant(half.type, 4))
+    part = at(builder, times(builder, half, 4), 4)
     for q, quad_sums in enumerate(sums):
-        w_quad = _at(builder, w_scales, q * QUAD * 2)
+        w_quad = at(builder, w_scales, q, QUAD * 2)
         w_scale = _load_widened(builder, w_quad)
-        w_offset = _load_widened(builder, _at(builder, w_quad, WEIGHT_SCALES_BYTES // 2))
-        places = [_at(builder, c_row, q * REGISTER_BYTES) for c_row in c_rows]
-        totals = [load(builder, at, FLOAT_QUAD, 4) for at in places]
-        for at, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
+        w_offset = _load_widened(builder, at(builder, w_quad, WEIGHT_SCALES_BYTES // 2))
+        places = [at(builder, c_row, q, REGISTER_BYTES) for c_row in c_rows]
+        totals = [load(builder, place, FLOAT_QUAD, 4) for place in places]
+        for place, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
             scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
             # The second of two numbers: LLVM would broadcast a single number as it loads it.
             a_sum = lane(builder, load_register(builder, builder.add(s_row, part), FLOAT_QUAD, 8), 1)
             scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
-            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), at, 4)
-
-
-def _at(builder, start, offset: int):
-    return builder.add(start, ir.Constant(start.type, offset))
+            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), place, 4)
 
 
 def _load_widened(builder, address):

@@ -13,6 +13,7 @@ from tinygpt.kernels.cpu.simd.panels import (
     WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
+    store_each,
 )
 from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
 from tinygpt.kernels.cpu.simd.targets import SHORTS
@@ -22,14 +23,18 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     FLOATS,
     I16,
     I32,
+    I64,
     INTS,
     LANES,
     VECTOR_BYTES,
+    at,
     broadcast,
     load,
     multiply_add,
     repeat,
+    rows_at,
     store,
+    times,
 )
 
 GROUP_BYTES = {"int8": SCALE_GROUP * OUT_TILE, "int4": SCALE_GROUP * OUT_TILE // 2}  # of a panel
@@ -72,43 +77,37 @@ def _make_code(dtype: str):
         together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
         turns, strips = part_k // integer.k // per_load // together, PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES * together // (EXPANSION[dtype] // per_load)
-
-        def size(n: int):
-            return ir.Constant(a.type, n)
-
-        def starts(first, stride):
-            return [builder.add(first, builder.mul(stride, size(r))) for r in range(rows)]
-
-        a_starts, s_starts, c_rows = starts(a, lda), starts(scales, lds), starts(c, size(ROW_BYTES))
+        a_starts, s_starts = rows_at(builder, a, lda, rows), rows_at(builder, scales, lds, rows)
+        c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
 
         def take_parts(strip_number, first_part, count):
-            columns = builder.mul(strip_number, size(strip * VECTOR_BYTES))
-            c_starts = [builder.add(c_row, columns) for c_row in c_rows]
-            places = [builder.add(start, size(v * VECTOR_BYTES)) for start in c_starts for v in range(strip)]
+            columns = times(builder, strip_number, strip * VECTOR_BYTES)
+            c_strips = [builder.add(c_row, columns) for c_row in c_rows]
+            places = [at(builder, start, v, VECTOR_BYTES) for start in c_strips for v in range(strip)]
 
             def take_part(part, totals):
                 number = builder.add(first_part, part)
-                a_offset = builder.mul(number, size(part_k * OPERAND_BYTES[dtype]))
-                s_offset = builder.mul(builder.udiv(number, size(parts)), size(SCALES_BYTES))
+                a_offset = times(builder, number, part_k * OPERAND_BYTES[dtype])
+                s_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
                 a_rows = [builder.add(start, a_offset) for start in a_starts]
                 s_rows = [builder.add(start, s_offset) for start in s_starts]
-                first_turn = builder.mul(number, size(turns))
+                first_turn = times(builder, number, turns)
 
                 def turn(i, sums):
                     before = builder.add(first_turn, i)
-                    asked = builder.add(builder.mul(before, size(strips)), strip_number)
+                    asked = at(builder, times(builder, before, strips), strip_number)
                     ask_part_ahead(builder, ahead, spacing, asked, lines, strips)
-                    b_row = builder.add(builder.add(b, columns), builder.mul(before, size(together * ROW_BYTES)))
-                    a_first = builder.mul(i, size(4 * per_load * together))
+                    b_row = at(builder, builder.add(b, columns), before, together * ROW_BYTES)
+                    a_first = times(builder, i, 4 * per_load * together)
                     for row in range(together):
-                        sums = take_row(builder.add(b_row, size(row * ROW_BYTES)), a_first, row * per_load, sums)
+                        sums = take_row(at(builder, b_row, row, ROW_BYTES), a_first, row * per_load, sums)
                     return sums
 
                 def take_row(b_row, a_first, done, sums):
-                    b_k = [load(builder, builder.add(b_row, size(v * VECTOR_BYTES)), INTS, 64) for v in range(strip)]
+                    b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 64) for v in range(strip)]
                     taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]
                     for j in range(per_load):
-                        k, new = builder.add(a_first, size(4 * (done + j))), []
+                        k, new = at(builder, a_first, 4 * (done + j)), []
                         for r in range(rows):
                             a_k = broadcast(builder, load(builder, builder.add(a_rows[r], k), I32, 4))
                             new += [
@@ -118,38 +117,31 @@ def _make_code(dtype: str):
                     return sums
 
                 start = [first for s in s_rows for first in [_first_sum(builder, dtype, integer, s)] * strip]
-                sums = [integer.finish(builder, total) for total in repeat(builder, size(turns), turn, start)]
-                w_scales = builder.add(
-                    builder.add(b_scales, builder.mul(number, size(WEIGHT_SCALES_BYTES))),
-                    builder.mul(strip_number, size(strip * LANES * 2)),
-                )
-                half = builder.urem(number, size(parts))
+                sums = [integer.finish(builder, total) for total in repeat(builder, turns, turn, start)]
+                w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
+                w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
+                half, totals = builder.urem(number, ir.Constant(I64, parts)), totals or get_totals()
+                totals = fold(builder, strip, s_rows, half, w_scales, sums, totals)
                 if keeps_totals:
-                    return fold(builder, strip, s_rows, half, w_scales, sums, totals)
-                put_totals(fold(builder, strip, s_rows, half, w_scales, sums, get_totals()))
+                    return totals
+                store_each(builder, totals, places)
                 return []
 
             def get_totals():
-                return [load(builder, at, FLOATS, 4) for at in places]
+                return [load(builder, place, FLOATS, 4) for place in places]
 
-            def put_totals(totals):
-                for at, total in zip(places, totals, strict=True):
-                    store(builder, total, at, 4)
-
-            if keeps_totals:
-                put_totals(repeat(builder, count, take_part, get_totals()))
-            else:
-                repeat(builder, count, take_part, [])
+            totals = repeat(builder, count, take_part, get_totals() if keeps_totals else [])
+            store_each(builder, totals, places if keeps_totals else [])
             return []
 
-        def take_strips(part, _):
-            return repeat(builder, size(strips), lambda strip_number, _: take_parts(strip_number, part, size(1)), [])
+        def take_strips(first_part, count):
+            return repeat(builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count), [])
 
-        every = builder.mul(groups, size(parts))
+        every = times(builder, groups, parts)
         if keeps_totals:
-            repeat(builder, size(strips), lambda strip_number, _: take_parts(strip_number, size(0), every), [])
+            take_strips(ir.Constant(I64, 0), every)
         else:
-            repeat(builder, every, take_strips, [])
+            repeat(builder, every, lambda part, _: take_strips(part, 1), [])
 
     return code
 
@@ -163,7 +155,7 @@ def _strip_of(rows: int) -> tuple[int, bool]:
 def _first_sum(builder, dtype: str, integer, s_row):
     if dtype == "int4":
         return ir.Constant(integer.sums, None)
-    return broadcast(builder, load(builder, builder.add(s_row, ir.Constant(s_row.type, 4)), I32, 4))
+    return broadcast(builder, load(builder, at(builder, s_row, 4), I32, 4))
 
 
 def _fold_int8(builder, strip, s_rows, half, w_scales, sums, totals):
@@ -175,13 +167,10 @@ def _fold_int8(builder, strip, s_rows, half, w_scales, sums, totals):
 
 
 def _fold_int4(builder, strip, s_rows, half, w_scales, sums, totals):
-    def size(n: int):
-        return ir.Constant(half.type, n)
-
-    places = [builder.add(w_scales, size(2 * v * LANES)) for v in range(strip)]
-    w_scale = [_load_widened(builder, at) for at in places]
-    w_offset = [_load_widened(builder, builder.add(at, size(2 * OUT_TILE))) for at in places]
-    part = builder.add(builder.mul(half, size(4)), size(8))
+    places = [at(builder, w_scales, v, 2 * LANES) for v in range(strip)]
+    w_scale = [_load_widened(builder, place) for place in places]
+    w_offset = [_load_widened(builder, at(builder, place, 2 * OUT_TILE)) for place in places]
+    part = at(builder, times(builder, half, 4), 8)
     scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
     a_sums = [broadcast(builder, load(builder, builder.add(s, part), F32, 4)) for s in s_rows]
     new = []
@@ -213,22 +202,19 @@ def make_expand(dtype: str):
         def codegen(context, builder, signature, args):
             source, groups, target = args
 
-            def at(start, row, offset: int):
-                place = builder.mul(row, ir.Constant(row.type, ROW_BYTES))
-                return builder.add(builder.add(start, place), ir.Constant(row.type, offset))
+            def place(start, row, j: int, v: int):
+                return at(builder, at(builder, start, row, ROW_BYTES), j * ROW_BYTES + v * VECTOR_BYTES)
 
             def expand_rows(i, _):
-                before = builder.mul(i, ir.Constant(i.type, together))
-                first = builder.mul(before, ir.Constant(i.type, EXPANSION[dtype]))
+                before = times(builder, i, together)
+                first = times(builder, before, EXPANSION[dtype])
                 for v in range(PANEL_VECTORS):
-                    places = [at(source, before, row * ROW_BYTES + v * VECTOR_BYTES) for row in range(together)]
-                    vectors = [load(builder, place, INTS, 64) for place in places]
+                    vectors = [load(builder, place(source, before, j, v), INTS, 64) for j in range(together)]
                     for j, part in enumerate(expand_vectors(builder, vectors)):
-                        store(builder, part, at(target, first, j * ROW_BYTES + v * VECTOR_BYTES), 64)
+                        store(builder, part, place(target, first, j, v), 64)
                 return []
 
-            rows = ir.Constant(groups.type, GROUP_BYTES[dtype] // ROW_BYTES // together)
-            repeat(builder, builder.mul(groups, rows), expand_rows, [])
+            repeat(builder, times(builder, groups, GROUP_BYTES[dtype] // ROW_BYTES // together), expand_rows, [])
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 3), codegen

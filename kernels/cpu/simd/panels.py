@@ -73,6 +73,11 @@ def load_row(builder, start):
     return [load(builder, place, FLOATS, 4) for place in _vectors(builder, start)]
 
 
+def store_each(builder, values, places) -> None:
+    for value, place in zip(values, places, strict=True):
+        store(builder, value, place, 4)
+
+
 def make_rows(adds: bool):
     """Return the intrinsic rows(target, stride, y, count, scales, biases): target = y * scales + biases, or +=.
 
@@ -123,8 +128,7 @@ def make_segments_sum(segments: int):
                         [builder.fadd(*pair) for pair in zip(*rows[s : s + 2], strict=True)]
                         for s in range(0, len(rows), 2)
                     ]
-                for value, place in zip(rows[0], _vectors(builder, first), strict=True):
-                    store(builder, value, place, 4)
+                store_each(builder, rows[0], _vectors(builder, first))
                 return []
 
             repeat(builder, count, add_up, [])

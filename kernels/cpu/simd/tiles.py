@@ -14,7 +14,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from tinygpt.kernels.cpu.simd.arm_tiles import LANE_STEPS, make_lane_code
-from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead
+from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead, store_each
 from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, PARTS, shorts_of, strip_of
 from tinygpt.kernels.cpu.simd.targets import FOURS, TARGET
 from tinygpt.kernels.cpu.simd.vector_ir import (
@@ -113,11 +113,10 @@ def _make_code(vectors: int, adds: bool, wide: int, parts):
             c_rows = rows_at(builder, c_strip, ldc, rows)
             places = [at(builder, c_row, v, VECTOR_BYTES) for c_row in c_rows for v in range(strip)]
             start = [load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places]
-            for place, total in zip(places, repeat(builder, steps, step, start), strict=True):
-                store(builder, total, place, 4)
+            store_each(builder, repeat(builder, steps, step, start), places)
             return []
 
-        repeat(builder, ir.Constant(a.type, vectors // strip), take_strip, [])
+        repeat(builder, vectors // strip, take_strip, [])
 
     return code
 
@@ -195,7 +194,7 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
                 store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at, 4)
             return []
 
-        repeat(builder, ir.Constant(a.type, vectors // strip), take_strip, [])
+        repeat(builder, vectors // strip, take_strip, [])
 
     return code
 

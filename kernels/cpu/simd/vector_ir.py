@@ -5,7 +5,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-F32, I32, I16, I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
+F32, I64, I32, I16, I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))  # an address is I64
 LANES = 16
 FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 VECTOR_BYTES = 4 * LANES
@@ -62,8 +62,8 @@ def multiply_add(builder, x, y, z):
 
 
 def repeat(builder, count, body, initial):
-    """Repeat `body(index, values) -> values` count >= 1 times. Return the last values."""
-    entry = builder.block
+    """Repeat `body(index, values) -> values` count >= 1 times, an int or a value. Return the last values."""
+    count, entry = ir.Constant(I64, count) if isinstance(count, int) else count, builder.block
     loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
     builder.branch(loop)
     builder.position_at_end(loop)
