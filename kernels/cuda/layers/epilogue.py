@@ -47,7 +47,7 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
     if epilogue == LOGITS:
         return Epilogue(_locate_logit, _find, _biased, _nothing, _put_float32)
     if epilogue == ADD:
-        return Epilogue(_locate, _find, _biased, load_fresh, _put_float32)
+        return Epilogue(_locate, _find, _biased, _read, _put_float32)
     activation = ACTIVATIONS[epilogue]
 
     @device_function
@@ -86,6 +86,11 @@ def _find(target, layer, width, token, place):
 @device_function
 def _nothing(target, at):
     return float32(-0.0)  # -0 + x is x, also if x is -0
+
+
+@device_function
+def _read(target, at):
+    return load_fresh(target, at)
 
 
 @device_function
