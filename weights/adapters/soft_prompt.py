@@ -65,9 +65,7 @@ def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftProm
     C, L, H, D = config.n_embd, config.n_layer, config.n_head, config.head_size
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
         widths = f"{C} (prompt tuning, p-tuning) or {2 * L * C} (prefix tuning)"
-        raise CheckpointError(
-            f"{path} holds {TENSOR} of shape {array.shape}, and the widths of this model are {widths}."
-        )
+        raise CheckpointError(f"{path} holds {TENSOR} of shape {array.shape}, and this model's widths are {widths}.")
     P = len(array)
     if not 0 < P < config.n_positions:
         raise CheckpointError(
