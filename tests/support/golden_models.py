@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from support.paths import DEMO, EOS, VOCAB_SIZE
 from support.tiny_checkpoint import shapes_of, write_checkpoint
@@ -142,3 +142,14 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray])
         tensors = {f"base_model.model.{name}": array for name, array in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def change_tensors(folder: Path, remove: str = "", **changes: np.ndarray) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors") | changes
+    tensors.pop(remove, None)
+    save_file(tensors, folder / "adapter_model.safetensors")

@@ -1,16 +1,20 @@
 """A tiny random GPT-2 in a folder, as NumPy arrays with the names and layout of Hugging Face's files."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from support.paths import DEMO, VOCAB_SIZE
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, is_transposed
+from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.open import open_checkpoint
 
 V, T, C, F, LAYERS = 11, 6, 8, 20, 2
 CONFIG = {
@@ -66,6 +70,14 @@ def assert_holds(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> No
         found = checkpoint.tensor(name)
         assert found.dtype == np.float32
         np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
+
+
+def assert_refused(path: object, *sentences: str) -> None:
+    """Assert that one error has all of these regular expressions."""
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(path)
+    for sentence in sentences:
+        assert re.search(sentence, str(error.value)), f"no {sentence} in {error.value}"
 
 
 def write_json(path: Path, value: object) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from support.foreign import WRITERS, nanogpt_state
-from support.tiny_checkpoint import CONFIG, LAYERS, assert_holds, random_tensors, write_json
+from support.tiny_checkpoint import CONFIG, LAYERS, assert_holds, assert_refused, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
@@ -119,10 +119,7 @@ def test_a_tensor_of_a_kind_that_cannot_be_read_is_not_lost(tmp_path, kind):
     state["model"]["lm_head.weight"] = Call(kind, 1, 2)
     state["optimizer"]["more"] = Call(kind)
     (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
-    with pytest.raises(
-        CheckpointError, match=f"of a dtype that is not implemented: lm_head.weight is {kind.replace(' ', '.')}\n"
-    ):
-        open_checkpoint(tmp_path)
+    assert_refused(tmp_path, f"of a dtype that is not implemented: lm_head.weight is {kind.replace(' ', '.')}\n")
 
 
 def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
@@ -161,5 +158,4 @@ def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, hea
     folder = WRITERS["mingpt"](tmp_path / "out", TENSORS)
     write_json(folder / "config.json", {"model": model})
     sentence = "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json"
-    with pytest.raises(CheckpointError, match=sentence):
-        open_checkpoint(folder)
+    assert_refused(folder, sentence)

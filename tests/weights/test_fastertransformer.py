@@ -1,4 +1,4 @@
-"""FasterTransformer's folders, and what its converters have got wrong: each is right here."""
+"""FasterTransformer's folders: parameters, settings, and refusals."""
 
 import numpy as np
 import pytest
@@ -6,11 +6,8 @@ from safetensors.numpy import load_file
 
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
-from support.megatron_writer import Form, megatron, rank_file
 from support.processes import Result
-from support.tiny_checkpoint import assert_holds, gpt2_arrays, random_tensors, write_checkpoint
-from support.torch_files import own_bytes
-from tinygpt.errors import CheckpointError
+from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, random_tensors
 from tinygpt.weights.config import HEAD, parameter_shapes
 from tinygpt.weights.open import open_checkpoint
 
@@ -81,40 +78,29 @@ def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
         (BLOOM | {"layernorm_type": "post_layernorm"}, "layernorm_type is 'post_layernorm'; use_attention_linear_bias"),
         ({"has_positional_encoding": "0"}, "has_positional_encoding is '0'; use_attention_linear_bias is 'false'"),
         ({"use_attention_linear_bias": "1"}, "has_positional_encoding is '1'; use_attention_linear_bias is '1'"),
+        ({"layernorm_type": "t5_layernorm"}, "layernorm_type"),
+        ({"has_positional_encoding": "2"}, "has_positional_encoding"),
+        ({"has_pre_decoder_layernorm": "x"}, "has_pre_decoder_layernorm"),
+        ({"gpt_with_moe": "1"}, "gpt_with_moe"),
+        ({"activation_type": "Swiglu"}, "activation_function"),
+        ({"head_num": "0"}, "head_num"),
+        ({"size_per_head": "x"}, "size_per_head"),
+        ({"weight_data_type": "fp8"}, "weight_data_type"),
+        ({"num_layer": "10000000"}, "n_layer"),
+        ({"layernorm_eps": "nan"}, "layer_norm_epsilon"),
+        # An output norm in the files that the settings deny.
+        ({"has_post_decoder_layernorm": False}, r"unexpected: model\.final_layernorm\.bias; model"),
     ],
 )
-def test_settings_that_do_not_go_together(tmp_path, settings, named):
-    with pytest.raises(CheckpointError, match=named):
-        open_checkpoint(fastertransformer(tmp_path, TENSORS, **settings))
-
-
-SETTINGS = {
-    "layernorm_type": "t5_layernorm",
-    "has_positional_encoding": "2",
-    "has_pre_decoder_layernorm": "x",
-    "gpt_with_moe": "1",
-    "activation_type": "Swiglu",
-    "head_num": "0",
-    "size_per_head": "x",
-    "weight_data_type": "fp8",
-    "num_layer": "10000000",
-    "layernorm_eps": "nan",
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_are_impossible_or_not_implemented_are_named(tmp_path, name):
-    named = {"activation_type": "activation_function", "num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
-    with pytest.raises(CheckpointError, match=named.get(name, name)):
-        open_checkpoint(fastertransformer(tmp_path, TENSORS, **{name: SETTINGS[name]}))
+def test_settings_that_are_impossible_or_not_implemented_are_named(tmp_path, settings, named):
+    assert_refused(fastertransformer(tmp_path, TENSORS, **settings), named)
 
 
 @pytest.mark.parametrize("text", ["", "head_num = 1", "[gpt]\n[gpt]", "[gpt\n", "[gpt]\nhead_num = 2\nhead_num = 3"])
 def test_a_config_ini_that_is_damaged(tmp_path, text):
     fastertransformer(tmp_path, TENSORS)
     (tmp_path / "config.ini").write_text(text)
-    with pytest.raises(CheckpointError):
-        open_checkpoint(tmp_path)
+    assert_refused(tmp_path)
 
 
 def test_files_that_are_cut_lost_or_too_many(tmp_path):
@@ -126,54 +112,9 @@ def test_files_that_are_cut_lost_or_too_many(tmp_path):
     ):
         path.unlink()
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=sentence):
-            open_checkpoint(tmp_path)
+        assert_refused(tmp_path, sentence)
     path.unlink()
-    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.0\.attention\.dense\.weight"):
-        open_checkpoint(tmp_path)
+    assert_refused(tmp_path, r"missing: model\.layers\.0\.attention\.dense\.weight")
     path.write_bytes(whole)
     (tmp_path / "model.odd.bin").write_bytes(b"1234")
-    with pytest.raises(CheckpointError, match=r"unexpected: model\.odd"):
-        open_checkpoint(tmp_path)
-
-
-# Where its converters (examples/pytorch/gpt/utils) go wrong, in silence or by an error. What else they do is told apart
-# or refused elsewhere: OPT with its norms on either side and BLOOM's residual from behind its layer norm above, numbers
-# of experts that differ and stages of a pipeline in test_experts.py, the ids that end a BLOOM in test_model_types.py.
-
-
-def open_megatron(folder, **fields):
-    settings = fields.pop("settings", {})
-    return open_checkpoint(megatron(folder, TENSORS, Form(**fields), **settings))
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_1_versions_1_and_2_of_megatron_are_brought_into_order(tmp_path, version):
-    """It does so with version 3 alone."""
-    assert_holds(open_megatron(tmp_path, version=version), TENSORS)
-
-
-def test_7_heads_that_are_not_tied(tmp_path):
-    """It drops them, of Megatron's checkpoints as of Hugging Face's, which it loads without their heads."""
-    state = rank_file(TENSORS, Form(), untie_embeddings_and_output_weights=True)
-    state["model"]["language_model.output_layer.weight"] = TENSORS["wte.weight"] + 1
-    (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
-    for checkpoint in (
-        open_checkpoint(tmp_path),
-        open_checkpoint(
-            write_checkpoint(
-                tmp_path / "hf",
-                {f"transformer.{n}": a for n, a in TENSORS.items()} | {HEAD: TENSORS["wte.weight"] + 1},
-                tie_word_embeddings=False,
-            )
-        ),
-    ):
-        np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + 1)
-        assert not checkpoint.tied
-
-
-def test_10_a_last_layer_norm_is_not_lost(tmp_path):
-    """Its C++ turns that off for a name of a model, against its own guide: here it is asked for where it is there."""
-    fastertransformer(tmp_path, TENSORS, has_post_decoder_layernorm=False)
-    with pytest.raises(CheckpointError, match=r"unexpected: model\.final_layernorm\.bias; model"):
-        open_checkpoint(tmp_path)
+    assert_refused(tmp_path, r"unexpected: model\.odd")

@@ -1,14 +1,17 @@
 """LoRA adapters: what PEFT writes is read to the logits of the model that PEFT itself makes of the same files."""
 
 import json
-from dataclasses import dataclass, field
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from support.golden_models import NEED_PEFT
+from support.family_models import T, V, write_family
+from support.golden_models import NEED_PEFT, change_config, change_tensors, golden_array, golden_ids, write_golden
+from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
@@ -16,33 +19,19 @@ from tinygpt.kernels.batch import Batch
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.open import open_checkpoint
 
-peft = pytest.importorskip("peft", reason=NEED_PEFT)
-torch = pytest.importorskip("torch", reason=MISSING)
-transformers = pytest.importorskip("transformers", reason=MISSING)
-
 # PEFT warns of tied embeddings and of Conv1D, transformers of what PEFT calls.
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers")
-TOLERANCE = 1e-4  # on logits with a standard deviation of 3
-SIZES = {"vocab_size": 23, "n_positions": 16, "n_embd": 12, "n_layer": 2, "n_head": 3, "n_inner": 20}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One adapter: the fields of its LoraConfig, and of the base model's config."""
-
-    name: str
-    lora: dict
-    tied: bool = True
-    fields: dict = field(default_factory=dict)
-
-
-VARIANTS = (
-    Variant("c_attn", {"target_modules": ["c_attn"]}),
-    Variant("c_proj-is-two-modules", {"target_modules": ["c_proj", "mlp.c_fc"]}),
-    Variant("all-linear", {"target_modules": "all-linear"}),
-    Variant("rslora", {"target_modules": ["c_attn", "c_fc"], "use_rslora": True, "lora_alpha": 3}),
-    Variant(
-        "patterns",
+R, ALPHA = 3, 5
+SCALE = np.float32(ALPHA / R)
+GPT2 = {"gpt2": "plain", "gpt2-untied": "untied"}
+# By base model, fields of PEFT's LoraConfig.
+VARIANTS = [
+    ("gpt2", {"target_modules": ["c_attn"]}),
+    ("gpt2", {"target_modules": ["c_proj", "mlp.c_fc"]}),  # c_proj is two modules
+    ("gpt2", {"target_modules": "all-linear"}),
+    ("gpt2", {"target_modules": ["c_attn", "c_fc"], "use_rslora": True, "lora_alpha": 3}),
+    (
+        "gpt2",
         {
             "target_modules": ["c_attn", "c_proj"],
             # The first that matches counts, and PEFT writes them in alphabetical order.
@@ -50,88 +39,182 @@ VARIANTS = (
             "alpha_pattern": {r".*\.0\..*": 5, "transformer.h.1.mlp.c_proj": 7},
         },
     ),
-    Variant("regular-expression", {"target_modules": r".*h\.1\.mlp\.c_(fc|proj)"}),
-    Variant("exclude-pattern", {"target_modules": ["c_attn", "c_proj"], "exclude_modules": r".*\.0\..*"}),
-    Variant("layers", {"target_modules": ["c_attn", "c_proj"], "layers_to_transform": [1]}),
-    Variant("layers-pattern", {"target_modules": ["c_fc"], "layers_to_transform": 1, "layers_pattern": "h"}),
-    Variant("bias-all", {"target_modules": ["c_attn"], "bias": "all"}),
-    Variant("bias-lora_only", {"target_modules": ["c_attn", "attn.c_proj"], "bias": "lora_only"}),
-    Variant("wte-of-tied", {"target_modules": ["wte"]}),
-    Variant("lm_head-of-tied", {"target_modules": ["lm_head", "c_attn"]}),
-    Variant("wte-and-lm_head", {"target_modules": ["wte", "lm_head"]}, tied=False),
-    Variant("wpe", {"target_modules": ["wpe", "c_fc"]}),
-    Variant("save-wte-of-tied", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
-    Variant("save-lm_head-of-tied", {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}),
-    Variant("save-both-of-tied", {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}),
-    Variant("save-wins", {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}, tied=False),
-    Variant("save-a-layers-mlp", {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}),
-    *(
-        Variant(f"begun-{how}", {"target_modules": ["c_attn"], "init_lora_weights": how})
-        for how in ("gaussian", "eva", "mica")
-    ),
-    Variant("begun-orthogonal", {"target_modules": ["c_attn"], "init_lora_weights": "orthogonal", "r": 4}),
-)
+    ("gpt2", {"target_modules": r".*h\.1\.mlp\.c_(fc|proj)"}),
+    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "exclude_modules": r".*\.0\..*"}),
+    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "layers_to_transform": [1]}),
+    ("gpt2", {"target_modules": ["c_fc"], "layers_to_transform": 1, "layers_pattern": "h"}),
+    ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
+    ("gpt2", {"target_modules": ["c_attn", "attn.c_proj"], "bias": "lora_only"}),
+    ("gpt2", {"target_modules": ["wte"]}),
+    ("gpt2", {"target_modules": ["lm_head", "c_attn"]}),
+    ("gpt2-untied", {"target_modules": ["wte", "lm_head"]}),
+    ("gpt2", {"target_modules": ["wpe", "c_fc"]}),
+    ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
+    ("gpt2", {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}),
+    ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}),
+    ("gpt2-untied", {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}),
+    ("gpt2", {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}),
+    *(("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": how}) for how in ("gaussian", "eva", "mica")),
+    ("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": "orthogonal", "r": 4}),
+    ("opt", {"target_modules": ["q_proj", "v_proj"]}),
+    ("opt", {"target_modules": "all-linear", "bias": "all"}),
+    ("opt", {"target_modules": ["k_proj", "fc2"], "bias": "lora_only", "layers_to_transform": [1]}),
+    ("opt", {"target_modules": ["embed_tokens", "out_proj"]}),
+    ("opt", {"target_modules": ["fc1"], "modules_to_save": ["embed_tokens", "embed_positions", "final_layer_norm"]}),
+    ("opt", {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["v_proj"]}),
+    ("opt-350m", {"target_modules": ["project_in", "project_out", "fc1"], "use_rslora": True}),
+    ("opt-350m", {"target_modules": ["embed_tokens"]}),
+    ("opt-odd", {"target_modules": ["embed_tokens", "lm_head", "fc1"]}),
+    ("opt-plain-norms", {"target_modules": ["q_proj", "k_proj"], "bias": "all"}),
+    ("galactica", {"target_modules": ["q_proj", "fc1"], "bias": "all"}),
+    ("bloom-6", {"target_modules": ["query_key_value"]}),
+    ("bloom-6", {"target_modules": "all-linear", "bias": "all", "rank_pattern": {"dense": 2}}),
+    ("bloom-14", {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["word_embeddings_layernorm"]}),
+    ("bloom-untied", {"target_modules": ["lm_head"], "modules_to_save": ["query_key_value"]}),
+    ("mpt-6", {"target_modules": ["Wqkv", "down_proj"]}),
+    ("mpt-6", {"target_modules": r".*blocks\.1\..*_proj", "modules_to_save": ["norm_f"]}),
+    ("gpt-1", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "bias": "all"}),
+    ("gpt-1", {"target_modules": ["tokens_embed", "positions_embed"]}),
+    ("xglm", {"target_modules": "all-linear", "bias": "all"}),
+    ("xglm", {"target_modules": ["embed_tokens", "fc2"]}),
+    ("biogpt", {"target_modules": ["embed_tokens", "k_proj"]}),
+    ("biogpt-odd", {"target_modules": ["output_projection", "fc1"], "modules_to_save": ["layer_norm"]}),
+]
 
 
 @dataclass(frozen=True)
 class Case:
+    """A checkpoint, and an adapter that PEFT has made of it."""
+
     base: Path
     adapter: Path
 
     def model(self):
-        model = transformers.GPT2LMHeadModel.from_pretrained(self.base)
-        return peft.PeftModel.from_pretrained(model, self.adapter).eval()
+        import peft
+
+        return peft.PeftModel.from_pretrained(read_model(self.base), self.adapter).eval()
+
+    def peft_logits(self) -> np.ndarray:
+        import torch
+
+        with torch.no_grad():
+            return self.model()(torch.tensor([IDS])).logits[0].numpy()
+
+    def merged(self):
+        return merge_lora(open_checkpoint(self.base), self.adapter)
 
 
-def make_adapter(folder: Path, variant: Variant) -> Case:
-    from support.parity import Recipe, make_case
+IDS = golden_ids(T, vocab_size=V)
 
-    fields = {**SIZES, "tie_word_embeddings": variant.tied, **variant.fields}
-    make_case(Recipe(variant.name, fields), folder / "base")
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder / "base")
-    model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, **variant.lora}))
+
+def make_case(folder: Path, name: str, fields: dict) -> Case:
+    peft = pytest.importorskip("peft", reason=NEED_PEFT)
+    torch = pytest.importorskip("torch", reason=MISSING)
+    folder.mkdir(exist_ok=True)
+    base = write_golden(folder / "base", GPT2[name]) if name in GPT2 else write_family(folder / "base", name)
+    model = peft.get_peft_model(read_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **{"r": R, **fields}))
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder / "adapter")
-    return Case(folder / "base", folder / "adapter")
+    return Case(base, folder / "adapter")
+
+
+def logits(checkpoint, backend=reference) -> np.ndarray:
+    params = backend.load_params(checkpoint)
+    cache = backend.new_kv_cache(checkpoint.config, 1, len(IDS))
+    workspace = backend.new_workspace(checkpoint.config, len(IDS), len(IDS))
+    return np.array(backend.forward(params, Batch.of([IDS], [0], [0], "all"), cache, workspace))
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=str)
+def test_logits_are_those_of_peft(name, fields, tmp_path):
+    case = make_case(tmp_path, name, fields)
+    expected, merged = case.peft_logits(), case.merged()
+    assert np.abs(logits(open_checkpoint(case.base)) - expected).max() > 0.1  # the adapter does something
+    for backend in (reference, cpu) if name in GPT2 else (reference,):
+        np.testing.assert_allclose(logits(merged, backend), expected, atol=TOLERANCE, rtol=0)
+
+
+# Other families: by hand, into the tensor that transformers has, before it becomes a parameter.
+
+
+def write_lora(folder, tensors, targets, **fields):
+    """By the names of modules in transformers' models."""
+    config = {"peft_type": "LORA", "r": R, "lora_alpha": ALPHA, "bias": "none", "target_modules": targets, **fields}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file({f"base_model.model.{name}": a for name, a in tensors.items()}, folder / "adapter_model.safetensors")
+    return folder
+
+
+def factors(module, out, inner):
+    a, b = (golden_array(f"{module} {part}", shape) for part, shape in (("a", (R, inner)), ("b", (out, R))))
+    return np.float32(0.3) * a, np.float32(0.3) * b
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("opt", "model.decoder.layers.1.self_attn.k_proj"),  # one of the three that are one matrix here
+        ("opt-350m", "model.decoder.project_in"),
+        ("bloom-6", "transformer.h.0.self_attention.query_key_value"),  # whose rows lie in another order
+        ("mpt-6", "transformer.blocks.1.attn.Wqkv"),
+        ("gpt-1", "transformer.h.1.mlp.c_fc"),
+    ],
+)
+def test_a_matrix_that_is_merged_by_hand(name, module, tmp_path):
+    base, merged = (write_family(tmp_path / folder, name) for folder in ("base", "merged"))
+    tensors = load_file(merged / "model.safetensors")
+    weight, is_in_out = tensors[f"{module}.weight"], name == "gpt-1"
+    a, b = factors(module, *(weight.shape[::-1] if is_in_out else weight.shape))
+    update = SCALE * (b @ a)
+    tensors[f"{module}.weight"] = weight + (update.T if is_in_out else update)
+    save_file({key: np.ascontiguousarray(array) for key, array in tensors.items()}, merged / "model.safetensors")
+    files = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    adapter = write_lora(tmp_path / "adapter", files, [module])
+    found, expected = merge_lora(open_checkpoint(base), adapter), open_checkpoint(merged)
+    for key in expected.stored:
+        np.testing.assert_allclose(found.tensor(key), expected.tensor(key), rtol=0, atol=1e-5, err_msg=key)
+    plain = open_checkpoint(base)
+    assert sum(np.abs(found.tensor(key) - plain.tensor(key)).max() > 0.1 for key in plain.stored) == 1
+
+
+def test_a_file_that_does_not_fit_is_refused_by_the_names_of_its_model(tmp_path):
+    base, module = write_family(tmp_path / "base", "opt"), "model.decoder.layers.0.self_attn.v_proj"
+    a, b = factors(module, 24, 24)
+    files = {f"{module}.lora_A.weight": a[:, 1:], "transformer.h.0.attn.c_attn.lora_B.weight": b}
+    with pytest.raises(CheckpointError) as error:
+        merge_lora(open_checkpoint(base), write_lora(tmp_path / "adapter", files, [module]))
+    assert f"missing: {module}.lora_B.weight" in str(error.value)
+    assert f"{module}.lora_A.weight is (3, 23) and should be (3, 24)" in str(error.value)
+    assert "unexpected: transformer.h.0.attn.c_attn.lora_B.weight" in str(error.value)
+
+
+def test_positions_of_opt_are_not_computed_as_they_are_merged(tmp_path):
+    base, module = write_family(tmp_path / "base", "opt"), "model.decoder.embed_positions"
+    a, b = factors(module, 24, T + 2)
+    files = {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
+    with pytest.raises(CheckpointError, match=f"adapts {module}, whose rows PEFT looks up by the attention mask"):
+        merge_lora(open_checkpoint(base), write_lora(tmp_path / "adapter", files, ["embed_positions"]))
+
+
+# GPT-2
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Case:
-    return make_adapter(tmp_path_factory.mktemp("plain"), Variant("plain", {"target_modules": ["c_attn", "wte"]}))
-
-
-def logits(checkpoint, ids: list[int], backend=reference) -> np.ndarray:
-    params = backend.load_params(checkpoint)
-    cache = backend.new_kv_cache(checkpoint.config, 1, len(ids))
-    workspace = backend.new_workspace(checkpoint.config, len(ids), len(ids))
-    return np.array(backend.forward(params, Batch.of([ids], [0], [0], "all"), cache, workspace))
-
-
-def peft_logits(case: Case, ids: list[int]) -> np.ndarray:
-    with torch.no_grad():
-        return case.model()(torch.tensor([ids])).logits[0].numpy()
-
-
-IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 22]
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_logits_equal_those_of_peft(variant, tmp_path):
-    case = make_adapter(tmp_path, variant)
-    base = open_checkpoint(case.base)
-    merged = merge_lora(base, case.adapter)
-    expected = peft_logits(case, IDS)
-    assert np.abs(logits(base, IDS) - expected).max() > 0.1  # the adapter does something
-    np.testing.assert_allclose(logits(merged, IDS), expected, atol=TOLERANCE, rtol=0)
-    np.testing.assert_allclose(logits(merged, IDS, cpu), expected, atol=TOLERANCE, rtol=0)
+    return make_case(tmp_path_factory.mktemp("plain"), "gpt2", {"target_modules": ["c_attn", "wte"]})
 
 
 def test_an_adapter_of_a_model_without_a_head(tmp_path):
-    case = make_adapter(tmp_path, Variant("base", {"target_modules": ["c_attn"]}))
+    case = make_case(tmp_path, "gpt2", {"target_modules": ["c_attn"]})
+    import peft
+    import torch
+    import transformers
+
     model = transformers.GPT2Model.from_pretrained(case.base)
     lora = peft.LoraConfig(r=3, target_modules=r"h\.1\..*c_proj", init_lora_weights=False)
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "headless")
@@ -142,28 +225,30 @@ def test_an_adapter_of_a_model_without_a_head(tmp_path):
     headless = peft.PeftModel.from_pretrained(transformers.GPT2Model.from_pretrained(case.base), tmp_path / "headless")
     with torch.no_grad():
         hidden = headless.eval()(torch.tensor([IDS])).last_hidden_state[0].numpy()
-    np.testing.assert_allclose(logits(merged, IDS), hidden @ merged.tensor("lm_head.weight").T, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits(merged), hidden @ merged.tensor("lm_head.weight").T, atol=TOLERANCE, rtol=0)
 
 
-def test_a_model_stays_tied_unless_the_adapter_unties_it(tmp_path):
-    def tied(name: str, lora: dict) -> bool:
-        case = make_adapter(tmp_path / name, Variant(name, lora))
-        return merge_lora(open_checkpoint(case.base), case.adapter).tied
-
-    assert tied("layers", {"target_modules": ["c_attn"]})
-    assert not tied("wte", {"target_modules": ["wte"]})
-    assert not tied("head", {"target_modules": ["lm_head"]})
-    assert not tied("saved", {"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]})
+@pytest.mark.parametrize(
+    ("fields", "is_tied"),
+    [
+        ({"target_modules": ["c_attn"]}, True),
+        ({"target_modules": ["wte"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}, False),
+    ],
+)
+def test_a_model_stays_tied_unless_the_adapter_unties_it(fields, is_tied, tmp_path):
+    assert make_case(tmp_path, "gpt2", fields).merged().tied == is_tied
 
 
 @pytest.mark.parametrize("saved", [None, ["lm_head"]])
 def test_an_embedding_that_came_along_is_both_of_a_tied_pair_unless_one_was_trained(saved, tmp_path):
-    case = make_adapter(tmp_path, Variant("layers", {"target_modules": ["c_attn"], "modules_to_save": saved}))
-    wte = np.random.default_rng(0).standard_normal((SIZES["vocab_size"], SIZES["n_embd"]), np.float32)
+    case = make_case(tmp_path, "gpt2", {"target_modules": ["c_attn"], "modules_to_save": saved})
+    wte = golden_array("another wte", open_checkpoint(case.base).tensor("wte.weight").shape)
     change_tensors(case.adapter, **{"base_model.model.transformer.wte.weight": wte})
-    merged = merge_lora(open_checkpoint(case.base), case.adapter)
+    merged = case.merged()
     assert merged.tied == (saved is None)
-    np.testing.assert_allclose(logits(merged, IDS), peft_logits(case, IDS), atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(logits(merged), case.peft_logits(), atol=TOLERANCE, rtol=0)
 
 
 def test_the_bits_of_a_merged_matrix_are_those_of_a_sum_in_rank_order(plain):
@@ -178,35 +263,22 @@ def test_the_bits_of_a_merged_matrix_are_those_of_a_sum_in_rank_order(plain):
 
 
 def test_adapters_in_half_precision_and_in_a_bin_file(plain, tmp_path):
+    import torch
+
     tensors = load_file(plain.adapter / "adapter_model.safetensors")
-    config = (plain.adapter / "adapter_config.json").read_text()
     halves = {name: torch.tensor(tensor).bfloat16() for name, tensor in tensors.items()}
-    (tmp_path / "adapter_config.json").write_text(config)
+    shutil.copy(plain.adapter / "adapter_config.json", tmp_path)
     torch.save(halves, tmp_path / "adapter_model.bin")
-    expected = peft_logits(Case(plain.base, tmp_path), IDS)
-    merged = merge_lora(open_checkpoint(plain.base), tmp_path)
-    np.testing.assert_allclose(logits(merged, IDS), expected, atol=TOLERANCE, rtol=0)
+    case = Case(plain.base, tmp_path)
+    np.testing.assert_allclose(logits(case.merged()), case.peft_logits(), atol=TOLERANCE, rtol=0)
 
 
-def copied(case: Case, folder: Path) -> Path:
-    for path in case.adapter.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    return folder
-
-
-def change_tensors(folder: Path, remove: str = "", **changes: np.ndarray) -> None:
-    tensors = load_file(folder / "adapter_model.safetensors") | changes
-    tensors.pop(remove, None)
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
+B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("change", "named"),
     [
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"use_dora": True}, "use_dora is True and not implemented"),
@@ -223,31 +295,14 @@ def change_config(folder: Path, **changes: object) -> None:
         ({"layers_to_transform": ["1"]}, "layers_to_transform"),
         ({"target_modules": "(?i)c_attn"}, "without flags"),
         ({"target_modules": "c_attn", "layers_to_transform": [1]}, "layers_to_transform"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_a_config_that_cannot_be_used_is_refused_by_name(plain, tmp_path, changes, named):
-    change_config(copied(plain, tmp_path), **changes)
-    with pytest.raises(CheckpointError) as refusal:
-        merge_lora(open_checkpoint(plain.base), tmp_path)
-    assert named in str(refusal.value)
-
-
-A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
-B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
         (lambda folder: change_tensors(folder, A), "missing: transformer.h.0.attn.c_attn.lora_A.weight"),
-        (lambda folder: change_config(folder, target_modules=["wte"]), "unexpected: transformer.h.0.attn.c_attn.lora"),
-        (lambda folder: change_config(folder, r=2), "lora_A.weight is (3, 12) and should be (2, 12)"),
-        (lambda folder: change_config(folder, target_modules=["c_attn", "wte", "wpe"]), "transformer.wpe.lora_embedd"),
-        (lambda folder: change_config(folder, bias="lora_only"), "missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias"),
-        (lambda folder: change_config(folder, modules_to_save=["ln_f"]), "missing: ln_f.bias, ln_f.weight"),
+        ({"target_modules": ["wte"]}, "unexpected: transformer.h.0.attn.c_attn.lora"),
+        ({"r": 2}, "lora_A.weight is (3, 36) and should be (2, 36)"),
+        ({"target_modules": ["c_attn", "wte", "wpe"]}, "transformer.wpe.lora_embedd"),
+        ({"bias": "lora_only"}, "missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias"),
+        ({"modules_to_save": ["ln_f"]}, "missing: ln_f.bias, ln_f.weight"),
         (lambda folder: change_tensors(folder, odd=np.zeros(1, np.float32)), "unexpected: odd"),
-        (lambda folder: change_tensors(folder, **{B: np.zeros((36, 3), np.int32)}), f"{B} is I32"),
+        (lambda folder: change_tensors(folder, **{B: np.zeros((108, 3), np.int32)}), f"{B} is I32"),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it holds README.md, adapter_config.json"),
         (
@@ -257,8 +312,10 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345678"), "download it again"),
     ],
 )
-def test_files_that_do_not_fit_are_refused_by_name(plain, tmp_path, change, named):
-    change(copied(plain, tmp_path))
+def test_what_does_not_fit_is_refused_by_name(plain, tmp_path, change, named):
+    """By fields of adapter_config.json, or whole files."""
+    shutil.copytree(plain.adapter, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **change) if isinstance(change, dict) else change(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)

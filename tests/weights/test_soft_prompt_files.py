@@ -1,15 +1,14 @@
 """Soft prompts: what PEFT writes is read to the arrays that PEFT itself would put in front of a text."""
 
-import json
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from support.golden_models import NEED_PEFT
+from support.golden_models import NEED_PEFT, change_config, change_tensors
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
@@ -92,15 +91,6 @@ def written(tmp_path_factory) -> Path:
     return make_case("prefix-tuning", tmp_path_factory.mktemp("prefix")).folder
 
 
-def change_config(folder: Path, **changes: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def change_tensors(folder: Path, **changes: np.ndarray) -> None:
-    save_file(load_file(folder / "adapter_model.safetensors") | changes, folder / "adapter_model.safetensors")
-
-
 def rows(width: int, count: int = P) -> np.ndarray:
     return np.zeros((count, width), np.float32)
 
@@ -108,12 +98,12 @@ def rows(width: int, count: int = P) -> np.ndarray:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda folder: change_config(folder, peft_type="LORA"), "type 'LORA' and must be one of PROMPT_TUNING"),
-        (lambda folder: change_config(folder, peft_type="PROMPT_TUNING"), "peft_type is 'PROMPT_TUNING'"),
-        (lambda folder: change_config(folder, num_transformer_submodules=2), "num_transformer_submodules is 2"),
-        (lambda folder: change_config(folder, num_attention_heads=4), "num_attention_heads is 4 and should be 2"),
-        (lambda folder: change_config(folder, num_virtual_tokens=4), "num_virtual_tokens is 4 and should be 5"),
-        (lambda folder: change_config(folder, token_dim=[8]), "token_dim is [8] and should be 8"),
+        ({"peft_type": "LORA"}, "type 'LORA' and must be one of PROMPT_TUNING"),
+        ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
+        ({"num_transformer_submodules": 2}, "num_transformer_submodules is 2"),
+        ({"num_attention_heads": 4}, "num_attention_heads is 4 and should be 2"),
+        ({"num_virtual_tokens": 4}, "num_virtual_tokens is 4 and should be 5"),
+        ({"token_dim": [8]}, "token_dim is [8] and should be 8"),
         (lambda folder: change_tensors(folder, more=rows(1)), "must hold one tensor, prompt_embeddings"),
         (lambda folder: change_tensors(folder, prompt_embeddings=rows(7)), "of shape (5, 7)"),
         (lambda folder: change_tensors(folder, prompt_embeddings=rows(48)[0]), "of shape (48,)"),
@@ -124,9 +114,8 @@ def rows(width: int, count: int = P) -> np.ndarray:
     ],
 )
 def test_files_that_do_not_fit_are_refused_by_name(written, tmp_path, change, named):
-    for path in written.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    change(tmp_path)
+    shutil.copytree(written, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, **change) if isinstance(change, dict) else change(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         read_soft_prompt(tmp_path, CONFIG)
     assert named in str(refusal.value)
