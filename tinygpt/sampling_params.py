@@ -244,9 +244,7 @@ class SamplingParams:
     guided_json: str | Mapping[str, Any] | None = option(
         None, rules.JSON_SCHEMA, "SCHEMA", 'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
     )
-    guided_grammar: str | None = option(
-        None, rules.GRAMMAR, "GRAMMAR", "a text of this grammar, Lark's or GBNF", GUIDED
-    )
+    guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "this grammar, Lark's or GBNF", GUIDED)
 
     def __post_init__(self):
         _read_fields(self)

@@ -141,14 +141,19 @@ def test_an_empty_file_gives_no_records(jobs, no_model):
 # --- continued
 
 
-def test_a_second_run_does_nothing(jobs, monkeypatch):
+def test_a_second_run_does_nothing_until_a_prompt_is_added(jobs, monkeypatch):
     jobs.run()
     before = jobs.output.read_bytes()
-    monkeypatch.setattr(batch, "load_llm", None)
-    assert jobs.run("--temperature", "0") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(batch, "load_llm", None)
+        assert jobs.run("--temperature", "0") == 0
     assert "4 of 4 prompts skipped" in jobs.err
     assert "to make them with other flags, name another file" in jobs.err
     assert jobs.output.read_bytes() == before
+    jobs.write([*LINES, {"prompt": "One more"}])
+    assert jobs.run() == 0
+    assert jobs.output.read_bytes().startswith(before)
+    assert set(jobs.records()) == {*IDS, 5}
 
 
 def test_an_interrupted_run_is_continued(jobs, monkeypatch):
@@ -192,15 +197,6 @@ def test_a_record_half_written_is_made_again(jobs):
         assert jobs.records() == whole
 
 
-def test_an_added_prompt_is_answered(jobs):
-    jobs.run()
-    before = jobs.output.read_bytes()
-    jobs.write([*LINES, {"prompt": "One more"}])
-    assert jobs.run() == 0
-    assert jobs.output.read_bytes().startswith(before)
-    assert set(jobs.records()) == {*IDS, 5}
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -212,6 +208,7 @@ def test_an_added_prompt_is_answered(jobs):
         (b'{"id": ' + b"[" * 100_000 + b"\n", "line 1 of --output"),
         (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "is not a record of an earlier run"),
         (record("fox", "The cat"), "another prompt"),
+        (record("fox", "The fox") * 2, "line 2 of --output {} answers id 'fox' a second time: remove one"),
         (record("cat", "The cat"), "line 1 of --output {} answers id 'cat', which --input does not have"),
         (record("fox", "The fox", model="gpt2"), "was made by model gpt2 and --model is demo"),
         (
@@ -352,11 +349,16 @@ def test_the_model_refuses_all_lines_that_it_cannot_serve_at_once(jobs):
     assert jobs.output.read_bytes() == b""
 
 
-@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-32BE"])
-def test_other_encodings_are_named(jobs, no_model, encoding):
-    jobs.input.write_bytes('{"prompt": "a"}\n'.encode(encoding))
+@pytest.mark.parametrize("encoding", ["UTF-16LE", "UTF-32BE", None])
+def test_an_input_that_cannot_be_read(jobs, no_model, encoding):
+    if encoding is None:
+        jobs.input.unlink()
+    else:
+        jobs.input.write_bytes('{"prompt": "a"}\n'.encode(encoding))
     assert jobs.run() == 2
-    assert f"--input {jobs.input} is UTF-16, UTF-32 or binary and must be UTF-8" in jobs.err
+    why = "cannot be read" if encoding is None else "is UTF-16, UTF-32 or binary and must be UTF-8"
+    assert f"--input {jobs.input} {why}" in jobs.err
+    assert not jobs.output.exists()
 
 
 @pytest.mark.parametrize(
@@ -368,13 +370,6 @@ def test_an_output_that_cannot_be_one(jobs, no_model, path, says):
     assert jobs.run() == 2
     assert says in jobs.err
     assert jobs.input.read_bytes() == before
-
-
-def test_an_input_that_is_not_there(jobs, no_model):
-    jobs.input.unlink()
-    assert jobs.run() == 2
-    assert "prompts.jsonl cannot be read" in jobs.err
-    assert not jobs.output.exists()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -484,65 +479,48 @@ def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
 PROMPTS = [PromptRecord(*fields, None, SamplingParams()) for fields in ((1, 1, "The fox"), (2, "é", "It was"))]
 
 
-class Disk:
-    """Stands for the system: counts fsyncs, and fails as it is told."""
+def test_records_are_on_the_disk_a_second_later(tmp_path, monkeypatch):
+    synced, now = [], 0.0
 
-    def __init__(self, monkeypatch):
-        self.synced: list[str] = []
-        self.now, self.room, self.sync_error = 0.0, None, None
-        self._fsync, disk = os.fsync, self
-        monkeypatch.setattr(os, "fsync", self.fsync)
+    def fsync(descriptor: int) -> None:
+        synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
 
-        class File(io.FileIO):
-            def write(self, data) -> int:
-                if disk.room is None:
-                    return super().write(data)
-                if not disk.room:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                count = super().write(data[: disk.room])
-                disk.room -= count
-                return count
-
-        monkeypatch.setattr(Path, "open", lambda path, mode, **_: File(path, mode.replace("b", "")))
-        monkeypatch.setattr(batch.time, "monotonic", lambda: self.now)
-
-    def fsync(self, descriptor: int) -> None:
-        if self.sync_error is not None:
-            raise OSError(self.sync_error, os.strerror(self.sync_error))
-        self._fsync(descriptor)
-        self.synced.append("folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file")
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    return Disk(monkeypatch)
-
-
-def test_records_are_on_the_disk_a_second_later(tmp_path, disk):
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(batch.time, "monotonic", lambda: now)
     with open_records(tmp_path / "out", Earlier()) as write:
-        assert disk.synced == ["folder"]  # that the file is there at all
+        assert synced == ["folder"]  # that the file is there at all
         for now, count in [(0.1, 1), (0.9, 1), (1.0, 2), (1.5, 2), (30, 3)]:
-            disk.now = now
             write("line")
-            assert len(disk.synced) == count, now
-    assert disk.synced == ["folder", *["file"] * 3]
+            assert len(synced) == count, now
+    assert synced == ["folder", *["file"] * 3]
     assert (tmp_path / "out").read_bytes() == b"line\n" * 5
 
 
 @pytest.mark.parametrize("room", range(12))
-def test_a_full_disk_names_the_file(tmp_path, disk, room):
-    path, line = tmp_path / "out", '{"id": 1}'
-    disk.room = room
+def test_a_full_disk_names_the_file(tmp_path, monkeypatch, room):
+    path, text = tmp_path / "out", '{"id": 1}\n{"id": 1}'
+
+    class File(io.FileIO):
+        def write(self, data) -> int:
+            left = room - self.tell()
+            if not left:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data[:left])
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, **_: File(path, mode.replace("b", "")))
     says = rf"--output {path} cannot be written \(No space left on device\): .* give the same command again"
     with open_records(path, Earlier()) as write, pytest.raises(TinyGPTError, match=says):
-        write(f"{line}\n{line}")
-    assert path.read_bytes() == f"{line}\n{line}\n".encode()[:room]
+        write(text)
+    assert path.read_bytes() == text.encode()[:room]
 
 
-def test_a_failing_sync_is_an_error(tmp_path, disk):
+def test_a_failing_sync_is_an_error(tmp_path, monkeypatch):
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     says = "--output .* cannot be written"
     with pytest.raises(TinyGPTError, match=says), open_records(tmp_path / "out", Earlier()):
-        disk.sync_error = errno.EIO
+        monkeypatch.setattr(os, "fsync", fsync)
 
 
 def test_a_complete_record_without_the_end_of_its_line_is_kept(tmp_path):
@@ -571,10 +549,3 @@ def test_two_runs_do_not_write_to_one_file(tmp_path):
     with open_records(path, Earlier(size=6)) as write:
         write("second")
     assert path.read_text() == "first\nsecond\n"
-
-
-def test_an_id_that_is_answered_twice_is_refused(tmp_path):
-    path = tmp_path / "out"
-    path.write_bytes(record(1, "The fox") * 2)
-    with pytest.raises(RequestError, match=r"line 2 of --output .* answers id 1 a second time"):
-        read_earlier(path, PROMPTS, "demo", "auto")
