@@ -10,6 +10,7 @@ from tinygpt import SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import ALIASES, MODEL_FLAGS, params_of
+from tinygpt.sampling_params import RepetitionDetection
 
 # A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
 NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt")
@@ -56,33 +57,22 @@ FLAGS = [
     ("--top-k 3 --top-p 0.5 --temperature 2", {"top_k": 3, "top_p": 0.5, "temperature": 2.0}),
     ("--best-of 3 --temperature 1", {"best_of": 3, "temperature": 1.0}),
     ("--include-stop-str-in-output --stop e", {"include_stop_str_in_output": True, "stop": ("e",)}),
-    ("--stop-token-ids 11,13", {"stop_token_ids": (11, 13)}),
-    ("--eos-token-id 11", {"eos_token_id": (11,)}),
+    ("--stop-token-ids 11,13 --eos-token-id 11", {"stop_token_ids": (11, 13), "eos_token_id": (11,)}),
     ("--min-tokens 3 --max-time 60", {"min_tokens": 3, "max_time": 60.0}),
     ("--repetition-detection 2,3", {"repetition_detection": {"max_pattern_size": 2, "min_count": 3}}),
-    (
-        "--repetition-detection 4,3,2",
-        {"repetition_detection": {"max_pattern_size": 4, "min_count": 3, "min_pattern_size": 2}},
-    ),
+    ("--repetition-detection 4,3,2", {"repetition_detection": RepetitionDetection(4, 3, 2)}),
     ("--logit-bias 11=-4 --logit-bias 13=2.5", {"logit_bias": {11: -4.0, 13: 2.5}}),
     (
-        "--repetition-penalty 1.3 --frequency-penalty -0.5 --presence-penalty 1",
-        {"repetition_penalty": 1.3, "frequency_penalty": -0.5, "presence_penalty": 1.0},
+        "--repetition-penalty 1.3 --min-p 0.1 --typical-p 0.9",
+        {"repetition_penalty": 1.3, "min_p": 0.1, "typical_p": 0.9},
     ),
-    ("--no-repeat-ngram-size 2", {"no_repeat_ngram_size": 2}),
-    (
-        "--bad-words the --bad-words and --bad-words-ids 11,12 --bad-words-ids 13",
-        {"bad_words": ("the", "and"), "bad_words_ids": ((11, 12), (13,))},
-    ),
-    (
-        "--allowed-token-ids 11,13,15 --suppress-tokens 13",
-        {"allowed_token_ids": (11, 13, 15), "suppress_tokens": (13,)},
-    ),
-    (
-        "--top-p-rule openai --top-p-decay 0.9 --top-p-min 0.1 --top-p-reset-ids 11",
-        {"top_p_rule": "openai", "top_p_decay": 0.9, "top_p_min": 0.1, "top_p_reset_ids": (11,)},
-    ),
-    ("--min-p 0.1 --typical-p 0.9", {"min_p": 0.1, "typical_p": 0.9}),
+    ("--frequency-penalty -0.5 --presence-penalty 1", {"frequency_penalty": -0.5, "presence_penalty": 1.0}),
+    ("--no-repeat-ngram-size 2 --suppress-tokens 13", {"no_repeat_ngram_size": 2, "suppress_tokens": (13,)}),
+    ("--bad-words the --bad-words and", {"bad_words": ("the", "and")}),
+    ("--bad-words-ids 11,12 --bad-words-ids 13", {"bad_words_ids": ((11, 12), (13,))}),
+    ("--allowed-token-ids 11,13,15", {"allowed_token_ids": (11, 13, 15)}),
+    ("--top-p-rule openai --top-p-decay 0.9", {"top_p_rule": "openai", "top_p_decay": 0.9}),
+    ("--top-p-min 0.1 --top-p-reset-ids 11", {"top_p_min": 0.1, "top_p_reset_ids": (11,)}),
     ("--epsilon-cutoff 0.001 --eta-cutoff 0.002", {"epsilon_cutoff": 0.001, "eta_cutoff": 0.002}),
     (
         "--temperature 0 --num-beams 4 --length-penalty 2 --early-stopping never",
@@ -92,19 +82,15 @@ FLAGS = [
         "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true",
         {"temperature": 0.0, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "early_stopping": True},
     ),
-    (
-        "--prompt-lookup-num-tokens 3 --max-matching-ngram-size 1",
-        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1},
-    ),
+    ("--prompt-lookup-num-tokens 3", {"prompt_lookup_num_tokens": 3}),
+    ("--max-matching-ngram-size 1", {"max_matching_ngram_size": 1}),
     ("--guided-choice yes --guided-choice no", {"guided_choice": ["yes", "no"]}),
     ("--guided-regex [a-z]+", {"guided_regex": "[a-z]+"}),
     ('--guided-json {"type":"integer"}', {"guided_json": {"type": "integer"}}),
     ("--guided-grammar start:/a+/", {"guided_grammar": "start:/a+/"}),
     ("--overflow slide --stride 9", {"overflow": "slide", "stride": 9}),
-    (
-        "--logprobs 2 --prompt-logprobs 1 --logprobs-mode processed",
-        {"logprobs": 2, "prompt_logprobs": 1, "logprobs_mode": "processed"},
-    ),
+    ("--logprobs 2 --logprobs-mode processed", {"logprobs": 2, "logprobs_mode": "processed"}),
+    ("--prompt-logprobs 1", {"prompt_logprobs": 1}),
 ]
 
 
@@ -136,8 +122,8 @@ def test_flags_of_other_programs_are_aliases(run, others, ours):
 
 
 def test_aliases_are_no_names_of_ours():
-    names = {*(field.name for field in fields(SamplingParams)), *MODEL_FLAGS} - {"tensor_parallel_size"}
-    aliases = [alias for name, others in ALIASES.items() for alias in others if alias != name]
+    names = {*(field.name for field in fields(SamplingParams)), *MODEL_FLAGS}
+    aliases = [alias for others in ALIASES.values() for alias in others]
     assert len({*aliases}) == len(aliases)
     assert not names & {*aliases}
 
