@@ -31,13 +31,7 @@ from support.library_tokenizers import (
 from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.tokenizer.gpt2_bpe import (
-    ByteLevelBPE,
-    UnlikeGPT2,
-    token_ranks,
-    token_to_bytes,
-    tokens_to_bytes,
-)
+from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_ranks, token_to_bytes, tokens_to_bytes
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 ABC = {"a": 97, "b": 98, "c": 99}
@@ -61,15 +55,9 @@ texts = st.one_of(
 @pytest.fixture(scope="module")
 def trained() -> Library:
     """A small byte-level BPE trained on this file."""
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        show_progress=False,
-        initial_alphabet=ALPHABET,
-        special_tokens=["<|endoftext|>"],
-    )
+    library = bpe()
+    options = {"vocab_size": 700, "show_progress": False, "initial_alphabet": ALPHABET}
+    trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], **options)
     library.train_from_iterator([*Path(__file__).read_text(encoding="utf-8").splitlines(True), *PARTS], trainer)
     return library
 
@@ -127,19 +115,10 @@ class TestText:
     def test_white_space_about_a_thousand(self, ours, trained, spaces, end):
         assert_equal(ours, trained, "a" + " " * spaces + end)
 
-    def test_empty_text(self, ours):
-        assert ours.encode("") == []
-        assert ours.decode([]) == ""
-
-    def test_special_token_in_a_text_is_that_token(self, ours, trained):
-        end, (a,), (b,) = trained.token_to_id("<|endoftext|>"), ours.encode("a"), ours.encode("b")
-        assert ours.special_ids == {end}
-        assert ours.encode("a<|endoftext|>b") == [a, end, b]
-        assert ours.decode([end]) == "<|endoftext|>"
-        assert ours.decode([end], skip_special_tokens=True) == ""
-
-    def test_special_token_as_plain_text(self, ours, trained, tmp_path):
+    def test_a_special_token_is_that_token_or_plain_text(self, ours, trained, tmp_path):
         text, end = "a<|endoftext|>b", trained.token_to_id("<|endoftext|>")
+        assert ours.special_ids == {end}
+        assert ours.encode(text) == [*ours.encode("a"), end, *ours.encode("b")]
         plain = ours.encode(text, split_special_tokens=True)
         assert end not in plain
         assert ours.decode(plain, skip_special_tokens=True) == text
@@ -160,15 +139,13 @@ class TestText:
         with pytest.raises(RequestError, match=f"lone surrogate .* at character {place}"):
             ours.encode(text)
 
-    @pytest.mark.parametrize("given", [b"bytes", None, 5, ["a"]])
-    def test_what_is_no_text_is_refused(self, ours, given):
-        with pytest.raises(RequestError, match="must be a string"):
-            ours.encode(given)
-
-    @pytest.mark.parametrize("given", [-1, 1.0, "1", None, True])
-    def test_what_is_no_id_is_refused(self, ours, given):
-        with pytest.raises(RequestError, match="at position 1"):
-            ours.decode([0, given])
+    def test_what_is_no_text_or_id_is_refused(self, ours):
+        for value in (b"bytes", None, 5, ["a"]):
+            with pytest.raises(RequestError, match="must be a string"):
+                ours.encode(value)
+        for value in (-1, 1.0, "1", None, True):
+            with pytest.raises(RequestError, match="at position 1"):
+                ours.decode([0, value])
 
     def test_ids_past_the_vocabulary_decode_to_nothing(self, ours):
         assert ours.decode([ours.vocab_size, 2**40, *ours.encode("a")]) == "a"
@@ -345,7 +322,7 @@ class TestFiles:
 
 class TestAddedTokens:
     contents = st.sampled_from(["<a>", "<a>b", "a", "ab", " x", "é", "日本", "<|"])
-    flags = st.fixed_dictionaries({name: st.booleans() for name in ("special", "normalized", "lstrip", "rstrip")})
+    flags = st.fixed_dictionaries({name: st.booleans() for name in ("special", "normalized")})
 
     @given(
         st.lists(st.tuples(contents, flags), min_size=1, max_size=5, unique_by=lambda token: token[0]),
@@ -366,30 +343,16 @@ class TestAddedTokens:
             ([AddedToken("abc"), AddedToken("bcdef", normalized=False)], "abcdef"),  # not normalized first
             ([AddedToken("<|x|>", special=True), AddedToken("<|", normalized=False)], "<|x|><|"),  # hidden
             ([AddedToken("<|x|>", special=True), AddedToken("<|")], "<|x|><|"),  # of the other pass: found
-            ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "a RR \u3000 LL b\u2003LL"),
-            ([AddedToken("RR", rstrip=True), AddedToken("LL", lstrip=True)], "\x1cLLRR\x1f\x85LL"),
-            ([AddedToken("<s>", special=True, lstrip=True, rstrip=True)], " <s> \n<s>x <s> a<s"),
             ([AddedToken("<s>", special=True, normalized=False), AddedToken("<s>b", special=True)], "a<s>b<s>"),
+            ([AddedToken("RR", rstrip=True)], "a RR \u3000 b"),  # these three by the library
+            ([AddedToken("LL", lstrip=True)], "a LL b\u2003LL"),
+            ([AddedToken("WW", single_word=True, special=True)], "WW aWW WW日 WW\u0301"),
         ],
     )
     def test_which_is_found(self, tmp_path, tokens, text):
         library = bpe()
         library.add_tokens(tokens)
         assert_equal(save(library, tmp_path), library, text)
-
-    @pytest.mark.parametrize("lstrip", [False, True])
-    def test_white_space_that_another_token_has_stripped(self, tmp_path, lstrip):
-        library = bpe([("a", "b")])
-        library.add_tokens([AddedToken("R", rstrip=True), AddedToken("\n", lstrip=lstrip, rstrip=True)])
-        for text in ["\n\n", "R\n\nb", "R \n b\n", " \n R"]:
-            assert_equal(save(library, tmp_path), library, text)
-
-    @pytest.mark.parametrize("special", [False, True])
-    def test_single_word(self, tmp_path, special):
-        library = bpe([("a", "b")])
-        library.add_tokens([AddedToken("WW", single_word=True, special=special)])
-        for text in ["WW", "aWW", "WW WW日", " WW\u0301", "WW\u200d."]:
-            assert_equal(save(library, tmp_path), library, text)
 
     @pytest.mark.parametrize("token_id", [4, 300])
     def test_an_id_that_hugging_face_would_not_give_is_refused(self, tmp_path, token_id):
@@ -402,13 +365,8 @@ class TestAddedTokens:
         [
             processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)]),
             processors.TemplateProcessing(single="$A <s>", special_tokens=[("<s>", 256)]),
+            processors.TemplateProcessing(single="<s>:0 $A:0 e:0", special_tokens=[("<s>", 256), ("e", 68)]),
             processors.ByteLevel(trim_offsets=False),
-            processors.Sequence(
-                [
-                    processors.ByteLevel(),
-                    processors.TemplateProcessing(single="<s>:0 $A:0 e:0", special_tokens=[("<s>", 256), ("e", 68)]),
-                ]
-            ),
             processors.RobertaProcessing(("<s>", 256), ("<s>", 256)),
         ],
         ids=lambda processor: type(processor).__name__,
@@ -563,25 +521,17 @@ class TestOtherKinds:
             "Tokenizer.from_folder(sys.argv[1]).encode('a');"
             "print(sorted({'numba', 'tokenizers', 'transformers', 'torch'} & sys.modules.keys()))"
         )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        command = [sys.executable, "-c", code, str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "[]"
 
 
-class TestIncompleteAlphabet:
-    def test_text_within_it(self, tmp_path):
-        library = bpe([("a", "b"), ("Ġ", "ab")], alphabet="abĠé")
-        assert_equal(save(library, tmp_path), library, "abab ab")
-
-    def test_text_beyond_it_is_refused(self, tmp_path):
-        ours = save(bpe([("a", "b")], alphabet="abĠ"), tmp_path)
-        with pytest.raises(RequestError, match=r"no token for '\\n', 'x', 'é'"):
-            ours.encode("ab éx\n")
+def test_a_text_beyond_an_incomplete_alphabet_is_refused(tmp_path):
+    library = bpe([("a", "b"), ("Ġ", "ab")], alphabet="abĠ")
+    ours = save(library, tmp_path)
+    assert_equal(ours, library, "abab ab")
+    with pytest.raises(RequestError, match=r"no token for '\\n', 'x', 'é'"):
+        ours.encode("ab éx\n")
 
 
 def with_template(ids):
@@ -677,3 +627,32 @@ class TestOtherFamilies:
         for text in ("The cat, the CAT!", "Q then é", "unheard-of z"):
             assert_equal(ours, library, text)
         assert ours.decode(ours.encode("The cat")) == "the cat"
+
+
+class TestFaces:
+    """What Hugging Face's tokenizers have beside encode and decode, and the bytes of each token."""
+
+    def test_a_token_has_the_bytes_that_it_adds_to_a_text(self):
+        tokenizer = Tokenizer.from_folder(DEMO)
+        text = "Ça va?\n\t🇨🇭 <|endoftext|>"
+        assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+        assert tokenizer.token_bytes(len(tokenizer) + 5) == b""
+
+    def test_another_byte_level_tokenizer_has_bytes_too(self, tmp_path):
+        library = with_digits(bpe([("Ġ", "a")], alphabet="aĠÃ"))
+        library.add_special_tokens(["<|endoftext|>"])
+        tokenizer = save(library, tmp_path)
+        assert [tokenizer.token_bytes(i) for i in range(6)] == [b"a", b" ", b"\xc3", b" a", b"<|endoftext|>", b""]
+        assert (len(tokenizer), tokenizer.eos_token_id) == (5, 4)
+
+    def test_tokens_that_are_no_bytes_cannot_guide(self, tmp_path):
+        tokenizer = save(unigram(), tmp_path)
+        assert (len(tokenizer), tokenizer.eos_token_id) == (unigram().get_vocab_size(), None)
+        with pytest.raises(RequestError, match="are not bytes, as guided texts need them"):
+            tokenizer.token_bytes(1)
+
+    @pytest.mark.parametrize(("files", "expected"), [({"tokenizer_config": {"eos_token": "<end>"}}, 257), ({}, None)])
+    def test_the_end_of_text_token_is_the_one_that_the_files_name(self, tmp_path, files, expected):
+        library = bpe([("a", "b")])
+        library.add_special_tokens(["<end>"])
+        assert save(library, tmp_path, **files).eos_token_id == expected
