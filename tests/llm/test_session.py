@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines import batches_of
 from support.gate import paused
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
@@ -29,24 +30,23 @@ def alone(small_demo):
 
 
 @pytest.fixture
-def steps(llm, monkeypatch, single_steps):
-    """Will hold the number of tokens of each step that `llm` takes."""
-    counts, forward = [], llm.engine.runner.forward
-    monkeypatch.setattr(
-        llm.engine.runner, "forward", lambda batch: counts.append(batch.token_ids.size) or forward(batch)
-    )
-    return counts
+def batches(llm, monkeypatch, single_steps):
+    return batches_of(llm, monkeypatch)
 
 
-def test_a_turn_computes_what_is_new(llm, alone, steps):
+def num_tokens(batches) -> int:
+    return sum(batch.token_ids.size for batch in batches)
+
+
+def test_a_turn_computes_what_is_new(llm, alone, batches):
     session = llm.session()
     session.extend(TEXT[:40])
     first = session.generate(PARAMS)
     assert session.token_ids == TEXT[:40] + first.outputs[0].token_ids
     session.extend(TEXT[40:43])
-    steps.clear()
+    batches.clear()
     second = session.generate(PARAMS)
-    assert sum(steps) == 1 + 3 + 5  # the last token of the first turn, the new ones, and all but the last that came
+    assert num_tokens(batches) == 1 + 3 + 5  # the last of the first turn, the new, all but the last that came
     assert second.outputs == alone.generate([TEXT[:40] + first.outputs[0].token_ids + TEXT[40:43]], PARAMS)[0].outputs
 
 
@@ -181,10 +181,10 @@ def test_a_session_that_slides_goes_on_where_it_was(small_demo):
         assert len(session) == 110
 
 
-def test_a_session_finds_the_prefix_of_another_request(llm, steps):
+def test_a_session_finds_the_prefix_of_another_request(llm, batches):
     llm.generate([TEXT[:40]], PARAMS)
     session = llm.session()
     session.extend(TEXT[:40])
-    steps.clear()
+    batches.clear()
     assert session.generate(PARAMS).num_cached_tokens == 39
-    assert sum(steps) == 1 + 5
+    assert num_tokens(batches) == 1 + 5

@@ -1,4 +1,4 @@
-"""Who holds what: every head, hidden unit, token and layer is held once, and nothing more is held."""
+"""How models and steps are cut: each head, hidden unit, token and layer is held once, each new token computed once."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,12 @@ from support.family_models import write_family
 from support.golden_models import write_model
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
+from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack
 from tinygpt.kernels.cpu.params import load_part
-from tinygpt.parallel.cut import check_cut, part_of_rank, stage_layers
+from tinygpt.parallel.cut import check_cut, micro_batches, part_of_rank, run_groups, stage_layers
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
 
@@ -158,3 +159,85 @@ def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(RequestError, match="must be a whole number from 1 to"):
         Layout.of(*sizes)
+
+
+# A step in runs: as many as are worth it.
+
+SEQUENCES = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 50), st.integers(0, 70)), min_size=1, max_size=12)
+
+
+@given(SEQUENCES, st.integers(1, 5))
+def test_runs_are_the_step(sequences, stages):
+    chunks = [[100 * i + j for j in range(count)] for i, (count, _, _) in enumerate(sequences)]
+    starts, slots = [start for _, start, _ in sequences], [7 + 3 * i for i in range(len(sequences))]
+    wanted = [min(rows, count) for count, _, rows in sequences]
+    batch = Batch.of(chunks, starts, slots, wanted)
+    runs = micro_batches(batch, stages)
+    assert [token for run in runs for token in tokens_of(run)] == list(tokens_of(batch))
+    for run in runs:
+        last = run.positions[run.seq_starts[1:] - 1]
+        assert run.context_lens.tolist() == (last + 1).tolist()
+        assert {array.dtype for array in vars(run).values() if array is not run.embeds} == {np.dtype(np.int32)}
+    assert max(run.token_ids.size for run in runs) - min(run.token_ids.size for run in runs) <= 1
+
+
+def tokens_of(batch):
+    """Of each token: its id, position, slot and whether its logits are wanted."""
+    slots = np.repeat(batch.slots, np.diff(batch.seq_starts))
+    is_wanted = np.isin(np.arange(batch.token_ids.size), batch.logit_rows)
+    return zip(*(array.tolist() for array in (batch.token_ids, batch.positions, slots, is_wanted)), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stages", "count"), [(500, 1, 1), (63, 2, 1), (64, 2, 2), (512, 2, 5), (32, 4, 2), (512, 4, 9)]
+)
+def test_a_stage_that_reads_its_weights_again_gains_more_than_that(tokens, stages, count):
+    assert len(micro_batches(Batch.of([list(range(tokens))], [0], [0]), stages)) == count
+
+
+# Groups of sequences in flight: each stage has one, and all get the tokens of single steps.
+
+
+class Pipeline:
+    """Logits that say which token comes: one that depends on the sequence's slot, position and last token."""
+
+    def __init__(self):
+        self.events = []
+
+    def begin(self, batch, first_row):
+        self.events.append(("begin", first_row, batch.positions[0]))
+        assert batch.context_lens.tolist() == (batch.positions + 1).tolist()
+        assert batch.logit_rows.tolist() == batch.seq_starts[:-1].tolist() == list(range(batch.token_ids.size))
+        return lambda: following(batch.token_ids, batch.positions, batch.slots)
+
+    def choose(self, logits, rows, step):
+        self.events.append(("choose", rows.start, step))
+        return logits
+
+
+def following(token_ids, positions, slots):
+    """Below 0 now and then: nothing could be chosen."""
+    return (token_ids * 31 + positions * 7 + slots * 13) % 50 - 5
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_tokens_are_those_of_single_steps(count, stages):
+    batch = Batch.of([[7 * i] for i in range(count)], [3 * i for i in range(count)], list(range(count)))
+    pipeline, token_ids, expected = Pipeline(), batch.token_ids, []
+    for step in range(6):
+        expected.append(following(np.maximum(token_ids, 0), batch.positions + step, batch.slots))
+        token_ids = expected[-1]
+    found = run_groups(batch, min(stages, count), 6, pipeline.begin, pipeline.choose)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_stage_begins_with_another_group_before_a_step_is_through():
+    batch, pipeline = Batch.of([[1], [2], [3]], [0, 0, 0], [0, 1, 2]), Pipeline()
+    run_groups(batch, 2, 2, pipeline.begin, pipeline.choose)
+    a, b = 0, 1  # the groups' first rows
+    assert pipeline.events == [
+        *[("begin", a, 0), ("begin", b, 0)],
+        *[("choose", a, 0), ("begin", a, 1), ("choose", b, 0), ("begin", b, 1)],
+        *[("choose", a, 1), ("choose", b, 1)],
+    ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ class SimulatedDevice:
 
     def __init__(self, free: int = 1 << 30):
         self._free = free
-        self._captured: list[tuple] | None = None  # while a capture is under way
+        self._captured: list[partial] | None = None  # while a capture is under way
         self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
 
     def free_bytes(self) -> int:
@@ -66,10 +67,11 @@ class SimulatedDevice:
         assert min(grid) > 0
         assert max(grid[1:], default=1) < 1 << 16
         for argument in arguments:
-            _check_not_empty(argument)
-        launch = kernel, grid, threads, arguments, shared_bytes
+            for part in argument if isinstance(argument, tuple) else (argument,):
+                assert not isinstance(part, np.ndarray) or part.size, "a GPU has no pointers to nothing"
+        launch = partial(simulate, kernel, grid, threads, *arguments, shared_bytes=shared_bytes)
         if self._captured is None:
-            _run(*launch)
+            launch()
             self.now += 1
         else:
             self._captured.append(launch)
@@ -81,12 +83,12 @@ class SimulatedDevice:
         launches, self._captured = self._captured, None
         return lambda: self._replay(launches)
 
-    def _replay(self, launches: list[tuple]) -> None:
+    def _replay(self, launches: list[partial]) -> None:
         """In order; no kernel may rely on that before it has waited for the one before it."""
         written: set[int] = set()
         for number, launch in enumerate(launches):
-            touched, name = Touched(is_first=not number), launch[0].py_func.__name__
-            _run(*launch, touched)
+            touched, name = Touched(is_first=not number), launch.args[0].py_func.__name__
+            launch(touched=touched)
             assert touched.has_waited, f"{name} ends before the kernels before it do"
             assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"
             written |= touched.written
@@ -101,16 +103,6 @@ class SimulatedDevice:
 
     def seconds(self, first: int, last: int) -> float:
         return float(last - first)
-
-
-def _run(kernel, grid, threads, arguments, shared_bytes, touched=None) -> None:
-    how = {"shared_bytes": shared_bytes, "touched": touched}
-    simulate(kernel, grid, threads, *arguments, **how)
-
-
-def _check_not_empty(argument) -> None:
-    for part in argument if isinstance(argument, tuple) else (argument,):
-        assert not isinstance(part, np.ndarray) or part.size, "a GPU has no pointers to nothing"
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -16,8 +16,6 @@ from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_files import Call, Global, own_bytes
 
 Arrays = Mapping[str, np.ndarray]
-NEED_GGUF = "needs gguf: pip install -e '.[parity]'"
-NEED_ONNX = "needs onnx: pip install -e '.[parity]'"
 MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 MODEL_ARGS = {
     "n_layer": CONFIG["n_layer"],
@@ -214,25 +212,26 @@ PAST = {"input_ids": ("batch", "length"), "past_key_values.0.key": ("batch", CON
 
 
 def onnx(folder: Path, arrays: Arrays) -> Path:
-    folder.mkdir(exist_ok=True)
-    tensors = onnx_tensors(arrays)
-    written = [onnx_writer.tensor(name, array) for name, array in tensors.items()]
+    written = [onnx_writer.tensor(name, array) for name, array in onnx_tensors(arrays).items()]
     written.append(onnx_writer.tensor("/transformer/Constant_1_output_0", np.array(0.5, np.float32)))
-    graph = onnx_writer.graph(onnx_nodes(tensors), written, PAST)
-    (folder / "decoder_model.onnx").write_bytes(onnx_writer.model(graph))
-    return folder
+    return _write_onnx(folder, "decoder_model.onnx", arrays, written)
 
 
 def onnx_external(folder: Path, arrays: Arrays) -> Path:
-    folder.mkdir(exist_ok=True)
     written, data = [], b""
     for name, array in onnx_tensors(arrays).items():
         place = {"location": "model.onnx_data", "offset": len(data), "length": array.nbytes}
         written.append(onnx_writer.tensor(name, array, "external", **place))
         data += array.tobytes()
+    _write_onnx(folder, "model.onnx", arrays, written)
     (folder / "model.onnx_data").write_bytes(data)
+    return folder
+
+
+def _write_onnx(folder: Path, name: str, arrays: Arrays, written: list) -> Path:
+    folder.mkdir(exist_ok=True)
     graph = onnx_writer.graph(onnx_nodes(onnx_tensors(arrays)), written, PAST)
-    (folder / "model.onnx").write_bytes(onnx_writer.model(graph))
+    (folder / name).write_bytes(onnx_writer.model(graph))
     return folder
 
 

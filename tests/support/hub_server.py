@@ -43,56 +43,43 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def do_GET(self) -> None:
-        self._answer()
-
-    do_HEAD = do_GET
-
     def log_message(self, *arguments: object) -> None:
         """Nothing on stderr."""
 
-    def _answer(self) -> None:
+    def do_GET(self) -> None:
         hub: HubServer = self.server.hub
         path = unquote(urlsplit(self.path).path)
         hub.requests.append((self.command, path))
-        kind = "api" if path.startswith("/api/models/") else "cdn" if path.startswith("/cdn/") else "file"
-        rest = path.removeprefix("/api/models/" if kind == "api" else "/cdn/" if kind == "cdn" else "/")
+        kind = next((kind for kind in ("/api/models/", "/cdn/") if path.startswith(kind)), "/")
+        rest = path.removeprefix(kind)
         repo = next((repo for repo in hub.folders if rest == repo or rest.startswith(repo + "/")), None)
         if repo is None:
             self._fail(401, "RepoNotFound")
-        elif kind == "api":
-            self._describe(repo, hub.folders[repo], rest)
+        elif kind == "/api/models/":
+            self._describe(repo, hub.folders[repo], is_tree="/tree/" in rest)
         elif repo in hub.gated:
             self._fail(401, "GatedRepo")
         else:
-            self._file(hub, kind, repo, rest)
+            name = rest.removeprefix(repo + "/").removeprefix(f"resolve/{COMMIT}/").removeprefix("resolve/main/")
+            self._file(hub.folders[repo] / name, None if kind == "/cdn/" else f"{hub.url}/cdn/{repo}/{name}")
 
-    def _describe(self, repo: str, folder: Path, rest: str) -> None:
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-        names = {path: path.relative_to(folder).as_posix() for path in files}
-        if "/tree/" in rest:
-            value = [
-                {"type": "file", "path": names[path], "size": path.stat().st_size, "oid": _digest(path)}
-                for path in files
-            ]
-        else:
-            siblings = [{"rfilename": name} for name in names.values()]
+    do_HEAD = do_GET
+
+    def _describe(self, repo: str, folder: Path, is_tree: bool) -> None:
+        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        value = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": _digest(p)} for n, p in files.items()]
+        if not is_tree:
+            siblings = [{"rfilename": name} for name in files]
             value = {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": siblings}
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
-    def _file(self, hub: HubServer, kind: str, repo: str, rest: str) -> None:
-        name = rest.removeprefix(repo + "/").removeprefix(f"resolve/{COMMIT}/").removeprefix("resolve/main/")
-        path = hub.folders[repo] / name
+    def _file(self, path: Path, elsewhere: str | None) -> None:
         if not path.is_file():
             self._fail(404, "EntryNotFound")
             return
         etag, data = f'"{_digest(path)}"', path.read_bytes()
-        if kind == "file" and name.endswith(LARGE):
-            linked = {
-                "X-Linked-Etag": etag,
-                "X-Linked-Size": str(len(data)),
-                "Location": f"{hub.url}/cdn/{repo}/{name}",
-            }
+        if elsewhere and path.name.endswith(LARGE):
+            linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data)), "Location": elsewhere}
             self._send(302, b"", {"X-Repo-Commit": COMMIT, **linked})
         else:
             self._send(200, data, {"X-Repo-Commit": COMMIT, "ETag": etag})

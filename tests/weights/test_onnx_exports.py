@@ -10,7 +10,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from support.foreign import NEED_ONNX
 from support.recorded import MISSING
 from support.tiny_checkpoint import write_json
 from tinygpt import LLM
@@ -19,7 +18,6 @@ from tinygpt.weights.open import open_checkpoint
 
 torch = pytest.importorskip("torch", reason=MISSING)
 transformers = pytest.importorskip("transformers", reason=MISSING)
-pytest.importorskip("onnx", reason=NEED_ONNX)
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 SIZES = {"vocab_size": 97, "n_positions": 32, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_inner": 80}

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from support.foreign import NEED_GGUF, WRITERS, nanogpt_state
+from support.foreign import WRITERS, nanogpt_state
 from support.paths import DEMO
 from support.recorded import MISSING
 from support.tiny_checkpoint import CONFIG, gpt2_arrays, random_tensors, write_checkpoint, write_json
@@ -116,7 +116,8 @@ def wide(folder, **fields):
 
 @pytest.mark.parametrize(("dtype", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
 def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
-    gguf = pytest.importorskip("gguf", reason=NEED_GGUF)
+    import gguf
+
     source = open_checkpoint(wide(tmp_path / "source"))
     assert convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype) == 0
     reader = gguf.GGUFReader(tmp_path / "there" / "model.gguf")
