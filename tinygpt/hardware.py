@@ -17,7 +17,6 @@ MAX_THREADS = 1024
 ROOT = Path("/")
 READ_BYTES = 512 << 20  # far more than any cache
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-FORGET_PEAK = "5"  # proc_pid_clear_refs(5)
 
 
 def thread_count(threads: Any = None) -> int:
@@ -98,7 +97,7 @@ def cpu_name() -> str:
 def forget_peak() -> None:
     """Reset the peak of `peak_memory` if the system can, as Linux does."""
     with contextlib.suppress(OSError):
-        CLEAR.write_text(FORGET_PEAK)
+        CLEAR.write_text("5")  # proc_pid_clear_refs(5)
 
 
 def peak_memory() -> int:

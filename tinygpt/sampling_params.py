@@ -125,15 +125,14 @@ class SamplingParams:
     Scores change in this order before a token is sampled, greedily or not: logit_bias, repetition_penalty,
     frequency_penalty, presence_penalty, no_repeat_ngram_size, bad_words, min_tokens, allowed_token_ids,
     suppress_tokens, logits_processors. With temperature above 0 tokens are then removed in this order: top_k, top_p,
-    min_p, typical_p, epsilon_cutoff, eta_cutoff. A guided text removes all tokens that may not come next after that.
+    min_p, typical_p, epsilon_cutoff, eta_cutoff; last, a guided text removes all tokens that may not come next.
 
     Notes:
     - Greedy samples are equal: one is computed and returned n times.
-    - A stop text has to be new: one that begins in the prompt does not count.
-    - bad_words are meant with and without a space before them; the end-of-text token by itself is left out of them, as
-      in Hugging Face's (use suppress_tokens or ignore_eos).
-    - Before min_tokens, neither the end-of-text token (even with ignore_eos) nor stop_token_ids may come, and no stop
-      text or loop ends the sample.
+    - A stop text that begins in the prompt does not count.
+    - bad_words count with and without a space before them, but not the end-of-text token alone, as in Hugging Face's.
+    - Before min_tokens, the end-of-text token (even with ignore_eos) and stop_token_ids may not come, and no stop text
+      or loop ends the sample.
     - best_of ranks by the mean log probability of the tokens, as logprobs_mode has it; the best comes first.
     - A beam search returns its n best sequences by log probability over length**length_penalty. early_stopping: True
       ends it with num_beams ended sequences; False, when the best beam would not be among them if it ended now;
@@ -144,9 +143,9 @@ class SamplingParams:
       top_p_reset_ids: Lee et al., "Factuality Enhanced Language Models" (2022). typical_p: Meister et al. (2022).
       eta_cutoff: Hewitt et al. (2022).
     - If max_time ends a request while its prompt is read, prompt_logprobs has the first tokens alone.
-    - A guided text: EOS and stop_token_ids may come exactly where the text may end; where it can only end, the sample
-      ends, whatever min_tokens and ignore_eos say. max_tokens, max_time and stop may end it before.
-      guided_regex has Rust's syntax without look-around; guided_grammar Lark's or llama.cpp's (GBNF).
+    - A guided text may end (with EOS or stop_token_ids) exactly if its grammar allows it, and ends if nothing else may
+      come, whatever min_tokens and ignore_eos say; or by max_tokens, max_time and stop. guided_regex has Rust's syntax
+      without look-around; guided_grammar Lark's or llama.cpp's (GBNF).
     """
 
     max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")

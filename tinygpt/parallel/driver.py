@@ -168,14 +168,12 @@ def load_together(world: World, opening: LoadCommand, source: ModelSource | None
 
 
 def _first_failure(found: list[tuple]) -> TinyGPTError | None:
-    first_error, first_about, first_weights, _ = found[0]
-    if first_error is not None:
-        return first_error
+    _, first_about, first_weights, _ = found[0]
     for rank, (error, about, weights, host) in enumerate(found):
         place = f"rank {rank} of {len(found)}, on {host}"
         if error is not None:
             kinds = CheckpointError, RequestError, TinyGPTError
-            return next(kind for kind in kinds if isinstance(error, kind))(f"{place}: {error}")
+            return error if rank == 0 else next(kind for kind in kinds if isinstance(error, kind))(f"{place}: {error}")
         if (about, weights) != (first_about, first_weights):
             what = "another model" if about != first_about else "other weights"
             return CheckpointError(f"{place}, has {what} than rank 0: give all hosts the same files.")

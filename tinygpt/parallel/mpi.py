@@ -109,7 +109,6 @@ class World:
         return self._all.gather(value, 0)
 
     def scatter_objects(self, values: list[Any] | None = None) -> Any:
-        """Return to each rank its value."""
         return self._all.scatter(values, 0)
 
     def send(self, values: np.ndarray, rank: int) -> None:

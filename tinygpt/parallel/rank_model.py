@@ -96,17 +96,15 @@ class RankModel:
 
     def write_positions(self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None) -> None:
         """Write keys and values (L, H, n, D) of rank 0 into a slot, each rank its share."""
-        shares = None if whole is None else [self._share(whole, part) for part in self._parts]
+        shares = None
+        if whole is not None:
+            cuts = [(slice(p.layers.start, p.layers.stop), slice(p.heads.start, p.heads.stop)) for p in self._parts]
+            shares = [[np.ascontiguousarray(array[cut]) for array in whole] for cut in cuts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
         if self._file is not None:
             self._file.check_whole()
-
-    @staticmethod
-    def _share(whole: tuple[np.ndarray, np.ndarray], part: Part) -> list[np.ndarray]:
-        layers, heads = (slice(r.start, r.stop) for r in (part.layers, part.heads))
-        return [np.ascontiguousarray(array[layers, heads]) for array in whole]
 
     def _with_input(self, batch: Batch) -> Batch:
         count = batch.token_ids.size

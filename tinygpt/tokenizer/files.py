@@ -38,7 +38,8 @@ def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
     lines = text.removesuffix("\n").split("\n")
     if lines[0].startswith("#version") or lines == [""]:
         del lines[0]
-    if lines and not text.endswith("\n") and not _is_whole(lines[-1], vocab):
+    left, _, right = lines[-1].partition(" ") if lines else ("", "", "")
+    if lines and not text.endswith("\n") and not vocab.keys() >= {left, right, left + right}:
         raise CheckpointError(
             f"{path} was cut short: it ends in {lines[-1][:MAX_CHARACTERS]!r}, which is no whole merge; "
             f"{how_to_replace(path)}, or give token ids."
@@ -71,11 +72,6 @@ def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[st
             f"{len(lacking) - 1} more tokens of the vocabulary; {how_to_replace(path)}, or give token ids. If it is "
             "whole, save the tokenizer with transformers' save_pretrained, which writes a tokenizer.json."
         )
-
-
-def _is_whole(line: str, vocab: Mapping[str, int]) -> bool:
-    parts = line.split(" ")
-    return len(parts) == 2 and vocab.keys() >= {*parts, line.replace(" ", "")}
 
 
 def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
