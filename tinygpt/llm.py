@@ -333,7 +333,7 @@ def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
     from tinygpt.parallel.launch import Layout
     from tinygpt.parallel.mpi import world_of
 
-    layout = Layout.of(tensor_parallel_size, pipeline_parallel_size)
+    layout = Layout(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
     from tinygpt.parallel.runner import join  # with it come the CPU's kernels
 

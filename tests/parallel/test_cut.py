@@ -158,7 +158,7 @@ def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
 @pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])
 def test_impossible_sizes_are_refused(sizes):
     with pytest.raises(RequestError, match="must be a whole number from 1 to"):
-        Layout.of(*sizes)
+        Layout(*sizes)
 
 
 # A step in runs: as many as are worth it.

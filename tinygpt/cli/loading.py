@@ -99,7 +99,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Become mpiexec if it has not started this process. Return in rank 0; other ranks follow it, and exit."""
     if not has_ranks(args):
         return
-    layout = Layout.of(args.tensor_parallel_size, args.pipeline_parallel_size)
+    layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
     from tinygpt.parallel.driver import driver_of

@@ -39,6 +39,8 @@ def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> 
 
 def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
     """Raise RequestError if a model cannot be split."""
+    if layout.size == 1:
+        return
     if device != "cpu":
         sizes = f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}"
         raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU alone.")

@@ -5,7 +5,6 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tinygpt.field_rules import integer, read_field
 
@@ -56,12 +55,9 @@ class Layout:
     tensor_size: int = 1
     pipeline_size: int = 1
 
-    @classmethod
-    def of(cls, tensor_parallel_size: Any, pipeline_parallel_size: Any) -> "Layout":
-        return cls(
-            read_field("tensor_parallel_size", tensor_parallel_size, integer(1, MAX_TENSOR_SIZE)),
-            read_field("pipeline_parallel_size", pipeline_parallel_size, integer(1, MAX_PIPELINE_SIZE)),
-        )
+    def __post_init__(self):
+        read_field("tensor_parallel_size", self.tensor_size, integer(1, MAX_TENSOR_SIZE))
+        read_field("pipeline_parallel_size", self.pipeline_size, integer(1, MAX_PIPELINE_SIZE))
 
     @property
     def size(self) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.params import load_part
 from tinygpt.kernels.cpu.workspace import new_workspace, share_embedding
 from tinygpt.parallel.cut import micro_batches, part_of_rank

@@ -140,7 +140,6 @@ def open_sources(
     Raise CheckpointError or RequestError before any work.
     """
     sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
-    if ranks != (1, 1):
-        for source in sources:
-            check_cut(Layout.of(*ranks), source.config, source.dtype, device)
+    for source in sources:
+        check_cut(Layout(*ranks), source.config, source.dtype, device)
     return sources

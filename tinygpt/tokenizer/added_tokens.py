@@ -2,33 +2,22 @@
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any
 
 from tinygpt.errors import CheckpointError
 
-
-@dataclass(frozen=True)
-class AddedToken:
-    """An entry of tokenizer.json's `added_tokens`."""
-
-    id: int
-    content: str
-    special: bool = False
-    normalized: bool = True
-    single_word: bool = False
-    lstrip: bool = False
-    rstrip: bool = False
+FLAGS = {"special": False, "normalized": True, "single_word": False, "lstrip": False, "rstrip": False}
+Token = dict[str, Any]  # an entry of tokenizer.json's `added_tokens`: id, content and FLAGS
 
 
 class AddedTokenSplitter:
     """Splits at added tokens as Hugging Face's `tokenizers`: normalized=False first, longest first."""
 
-    def __init__(self, tokens: Iterable[AddedToken]):
-        self._by_content = {token.content: token for token in tokens}
+    def __init__(self, tokens: Iterable[Token]):
+        self._by_content = {token["content"]: token for token in tokens}
         contents = sorted(self._by_content, key=len, reverse=True)  # re takes the first alternative that matches
-        passes = [[c for c in contents if self._by_content[c].normalized is flag] for flag in (False, True)]
+        passes = [[c for c in contents if self._by_content[c]["normalized"] is flag] for flag in (False, True)]
         self._patterns = [re.compile("|".join(map(re.escape, group))) for group in passes if group]
 
     def split(self, text: str, split_special_tokens: bool) -> list[str | int]:
@@ -46,27 +35,26 @@ class AddedTokenSplitter:
         start = 0
         for match in pattern.finditer(text):
             token = self._by_content[match.group()]
-            if split_special_tokens and token.special:
+            if split_special_tokens and token["special"]:
                 continue
             if start < match.start():
                 yield text[start : match.start()]
-            yield token.id
+            yield token["id"]
             start = match.end()
         if start < len(text):
             yield text[start:]
 
 
 MAX_CHARACTERS = 1000  # the search takes time in the square of a token's length
-_NAMES = [field.name for field in fields(AddedToken)]
 
 
-def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dict[str, Any]]:
+def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[Token]:
     """Return each added token once, as tokenizer.json lists them.
 
     options: tokenizer_config.json with special_tokens_map.json, and added_tokens.json as `added_tokens`. Raise
         CheckpointError if an id differs from Hugging Face's.
     """
-    tokens: dict[str, AddedToken] = {}
+    tokens: dict[str, Token] = {}
     vocab = spec["model"].get("vocab")
     ids = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab or ())}
     next_id = len(ids)
@@ -76,7 +64,7 @@ def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[dic
             token_id = ids.get(content, next_id)
             next_id = max(next_id, token_id + 1)
             tokens[content] = added_token(entry, token_id)
-    return [asdict(token) for token in tokens.values()]
+    return [*tokens.values()]
 
 
 def content_of(token: Any) -> str:
@@ -117,7 +105,7 @@ def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
         yield from more.values() if isinstance(more, dict) else more
 
 
-def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
+def added_token(entry: dict[str, Any], token_id: int) -> Token:
     """Return the added token of an entry. Raise CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
@@ -129,7 +117,8 @@ def added_token(entry: dict[str, Any], token_id: int) -> AddedToken:
             f"the added token {entry['content'][:40]!r}... has {len(entry['content'])} characters; at most "
             f"{MAX_CHARACTERS} are taken."
         )
-    flags = {name: entry[name] for name in _NAMES if name in entry}
-    if not all(isinstance(flags[name], bool) for name in flags.keys() - {"id", "content"}):
+    usual = {**FLAGS, "normalized": not entry.get("special", False)}
+    flags = {name: entry.get(name, value) for name, value in usual.items()}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
         raise CheckpointError(f"the added token {entry!r} has flags that are not true or false.")
-    return AddedToken(**{"normalized": not entry.get("special", False), **flags, "id": token_id})
+    return {"id": token_id, "content": entry["content"], **flags}

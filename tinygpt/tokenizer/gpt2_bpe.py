@@ -15,7 +15,7 @@ import numpy as np
 import tiktoken
 
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.tokenizer.added_tokens import AddedToken, AddedTokenSplitter
+from tinygpt.tokenizer.added_tokens import AddedTokenSplitter
 from tinygpt.tokenizer.stream import ByteDetokenizer
 
 NUM_BYTES = 256
@@ -151,14 +151,14 @@ class ByteLevelBPE(ByteTokens):
 
     def __init__(self, spec: dict[str, Any], vocabulary: Vocabulary | None = None):
         _check_pipeline(spec)
-        added = [AddedToken(**entry) for entry in spec["added_tokens"]]
+        added = spec["added_tokens"]
         self._bytes, self._id_of_rank = vocabulary or read_vocabulary(spec["model"])
         self._encoding = _encoding(self._bytes, self._id_of_rank)
-        self._bytes |= {token.id: token_to_bytes(token.content) for token in added}
+        self._bytes |= {token["id"]: token_to_bytes(token["content"]) for token in added}
         self.vocab_size = 1 + max(self._bytes)
         self.num_tokens = len(self._bytes)
-        self.eos_token_id = next((token.id for token in added if token.content == spec["eos_token"]), None)
-        self.special_ids = frozenset(token.id for token in added if token.special)
+        self.eos_token_id = next((token["id"] for token in added if token["content"] == spec["eos_token"]), None)
+        self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self._splitter = AddedTokenSplitter(added)
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
         self._before, self._after = _template_ids(spec.get("post_processor"))
