@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.engines import log_softmax
 from support.examples import examples
 from support.golden_models import write_model
 from support.oracles import live_model
@@ -17,7 +18,7 @@ from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import NOT_FINITE, Sampler
 from tinygpt.engine.sequence import Sequence
-from tinygpt.kernels import cpu, host, reference
+from tinygpt.kernels import cpu, reference
 
 V = 40
 EOS = (7, 11)
@@ -31,7 +32,6 @@ class BareRunner:
         self.config = SimpleNamespace(vocab_size=vocab_size)
         self.sample, self.process_logits = backend.sample, backend.process_logits
         self.filter_logits, self.top_logprobs = backend.filter_logits, backend.top_logprobs
-        self.log_softmax = host.log_softmax
 
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
@@ -57,12 +57,6 @@ def sample_one(backend, sequence, logits):
 def fresh(sequence):
     """As the sequence was before anything was chosen for it."""
     return dataclasses.replace(sequence, sampling_state=None)
-
-
-def log_softmax(scores):
-    scores = scores.astype(np.float64)
-    scores = scores - scores.max(-1, keepdims=True)
-    return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
 
 def halve(prompt_token_ids, new_token_ids, scores):

@@ -15,6 +15,7 @@ import numpy as np
 from tinygpt.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
 from tinygpt.engine.scheduler import CopyPositions
 from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix, is_looping
+from tinygpt.kernels import host
 from tinygpt.sampling_params import SamplingParams, num_best
 from tinygpt.tokenizer.stream import TextStream
 
@@ -295,7 +296,7 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Pre
 
     As in transformers, the processors change log probabilities; without beams they change logits.
     """
-    log_probs = sampler.runner.log_softmax(logits)  # (R, V)
+    log_probs = host.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
     errors = sampler.process(scores, sequences)
     return [
@@ -310,7 +311,7 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
     candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)
-    reported = log_probs if params.logprobs_mode == "raw" else sampler.runner.log_softmax(scores[None])[0]  # (V,)
+    reported = log_probs if params.logprobs_mode == "raw" else host.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
     best_logprobs = dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True))
     of_candidates = dict(zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True))

@@ -81,17 +81,9 @@ class ModelRunner:
     def filter_logits(self, logits: Any, warpers: Any) -> np.ndarray:
         return self._backend.filter_logits(logits, warpers)  # (R, V), -inf for a removed token
 
-    def log_softmax(self, logits: np.ndarray) -> np.ndarray:
-        return host.log_softmax(logits)  # (R, V) float32
-
     def top_logprobs(self, logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return ids and log probabilities of the n most probable tokens of a row (V,), or ALL, and token_id's."""
         return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
-
-    def attention_maps(self, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Return (L, H, T, T) float32 for `trace`'s queries."""
-        scales = [self.config.attention_scale(layer) for layer in range(self.config.n_layer)]
-        return host.attention_maps(queries, keys, scales, self.config.alibi_slopes)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
@@ -128,7 +120,9 @@ class Probe:
     def attentions(self, token_ids: list[int]) -> np.ndarray:
         queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
         keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-        return self._runner.attention_maps(queries, keys)
+        config = self._runner.config
+        scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
+        return host.attention_maps(queries, keys, scales, config.alibi_slopes)  # (L, H, T, T)
 
     def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
         return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
