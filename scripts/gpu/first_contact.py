@@ -1,10 +1,9 @@
-"""Check on a GPU what the CUDA kernels rely on, and time it: the first command to run, in minutes.
+"""Check on a GPU what the CUDA kernels rely on, and time a token: the first command to run, in minutes.
 
     python scripts/gpu/first_contact.py                        # everything, a JSON line for each item
     python scripts/gpu/first_contact.py --items versions mma   # some of it
 
-Each item is checked before it is timed, in a process of its own with a time limit: after an error on the GPU a process
-cannot continue. Times are medians of the host's clock around work that the GPU has finished.
+Each item has a process with a time limit: after an error on the GPU a process cannot continue.
 """
 
 import argparse
@@ -32,13 +31,12 @@ from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
 from tinygpt.kernels.cuda.params import Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
-from tinygpt.kernels.cuda.runtime.peak import PEAK_THREADS, READ_BLOCKS, read_kernel
+from tinygpt.kernels.cuda.runtime.peak import LOADS, PEAK_THREADS, READ_BLOCKS, read_kernel
 from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
 from tinygpt.kernels.host import from_bfloat16, to_bfloat16
 
 SECONDS = 60  # of an item, with its compilation
 SECONDS_OF_LARGE = {"decode 355M": 120, "decode 774M": 180, "decode 1.5B": 300}  # random weights are drawn twice
-REPEATS = 30
 # Relative error of logits. In bfloat16, 48 layers are off by 3e-3 in the simulator; a wrong kernel is off by about 1.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 
@@ -61,58 +59,50 @@ def versions() -> dict[str, Any]:
     }
 
 
-def mma(device: Any) -> dict[str, Any]:
+def mma(device: Any) -> None:
     """Multiply by mma.sync, with operands loaded by cp.async."""
     generator = np.random.default_rng(0)
     a, b = (generator.integers(-8, 9, (rows, 32)).astype(np.float32) for rows in (16, 8))
     out = device.array(np.full(128, np.nan, np.float32))
     device.launch(probes.multiply, 1, 32, out, *(device.array(to_bfloat16(values).ravel()) for values in (a, b)))
     np.testing.assert_equal(device.read(out).reshape(16, 8), a @ b.T)
-    return {}
 
 
-def grant(device: Any, kib: int = 100) -> dict[str, Any]:
+def grant(device: Any, kib: int = 100) -> None:
     """Use more shared memory than the default of a launch."""
     values = np.arange(kib << 8, dtype=np.float32)
     out = device.array(values * np.float32(np.nan))
     device.launch(probes.reverse, 1, 256, out, device.array(values), values.size, shared_bytes=values.nbytes)
     np.testing.assert_equal(device.read(out), values[::-1])
-    return {"KiB": kib}
 
 
-def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> dict[str, Any]:
-    """Replay a graph of dependent kernels that do next to nothing: the cost of a launch, also of an early one."""
-    found: dict[str, Any] = {"nodes": nodes, "blocks": blocks}
-    for kind, kernel in {"us a node": probes.count_up, "us a node that begins early": probes.count_up_early}.items():
+def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> None:
+    """Replay a graph of dependent kernels, which may also begin early."""
+    for kernel in (probes.count_up, probes.count_up_early):
         counts = device.zeros((blocks,), np.int32)
         device.launch(kernel, blocks, threads, counts)  # compiled before the capture
         launch = partial(device.launch, kernel, blocks, threads, counts)
         replay = device.capture(lambda launch=launch: [launch() for _ in range(nodes)])
-        np.testing.assert_equal(device.read(counts), np.ones(blocks, np.int32))  # a capture runs nothing
-        seconds, runs = median_seconds(device, replay)
-        np.testing.assert_equal(device.read(counts), np.full(blocks, 1 + runs * nodes, np.int32))
-        found[kind] = round(1e6 * seconds / nodes, 3)
-    return found
+        for replays in range(3):  # a capture runs nothing
+            np.testing.assert_equal(device.read(counts), np.full(blocks, 1 + replays * nodes, np.int32))
+            replay()
 
 
-def read(device: Any, kib: int = 512 << 10, loads: tuple[int, ...] = (1, 2, 4, 8)) -> dict[str, Any]:
-    """Read memory 16 bytes at a time: GB/s by loads in flight."""
+def read(device: Any, kib: int = 512 << 10, loads: int = LOADS) -> None:
+    """Read memory 16 bytes at a time, with `loads` in flight."""
     words = np.random.default_rng(0).integers(0, 1 << 32, kib << 8, np.uint32)
-    on_device, found, blocks = device.array(words), {}, READ_BLOCKS * device.multiprocessors
-    for per_thread in loads:
-        rounds = words.size // (blocks * PEAK_THREADS * per_thread * 4)
-        count, out = rounds * blocks * PEAK_THREADS * per_thread * 4, device.zeros((blocks * PEAK_THREADS,), np.uint32)
-        arguments = read_kernel(per_thread), blocks, PEAK_THREADS, out, on_device, rounds
-        seconds, _ = median_seconds(device, partial(device.launch, *arguments), repeats=10)
-        np.testing.assert_equal(np.bitwise_xor.reduce(device.read(out)), np.bitwise_xor.reduce(words[:count]))
-        found[per_thread] = round(4 * count / seconds / 1e9)
-    return {"MiB": kib >> 10, "GB/s by loads a thread": found}
+    blocks = READ_BLOCKS * device.multiprocessors
+    threads = blocks * PEAK_THREADS
+    rounds, out = words.size // (threads * loads * 4), device.zeros((threads,), np.uint32)
+    device.launch(read_kernel(loads), blocks, PEAK_THREADS, out, device.array(words), rounds)
+    expected = np.bitwise_xor.reduce(words[: rounds * threads * loads * 4])
+    np.testing.assert_equal(np.bitwise_xor.reduce(device.read(out)), expected)
 
 
-def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> dict[str, Any]:
-    """Run one token's linear layer in bfloat16, larger than the L2 cache: GB/s by its width."""
-    generator, found = np.random.default_rng(0), {}
-    function, sizes = linear_kernel("bfloat16", 1, LOGITS), device.array(np.ones(NUM_SIZES, np.int32))
+def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> None:
+    """Run one token's linear layer in bfloat16, larger than the L2 cache."""
+    generator, function = np.random.default_rng(0), linear_kernel("bfloat16", 1, LOGITS)
+    sizes = device.array(np.ones(NUM_SIZES, np.int32))
     for width in widths:
         features = weights // width
         matrix = generator.standard_normal((features, width), np.float32) / np.float32(np.sqrt(width))
@@ -121,11 +111,8 @@ def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768
         packed = Weights(*arrays, panel_count(features), step_count(width), features)
         out = device.array(np.full(features, np.nan, np.float32))
         arguments = out, device.array(x), packed, 0, features, sizes, NUM_LOGITS
-        launch = partial(device.launch, function, packed.num_panels, LINEAR_THREADS, *arguments)
-        seconds, _ = median_seconds(device, launch, repeats=10)
+        device.launch(function, packed.num_panels, LINEAR_THREADS, *arguments)
         need_near(device.read(out), from_bfloat16(to_bfloat16(matrix)) @ from_bfloat16(x), 1e-5)
-        found[width] = round(panels.nbytes / seconds / 1e9)
-    return {"GB/s by width": found}
 
 
 def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: int = 5) -> dict[str, Any]:
@@ -146,27 +133,13 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
     return {"relative error of logits": error, "context": prompt, "ms a token": ms}
 
 
-def items() -> dict[str, Callable[[], dict[str, Any]]]:
+def items() -> dict[str, Callable[[], dict[str, Any] | None]]:
     """Return the items, each of which relies on the ones before it."""
-    checks = {
-        function.__name__: lambda f=function: f(devices.the_device()) for function in (mma, grant, graph, read, gemv)
-    }
+    checks = {check.__name__: lambda f=check: f(devices.the_device()) for check in (mma, grant, graph, read, gemv)}
     small = {f"tiny {dtype}": partial(decode, "random:tiny", dtype) for dtype in LIMITS}
     shapes = ("124M", "355M", "774M", "1.5B")
     large = {f"decode {shape}": partial(decode, f"random:{shape}", "bfloat16") for shape in shapes}
     return {"versions": versions, **checks, **small, **large}
-
-
-def median_seconds(device: Any, run: Callable[[], Any], repeats: int = REPEATS) -> tuple[float, int]:
-    """Return the median of `repeats` runs after two warm-ups, and the number of all runs."""
-    found = []
-    for _ in range(2 + repeats):
-        device.synchronize()
-        begin = time.perf_counter()
-        run()
-        device.synchronize()
-        found.append(time.perf_counter() - begin)
-    return statistics.median(found[2:]), len(found)
 
 
 def need_near(found: np.ndarray, expected: np.ndarray, limit: float) -> float:
@@ -183,7 +156,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.alone:
         try:
-            answer = items()[arguments.alone]()
+            answer = items()[arguments.alone]() or {}
         except Exception as error:  # the next item has another process
             traceback.print_exception(error)
             answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:400]}

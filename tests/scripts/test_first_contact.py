@@ -19,7 +19,7 @@ SMALL = {
     "mma": first_contact.mma,
     "grant": lambda device: first_contact.grant(device, kib=1),
     "graph": lambda device: first_contact.graph(device, nodes=3, blocks=2, threads=32),
-    "read": lambda device: first_contact.read(device, kib=64, loads=(2,)),
+    "read": lambda device: first_contact.read(device, kib=64, loads=2),
     "gemv": lambda device: first_contact.gemv(device, weights=9 * 128, widths=(64, 128)),
 }
 
@@ -31,18 +31,11 @@ def device(monkeypatch) -> SimulatedDevice:
     return device
 
 
-@pytest.fixture
-def _run_once(monkeypatch) -> None:
-    monkeypatch.setattr(first_contact, "median_seconds", lambda device, run, **_: (run(), (1.0, 1))[1])
-
-
 @pytest.mark.parametrize("item", SMALL)
-@pytest.mark.usefixtures("_run_once")
 def test_a_simulated_gpu_passes(device, item):
-    json.dumps(SMALL[item](device))
+    SMALL[item](device)
 
 
-@pytest.mark.usefixtures("_run_once")
 def test_a_product_that_is_wrong_is_no_result(device, monkeypatch):
     read = device.read
     monkeypatch.setattr(device, "read", lambda array: np.float32(1.001) * read(array))
