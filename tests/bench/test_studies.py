@@ -128,24 +128,6 @@ def test_the_perplexity_is_that_of_each_dtype(found):
         assert found_perplexity == pytest.approx(expected)
 
 
-def test_an_interruption_leaves_what_was_measured(monkeypatch):
-    measured = []
-
-    def measure_once(*arguments):
-        if measured:
-            raise KeyboardInterrupt
-        return measured.append(arguments) or original(*arguments)
-
-    original = study_runs.measure
-    monkeypatch.setattr(study_runs, "measure", measure_once)
-    study, records = STUDIES["batching-notebook"], []
-    options = Options("random:tiny", threads=1, small=True, repetitions=1)
-    with pytest.raises(KeyboardInterrupt):
-        run_study(study, options, records)
-    (row,) = rows_of(study_text(study, options, records, []))
-    assert (row["bs"], row["published: duration (ms)"]) == ("1", "59.8")
-
-
 def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
     monkeypatch.setattr(study_runs, "_run_local", lambda *arguments: arguments[-1].extend(arguments[3]))

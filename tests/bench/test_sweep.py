@@ -20,7 +20,6 @@ from support.golden_models import write_model
 from tinygpt.bench import sweep, work
 from tinygpt.bench.measure import Case
 from tinygpt.bench.work import MachineLimits
-from tinygpt.engine import model_source
 from tinygpt.errors import RequestError
 
 
@@ -29,13 +28,6 @@ def test_a_plan_is_every_combination():
     assert (found.caches, found.threads) == ({"float32": "float32", "int8": "bfloat16"}, (1, 2))
     assert (len(found), found.max_batch_size, found.step_tokens) == (2 * 2 * 4, 40, 512)
     assert planned(dtypes=["float32", "int8"], kv_cache_dtype="int8").caches == {"float32": "int8", "int8": "int8"}
-
-
-def test_a_plan_opens_its_checkpoint_once(monkeypatch):
-    opened, open_checkpoint = [], model_source.open_checkpoint
-    monkeypatch.setattr(model_source, "open_checkpoint", lambda model: opened.append(model) or open_checkpoint(model))
-    assert [*planned("demo", dtypes=["float32", "int8", "auto"]).caches] == ["float32", "int8"]
-    assert opened == ["demo"]
 
 
 def test_a_later_dtype_is_refused_before_the_first_is_measured(tmp_path):

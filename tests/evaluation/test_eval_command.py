@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from support.oracles import read_model
-from support.paths import DATA, DEMO, EOS
-from support.recorded import needs_transformers, recorded
+from support.paths import DEMO, EOS
+from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.tasks import NUM_TOGETHER, lambada, perplexity
 
-STORIES = DATA / "stories" / "val.txt"
 WORDS = "the of and a to in he was it that with had as her not old king".split()  # noqa: SIM905
 SIZE = 512  # the demo's positions
 
@@ -111,15 +110,6 @@ def test_documents_are_set_apart_by_the_special_token(is_split):
             found = perplexity(llm, documents(), stride)
             assert found.num_tokens == len(token_ids)
             assert found.token_perplexity == pytest.approx(strided(token_ids, stride or SIZE)[0], rel=2e-5)
-
-
-@needs_transformers
-@pytest.mark.skipif(not STORIES.is_file(), reason=f"held-out stories are not in {STORIES}")
-def test_perplexity_of_stories(llm):
-    text = STORIES.read_text(encoding="utf-8")[:9000]
-    token_ids = their_ids_of(text)
-    assert (token_ids == EOS).sum() == text.count("<|endoftext|>") > 3
-    assert perplexity(llm, text).token_perplexity == pytest.approx(strided(token_ids, SIZE)[0], rel=2e-5)
 
 
 def test_lambada_reads_special_tokens_as_tokens(llm):

@@ -105,28 +105,18 @@ def check_files(folder: Path, **fields) -> None:
         assert_same_logits(llm, made.model, made.random_ids(9))
 
 
-def test_config_json_with_the_fewest_fields(tmp_path):
-    """Old checkpoints lack the newer fields: transformers' defaults stand."""
+FEWEST = {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 30}
+GENERAL = dict(hidden_size=24, num_attention_heads=3, num_hidden_layers=2, max_position_embeddings=30)
+
+
+@pytest.mark.parametrize("fields", [FEWEST, GENERAL], ids=["fewest", "general names"])
+def test_config_json_of_old_checkpoints_and_with_general_names(fields, tmp_path):
+    """transformers' defaults stand for missing fields, and it accepts hidden_size and its kind."""
     made = make_case(recipe("old", (24, 3, 2, 59, 30)), tmp_path)
-    few = {key: made.recipe.fields[key] for key in ("n_embd", "n_head", "n_layer", "vocab_size", "n_positions")}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **few}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 59, **fields}))
     model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with LLM(str(tmp_path)) as llm:
         assert_same_logits(llm, model, made.random_ids(30))
-
-
-def test_config_json_with_the_general_names(tmp_path):
-    """transformers also accepts hidden_size and its kind."""
-    made = make_case(recipe("general", (24, 3, 2, 59, 30)), tmp_path)
-    general = {
-        "hidden_size": 24,
-        "num_attention_heads": 3,
-        "num_hidden_layers": 2,
-        "max_position_embeddings": 30,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "vocab_size": 59, **general}))
-    with LLM(str(tmp_path)) as llm:
-        assert_same_logits(llm, made.model, made.random_ids(30))
 
 
 @pytest.fixture(scope="module")

@@ -70,11 +70,6 @@ def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers
     return table(columns, (cells_of(record, columns.values()) for record in records), numbers)
 
 
-def cells_of(record: Record, forms: Iterable[str], absent: str = "") -> list[str]:
-    """Return the record's fields in these formats; `absent` stands for null."""
-    return [_cell(form, record) or absent for form in forms]
-
-
 def table(header: Iterable[str], rows: Iterable[Iterable[str]], numbers: Collection[str] = ()) -> str:
     """Return a markdown table; columns with titles in `numbers` are aligned to the right."""
     rule = ["---:" if title in numbers else "---" for title in header]
@@ -181,11 +176,15 @@ class _Cells(string.Formatter):
         return significant(value) if format_spec == "4" else super().format_field(value, format_spec)
 
 
-def _cell(form: str, record: Record) -> str:
-    try:
-        return _Cells().vformat(form, (), record)
-    except TypeError:  # the value is None
-        return ""
+def cells_of(record: Record, forms: Iterable[str], absent: str = "") -> list[str]:
+    """Return the record's fields in these formats; `absent` stands for null."""
+    cells = []
+    for form in forms:
+        try:
+            cells.append(_Cells().vformat(form, (), record))
+        except TypeError:  # the value is None
+            cells.append(absent)
+    return cells
 
 
 def _notes(records: Sequence[Record]) -> str:

@@ -1,7 +1,6 @@
 """tinygpt in Triton's Python backend: each request is a stream, and all requests share the engine's steps."""
 
 import json
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import TinyGPTError
-from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.outputs import StreamChunk
 
 
 class TritonPythonModel:
@@ -24,51 +23,39 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Return at once: the engine's thread sends the responses."""
         for request in requests:
-            _Stream(request.get_response_sender()).start(self._llm, request)
+            self._start(request, request.get_response_sender())
 
     def finalize(self) -> None:
         self._llm.close()
 
+    def _start(self, request: Any, sender: Any) -> None:
+        """Stream a response for each token, and an empty final one."""
+        future = None
 
-class _Stream:
-    """The replies to one request: a response for each token, and an empty final one."""
+        def send(chunk: StreamChunk) -> None:
+            if sender.is_cancelled():
+                if future is not None:  # None only for a moment after the first token
+                    future.cancel()
+                return
+            tensors = [
+                pb_utils.Tensor("text_output", np.array([chunk.text.encode()], np.object_)),
+                pb_utils.Tensor("index", np.array([chunk.index], np.int32)),
+                pb_utils.Tensor("finish_reason", np.array([(chunk.finish_reason or "").encode()], np.object_)),
+            ]
+            sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
 
-    def __init__(self, sender: Any):
-        self._sender = sender
-        self._future: Future[RequestOutput] | None = None
+        def end(error: BaseException | None) -> None:
+            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+            sender.send(*[response] * (error is not None), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
-    def start(self, llm: LLM, request: Any) -> None:
         try:
             text = _text_of(request, "text_input") or ""
             params = SamplingParams(**json.loads(_text_of(request, "sampling_parameters") or "{}"))
-            self._future = llm.submit(text, params, self._send)
+            future = self._llm.submit(text, params, send)
         except (TinyGPTError, ValueError, TypeError) as error:
-            self._fail(error)
+            end(error)
         else:
-            self._future.add_done_callback(self._end)
-
-    def _send(self, chunk: StreamChunk) -> None:
-        if self._sender.is_cancelled():
-            if self._future is not None:  # None only for a moment after the first token
-                self._future.cancel()
-            return
-        tensors = [
-            pb_utils.Tensor("text_output", np.array([chunk.text.encode()], np.object_)),
-            pb_utils.Tensor("index", np.array([chunk.index], np.int32)),
-            pb_utils.Tensor("finish_reason", np.array([(chunk.finish_reason or "").encode()], np.object_)),
-        ]
-        self._sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
-
-    def _end(self, future: "Future[RequestOutput]") -> None:
-        error = None if future.cancelled() else future.exception()
-        if error is not None:
-            self._fail(error)
-        else:
-            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-    def _fail(self, error: BaseException) -> None:
-        response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            future.add_done_callback(lambda done: end(None if done.cancelled() else done.exception()))
 
 
 def _text_of(request: Any, name: str) -> str | None:
