@@ -23,10 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
 from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
 from tinygpt.bench import work

@@ -15,7 +15,6 @@ import asyncio
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -23,9 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
-
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text

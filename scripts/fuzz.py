@@ -158,8 +158,7 @@ def is_as_read_elsewhere(folder: Path, loaded: dict[str, np.ndarray], undamaged:
 
 
 def is_undamaged(folder: Path, loaded: Any, undamaged: Any) -> bool:
-    """A file with a checksum is loaded only if its content is intact."""
-    return np.array_equal(loaded, undamaged, equal_nan=True)
+    return np.array_equal(loaded, undamaged, equal_nan=True)  # the file has a checksum
 
 
 def is_small(folder: Path, loaded: dict[str, np.ndarray], undamaged: Any) -> bool:

@@ -8,15 +8,11 @@ import argparse
 import io
 import re
 import shutil
-import sys
 from pathlib import Path
 from urllib.parse import urlencode
 
 from PIL import Image
 from playwright.sync_api import Page, expect, sync_playwright
-
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt.bench.study_runs import served
 

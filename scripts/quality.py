@@ -12,7 +12,6 @@ function stays nearly the same. Matrices are (in, out), as in Conv1D. Sources of
 
 import argparse
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -22,9 +21,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 from tqdm import tqdm
-
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt import LLM
 from tinygpt.bench.report import table

@@ -22,9 +22,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
 from tinygpt.bench.study_runs import started
 
 ROOT = Path(__file__).resolve().parents[1]

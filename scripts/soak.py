@@ -25,9 +25,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
 from tinygpt import LLM, RemoteLLM
 from tinygpt.bench.study_runs import served
 from tinygpt.errors import QueueFullError, RequestError

@@ -13,7 +13,6 @@ import argparse
 import json
 import lzma
 import math
-import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,9 +24,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-# tinygpt is next to scripts/, installed or not.
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
 from tinygpt.tokenizer.tokenizer import Tokenizer
 

@@ -1,6 +1,4 @@
-"""The peers, their virtual environments, their forms of a checkpoint, and the processes that run them.
-
-A process of one engine, in the engine's environment, is this module as a program:
+"""The peers, their virtual environments, their forms of a checkpoint, and their processes: this module as a program.
 
     python -m peers.setup make CLASS SOURCE FOLDER DTYPE     write the peer's form of a checkpoint
     python -m peers.setup serve CLASS FOLDER DTYPE THREADS [KV_CACHE_DTYPE]

@@ -173,10 +173,7 @@ def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:
 
 
 def prompts_to_continue(vocab_size: int, case: Case) -> list[list[int]]:
-    """Return prompts that differ in their last token alone; shared tokens are computed once and copied.
-
-    The first lacks its last token: it is read first, and decodes while the others read theirs.
-    """
+    """Return prompts that differ in their last token alone, which the first lacks: it is read before the others."""
     beginning = np.random.default_rng(0).integers(vocab_size, size=case.prompt_length - 1).tolist()
     prompts = [[*beginning, i % vocab_size] for i in range(case.batch_size)]
     return [beginning, *prompts[1:]] if beginning and len(prompts) > 1 else prompts

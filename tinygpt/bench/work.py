@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from tinygpt.weights.config import ModelConfig
 
-# Bytes of a weight in the blocks and in the head. int4 has a bfloat16 scale and offset for every 32 weights, and an
-# int8 head; the scales of int8 are too few to count.
+# Bytes of a weight in the blocks and in the head. int4 has 4 bytes of scale and offset a group of 32.
 BYTES = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
 # Default dtype of the KV cache for a dtype of the weights; bytes of a number in a cache; llama.cpp's name of its type.
 CACHES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}

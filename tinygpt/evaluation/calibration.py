@@ -26,12 +26,9 @@ READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
 
 @dataclass(frozen=True)
 class Calibration:
-    """Sizes and means of input channels (K,), by layer name, such as "h.0.attn.c_attn".
+    """Sizes and means of input channels (K,), by layer name, such as "h.0.attn.c_attn"; none: left as it is."""
 
-    share: SmoothQuant's alpha. A layer without sizes or means is not smoothed or corrected.
-    """
-
-    share: float
+    share: float  # SmoothQuant's alpha
     sizes: Mapping[str, np.ndarray]
     means: Mapping[str, np.ndarray] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)

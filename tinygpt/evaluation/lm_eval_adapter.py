@@ -30,11 +30,10 @@ HARNESS_DEVICE = "cuda:0"  # the harness's default
 
 @register_model("tinygpt")
 class TinyGPTLM(TemplateLM):
-    """A model of the harness, answered by an LLM.
+    """A model of the harness, answered by an LLM. As with `hf`, long contexts lose their beginning.
 
     pretrained: LLM's `model`. max_length: its max_model_len. max_gen_toks: the default of tasks. batch_size and
-        max_batch_size are ignored. As with `hf`, special tokens in a text are read, and long contexts lose their
-        beginning.
+        max_batch_size are ignored.
     """
 
     def __init__(

@@ -42,34 +42,27 @@ class Difference:
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first greedy token, `index` after the prompt, that differs.
-
-    lead: of the expected token's logit over the second.
-    """
+    """The first greedy token, `index` after the prompt, that differs."""
 
     prompt: int
     index: int
     token_id: int
     expected: int
-    lead: float
+    lead: float  # of the expected token's logit over the second
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The comparison of all prompts.
-
-    top_1: share of positions with the same best token. top_20: mean share of the golden's TOP among ours. by_position:
-        by first position of a range.
-    """
+    """The comparison of all prompts."""
 
     num_prompts: int
     num_positions: int
     num_greedy_tokens: int
     logits: Difference
-    top_1: float
-    top_20: float
+    top_1: float  # share of positions with the same best token
+    top_20: float  # mean share of the golden's TOP among ours
     divergences: list[Divergence]
-    by_position: dict[int, Difference]
+    by_position: dict[int, Difference]  # by first position of a range
     by_layer: list[Difference] | None
 
     def failures(self, tolerance: float) -> list[str]:
@@ -89,10 +82,7 @@ class Parity:
 def compute_goldens(
     path: Path, prompts: Sequence[list[int]], num_greedy: Sequence[int], threads: int, has_states: bool
 ) -> list[Golden]:
-    """Compute with transformers in float32, num_greedy[i] tokens after prompt i.
-
-    Raise RequestError without transformers, CheckpointError for unknown names of tensors.
-    """
+    """Compute with transformers in float32, num_greedy[i] tokens after prompt i. Raise RequestError without it."""
     try:
         import torch
         from transformers import AutoModelForCausalLM, GPT2LMHeadModel

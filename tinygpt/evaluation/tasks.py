@@ -59,10 +59,9 @@ class Lambada:
 
 
 def perplexity(llm: LLM, text: str, stride: int | None = None, use_tqdm: UseTqdm = None) -> Perplexity:
-    """Compute perplexity by Hugging Face's strided method (perplexity.md).
+    """Compute perplexity by Hugging Face's strided method (perplexity.md). Raise RequestError for a wrong stride.
 
-    Windows of max_model_len tokens begin every `stride` tokens (None: a full window). Raise RequestError for a stride
-    not from 1 to max_model_len, or less than two tokens.
+    Windows of max_model_len tokens begin every `stride` tokens (None: a full window).
     """
     stride = llm.max_model_len if stride is None else stride
     check_stride(llm, stride)
@@ -101,7 +100,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
     """Compute accuracy and perplexity of the end of each text, by two protocols.
 
     last word: lm-evaluation-harness's lambada_openai, correct if all its tokens are greedy. last token: OpenAI's for
-    GPT-2. Raise RequestError without texts, or for an unreadable text.
+    GPT-2.
     """
     if not texts:
         raise RequestError("there are no rows to evaluate.")
