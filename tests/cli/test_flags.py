@@ -9,7 +9,7 @@ from support.paths import ROOT
 from tinygpt import SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
-from tinygpt.cli.flags import ALIASES, MODEL_FLAGS, params_of
+from tinygpt.cli.flags import params_of
 from tinygpt.sampling_params import RepetitionDetection
 
 # A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
@@ -19,20 +19,6 @@ BASE = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 def parse(*words: str):
     return cli.parse(["generate", *words])
-
-
-def test_defaults():
-    args = vars(parse("Once", "upon"))
-    own = {field.name: field.default for field in fields(SamplingParams) if field.name not in NOT_FLAGS}
-    assert {name: args.pop(name) for name in own} == own | BASE
-    model = {"model": "demo", "dtype": "auto", "kv_cache_dtype": "auto", "device": "cpu", "threads": None}
-    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": None, "prefix_cache_seqs": 4, "max_model_len": None}
-    others = {"lora": None, "soft_prompt": None, "draft_model": None, "num_speculative_tokens": 4}
-    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": False}
-    assert {name: args.pop(name) for name in MODEL_FLAGS} == model | sizes | others | ranks
-    sources = {"prompt": ["Once", "upon"], "prompt_text": None, "file": None, "input": None, "output": None}
-    switches = dict.fromkeys(("json", "no_stream", "interactive", "echo", "keep_order", "debug"), False)
-    assert args == sources | switches | {"command": "generate", "ray": None}
 
 
 def test_help_shows_the_default_of_every_flag(run):
@@ -119,13 +105,6 @@ def test_a_flag_is_its_field(arguments, given):
 def test_flags_of_other_programs_are_aliases(run, others, ours):
     assert parse(*others.split()) == parse(*ours.split())
     assert not re.search(r"--(n-predict|temp|topk|num-samples|json-schema|verbose)\b", run("--help-all").out)
-
-
-def test_aliases_are_no_names_of_ours():
-    names = {*(field.name for field in fields(SamplingParams)), *MODEL_FLAGS}
-    aliases = [alias for others in ALIASES.values() for alias in others]
-    assert len({*aliases}) == len(aliases)
-    assert not names & {*aliases}
 
 
 def test_flags_and_words_may_stand_in_any_order():

@@ -132,13 +132,9 @@ def test_hashes(capsys, folder):
     assert info(capsys, moved)["content_hash"] == before["content_hash"]
     (moved / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert info(capsys, moved)["content_hash"] != before["content_hash"]
-
-
-def test_what_is_prepared_of_a_tokenizer_has_its_hash(capsys, folder):
-    """It decides the ids, where it belongs to the other files."""
-    (folder / "tokenizer.tinygpt").write_text("prepared")
+    (moved / "tokenizer.tinygpt").write_text("prepared")  # it decides the ids if it belongs to the other files
     expected = {"size": 8, "sha256": hashlib.sha256(b"prepared").hexdigest()}
-    assert info(capsys, folder)["files"]["tokenizer.tinygpt"] == expected
+    assert info(capsys, moved)["files"]["tokenizer.tinygpt"] == expected
 
 
 @pytest.mark.parametrize("num_tensors", [0, 5])
