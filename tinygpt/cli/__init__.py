@@ -1,5 +1,1 @@
-"""The command line: flags, messages and exit codes, and the commands.
-
-`flags`, `streams` and `loading` are shared; `batch` belongs to `generate`. No other room but `on_ray` imports
-this one.
-"""
+"""The commands. They share `flags`, `streams` and `loading`. Of the other packages, only `on_ray` imports this one."""

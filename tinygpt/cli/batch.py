@@ -1,7 +1,4 @@
-"""`generate --input`: check all prompts of a file, skip answered prompts, write each record as it finishes.
-
-Records go to stdout or are appended to the file of --output. The same command continues an interrupted run.
-"""
+"""`generate --input`: check all prompts of a file, skip answered prompts, write each record as it finishes."""
 
 import argparse
 import json
@@ -32,10 +29,7 @@ SYNC_SECONDS = 1.0  # between two fsyncs: a power cut may cost the records of a 
 
 
 def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:
-    """Return one line of JSON: id, model as it was given, dtype of its weights, and RequestOutput's fields.
-
-    Times are in seconds since the prompt's arrival.
-    """
+    """Return one line of JSON. `model` is as it was given; times are in seconds since the prompt's arrival."""
     first = output.metrics.time_to_first_token
     times = {
         "time_to_first_token": None if first is None else round(first, 6),
@@ -49,9 +43,9 @@ def _line(record_id: str | int | None, model: str, dtype: str, **fields: Any) ->
 
 
 def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
-    """Answer the prompts of --input; `params` are the defaults of a line's fields.
+    """Answer the prompts of --input. Raise RequestError before any work, TinyGPTError at the end if a prompt failed.
 
-    Raise RequestError, before any work, that lists all impossible lines; TinyGPTError at the end if a prompt failed.
+    params: the defaults of a line's fields.
     """
     with sigterm_raises():
         source, target = Path(args.input), None if args.output is None else Path(args.output)
@@ -196,9 +190,9 @@ class Earlier:
 
 
 def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype: str) -> Earlier:
-    """Find the prompts that the file already answers. A half-written last record, as of a killed run, does not count.
+    """Find the prompts that the file already answers. Raise RequestError for anything but records of this run.
 
-    Raise RequestError if the file has other lines, or records of another model or dtype.
+    A half-written last record, as of a killed run, does not count.
     """
     if not path.is_file():  # not there yet, or a device such as /dev/null
         return Earlier()
@@ -253,10 +247,7 @@ def _check_record(
 
 @contextmanager
 def open_records(path: Path | None, earlier: Earlier) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes a line to stdout or the file, which is locked against other runs.
-
-    The file is synced each second and at the end.
-    """
+    """Yield a function that writes a line to stdout, or to the file: locked, and synced each second and at the end."""
     if path is None:
         yield partial(emit, file=sys.stdout)  # the stream of now: Ray prints to another one
         return

@@ -1,7 +1,4 @@
-"""Flags that several commands share: the arguments of LLM and the fields of SamplingParams.
-
-The sampling flags derive from the fields of SamplingParams. --help does not list aliases.
-"""
+"""Flags that several commands share: the arguments of LLM, and the fields of SamplingParams, as declared there."""
 
 import argparse
 import secrets
@@ -13,7 +10,7 @@ from tinygpt.errors import RequestError
 from tinygpt.sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.weights.config import DTYPES
 
-# Flags of llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer that mean the same. JSONL fields have them too.
+# Names in llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer, of flags (--help does not list them) and JSONL.
 ALIASES = {
     "max_tokens": ("n_predict", "predict", "max_new_tokens", "output_len"),
     "min_tokens": ("min_new_tokens",),

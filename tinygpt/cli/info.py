@@ -58,10 +58,9 @@ def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> 
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Return the report. Each part is read by itself: an error in one hides no other.
+    """Return the report, with None for unknown fields. An error in one part hides none in another.
 
-    `refused` lists why the checkpoint, or its tokenizer, cannot be loaded. Fields that are unknown for that reason are
-    None. Sizes are in bytes, as the tensors lie in the files; 0 for unknown formats.
+    refused: why the checkpoint, or its tokenizer, cannot be loaded. size: bytes in the file, 0 for unknown formats.
     """
     from tinygpt.weights.containers.formats import read_weights
     from tinygpt.weights.containers.mapped_file import Container
@@ -144,9 +143,9 @@ def _tokenizer(
 
 
 def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
-    """Return the files that the checkpoint is read from, with their sizes and SHA-256, as the Hub shows them.
+    """Return the files that the checkpoint is read from, damaged or not, with their sizes and SHA-256.
 
-    place: the file or folder of the weights; a file has a hash even if it holds no tensor or is damaged.
+    place: the file or folder of the weights.
     """
     from tinygpt.weights.containers.formats import find_weights
     from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES

@@ -230,10 +230,7 @@ class PromptRecord:
 
 
 def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
-    """Return the prompts of a JSONL file; a line's fields replace those of `defaults`. Blank lines hold no prompt.
-
-    Raise RequestError that lists every invalid line.
-    """
+    """Return the prompts of a JSONL file; blank lines hold none. Raise RequestError that lists every invalid line."""
     lines = enumerate(read_bytes(f"--input {path}", path).split(b"\n"), 1)
     line_of: dict[str | int, int] = {}
 
