@@ -357,9 +357,10 @@ class Api:
     async def tokenizer_info(self) -> Response:
         """Return what evaluation harnesses need to know of the tokenizer."""
         config, template = self.llm.config, self.config.chat_template
-        ids = next(iter(config.eos_token_ids), None), config.bos_token_id
-        known = [i if self.names.has_tokenizer else None for i in ids]
-        eos, bos = (None if i is None else self.llm.tokenizer.decode([i]) for i in known)
+        ids = (
+            (next(iter(config.eos_token_ids), None), config.bos_token_id) if self.names.has_tokenizer else (None, None)
+        )
+        eos, bos = (None if i is None else self.llm.tokenizer.decode([i]) for i in ids)
         names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
         sizes = {"vocab_size": config.vocab_size, "model_max_length": self.llm.max_model_len}
         return _json(names | sizes | {"chat_template": template.source if template else None})

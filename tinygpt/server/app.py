@@ -154,28 +154,27 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers, begun, status, is_whole = Headers(scope=scope), time.perf_counter(), CLIENT_LEFT, False
+        headers, begun, told, status = Headers(scope=scope), time.perf_counter(), 0, CLIENT_LEFT
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
         notes: dict[str, Any] = {}  # of routes, for the log line
         scope["state"] = {**scope.get("state", {}), "notes": notes, "id": request_id}
 
         async def noted(message: Message) -> None:
-            nonlocal status, is_whole
+            nonlocal told, status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                told = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             elif not message.get("more_body", False):
-                is_whole = True
+                status = told  # the reply is whole
             await send(message)
 
         try:
             await (self._refusal(scope["path"], headers) or self._app)(scope, receive, noted)
         except Exception:  # a bug: the outermost middleware replies with status 500
-            status, is_whole = 500, True
+            status = 500
             raise
         finally:
-            status = status if is_whole else CLIENT_LEFT
             self._count(scope["path"] if scope["path"] in self._paths else "other", status)
             path = ascii(scope["path"])[1:-1]  # it may hold control characters
             fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, **notes}
@@ -183,22 +182,14 @@ class Gate:
             access_log.info("request", extra={"fields": fields})
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
-        if self._hosts is not None and host_name(headers.get("host", "")) not in self._hosts:
+        host = headers.get("host", "").lower()
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]  # without the port
+        if self._hosts is not None and name not in self._hosts:
             listed = ", ".join(sorted(self._hosts))
             return respond(ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed"))
-        if self._keys and path not in OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]  # constant time
+        if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
         return None
-
-    def _has_key(self, authorization: str) -> bool:
-        scheme, _, key = authorization.partition(" ")
-        matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]  # constant time
-        return scheme.lower() == "bearer" and any(matches)
-
-
-def host_name(host: str) -> str:
-    """Return a Host header's name, without the port and the brackets of an IPv6 address."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()

@@ -103,22 +103,21 @@ class Job:
         return usage(sum(len(prompt.token_ids) for prompt in self.prompts), num_made)
 
 
-def _tokens(made: Made) -> tuple[list[int], list[Logprobs]]:
-    """Return the token ids and their log probabilities, if they were asked for."""
+def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
+    """Return the token ids, and pairs of id and log probabilities, if they were asked for."""
     if isinstance(made, CompletionOutput):
-        return made.token_ids, made.logprobs or []
-    return [] if made.token_id is None else [made.token_id], [] if made.logprobs is None else [made.logprobs]
+        return made.token_ids, zip(made.token_ids, made.logprobs or (), strict=False)
+    return [] if made.token_id is None else [made.token_id], [(made.token_id, made.logprobs)] if made.logprobs else []
 
 
 class Chat(Job):
     def choice(self, i: int, made: Made) -> dict[str, Any]:
-        ids, found = _tokens(made)
+        ids, tokens = _tokens(made)
         if isinstance(made, CompletionOutput):
             content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
         else:
             content = {"delta": {"content": made.text}}
-        pairs = zip(ids, found, strict=False)
-        logprobs = chat_logprobs(self.names, self.form.top_logprobs or 0, pairs) if self.form.logprobs else None
+        logprobs = chat_logprobs(self.names, self.form.top_logprobs or 0, tokens) if self.form.logprobs else None
         return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
 
     def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -142,13 +141,13 @@ class Completion(Job):
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """Return the choice; the first of a sample also has the prompt's part."""
         form, prompt, index, text = self.form, self.prompts[i], i * self.params.n + made.index, made.text or ""
-        ids, found = _tokens(made)
-        tokens, is_first = zip(ids, found, strict=False), index not in self._lists
-        if is_first:
+        ids, tokens = _tokens(made)
+        if is_first := index not in self._lists:
             options = bool(form.return_tokens_as_token_ids), bool(form.return_token_ids)
             self._lists[index] = CompletionLogprobs(self.names, form.logprobs or 0, *options)
         if is_first and form.echo:
-            text = self._prompt_text(prompt) + text
+            all_bytes = b"".join(map(self.names.bytes_of, prompt.token_ids))
+            text = (all_bytes.decode("utf-8", errors="replace") if prompt.text is None else prompt.text) + text
             given = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
             tokens = chain(zip(given, [self.first, *self._found.get(i, [])[1:]], strict=False), tokens)
         logprobs = None if form.logprobs is None else self._lists[index].add(tokens)
@@ -172,11 +171,6 @@ class Completion(Job):
             self._held = [pair for pair in chunks if pair[0] not in self._found]
             chunks = [pair for pair in chunks if pair[0] in self._found]
         return super().write(chunks)
-
-    def _prompt_text(self, prompt: Prompt) -> str:
-        if prompt.text is not None:
-            return prompt.text
-        return b"".join(map(self.names.bytes_of, prompt.token_ids)).decode("utf-8", errors="replace")
 
 
 class Generation(Job):
