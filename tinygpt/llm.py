@@ -320,9 +320,9 @@ class LLM:
         self.engine.check_open()
         params = params_list(params, 1)[0]
         if on_chunk is not None and params.num_beams > 1:
-            raise RequestError("is above 1 and a search has no text until it ends: use generate.", "num_beams")
+            raise RequestError("asks for a search, which has no text until it ends: do not stream it.", "num_beams")
         if on_chunk is not None and (params.best_of or params.n) > params.n:
-            reason = f"is {params.best_of} and a stream cannot choose among samples: use generate."
+            reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 

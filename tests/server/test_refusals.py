@@ -64,10 +64,7 @@ BODIES = {
     "deep brackets": (b"[" * 100_000, None),
     "a number of 5000 digits": (b'{"seed": ' + b"1" * 5000 + b"}", None),
     "a seed of 65 bits": (b'{"seed": 18446744073709551616}', "seed"),
-    "a suffix that does not fit": (
-        b'{"max_tokens": 500, "best_of": 2, "suffix": "a b c d e f g h i j k"}',
-        "suffix",
-    ),
+    "a suffix that does not fit": (b'{"max_tokens": 500, "best_of": 2, "suffix": "a b c d e f g h i j k"}', "suffix"),
 }
 
 

@@ -104,12 +104,12 @@ class Api:
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
         most = max((count for count in counts if count is not None), default=None)
         others = {"max_tokens": max(max_tokens, 1), "logprobs": form.logprobs, "prompt_logprobs": most}
-        params = await self._params(form, request, **others)
+        params = await _read(request, partial(form.sampling_params, self.encode, **others))
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
         chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
-        if max_tokens and not chooses:
+        if max_tokens and (form.stream or not chooses):
             return await self._answer(job, request)
         outputs = await (self._best_before_suffix if max_tokens else self._scored)(job, request)
         return Response(job.all_events(outputs), headers=SSE) if form.stream else _json(job.reply(outputs))
@@ -132,7 +132,8 @@ class Api:
         given = form.max_completion_tokens or form.max_tokens
         max_tokens = self._max_tokens(form, prompts, given, self.llm.max_model_len)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
+        others = {"max_tokens": max_tokens, "logprobs": logprobs}
+        params = await _read(request, partial(form.sampling_params, self.encode, **others))
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
         return await self._answer(Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names), request)
 
@@ -140,7 +141,8 @@ class Api:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
         self._check_open()
         prompts = await self._prompts([form.prompt or ""], form, request)
-        params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
+        others = {"max_tokens": form.max_tokens, "logprobs": form.logprobs}
+        params = await _read(request, partial(form.sampling_params, self.encode, **others))
         return await self._answer(Generation({}, form, prompts, params, self.names), request)
 
     async def _answer(self, job: Job, request: Request) -> Response:
@@ -220,16 +222,6 @@ class Api:
             return await _read(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
         except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
-
-    async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
-        params = await _read(request, partial(form.sampling_params, self.encode, **others))
-        if form.stream and (params.best_of or params.n) > params.n:
-            message = f"best_of is {params.best_of}, and a stream cannot choose among samples: leave out stream."
-            raise ApiError(400, message, "best_of")
-        if form.stream and params.num_beams > 1:
-            field = form.name_of("num_beams")
-            raise ApiError(400, f"{field} is a search, which has no text until it ends: leave out stream.", field)
-        return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
