@@ -52,14 +52,6 @@ def reverse(out, values, count):
 
 @kernel
 def count_up(counts):
-    """Add 1 to the number of each block."""
-    wait_for_kernel_before()
-    if cuda.threadIdx.x == 0:
-        counts[cuda.blockIdx.x] += int32(1)
-
-
-@kernel
-def count_up_early(counts):
     """Add 1 to the number of each block; blocks may start before the previous kernel ends."""
     let_next_kernel_begin()
     wait_for_kernel_before()
