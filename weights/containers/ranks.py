@@ -148,18 +148,13 @@ def read_nemo(path: Path) -> Container:
 
 
 def find_nemo(folder: Path) -> Path | None:
-    is_there = (folder / NEMO_CONFIG).is_file() and _unpacked(folder).keys() - {NEMO_CONFIG}
-    return folder if is_there else None
+    return folder if (folder / NEMO_CONFIG).is_file() else None
 
 
 def read_unpacked_nemo(folder: Path) -> Container:
-    return _nemo(folder, _unpacked(folder))
-
-
-def _unpacked(folder: Path) -> dict[str, Member]:
     ranks = [path / NEMO_WEIGHTS for path in rank_folders(folder) if (path / NEMO_WEIGHTS).is_file()]
     files = [path for path in folder.glob("*") if path.is_file()]
-    return {path.relative_to(folder).as_posix(): Member(path) for path in (*files, *ranks)}
+    return _nemo(folder, {path.relative_to(folder).as_posix(): Member(path) for path in (*files, *ranks)})
 
 
 def _nemo(path: Path, members: dict[str, Member]) -> Container:

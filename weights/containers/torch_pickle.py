@@ -106,7 +106,7 @@ class TorchUnpickler(pickle._Unpickler):
         self._allowed = {
             "collections.OrderedDict": self._checked_dict,
             "torch._utils._rebuild_tensor_v2": self._strided_view,
-            "torch._utils._rebuild_parameter": self._parameter,
+            "torch._utils._rebuild_parameter": lambda view, _requires_grad, _hooks: view,
             **{f"torch.{storage}": dtype for storage, dtype in STORAGE_DTYPES.items()},
         }
 
@@ -124,15 +124,10 @@ class TorchUnpickler(pickle._Unpickler):
     def persistent_load(self, record: Any) -> Storage:
         match record:  # None: the legacy form's view of a storage
             case ("storage", kind, str(key), _, size) | ("storage", kind, str(key), _, size, None):
-                dtype = kind if isinstance(kind, str) else getattr(kind, "name", None)
-                if not isinstance(dtype, str) or not is_possible_shape([size]):
-                    raise ValueError("a storage of an impossible dtype or size")
-            case _:
-                raise ValueError("a storage in a form that is not known")
-        storage = Storage(key, dtype, size)
-        if self.storages.setdefault(key, storage) != storage:
-            raise ValueError("one storage of two dtypes or sizes")
-        return storage
+                storage = Storage(key, kind if isinstance(kind, str) else getattr(kind, "name", ""), size)
+                if is_possible_shape([size]) and self.storages.setdefault(key, storage) == storage:
+                    return storage
+        raise ValueError("a storage in a form that is not known, or of two dtypes or sizes")
 
     def load_build(self) -> None:
         if not isinstance(self.stack[-2], Stub | CheckedDict):  # a checked view would take other numbers
@@ -163,11 +158,6 @@ class TorchUnpickler(pickle._Unpickler):
         if len(shape) != len(strides) or not all(map(is_possible_shape, ([offset], shape, strides))):
             raise ValueError(f"a tensor of an impossible shape, {len(shape)} sizes and {len(strides)} strides")
         return StridedView(storage, offset, shape, strides)
-
-    def _parameter(self, view, _requires_grad, _hooks) -> Any:
-        if type(view) is not StridedView and not isinstance(view, Stub):
-            raise ValueError("a parameter that is no tensor")
-        return view
 
 
 def load_pickle(file: Any, path: Path, has_stubs: bool) -> tuple[Any, dict[str, Storage]]:
