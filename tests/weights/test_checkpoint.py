@@ -44,23 +44,11 @@ def torch_tensors(prefix="transformer.", dtype="float32"):
     return {prefix + name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in TENSORS.items()}
 
 
-def save_whole(folder, tensors):
-    save_torch_file(tensors, folder / "model.safetensors")
-
-
 def save_bin(tensors, path, is_legacy=False):
     if HAS_TRANSFORMERS:
         torch.save(tensors, path, _use_new_zipfile_serialization=not is_legacy)
     else:
         path.write_bytes(own_bytes(tensors, is_legacy))
-
-
-def save_zip(folder, tensors):
-    save_bin(tensors, folder / "pytorch_model.bin")
-
-
-def save_legacy(folder, tensors):
-    save_bin(tensors, folder / "pytorch_model.bin", is_legacy=True)
 
 
 def save_shards(folder, tensors, save=save_torch_file, stem="model", ending="safetensors"):
@@ -71,11 +59,13 @@ def save_shards(folder, tensors, save=save_torch_file, stem="model", ending="saf
     write_json(folder / f"{stem}.{ending}.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
-def save_bin_shards(folder, tensors):
-    save_shards(folder, tensors, save_bin, "pytorch_model", "bin")
-
-
-SAVERS = [save_whole, save_shards, save_zip, save_legacy, save_bin_shards]
+SAVERS = {
+    "whole": lambda folder, tensors: save_torch_file(tensors, folder / "model.safetensors"),
+    "shards": save_shards,
+    "zip": lambda folder, tensors: save_bin(tensors, folder / "pytorch_model.bin"),
+    "legacy": lambda folder, tensors: save_bin(tensors, folder / "pytorch_model.bin", is_legacy=True),
+    "bin shards": lambda folder, tensors: save_shards(folder, tensors, save_bin, "pytorch_model", "bin"),
+}
 
 
 def float32_of(tensor):
@@ -86,7 +76,7 @@ def float32_of(tensor):
 @pytest.mark.parametrize("save", SAVERS)
 def test_every_form_and_dtype_holds_the_same_parameters(tmp_path, save, dtype):
     write_config(tmp_path)
-    save(tmp_path, torch_tensors(dtype=dtype))
+    SAVERS[save](tmp_path, torch_tensors(dtype=dtype))
     checkpoint = open_checkpoint(tmp_path)
     rounded = torch_tensors(prefix="", dtype=dtype)
     assert_holds(checkpoint, {name: float32_of(tensor) for name, tensor in rounded.items()})
@@ -127,7 +117,7 @@ def test_tensors_that_are_not_aligned_are_copied(tmp_path):
 
 
 @needs_transformers
-@pytest.mark.parametrize("save", [save_zip, save_legacy])
+@pytest.mark.parametrize("save", ["zip", "legacy"])
 def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
     write_config(tmp_path)
     tensors = torch_tensors()
@@ -139,7 +129,7 @@ def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
     tensors["transformer.h.0.ln_1.bias"] = torch.zeros(1).expand(8)
     tensors["transformer.h.0.ln_2.weight"] = torch.nn.Parameter(torch.randn(8))
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
-    save(tmp_path, OrderedDict(tensors))
+    SAVERS[save](tmp_path, OrderedDict(tensors))
     checkpoint = open_checkpoint(tmp_path)
     expected = {name.removeprefix("transformer."): tensor.detach().numpy() for name, tensor in tensors.items()}
     assert_holds(checkpoint, expected)
@@ -173,7 +163,7 @@ def lm_heads():
 
 
 @needs_transformers
-@pytest.mark.parametrize("save", [save_whole, save_zip])
+@pytest.mark.parametrize("save", ["whole", "zip"])
 @pytest.mark.parametrize("head", lm_heads())
 @pytest.mark.parametrize("tie", [True, False])
 def test_head_is_the_one_transformers_uses(tmp_path, tie, head, save):
@@ -186,7 +176,7 @@ def test_head_is_the_one_transformers_uses(tmp_path, tie, head, save):
     save_torch_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     theirs, info = GPT2LMHeadModel.from_pretrained(tmp_path, output_loading_info=True)
     (tmp_path / "model.safetensors").unlink()
-    save(tmp_path, tensors)
+    SAVERS[save](tmp_path, tensors)
     if info["missing_keys"]:
         assert_refused(tmp_path, r"missing: lm_head\.weight")
         return
