@@ -5,7 +5,6 @@ Liang, 2021) trains the keys and values of every layer. The width of the tensor 
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
 from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError, listed
 
@@ -47,18 +45,14 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> Sof
     Raise CheckpointError if it cannot be read, is of another type or model, or leaves no position for a text.
     """
     path = existing_path(source)
-    if not path.is_dir():
-        return _soft_prompt(path, _only_tensor(path, check_floating(path, read_safetensors(path).tensors)), config)
-    files = read_adapter(path, tuple(KINDS))
-    prompt = _soft_prompt(path, _only_tensor(path, files.tensors), config)
-    _check_config(files, prompt, config)
-    return prompt
-
-
-def _only_tensor(path: Path, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
+    files = read_adapter(path, tuple(KINDS)) if path.is_dir() else None
+    tensors = files.tensors if files else check_floating(path, read_safetensors(path).tensors)
     if list(tensors) != [TENSOR]:
         raise CheckpointError(f"{path} must hold one tensor, {TENSOR}, and holds {listed(list(tensors))}.")
-    return tensors[TENSOR].float32()
+    prompt = _soft_prompt(path, tensors[TENSOR].float32(), config)
+    if files:
+        _check_config(files, prompt, config)
+    return prompt
 
 
 def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftPrompt:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
 from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, wrong_fields
-from tinygpt.weights.families.family import NamedTensor, Source
+from tinygpt.weights.families.family import NamedTensor, Source, as_named
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -128,7 +128,8 @@ def config_of_parts(
 class Shapes:
     """The shapes of tensors, of the first part of each, by name."""
 
-    def __init__(self, source: Source, tensors: Iterable[NamedTensor]):
+    def __init__(self, source: Source, tensors: Iterable[NamedTensor] | None = None):
+        tensors = as_named(source) if tensors is None else tensors
         self._source, self._shapes = source, {one.name: one.tensor.shape for one in tensors if one.part == 0}
 
     def __contains__(self, name: str) -> bool:

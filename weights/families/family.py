@@ -107,7 +107,7 @@ AS_IS = as_is()
 TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])  # (in, out)
 
 
-def queries_keys_values(order: str, head_size: int) -> Transform:
+def qkv_by_heads(order: str, head_size: int) -> Transform:
     """Join parts, each with some heads. order: of a part's rows: h heads, head size d, 3 matrices."""
     sizes = tuple({"3": 3, "h": -1, "d": head_size}[letter] for letter in order)
     axes = tuple(order.index(letter) for letter in "3hd")
@@ -158,11 +158,11 @@ def split_name(parameter: str) -> tuple[str | None, str, str]:
 
 @dataclass(frozen=True)
 class Names:
-    """A family's names. layers: of the list of layers; in_layer: of MODULES; others: of modules outside layers."""
+    """A family's names. layers: of the list of layers; others: of modules outside layers; in_layer: of MODULES."""
 
     layers: str
-    in_layer: tuple[str, ...]
     others: Mapping[str, str]
+    in_layer: tuple[str, ...] = MODULES
 
     def of(self, parameter: str) -> str:
         """Return the tensor's name: h.3.ln_1.bias may be layers.3.input_layernorm.bias."""

@@ -16,16 +16,12 @@ from tinygpt.weights.families.megatron import ATTENTION, MLP
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
 
 _NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}
-_NAMES = Names("model.layers", ATTENTION + MLP, {**_NORMS, "lm_head": "model.lm_head"})
+_NAMES = Names("model.layers", {**_NORMS, "lm_head": "model.lm_head"}, ATTENTION + MLP)
 # The axis in files along which GPUs share a tensor; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
-_SIZES = {
-    "num_layer": "n_layer",
-    "layernorm_eps": "layer_norm_epsilon",
-    "start_id": "bos_token_id",
-    "end_id": "eos_token_id",
-}
+_SIZES = {"num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
+_SIZES |= {"start_id": "bos_token_id", "end_id": "eos_token_id"}
 _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its gelu is by tanh
 # Settings that change the arithmetic: GPT-2's value, and another value (of OPT-350M and BLOOM) with its meaning.
 _ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {

@@ -1,27 +1,23 @@
 """GPT-2 and BLOOM as llama.cpp names them in GGUF files, with their tokenizers (llama.cpp, gguf-py's constants.py)."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from tinygpt.weights.config import EMBEDDING, ModelConfig, parameter_shapes
-from tinygpt.weights.errors import NoTokenizerError, shown
+from tinygpt.weights.errors import shown
 from tinygpt.weights.families.config_fields import Shapes, config_of_parts
-from tinygpt.weights.families.family import Family, Names, Rule, Source, as_named
+from tinygpt.weights.families.family import Family, Names, Rule, Source
 from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
-from tinygpt.weights.families.tokenizers import byte_level_tokenizer
+from tinygpt.weights.families.tokenizers import gguf_tokenizer
 
 ARCHITECTURE = "general.architecture"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # what kind a token is
 _IN_LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
 _TOP = {"wte": "token_embd", "wpe": "position_embd", "lm_head": "output"}
 # BLOOM's queries, keys and values are in GPT-2's order already.
-NAMES = Names("blk", _IN_LAYER, {**_TOP, "ln_f": "output_norm", "ln_e": "token_embd_norm"})
+NAMES = Names("blk", {**_TOP, "ln_f": "output_norm", "ln_e": "token_embd_norm"}, _IN_LAYER)
 # Fields of STRUCTURE of each architecture, and fields that no key has.
 ARCHITECTURES = {"gpt2": {}, "bloom": {"positions": "alibi", "embed_norm": True}}
 _FIXED = {"gpt2": {}, "bloom": {"activation_function": "gelu_fast", "bos_token_id": 1, "eos_token_id": 2}}
-# llama.cpp's names of how a tokenizer cuts texts into words.
-_PRE_TOKENIZERS = ("gpt-2", "default", "bloom")
 KEYS = {
     "n_layer": "{}.block_count",
     "n_positions": "{}.context_length",
@@ -40,7 +36,7 @@ def _config(source: Source) -> ModelConfig:
     if name is None:
         raise source.error(f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'.")
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
-    seen = {"vocab_size": Shapes(source, as_named(source)).size(NAMES.of(EMBEDDING), 0)}
+    seen = {"vocab_size": Shapes(source).size(NAMES.of(EMBEDDING), 0)}
     config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
         raise source.error(f"is a BLOOM with MLPs of {config.inner_size}, which must be 4 times {config.n_embd}.")
@@ -64,56 +60,7 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     }
     if "tokens" not in about or about.get("model") in ("none", "no_vocab"):
         return None
-    if not _is_tokenizer(about):
-        raise source.error("has a damaged tokenizer: download it again, or give token ids.")
-    if about.get("model") != "gpt2" or about.get("pre", "default") not in _PRE_TOKENIZERS:
-        kind = f"{shown(about.get('model'))}, {shown(about.get('pre'))}"
-        raise NoTokenizerError(f"{source.path} has a tokenizer {kind}, which is not implemented: give token ids.")
-    return tokenizer_spec(about)
-
-
-def _is_tokenizer(about: Mapping[str, Any]) -> bool:
-    tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
-    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
-    return (
-        all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
-        and len(about.get("token_type", tokens)) == len(tokens)
-        and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
-    )
-
-
-def tokenizer_spec(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a tokenizer.json, from the keys after "tokenizer.ggml."."""
-    tokens = about["tokens"]
-    kinds = about.get("token_type") or [NORMAL] * len(tokens)
-    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
-    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
-    end = about.get("eos_token_id")
-    added = [
-        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
-        for i, token, kind in used
-        if kind in (CONTROL, USER_DEFINED)
-    ]
-    start = None if begin is None else _beginning_with(tokens[begin], begin)
-    spec = byte_level_tokenizer(_ids(used), about.get("merges") or [], added, start, about.get("pre") == "bloom")
-    return spec if end is None else {**spec, "eos_token": tokens[end]}
-
-
-def _ids(used: Iterable[tuple[int, str, int]]) -> dict[str, int]:
-    ids: dict[str, int] = {}
-    for i, token, _ in used:
-        if ids.setdefault(token, i) != i:
-            raise NoTokenizerError(f"the tokenizer of the checkpoint has two tokens {shown(token)}: give token ids.")
-    return ids
-
-
-def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
-    return {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [],
-        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
-    }
+    return gguf_tokenizer(about, source.path)
 
 
 FAMILY = Family(

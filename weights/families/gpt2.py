@@ -1,23 +1,13 @@
 """GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.families.config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
-from tinygpt.weights.families.family import (
-    AS_IS,
-    Family,
-    Layout,
-    NamedTensor,
-    Rule,
-    Source,
-    Transform,
-    as_named,
-    named_by,
-    rule_in_out,
-)
+from tinygpt.weights.families.family import AS_IS, Family, Layout, Rule, Source, Transform, named_by, rule_in_out
 
 MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.
@@ -60,8 +50,7 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
     return isinstance(model_type, str) and model_type in MODEL_TYPES
 
 
-def named(source: Source) -> Iterable[NamedTensor]:
-    return named_by(canonical_name, source)
+named = partial(named_by, canonical_name)
 
 
 def _rules(config: ModelConfig) -> dict[str, Rule]:
@@ -122,7 +111,7 @@ def _openai_config(source: Source) -> ModelConfig:
             "those with a tf.compat.v1.train.Saver."
         )
     inner = "model/h0/mlp/c_fc/w", 2
-    seen = Shapes(source, as_named(source)).sizes("model/wte", "model/wpe", inner, "model/h")
+    seen = Shapes(source).sizes("model/wte", "model/wpe", inner, "model/h")
     said = renamed(source.json("hparams.json") or {}, _HPARAMS)
     return config_of_parts(source, "hparams.json", seen=seen, said=said)
 

@@ -23,13 +23,11 @@ from tinygpt.weights.families.family import (
     Rule,
     Source,
     as_is,
-    queries_keys_values,
+    qkv_by_heads,
     split_name,
 )
 from tinygpt.weights.families.tokenizers import byte_level_tokenizer
 from tinygpt.weights.files import read_yaml_object
-
-# Names
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
@@ -48,7 +46,7 @@ _CORE = {
 ATTENTION = ("input_layernorm", "attention.query_key_value", "attention.dense")
 MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _TOP = {"wte": "embedding.word_embeddings", "wpe": "embedding.position_embeddings", "lm_head": "output_layer"}
-NAMES = Names("layers", ATTENTION + MLP, {**_TOP, "ln_f": "final_layernorm"})
+NAMES = Names("layers", {**_TOP, "ln_f": "final_layernorm"}, ATTENTION + MLP)
 
 
 def has_names(source: Source) -> bool:
@@ -101,8 +99,6 @@ def is_ignored(name: str) -> bool:
 def parts_of(source: Source) -> int:
     return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
 
-
-# Settings of the training
 
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
 _ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
@@ -214,8 +210,6 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
         raise source.error(f"holds {len(ranks)} of {tp} x {pp} ranks (tensor x pipeline): give the whole folder.")
 
 
-# The family
-
 # The axis of the parameter along which GPUs have shared it.
 _AXES = {"wte.weight": 0, "lm_head.weight": 0, "attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}
 _AXES |= {"mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0}
@@ -249,7 +243,7 @@ def _rule(parameter: str, version: int, head_size: int) -> Rule:
         return NO_BIAS
     name = NAMES.of(parameter.replace(expert, "")).replace("mlp.", f"mlp.{expert}")
     if module == "attn.c_attn":
-        return Rule((name,), queries_keys_values(_ROW_ORDERS[version], head_size))
+        return Rule((name,), qkv_by_heads(_ROW_ORDERS[version], head_size))
     return Rule((name,), as_is(_AXES.get(f"{module}.{kind}")))
 
 

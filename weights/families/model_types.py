@@ -9,17 +9,7 @@ from typing import Any
 from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.errors import Checks
 from tinygpt.weights.families.config_fields import NONE, checked_config, one_of, only, renamed, written_config
-from tinygpt.weights.families.family import (
-    MODULES,
-    NO_BIAS,
-    Family,
-    Layout,
-    Names,
-    Rule,
-    named_by,
-    queries_keys_values,
-    rule_in_out,
-)
+from tinygpt.weights.families.family import NO_BIAS, Family, Layout, Names, Rule, named_by, qkv_by_heads, rule_in_out
 from tinygpt.weights.families.gpt2 import ALIASES, is_ignored
 
 Fields = Mapping[str, Any]
@@ -103,7 +93,7 @@ OPENAI_GPT = ModelType(
     "openai-gpt",
     "GPT-1",
     prefix="transformer.",
-    names=Names("h", MODULES, {"wte": "tokens_embed", "wpe": "positions_embed", "lm_head": "lm_head"}),
+    names=Names("h", {"wte": "tokens_embed", "wpe": "positions_embed", "lm_head": "lm_head"}),
     defaults={"vocab_size": 40478, "n_positions": 512, "afn": "gelu", "bos_token_id": None, "eos_token_id": None},
     aliases=ALIASES,
     fields={},
@@ -128,7 +118,7 @@ _BLOOM_SIZES = {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head":
 
 def _bloom_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
     is_qkv = ".c_attn." in parameter
-    return replace(usual, transform=queries_keys_values("h3d", config.head_size)) if is_qkv else usual
+    return replace(usual, transform=qkv_by_heads("h3d", config.head_size)) if is_qkv else usual
 
 
 BLOOM = ModelType(
@@ -137,8 +127,8 @@ BLOOM = ModelType(
     prefix="transformer.",
     names=Names(
         "h",
-        _BLOOM_ATTENTION + _BLOOM_MLP,
         {"wte": "word_embeddings", "ln_e": "word_embeddings_layernorm", "ln_f": "ln_f", "lm_head": "lm_head"},
+        _BLOOM_ATTENTION + _BLOOM_MLP,
     ),
     defaults={**_BLOOM_SIZES, "layer_norm_epsilon": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
     aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
@@ -164,8 +154,8 @@ MPT = ModelType(
     prefix="transformer.",
     names=Names(
         "blocks",
-        ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
         {"wte": "wte", "ln_f": "norm_f", "lm_head": "lm_head"},
+        ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
     ),
     defaults={**_MPT_SIZES, "layer_norm_epsilon": 1e-5, "expansion_ratio": 4, **_MPT_ENDS},
     aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},

@@ -34,7 +34,7 @@ WITHOUT_FIRST_ROWS = Transform(
 
 def names(last_norm: str, head: str = "lm_head", **others: str) -> Names:
     tables = {"wte": "embed_tokens", "wpe": "embed_positions", "ln_f": last_norm, "lm_head": head}
-    return Names("layers", IN_LAYER, tables | others)
+    return Names("layers", tables | others, IN_LAYER)
 
 
 def rule_of_decoder(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
@@ -54,8 +54,6 @@ def _epsilon(fields: Fields) -> dict[str, float]:
     """layer_norm_epsilon is no field of these models."""
     return {"layer_norm_epsilon": 1e-5}
 
-
-# OPT
 
 _OPT_SIZES = {"vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072, "max_position_embeddings": 2048}
 _OPT_SIZES |= {"num_hidden_layers": 12, "num_attention_heads": 12}
@@ -95,8 +93,6 @@ OPT = ModelType(
     structure=_opt_structure,
     quirks=(FIRST_ROW, ONE_C_ATTN),
 )
-
-# XGLM
 
 MAX_POSITIONS = 2**16  # the table's rows, whatever the size of the file
 

@@ -1,10 +1,12 @@
-"""Tokenizers in the form of a tokenizer.json: byte-level BPE of GPT-2 and BLOOM, and single characters."""
+"""Tokenizers in the form of a tokenizer.json: byte-level BPE of GPT-2 and BLOOM, also of GGUF files, and characters."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tinygpt.weights.errors import CheckpointError
+from tinygpt.weights.errors import CheckpointError, NoTokenizerError, shown
 
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of a token in GGUF
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 # BLOOM's words are of anything but white space and the punctuation of several scripts.
 _BLOOM_WORDS = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
@@ -55,4 +57,48 @@ def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": "[UNK]"},
+    }
+
+
+def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
+    tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
+    return (
+        all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
+        and len(about.get("token_type", tokens)) == len(tokens)
+        and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
+    )
+
+
+def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the tokenizer of a GGUF file, from its keys after "tokenizer.ggml.". Raise CheckpointError."""
+    if not _is_gguf_tokenizer(about):
+        raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
+    if about.get("model") != "gpt2" or about.get("pre", "default") not in ("gpt-2", "default", "bloom"):
+        kind = f"{shown(about.get('model'))}, {shown(about.get('pre'))}"
+        raise NoTokenizerError(f"{path} has a tokenizer {kind}, which is not implemented: give token ids.")
+    tokens = about["tokens"]
+    kinds = about.get("token_type") or [NORMAL] * len(tokens)
+    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
+    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
+    end = about.get("eos_token_id")
+    added = [
+        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+        for i, token, kind in used
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    start = None if begin is None else _beginning_with(tokens[begin], begin)
+    ids = {token: i for i, token, _ in used}
+    if twice := [token for i, token, _ in used if ids[token] != i]:
+        raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
+    spec = byte_level_tokenizer(ids, about.get("merges") or [], added, start, about.get("pre") == "bloom")
+    return spec if end is None else {**spec, "eos_token": tokens[end]}
+
+
+def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
     }

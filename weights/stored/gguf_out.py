@@ -16,14 +16,10 @@ from tinygpt.weights.errors import CheckpointError, how_to_install
 from tinygpt.weights.families.gguf import (
     ARCHITECTURE,
     ARCHITECTURES,
-    CONTROL,
     KEYS,
     NAMES,
-    NORMAL,
-    UNUSED,
-    USER_DEFINED,
 )
-from tinygpt.weights.families.tokenizers import is_blooms_kind
+from tinygpt.weights.families.tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED, is_blooms_kind
 from tinygpt.weights.files import sync
 from tinygpt.weights.stored.export import rounded
 
