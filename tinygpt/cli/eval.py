@@ -291,8 +291,7 @@ def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
     """Return their token ids. Raise RequestError that lists every invalid line."""
 
     def ids_of(record: streams.PromptRecord) -> list[int]:
-        prompt, split = record.prompt, record.split_special_tokens
-        return llm._read_ids("logits", prompt if split is None else llm.read_prompt(prompt, split).token_ids)
+        return llm._read_ids("logits", llm.read_prompt(record.prompt, record.split_special_tokens).token_ids)
 
     records = streams.read_prompts(path, SamplingParams())
     if not records:

@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from tinygpt.cli.batch import record_line, run_batch
 from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
@@ -14,10 +13,6 @@ from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
 from tinygpt.errors import RequestError, suggest
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
-
-if TYPE_CHECKING:
-    from tinygpt.engine.prompts import Prompt
-    from tinygpt.llm import LLM
 
 EVERY_DAY = (
     *("prompt", "prompt_text", "file", "input", "output", "json", "interactive", "echo"),
@@ -140,8 +135,13 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     front = text if args.echo else ""
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
+    finish_reasons = []
     if is_one and not args.json and not args.no_stream:
-        finish_reasons = [_stream(llm, prompt, params, front)]
+        emit(front, end="")
+        for chunk in llm.stream(prompt, params):
+            emit(chunk.text, end="")
+            finish_reasons = [chunk.finish_reason]
+        emit()
     else:
         (output,) = llm.generate([prompt], params)
         finish_reasons = [sample.finish_reason for sample in output.outputs]
@@ -159,17 +159,6 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
 
 def _load(seconds: float, params: SamplingParams) -> str:
     return f"load {seconds:.2f} s" + (f"; seed {params.seed}" if params.temperature else "")
-
-
-def _stream(llm: "LLM", prompt: "Prompt", params: SamplingParams, front: str) -> str | None:
-    """Print the text as it is made. Return its finish_reason."""
-    emit(front, end="")
-    finish_reason = None
-    for chunk in llm.stream(prompt, params):
-        emit(chunk.text, end="")
-        finish_reason = chunk.finish_reason
-    emit()
-    return finish_reason
 
 
 def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:

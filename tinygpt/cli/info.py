@@ -44,13 +44,14 @@ def run(args: argparse.Namespace) -> None:
         reader_of(path)  # raises for a file in no format of weights
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
-    check_report(report["path"], report["refused"], report["tokenizer"]["error"])
+    check_report(report)
 
 
-def check_report(path: str, refused: list[str], tokenizer_error: str | None) -> None:
+def check_report(report: dict[str, Any]) -> None:
     """Raise CheckpointError, after the report, for a checkpoint that cannot be used."""
+    path, refused = report["path"], report["refused"]
     if refused:
-        is_tokenizer = refused == [tokenizer_error]
+        is_tokenizer = refused == [report["tokenizer"]["error"]]
         part = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
         error = CheckpointError(f'{part}: the report says why, under "refused".')
         error.work_started = True
@@ -225,14 +226,20 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_doctor(args: argparse.Namespace) -> None:
     """Print the report. Raise CheckpointError as `info` does."""
+    from tinygpt.weights.open import resolve
+
     variables = {name: os.environ.get(name) for name in THREAD_POOLS}
     set_thread_pools(args.threads)
     model = one_of_both("CHECKPOINT", args.checkpoint, args.model)
-    checkpoint = None if model is None else _checkpoint(model)
-    report = examine(thread_count(args.threads), variables) | ({} if checkpoint is None else {"checkpoint": checkpoint})
+    described = None if model is None else describe(resolve(model))
+    report = examine(thread_count(args.threads), variables)
+    if described is not None:
+        kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
+        error = {"tokenizer_error": described["tokenizer"]["error"]}
+        report["checkpoint"] = {name: described[name] for name in kept} | error
     print_json(report) if args.json else _print_machine(report)
-    if checkpoint is not None:
-        check_report(*(checkpoint[name] for name in ("path", "refused", "tokenizer_error")))
+    if described is not None:
+        check_report(described)
 
 
 def _print_machine(report: dict[str, dict[str, Any]]) -> None:
@@ -291,14 +298,6 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "cache": _cache(),
         "gpu": _gpu(),
     }
-
-
-def _checkpoint(model: str) -> dict[str, Any]:
-    from tinygpt.weights.open import resolve
-
-    report = describe(resolve(model))
-    kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
-    return {name: report[name] for name in kept} | {"tokenizer_error": report["tokenizer"]["error"]}
 
 
 def _version_of(package: str) -> str | None:
