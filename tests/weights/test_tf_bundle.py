@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import re
 import sys
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from support import tf_writer
 from support.foreign import openai_tf, tf_arrays
 from support.tf_writer import field, table, write_bundle
-from support.tiny_checkpoint import random_tensors, write_json
+from support.tiny_checkpoint import assert_refused, random_tensors, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.tf_bundle import read_tf_bundle
 from tinygpt.weights.open import open_checkpoint
@@ -104,8 +105,7 @@ def test_the_latest_of_several_as_the_file_checkpoint_names_it(tmp_path):
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/another/machine/model-1000"\n')
     assert open_checkpoint(tmp_path).tensor("ln_f.bias")[0] == 5
     (tmp_path / "checkpoint").unlink()
-    with pytest.raises(CheckpointError, match=r"several files .*: model-1000\.index, model\.ckpt\.index"):
-        open_checkpoint(tmp_path)
+    assert_refused(tmp_path, r"several files .*: model-1000\.index, model\.ckpt\.index")
 
 
 def test_an_optimizers_variables_are_ignored_by_name(tmp_path):
@@ -115,14 +115,13 @@ def test_an_optimizers_variables_are_ignored_by_name(tmp_path):
     write_json(tmp_path / "hparams.json", {"n_head": 2})
     checkpoint = open_checkpoint(write_bundle(tmp_path / "x", arrays | more))
     assert sorted(checkpoint.ignored) == sorted(more)
-    with pytest.raises(CheckpointError, match=r"unexpected: model/wte/Odd"):
-        open_checkpoint(write_bundle(tmp_path / "x", arrays | {"model/wte/Odd": arrays["model/wte"]}))
+    odd = write_bundle(tmp_path / "x", arrays | {"model/wte/Odd": arrays["model/wte"]})
+    assert_refused(odd, "unexpected: model/wte/Odd")
 
 
 def test_without_the_package_of_checksums_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
-    with pytest.raises(CheckpointError, match=r"tinygpt\[tf\]"):
-        open_checkpoint(openai_tf(tmp_path, TENSORS))
+    assert_refused(openai_tf(tmp_path, TENSORS), r"tinygpt\[tf\]")
 
 
 # Damage
@@ -186,19 +185,15 @@ def test_an_index_that_is_damaged_or_not_implemented(tmp_path, case):
     records, sentence = REFUSED[case]
     (tmp_path / "x.data-00000-of-00001").write_bytes(ONES.tobytes())
     (tmp_path / "x.index").write_bytes(table(records))
-    with pytest.raises(CheckpointError, match=sentence) as error:
-        read_tf_bundle(tmp_path / "x.index")
-    assert str(tmp_path / "x") in str(error.value)
+    assert_refused(tmp_path / "x.index", sentence, re.escape(str(tmp_path / "x")))
 
 
 def test_keys_that_share_more_than_a_file_holds(tmp_path):
     records = [(b"", HEADER[1]), *((b"a" * 900 + f"{i:03}".encode(), b"") for i in range(500))]
     (tmp_path / "x.index").write_bytes(table(records, restart=1000))
-    with pytest.raises(CheckpointError, match="and keys of more than 20 times as many"):
-        read_tf_bundle(tmp_path / "x.index")
+    assert_refused(tmp_path / "x.index", "and keys of more than 20 times as many")
 
 
 def test_variables_of_tensorflow_2s_objects_are_refused_by_name(tmp_path):
     arrays = {f"{name}/.ATTRIBUTES/VARIABLE_VALUE": array for name, array in tf_arrays(TENSORS).items()}
-    with pytest.raises(CheckpointError, match="objects of TensorFlow 2"):
-        open_checkpoint(write_bundle(tmp_path / "x", arrays))
+    assert_refused(write_bundle(tmp_path / "x", arrays), "objects of TensorFlow 2")
