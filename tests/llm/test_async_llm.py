@@ -6,7 +6,7 @@ import pytest
 
 from support.gate import paused
 from support.paths import VOCAB_SIZE
-from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt import AsyncLLM, SamplingParams
 from tinygpt.errors import FailedRequestError, RequestError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -15,12 +15,6 @@ SECONDS = 120
 
 def params_for(i: int) -> SamplingParams:
     return SamplingParams(max_tokens=3 + i % 7, temperature=i % 2, seed=i, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
 
 
 @pytest.fixture(autouse=True)

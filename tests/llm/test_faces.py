@@ -15,12 +15,6 @@ PROMPT = "Once upon a time"
 
 
 @pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def ids(llm):
     return llm.tokenizer.encode(PROMPT)
 

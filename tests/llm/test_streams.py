@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tinygpt import LLM, AsyncLLM, SamplingParams
+from tinygpt import AsyncLLM, SamplingParams
 
 PROMPT = "Once upon a time"
 WARM = {"max_tokens": 16, "temperature": 1.0, "seed": 7}
@@ -26,12 +26,6 @@ CASES = {
     "several that end apart": SamplingParams(**WARM, n=4, stop=["e", "n"], logprobs=1),
     "several that are equal": SamplingParams(max_tokens=9, n=3, logprobs=1, prompt_logprobs=1),
 }
-
-
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
 
 
 def summed(chunks):

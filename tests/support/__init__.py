@@ -4,6 +4,6 @@
   modules write the tiny one as other programs do; torch_files stands for torch.save
 - answers of transformers: oracles and recorded; parity is live; library_tokenizers
 - kernels: kernel_tools; cuda_* simulate and compile CUDA; arm_machine and logit_hashes
-- engine and server: gate, serving, hub_server, thread_world (ranks that are threads)
+- engine and server: engines, gate, serving, hub_server, thread_world (ranks that are threads)
 - processes: apart (forked, with limits), processes (commands); examples; bench_records; paths
 """
