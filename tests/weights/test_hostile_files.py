@@ -386,3 +386,12 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
     except CheckpointError:
         return
     assert all(tensor.dtype == np.float32 for tensor in tensors)
+
+
+@pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt"])
+@pytest.mark.parametrize("name", ["../outside", "iter_1/../../outside", ".", "", "absent"])
+def test_a_file_that_names_the_latest_folder_names_one_beside_it(tmp_path, tracker, name):
+    for folder in ("outside", "model/iter_1"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "model" / tracker).write_text(name)
+    assert_refused(tmp_path / "model", f"{tracker} names no folder beside it")

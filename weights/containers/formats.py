@@ -23,7 +23,7 @@ CONTAINERS: dict[str, tuple[Callable[[Peek], bool], Reader]] = {
     FILES[0]: (is_safetensors, read_safetensors),
     FILES[1]: (is_torch, read_torch),
 }
-# Any other file is known by its content; PATTERNS are the names under which a folder is searched for one.
+# Any other file is known by its content; a folder is searched for PATTERNS.
 FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
     (is_gguf, read_gguf),
     (is_tf_index, read_tf_bundle),

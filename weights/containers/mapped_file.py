@@ -164,7 +164,7 @@ class Container:
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a file, and their checksum if it is known: an archive's entry or a variable."""
+    """An archive's entry or a variable, and its checksum if it is known."""
 
     file: MappedFile
     name: str
