@@ -22,7 +22,7 @@ Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder or a file. Raise one CheckpointError for all that is wrong."""
+    """Raise one CheckpointError for all that is wrong."""
     source = Source(path, read_weights(path))
     family = family_of(source)
     return match(source, family, family.config(source))
@@ -122,7 +122,7 @@ class _Found:
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
 
     def _parts_of(self, rule: Rule) -> range:
-        """Return all parts of a divided parameter, or the first: each part has a copy of the others."""
+        """Return all parts of a divided parameter; of others, each part has a copy."""
         return range(self.parts if rule.transform.axis is not None else 1)
 
 

@@ -83,7 +83,7 @@ def _check_is_checkpoint(folder: Path) -> None:
 
 
 def download(repo_id: str) -> Path:
-    """Return the local folder of a Hub checkpoint, downloaded unless it is cached. Raise CheckpointError.
+    """Return the local folder of a Hub checkpoint. Raise CheckpointError.
 
     Safetensors are preferred to pytorch_model.bin. Of an adapter, only the configuration is fetched.
     """

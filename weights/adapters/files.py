@@ -92,7 +92,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
-    raise CheckpointError(f"there is no folder {given}: download an adapter by `hf download ID --local-dir FOLDER`.")
+    raise CheckpointError(f"there is no {given}: adapters are downloaded by `hf download ID --local-dir FOLDER`.")
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:

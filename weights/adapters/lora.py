@@ -40,7 +40,7 @@ class _Model:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
 
     def modules(self, stored: Iterable[str]) -> dict[str, str]:
-        """Return the names of modules: of a model without a head, `stored` may lack the prefix, as transformer."""
+        """Return modules' names. In an adapter of a model without a head, `stored` may lack the prefix."""
         root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
         return {
             name: ("" if part.name == name else root) + name.rpartition(".")[0] for name, part in self.parts.items()

@@ -151,7 +151,7 @@ _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 
 def split_name(parameter: str) -> tuple[str | None, str, str]:
-    """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
+    """h.3.ln_1.bias is 3, ln_1, bias."""
     found = _PARAMETER.fullmatch(parameter)
     return found.groups() if found else (None, *parameter.rsplit(".", 1))
 
@@ -165,7 +165,7 @@ class Names:
     in_layer: tuple[str, ...] = MODULES
 
     def of(self, parameter: str) -> str:
-        """Return the tensor's name: h.3.ln_1.bias may be layers.3.input_layernorm.bias."""
+        """h.3.ln_1.bias may be layers.3.input_layernorm.bias."""
         layer, module, kind = split_name(parameter)
         if layer is None:
             return f"{self.others[module]}.{kind}"
