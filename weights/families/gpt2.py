@@ -9,7 +9,6 @@ from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelC
 from tinygpt.weights.families.config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
 from tinygpt.weights.families.family import AS_IS, Family, Layout, Rule, Source, Transform, named_by, rule_in_out
 
-MODEL_TYPES = ("gpt2",)
 # transformers' attribute_map; an alias wins over the name that it stands for.
 ALIASES = {
     "hidden_size": "n_embd",
@@ -46,8 +45,7 @@ def is_ignored(canonical_name: str) -> bool:
 
 def is_gpt2(fields: Mapping[str, Any]) -> bool:
     """GPT-2's first files have no model_type."""
-    model_type = fields.get("model_type", "gpt2")
-    return isinstance(model_type, str) and model_type in MODEL_TYPES
+    return fields.get("model_type", "gpt2") == "gpt2"
 
 
 named = partial(named_by, canonical_name)
