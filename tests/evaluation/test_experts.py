@@ -25,17 +25,10 @@ def test_logits(per_token, device, tmp_path):
         np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
 
 
-def with_gates(gate: np.ndarray) -> dict[str, np.ndarray]:
-    arrays = moe_arrays()
-    return {name: gate if name.endswith("gate.weight") else array for name, array in arrays.items()}
-
-
-def alone(arrays: dict[str, np.ndarray], expert: int) -> dict[str, np.ndarray]:
-    """A model of that expert alone: its probability is 1."""
-    kept = {name: a for name, a in arrays.items() if ".experts." not in name and "gate" not in name}
-    kept |= {name: a[:1] for name, a in arrays.items() if name.endswith("gate.weight")}
-    own = {name: a for name, a in arrays.items() if f".experts.{expert}." in name}
-    return kept | {name.replace(f"experts.{expert}.", "experts.0."): a for name, a in own.items()}
+def first_alone(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A model of the first expert alone: its probability is 1."""
+    kept = {name: a for name, a in arrays.items() if ".experts." not in name or ".experts.0." in name}
+    return {name: a[:1] if name.endswith("gate.weight") else a for name, a in kept.items()}
 
 
 def logits_of(folder, arrays, device, **settings):
@@ -45,9 +38,9 @@ def logits_of(folder, arrays, device, **settings):
 
 def test_of_equal_probabilities_the_first_expert_is_chosen(device, tmp_path):
     """So all tokens go to one expert, and the others have none."""
-    arrays = with_gates(np.zeros((E, moe_arrays()["wte.weight"].shape[1]), np.float32))
+    arrays = {name: np.zeros_like(a) if name.endswith("gate.weight") else a for name, a in moe_arrays().items()}
     first = {name: a / np.float32(E) if "experts.0.c_proj.weight" in name else a for name, a in arrays.items()}
-    expected = logits_of(tmp_path / "alone", alone(first, 0), device, topk=1)
+    expected = logits_of(tmp_path / "alone", first_alone(first), device, topk=1)
     np.testing.assert_allclose(logits_of(tmp_path / "all", arrays, device, topk=1), expected, rtol=0, atol=1e-5)
 
 
@@ -57,7 +50,7 @@ def test_experts_that_are_the_same_are_one(device, tmp_path):
         name: arrays[f"{name.split('.experts.')[0]}.experts.0.{name.split('.', 5)[5]}"] if ".experts." in name else a
         for name, a in arrays.items()
     }
-    expected = logits_of(tmp_path / "alone", alone(same, 0), device, topk=1)
+    expected = logits_of(tmp_path / "alone", first_alone(same), device, topk=1)
     for per_token in (2, E):
         found = logits_of(tmp_path / str(per_token), same, device, topk=per_token)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
