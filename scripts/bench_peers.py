@@ -59,7 +59,7 @@ LONG_CASES = (Case("decode at 1000, batch 1", 1, 1000, 24), Case("decode at 1000
 
 @dataclass
 class Row:
-    """One case in one dtype: milliseconds of every repeat by engine, and the shortest time that the machine allows."""
+    """One case in one dtype: milliseconds of every repeat by engine, and the machine's limit."""
 
     case: str
     dtype: str
@@ -90,7 +90,7 @@ class Results:
 
 
 def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None) -> tuple[float, str]:
-    """Return the shortest time in milliseconds and its limit: reading all bytes once, or multiplying at the peak."""
+    """Return the shortest time in milliseconds and its limit: memory, or the peak of multiplying."""
     model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.TILES[dtype])
     # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
@@ -119,7 +119,7 @@ class Engines:
             worker.close()
 
     def last_logits(self) -> dict[str, list[float]]:
-        """Return each engine's logits after one prompt, which show whether all run the same model."""
+        """Return each engine's logits after one prompt."""
         (ids,) = self._token_ids(1, AGREEMENT_PROMPT)
         found = {name: self._call(name, "last_logits", ids=ids) for name in list(self.workers)}
         return {name: logits for name, logits in found.items() if logits is not None}

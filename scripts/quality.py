@@ -41,10 +41,10 @@ Edit = Callable[[Tensors, Checkpoint, list[int]], None]
 
 @dataclass(frozen=True)
 class Quality:
-    """One dtype compared with float32: perplexity, mean KL in nats, distances of logits, and equal greedy tokens."""
+    """One dtype compared with float32."""
 
     perplexity: float
-    mean_kl: float
+    mean_kl: float  # nats
     mean_difference: float
     largest_difference: float
     agreement: float  # share of positions
@@ -164,7 +164,7 @@ def shift_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 
 
 def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    """Apply the published outliers of GPT-2. The demo loses its first token: its perplexity rises by two thirds."""
+    """Apply the published outliers of GPT-2. The demo's perplexity rises by two thirds."""
     size = typical_std(checkpoint, token_ids)
     rogue = np.array([8, -4, -4]) * tensors["wte.weight"].std()
     raise_residual(tensors, checkpoint, token_ids, rogue, "wte")

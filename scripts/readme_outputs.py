@@ -74,7 +74,7 @@ def places(text: str) -> Iterator[Place]:
 
 
 def outputs(text: str, folder: str) -> Iterator[tuple[Place, str]]:
-    """Yield each place with its output. A server starts when the first example asks it."""
+    """Yield each place with its output, with a server from the first that asks one."""
     with ExitStack() as stack:
         is_served = False
         for place in places(text):

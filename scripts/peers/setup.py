@@ -243,7 +243,7 @@ class Worker:
         return answer["result"]
 
     def close(self) -> None:
-        """Kill the process: some engines hang or abort when their input ends."""
+        """Kill the process, as some engines hang when their input ends."""
         self._process.kill()
         self._process.communicate()
 

@@ -130,11 +130,11 @@ def test_the_perplexity_is_that_of_each_dtype(found):
 
 def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
-    monkeypatch.setattr(study_runs, "_run_local", lambda *arguments: arguments[-1].extend(arguments[3]))
-    results = []
-    (note,) = run_study(study, Options("demo", small=True), results)  # 512 positions
+    monkeypatch.setattr(study_runs, "_run_local", lambda study, options, dtype, case: {"case": case})
+    records = []
+    (note,) = run_study(study, Options("demo", small=True), records)  # 512 positions
     assert note.startswith("Left out: 100 + 500, 200 + 400, 200 + 500, 300 + 400, 300 + 500, 10 + 1000 tokens do not")
-    assert len(results) == 13
+    assert len(records) == 13
     long = replace(study, small=study.cases[-1:])
     with pytest.raises(RequestError, match="10 \\+ 1000 tokens do not fit the 512 positions of demo"):
         run_study(long, Options("demo", small=True), [])

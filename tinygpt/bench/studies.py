@@ -49,7 +49,6 @@ class Study:
     notes: tuple[str, ...] = ()
     model: str = "GPT-2 124M"
     num_parameters: float = 124e6
-    has_llm_per_case: bool = False  # with slots and memory of the case alone
 
 
 def _cases(sizes: Iterable[int], lengths: tuple[int, ...], new: int, count: int | None = None) -> tuple[StudyCase, ...]:
@@ -86,7 +85,6 @@ STUDIES = {
             cases=_cases((1, 8), QUERY_LENGTHS, 64, 100),
             small=_cases((1, 8), QUERY_LENGTHS, 64, 20),
             repetitions=(3, 1),
-            has_llm_per_case=True,
             columns={
                 "Method": "{name}, batch {batch_size}",
                 "Query Count": "{num_prompts}",
@@ -236,7 +234,6 @@ STUDIES = {
             x=("batch size (sequences)", "batch_size"),
             y=("latency (ms)", "milliseconds"),
             notes=("Memory of ours: the peak of the process, Python and kernels included; published: the GPU's.",),
-            has_llm_per_case=True,
         ),
     )
 }

@@ -63,9 +63,9 @@ def run_study(study: Study, options: Options, records: list[Record]) -> list[str
     if not fitting:
         raise RequestError(left_out[0])
     for dtype in dict.fromkeys(source.dtype for source in sources):
-        groups = [[case] for case in fitting] if study.has_llm_per_case else [fitting]
-        for group in tqdm(groups, unit="model", disable=None):
-            _run_local(study, options, dtype, group, text, records)
+        more = {"perplexity": _perplexity(options, dtype, text)} if study.name == "onnx-study" else {}
+        for case in tqdm(fitting, unit="case", disable=None):
+            records.append(_run_local(study, options, dtype, case) | more)
         if options.remote:
             for case in fitting:
                 records.append(_run_remote(study, options, dtype, case, sources[0].config.vocab_size))
@@ -95,27 +95,25 @@ def _checked_text(study: Study, options: Options) -> str | None:
     return text
 
 
-def _run_local(
-    study: Study, options: Options, dtype: str, cases: list[StudyCase], text: str | None, records: list[Record]
-) -> None:
-    sizes = {"max_num_seqs": max(case.batch_size for case in cases), "prefix_cache_seqs": 0}
+def _perplexity(options: Options, dtype: str, text: str | None) -> float | None:
     if text is None:
-        sizes["max_model_len"] = max(case.length for case in cases)
-    else:
-        sizes["max_num_seqs"] = max(sizes["max_num_seqs"], NUM_TOGETHER)
-    meter = meter_of(options.device)
+        return None
+    how = {"threads": options.threads, "device": options.device, "max_num_seqs": NUM_TOGETHER}
+    with LLM(options.model, dtype, **how) as llm:
+        return perplexity(llm, text).token_perplexity
+
+
+def _run_local(study: Study, options: Options, dtype: str, case: StudyCase) -> Record:
+    meter, sizes = meter_of(options.device), {"max_num_seqs": case.batch_size, "max_model_len": case.length}
+    sizes |= {"prefix_cache_seqs": 0}
     with LLM(options.model, dtype, threads=options.threads, device=options.device, **sizes) as llm:
-        quality = None if text is None else perplexity(llm, text).token_perplexity
-        for case in tqdm(cases, unit="case", disable=None):
-            prompts, params = _work(study, case, llm.config.vocab_size)
-            for _ in range(meter.warmups):
-                llm.generate(prompts[: max(case.batch_size, NUM_WARMUP_PROMPTS)], params, use_tqdm=False)
-            repetitions = options.repetitions or study.repetitions[options.small]
-            found = measure(llm, prompts, params, repetitions, meter)
-            times = [(run.total, run.first_token) for run in found.runs]
-            more = {"num_steps": found.runs[-1].num_steps, "peak_memory": found.peak_memory or None}
-            more |= {"perplexity": quality} if study.name == "onnx-study" else {}
-            records.append(_record(study, options, dtype, case, times, **more))
+        prompts, params = _work(study, case, llm.config.vocab_size)
+        for _ in range(meter.warmups):
+            llm.generate(prompts[: max(case.batch_size, NUM_WARMUP_PROMPTS)], params, use_tqdm=False)
+        found = measure(llm, prompts, params, options.repetitions or study.repetitions[options.small], meter)
+    times = [(run.total, run.first_token) for run in found.runs]
+    more = {"num_steps": found.runs[-1].num_steps, "peak_memory": found.peak_memory or None}
+    return _record(study, options, dtype, case, times, **more)
 
 
 def _run_remote(study: Study, options: Options, dtype: str, case: StudyCase, vocab_size: int) -> Record:

@@ -276,8 +276,8 @@ def build() -> tuple[str, int]:
 
     try:
         if (root / ".git").exists():
-            changes = git("status", "--porcelain", "--untracked-files=no")
-            return git("rev-parse", "--short=8", "HEAD") + "+" * bool(changes), int(git("rev-list", "--count", "HEAD"))
+            commit = git("describe", "--always", "--dirty=+", "--abbrev=8", "--exclude=*")
+            return commit, int(git("rev-list", "--count", "HEAD"))
     except (OSError, subprocess.CalledProcessError):  # no git, or a folder that git does not trust
         pass
     return tinygpt.__version__, 0

@@ -36,7 +36,7 @@ class Calibration:
 
 @dataclass
 class Statistics:
-    """Sums (K,) over the inputs of a linear layer: largest |x|, sum of |x|, and sum of x."""
+    """Largest |x|, sum of |x|, and sum of x, over the inputs of a linear layer: (K,) each."""
 
     largest: Any = 0.0
     size: Any = 0.0

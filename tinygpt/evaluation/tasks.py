@@ -46,12 +46,12 @@ class Perplexity:
 
 @dataclass(frozen=True)
 class Lambada:
-    """Results of one protocol. perplexity: exp of the mean loss of a word or token."""
+    """Results of one protocol."""
 
     protocol: str
     num_rows: int
     num_correct: int
-    perplexity: float
+    perplexity: float  # exp of the mean loss of a word or token
 
     @property
     def accuracy(self) -> float:
@@ -105,7 +105,7 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
     if not texts:
         raise RequestError("there are no rows to evaluate.")
     for text in texts:
-        llm.read_prompt(text)  # refuses texts before any work
+        llm.read_prompt(text)  # refuses before any work
 
     def scores_of(text: str) -> tuple[ContinuationScore, ContinuationScore]:
         context, _, word = text.rpartition(" ")

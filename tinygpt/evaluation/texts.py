@@ -17,7 +17,7 @@ class Article:
 
 
 def read_text(name: str, path: str | Path) -> str:
-    """Read a UTF-8 file, called `name` in errors. Raise RequestError if there is no text."""
+    """Read a UTF-8 file, `name` in errors. Raise RequestError without text."""
     try:
         data = Path(path).read_bytes()
         check_encoding(f"{name} {path}", data)
@@ -60,7 +60,7 @@ def read_articles(name: str, path: str | Path) -> list[Article]:
 
 
 def _rows(name: str, path: str | Path) -> list[tuple[dict[str, Any], str]]:
-    """Return each line's object, empty if none, and its place."""
+    """Return each line's object and place."""
     rows = []
     for number, line in enumerate(read_text(name, path).split("\n"), 1):
         if line.strip():
