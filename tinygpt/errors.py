@@ -13,8 +13,8 @@ __all__ = ["CheckpointError", "LostFileError", "NoTokenizerError", "TinyGPTError
 class RequestError(TinyGPTError):
     """A prompt, parameter or flag that cannot be served.
 
-    field: name of the refused field or flag, if there is one. `str()` is then "{field} {reason}".
-    value, allowed: the refused value and the allowed ones in words, for callers that build their own sentence.
+    field: the refused field or flag, or None. `str()` is "{field} {reason}".
+    value, allowed: for callers that build their own sentence.
     """
 
     def __init__(self, reason: str, field: str | None = None, value: Any = None, allowed: str | None = None):
@@ -22,7 +22,7 @@ class RequestError(TinyGPTError):
         self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
 
     def named(self, name: str | None) -> "RequestError":
-        """Return the same error with another name for its field, for example "--temperature"."""
+        """Return the error of a field of another name, such as "--temperature"."""
         error = type(self)(self.reason, name, self.value, self.allowed)
         error.work_started = self.work_started
         return error
@@ -57,7 +57,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 @contextmanager
 def work_started_by(work: Sized) -> Iterator[None]:
-    """Mark an error of the block as one after work had started, if `work` is not empty by then."""
+    """Mark an error of the block as one after work had started if `work` is not empty."""
     try:
         yield
     except TinyGPTError as error:

@@ -1,4 +1,4 @@
-"""Rules of SamplingParams' fields: the values that a field takes, the words for them, and how a flag's text is read."""
+"""Rules of SamplingParams' fields: their values, the words for them, and a flag's text."""
 
 import functools
 import json
@@ -35,12 +35,12 @@ class Rule:
 
 
 def option(default: Any, rule: Rule, metavar: str | None, text: str, group: str = "sampling", **more: Any) -> Any:
-    """Return a dataclass field. The command line and the documentation read its metadata: one line declares it."""
+    """Return a dataclass field, whose metadata the command line and the documentation read."""
     return field(default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more)
 
 
 def read_field(name: str, value: Any, rule: Rule) -> Any:
-    """Return the value as the engine sees it. Raise RequestError with name, value and allowed values."""
+    """Return the value as the engine sees it. Raise RequestError."""
     try:
         return rule.read(value)
     except (TypeError, ValueError, OverflowError):
@@ -187,7 +187,7 @@ def _alternatives(value: Any) -> tuple[str, ...]:
 
 
 def _json_schema(value: Any) -> str:
-    """Read a dict, its JSON text, or a class with `model_json_schema`, such as pydantic's. Kept as text."""
+    """Read a dict, its JSON text, or a class such as pydantic's, as text."""
     try:
         value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
         schema = json.loads(value) if isinstance(value, str) else value

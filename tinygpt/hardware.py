@@ -1,4 +1,4 @@
-"""The machine: the CPU's name, its cores, the memory of this process and how fast memory is read."""
+"""The machine: its CPU's name and cores, the process's memory, and how fast memory is read."""
 
 import contextlib
 import ctypes
@@ -20,17 +20,16 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def thread_count(threads: Any = None) -> int:
-    """Return `threads`, or the number of fast cores for None. Raise RequestError if it is impossible."""
+    """Return `threads`, or the number of fast cores for None. Raise RequestError."""
     if threads is None:
         return physical_cores()
     return read_field("threads", threads, integer(1, MAX_THREADS))
 
 
 def physical_cores() -> int:
-    """Return the number of cores for this process: within its container's share of time, and fast ones alone.
+    """Return the number of this process's fast cores, within its container's share of time.
 
-    All threads wait for the slowest, so the slow cores of a hybrid CPU do not count. Hyper-threads count once if the
-    system tells them apart.
+    All threads wait for the slowest: slow cores of a hybrid CPU do not count, nor a core's second hyper-thread.
     """
     if sys.platform == "darwin":
         return _mac_cores() or logical_cores()
@@ -66,7 +65,7 @@ def _listed(text: str) -> set[int]:
 
 
 def _quotas(root: Path) -> list[float]:
-    """Return the CPUs' worth of time of the control groups (version 2), as `docker run --cpus` sets it."""
+    """Return the CPUs' worth of time of the control groups (version 2): `docker run --cpus`."""
     groups = [line.removeprefix("0::/") for line in _read(root / "proc/self/cgroup").splitlines() if line[:3] == "0::"]
     places = [place for group in map(PurePosixPath, groups) for place in (group, *group.parents)]
     pairs = [_read(root / "sys/fs/cgroup" / place / "cpu.max").split() for place in places]
@@ -114,7 +113,7 @@ def peak_memory() -> int:
 
 
 def read_bandwidth(threads: int, size: int = READ_BYTES, repetitions: int = 3) -> float:
-    """Return the bytes a second that `threads` threads read from `size` bytes together, the best of some repetitions.
+    """Return the bytes a second that threads read from `size` bytes together, at best.
 
     NumPy's reduction holds no GIL and reads as fast as a compiled loop.
     """

@@ -41,33 +41,32 @@ class LLM:
     """A GPT-2 checkpoint, ready to generate.
 
     model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M, 774M,
-        1.5B): random weights of that shape, to measure speed without a download.
+        1.5B): random weights of that shape.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
-        converted checkpoint, and float32 for any other.
+        converted checkpoint, else float32.
     device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).
     threads: threads that compute; None is one for each fast physical core.
     max_num_seqs: samples that run at once; others wait.
     max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
-    kv_cache_dtype: "float32", "bfloat16", "int8", or "auto": float32 for float32 weights, bfloat16 for the others.
+    kv_cache_dtype: "float32", "bfloat16", "int8"; "auto" is float32 for float32 weights, else bfloat16.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
         that is more. Fewer shorten the wait for others' prompts; more read prompts faster.
     prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts that
         begin like them; with 0 finished requests share nothing.
-    max_queue: submitted samples that may wait while max_num_seqs run; None is any number.
-    draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step of
-        this one to confirm: fewer steps, the same results.
+    max_queue: submitted samples that may wait; None is any number.
+    draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step: fewer
+        steps, the same results.
     lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
         soft_prompt.
-    split_special_tokens: read a special token such as <|endoftext|> within a text as plain text, for texts of unknown
-        origin; by default it is that token, as in transformers.
+    split_special_tokens: read special tokens such as <|endoftext|> within texts, of unknown origin, as plain text.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
-    Results do not depend on threads, on these sizes or on other requests, to the last bit. Several Python threads may
-    call one LLM: their requests share its steps. A forked child makes its own LLM.
+    Results do not depend on threads, these sizes or other requests, to the last bit. Python threads share the LLM's
+    steps; a forked child makes its own LLM.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class LLM:
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
         """Return a text or token ids, encoded and checked once, for any call that takes a prompt.
 
-        split_special_tokens: as LLM's, of this text; None is the LLM's own.
+        split_special_tokens: None is the LLM's.
         """
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
@@ -156,7 +155,7 @@ class LLM:
     def generate_as_finished(
         self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
-        """Yield (index of the prompt, output) as soon as each prompt is finished, for `generate`'s arguments.
+        """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
 
         return_exceptions: yield the error of a failed request in place of its output, and go on with the others.
         All prompts are checked when this is called. Closing the iterator ends the requests.
@@ -167,8 +166,9 @@ class LLM:
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 
     def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
-        """Continue one prompt, token by token. It is checked at the call; closing the iterator ends the request.
+        """Continue one prompt, checked at the call, token by token.
 
+        Closing the iterator ends the request.
         A chunk's text never ends inside a character; a sample's chunks together are its text, tokens and logprobs in
         `generate`. Chunks of n samples come mixed, each with its index.
         """
@@ -182,8 +182,9 @@ class LLM:
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
     ) -> RequestFuture:
-        """Continue one prompt in the background. Cancelling the future frees what the request holds within a step.
+        """Continue one prompt in the background.
 
+        Cancelling the future frees what the request holds within a step.
         on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
             not run them.
         Raise, before any work, RequestError if the prompt cannot be served, QueueFullError if max_queue samples wait.
@@ -195,22 +196,22 @@ class LLM:
         return future
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
-        """Return how many tokens of the prompt's beginning its overflow would leave out. Raise as `generate` does."""
+        """Return how many tokens at the prompt's beginning its overflow would leave out."""
         self.engine.check_open()
         return self._inputs.num_truncated_tokens(_single_prompt(prompt), params_list(params, 1)[0])
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
-        """Return how many positions the soft prompt of this name takes in front of a prompt; 0 for None."""
+        """Return how many positions the soft prompt takes; 0 for None."""
         self.engine.check_open()
         return self._inputs.num_virtual_tokens(soft_prompt)
 
     def session(self) -> Session:
-        """Return a text, empty at first, to be written in turns: a turn computes its new tokens alone."""
+        """Return an empty text, to be written in turns: a turn computes its new tokens alone."""
         self.engine.check_open()
         return Session(self, [])
 
     def logits(self, token_ids: Any) -> np.ndarray:
-        """Return teacher-forced logits, (T, V) float32: row t is for the token after token_ids[: t + 1].
+        """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
 
         Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
@@ -218,7 +219,7 @@ class LLM:
         return self.engine.call(partial(self._probe.logits, token_ids))
 
     def hidden_states(self, token_ids: Any) -> np.ndarray:
-        """Return (L + 1, T, C) float32, as Hugging Face's: the input of each layer, and last the output of ln_f.
+        """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f.
 
         Raise as `logits` does.
         """
@@ -226,7 +227,7 @@ class LLM:
         return self.engine.call(partial(self._probe.hidden_states, token_ids))
 
     def attentions(self, token_ids: Any) -> np.ndarray:
-        """Return (L, H, T, T) float32: how much each position attends to each at or before it, 4 L H T**2 bytes.
+        """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
 
         Raise as `logits` does.
         """
@@ -234,9 +235,9 @@ class LLM:
         return self.engine.call(partial(self._probe.attentions, token_ids))
 
     def embed(self, prompts: Any, pooling: str = "last") -> np.ndarray:
-        """Return a vector for each text or list of token ids, (len(prompts), C) float32, from its last hidden states.
+        """Return (len(prompts), C) float32: a vector of the last hidden states of each prompt.
 
-        pooling: "last" is the last token's, "mean" and "sum" are over all tokens.
+        prompts: texts or lists of token ids. pooling: "last" token, or "mean" or "sum" over all.
         Raise RequestError, before any work, as `logits` does.
         """
         self.engine.check_open()
@@ -254,11 +255,10 @@ class LLM:
     ) -> list[ContinuationScore]:
         """Return how probable each continuation of the prompt is, by the model's own probabilities.
 
-        prompt: a text or token ids; an empty one is the BOS token. It is read once.
-        continuations: texts, or lists of token ids.
+        prompt, continuations: texts or token ids. An empty prompt is the BOS token; it is read once.
         As in evaluation harnesses, white space at the prompt's end belongs to each continuation, and prompt and
         continuation are encoded together; apart, if that changes the prompt's tokens, or if either is token ids.
-        soft_prompt: the name of a soft prompt in front of the prompt. split_special_tokens: as for `read_prompt`.
+        soft_prompt: the name of one in front of the prompt. split_special_tokens: None is the LLM's.
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
@@ -272,7 +272,7 @@ class LLM:
         self.engine.check_health()
 
     def close(self) -> None:
-        """Free the memory. Later calls, unfinished futures and a call within a step raise RequestError."""
+        """Free the memory. Later calls, unfinished futures and a step's calls raise RequestError."""
         self.engine.close()
         self._inputs.close()
 
@@ -348,9 +348,9 @@ def _single_prompt(prompt: Any) -> Any:
 
 
 def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None) -> int:
-    """Compile all kernels that a model of this dtype may need on the CPU. Return the number that had to compile.
+    """Compile the CPU's kernels for models of this dtype. Return how many had to compile.
 
-    Kernels are kept for later processes; models of one dtype share them. The arguments are those of LLM.
+    Later processes find them on the disk. The arguments are LLM's.
     Raise TinyGPTError if the kernels cannot be kept, and the errors of LLM.
     """
     from tinygpt.kernels.cpu.jit import kernel_cache
@@ -366,9 +366,9 @@ def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto
 
 
 def start_compiling_draw() -> None:
-    """Compile the draw of tokens in a second process, on a first run: a quarter of its work.
+    """Compile the draw of tokens, a quarter of a first run's work, in a second process.
 
-    Numba compiles one kernel at a time in a process. If the process is late, this one compiles the draw itself.
+    Numba compiles one kernel at a time in a process; if the second is late, this one compiles the draw, too.
     """
     from tinygpt.kernels.cpu.jit import kernel_cache
 

@@ -1,4 +1,4 @@
-"""The records of a request: its output, chunks and times; and the bar that counts finished requests."""
+"""The records of a request, and the bar that counts finished requests."""
 
 import operator
 import sys
@@ -20,8 +20,8 @@ class CompletionOutput:
     stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time", "loop" or "grammar"
     logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the sampled id included
     cumulative_logprob: float | None  # sum over the sampled tokens
-    score: float | None  # of a beam search: the sum of its tokens' scores over length**length_penalty
-    seed: int  # with the same prompt and parameters, this seed repeats the request
+    score: float | None  # of a beam search: the tokens' scores over length**length_penalty
+    seed: int  # repeats the request
 
     def __repr__(self) -> str:
         reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
@@ -33,7 +33,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How probable a continuation of a prompt is. is_greedy: whether greedy decoding would write it."""
+    """How probable a continuation is. is_greedy: whether greedy decoding would write it."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each token
@@ -50,7 +50,7 @@ class ContinuationScore:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Moments of one request, in seconds of time.perf_counter(); None if its max_time was over before.
+    """Moments of a request, in seconds of time.perf_counter(); None if max_time was over before.
 
     num_steps: tokens of the longest sample. Times include the compilation of kernels.
     """
@@ -89,10 +89,9 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Work of an engine's steps, with the compilation of kernels.
+    """Work of an engine's steps, whose time is divided evenly among prompts' and new tokens.
 
-    A text's first token counts as part of its prompt. A step that also reads prompts divides its time evenly among its
-    tokens.
+    A text's first token counts as part of its prompt. Times include the compilation of kernels.
     """
 
     prompt_tokens: int = 0  # computed, not found in the KV cache; once for a beam search
@@ -115,8 +114,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
-    # Per token id -> log probability, None for the first. If max_time ends the request before all are known, the list
-    # holds the first, and there is no sum.
+    # Per token id -> log probability, None for the first; fewer, and no sum, if max_time ended the request.
     prompt_logprobs: list[dict[int, float] | None] | None
     prompt_cumulative_logprob: float | None  # sum over the tokens after the first
     num_cached_tokens: int  # of the prompt, found in the KV cache
@@ -131,9 +129,9 @@ class RequestOutput:
 
 
 class StreamChunk(NamedTuple):
-    """The text that became certain with one more token, and that token. A sample's last chunk has a finish reason.
+    """The text that became certain with a token. A sample's last chunk has a finish reason.
 
-    A tuple, because a frozen dataclass takes three times as long to make, and a step waits for it.
+    A tuple, which takes a third of a frozen dataclass's time: a step waits for it.
     """
 
     text: str

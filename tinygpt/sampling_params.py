@@ -46,7 +46,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _documented(cls: _Class) -> _Class:
-    """Add the fields to the docstring, and refuse unknown ones, as of a JSON object, with RequestError."""
+    """Add the fields to the docstring, and refuse unknown ones with RequestError."""
     init, names = cls.__init__, [field.name for field in fields(cls)]
     cls.__doc__ += "".join(f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls))
 
@@ -72,7 +72,7 @@ def _read_fields(instance: Any) -> None:
 @_documented
 @dataclass(frozen=True)
 class RepetitionDetection:
-    """A rule for samples that loop (vLLM's fields): their last tokens are one pattern, `min_count` times in a row."""
+    """A rule for samples that loop: their last tokens are one pattern, `min_count` times in a row."""
 
     max_pattern_size: int = option(MISSING, rules.POSITIVE, None, "most tokens of a pattern")
     min_count: int = option(MISSING, rules.integer(2), None, "how often it occurs")
@@ -120,7 +120,7 @@ REPETITION = rules.optional(
 @_documented
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How to choose the tokens of one request. Raise RequestError, a ValueError, for an impossible value.
+    """How to choose the tokens of a request. Raise RequestError, a ValueError, for a wrong value.
 
     Scores change in this order before a token is sampled, greedily or not: logit_bias, repetition_penalty,
     frequency_penalty, presence_penalty, no_repeat_ngram_size, bad_words, min_tokens, allowed_token_ids,
@@ -329,7 +329,7 @@ def num_best(count: int, vocab_size: int) -> int:
 
 
 def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
-    """Return the params with the texts of bad_words in bad_words_ids, each with and without a space."""
+    """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
     if not params.bad_words:
         return params
     texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]

@@ -11,10 +11,10 @@ from tinygpt.sampling_params import SamplingParams
 
 
 class Session:
-    """Token ids, and calls that add to them. A call's output is that of the LLM for all of them, to the bit.
+    """Token ids, and calls that add to them, with the LLM's output for all of them to the bit.
 
-    Keys and values stay in the LLM's prefix cache until other samples evict them; then the next call reads all tokens
-    again. A session is for one thread at a time. Several sessions may run at once.
+    If other samples evict its keys and values from the prefix cache, the next call reads all tokens again. A session is
+    for one thread at a time; several may run at once.
     """
 
     def __init__(self, llm: Any, token_ids: list[int]):
@@ -41,10 +41,9 @@ class Session:
         return len(self._token_ids)
 
     def extend(self, addition: Any, split_special_tokens: bool | None = None) -> None:
-        """Add a text or token ids, also as {"prompt": text} or {"prompt_token_ids": ids}.
+        """Add a text, encoded by itself, or token ids, or a prompt's dict.
 
-        A text is encoded by itself: no token spans its border with the text before.
-        split_special_tokens: as for LLM.read_prompt.
+        split_special_tokens: None is the LLM's.
         """
         self._check_open()
         addition = text_or_ids(addition)
@@ -63,10 +62,9 @@ class Session:
         return output
 
     def stream(self, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
-        """Continue the text, token by token. Each token joins the session with its chunk.
+        """Continue the text, token by token. Closing the iterator keeps the tokens so far.
 
-        Closing the iterator keeps the tokens so far. Raise RequestError, also from the iterator, after another change
-        of the session.
+        Raise RequestError, also from the iterator, after another change of the session.
         """
         params = self._checked(params_or_fields(params, fields))
         prompt = self._prompt()

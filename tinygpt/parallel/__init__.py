@@ -1,4 +1,1 @@
-"""One model on several ranks: processes, perhaps of several hosts, each with a part of the layers.
-
-Belongs here: the parts, the messages between ranks, and how ranks start and end.
-"""
+"""One model on several ranks, processes of one host or more: parts, messages, start, end."""

@@ -1,6 +1,6 @@
-"""How a model and its steps are cut: the layers of a stage, a rank's part, micro-batches, and groups.
+"""How a model and its steps are cut.
 
-In several decode steps of a pipeline, each stage works on another group of sequences:
+In decode steps of a pipeline, each stage works on another group of sequences:
 
     stage 0   A1 B1 A2 B2 A3 B3        A1: group A's first step
     stage 1      A1 B1 A2 B2 A3 B3
@@ -68,7 +68,7 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Return the layers of each stage so that the largest has the fewest bytes, with the head in the last."""
+    """Return the layers of each stage; the largest, with the head in the last, is smallest."""
     width, layers = config.n_embd, config.n_layer
     layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
     if stages == 1:
@@ -93,8 +93,7 @@ def run_groups(
 ) -> np.ndarray:
     """Return tokens (steps, S) of a batch with one new token a sequence.
 
-    begin(batch, first_row) starts a step and returns a function that waits for its logits; choose(logits, rows, step)
-    returns tokens.
+    begin(batch, first_row): starts a step, and returns a function that waits for its logits.
     """
     count = batch.token_ids.size
     groups = [slice(count * i // stages, count * (i + 1) // stages) for i in range(stages)]
@@ -121,8 +120,7 @@ TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 def micro_batches(batch: Batch, stages: int) -> list[Batch]:
     """Return the runs of tokens that pass the stages soonest, in order.
 
-    G runs of N tokens take G + P - 1 turns of TOKENS_OF_A_READING + N / G, least for G**2 = (P - 1) N /
-    TOKENS_OF_A_READING.
+    G runs of N tokens take G + P - 1 turns of R + N / G, R being TOKENS_OF_A_READING: least for G**2 = (P - 1) N / R.
     """
     tokens = batch.token_ids.size
     count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)

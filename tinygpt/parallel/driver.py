@@ -1,4 +1,4 @@
-"""Commands of rank 0 to the other ranks, as integers of one size for a model, and how ranks follow."""
+"""Commands of rank 0 to the other ranks, as integers, and how ranks follow."""
 
 import atexit
 import logging
@@ -25,7 +25,7 @@ from tinygpt.parallel.rank_model import RankModel
 
 
 class Command(IntEnum):
-    """What ranks do together. Commands on an open model have the names of RankModel's methods."""
+    """What ranks do together: on an open model, RankModel's method of that name."""
 
     FORWARD = 1  # a batch follows
     TRACE = 2  # a batch follows
@@ -148,9 +148,9 @@ def rank_threads(threads: int | None, world: World) -> int:
 
 
 def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> RankModel | TinyGPTError:
-    """Load this rank's part. Return it, or the first error of any rank, on all ranks.
+    """Load this rank's part. Return it, or on all ranks the first error of any.
 
-    All ranks compare checksums of their files. source: already open on rank 0.
+    Ranks compare their files' checksums. source: already open on rank 0.
     """
     layout = opening.layout
     group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
@@ -197,7 +197,7 @@ def follow(world: World) -> None:
 
 
 def follow_as_process(world: World) -> None:
-    """Run `follow` in a process that leaves stdin, signals and logging to rank 0."""
+    """Run `follow`, and leave stdin, signals and logging to rank 0."""
     logging.getLogger("tinygpt").setLevel(logging.ERROR)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -50,7 +50,7 @@ MAX_PIPELINE_SIZE = 1024
 
 @dataclass(frozen=True)
 class Layout:
-    """`pipeline_size` stages of `tensor_size` neighboring ranks, which share the layers of the stage."""
+    """`pipeline_size` stages of `tensor_size` neighboring ranks, which share a stage's layers."""
 
     tensor_size: int = 1
     pipeline_size: int = 1

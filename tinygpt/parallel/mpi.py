@@ -52,7 +52,7 @@ def world_of(layout: Layout) -> "World":
 
 @cache
 def process_world() -> "World":
-    """Return the world of this process. Raise RequestError without MPI or under another MPI's mpiexec."""
+    """Return the world of this process. Raise RequestError without MPI or under another's mpiexec."""
     try:
         import mpi4py
 
@@ -75,10 +75,7 @@ def process_world() -> "World":
 
 
 class World:
-    """All ranks of the program, on duplicated communicators.
-
-    All make the same calls in order, except `send`, `receive`, `receive_later` and `abort`.
-    """
+    """All ranks of the program, which make the same calls but send, receive and abort."""
 
     def __init__(self, mpi: Any):
         self._mpi, self._all = mpi, mpi.COMM_WORLD.Dup()
@@ -119,7 +116,7 @@ class World:
         self._all.Recv(values, rank)
 
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
-        """Start to receive; return a function that waits."""
+        """Return a function that waits."""
         return self._all.Irecv(values, rank).Wait
 
     def group(self, ranks: list[int]) -> "Group":
@@ -135,9 +132,9 @@ class World:
 
 
 class Group:
-    """Ranks that share a stage's layers. Kernels call MPI's function without the GIL.
+    """Ranks that share a stage's layers.
 
-    allgather: (3,) int64, the address of MPI_Allgather, its datatype for float32, and the communicator.
+    allgather: (3,) int64 for kernels: the address of MPI_Allgather, its datatype for float32, and the communicator.
     """
 
     def __init__(self, mpi: Any, communicator: Any):

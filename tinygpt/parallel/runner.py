@@ -135,10 +135,7 @@ def open_sources(
     device: str = "cpu",
     kv_cache_dtype: str = "auto",
 ) -> list[ModelSource]:
-    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size.
-
-    Raise CheckpointError or RequestError before any work.
-    """
+    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size."""
     sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
     for source in sources:
         check_cut(Layout(*ranks), source.config, source.dtype, device)

@@ -1,4 +1,4 @@
-"""Added tokens: strings that are one token each, read from several files and split off before BPE."""
+"""Added tokens: strings that are one token each, split off before BPE."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -12,7 +12,7 @@ Token = dict[str, Any]  # an entry of tokenizer.json's `added_tokens`: id, conte
 
 
 class AddedTokenSplitter:
-    """Splits at added tokens as Hugging Face's `tokenizers`: normalized=False first, longest first."""
+    """Splits at added tokens as `tokenizers`: normalized=False first, longest first."""
 
     def __init__(self, tokens: Iterable[Token]):
         self._by_content = {token["content"]: token for token in tokens}

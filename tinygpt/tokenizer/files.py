@@ -1,7 +1,4 @@
-"""Read the tokenizer files of a checkpoint folder, in any form, into the content of a tokenizer.json.
-
-Merges that were cut short would give other tokens: `check_none_is_missing` refuses them.
-"""
+"""Read the tokenizer files of a checkpoint folder, in any form, as a tokenizer.json."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, filterfalse
@@ -24,8 +21,8 @@ def read_text(path: Path) -> str:
 
 
 END_OF_WORD = "</w>"
-# A list was cut short if more than FEW tokens lack their merge, and NEARLY_ALL of the tokens without a merge are two
-# others joined: words added by hand usually are not.
+# A list was cut short if more than FEW tokens lack a merge, NEARLY_ALL of which are two others joined: words added by
+# hand usually are not.
 FEW, NEARLY_ALL = 16, 0.9
 MAX_CHARACTERS = 256  # of a token that may lack its merge; GPT-2's have at most 128
 
@@ -78,7 +75,7 @@ def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
     return any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
 
 
-# Errors from files that do not have the form of a tokenizer.
+# Errors from files of another form.
 MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
 GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
 BIOGPT_ENDS = {"<s>", "</s>"}  # not in GPT-1's vocabulary
@@ -87,11 +84,11 @@ BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", 
 
 
 def read_tokenizer(folder: Path) -> dict[str, Any]:
-    """Return the tokenizer of a folder as a tokenizer.json, with merges as pairs and all added tokens.
+    """Return a folder's tokenizer as a tokenizer.json, with merges as pairs and all added tokens.
 
-    The first of these is read: tokenizer.json; vocab.json and merges.txt; encoder.json and vocab.bpe; vocab.txt. The
-    configuration files add to it as in transformers. `eos_token` is the text of the end-of-text token. Raise
-    CheckpointError, or NoTokenizerError if there is none or it is not implemented.
+    The first of tokenizer.json, vocab.json and merges.txt, encoder.json and vocab.bpe, vocab.txt is read, with the
+    configuration files as in transformers. `eos_token` is the text of the end-of-text token. Raise CheckpointError, or
+    NoTokenizerError if there is none or it is not implemented.
     """
     options = _read_options(folder)
     pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)

@@ -1,10 +1,8 @@
 """Byte-level BPE as GPT-2 has it, run by tiktoken.
 
-A token has a rank in tiktoken, its place in the merges file, and an id in the model, the row of wte.
-
-`tokenizers` merges the adjacent *pair* with the lowest rank; tiktoken the adjacent tokens whose *joined bytes* have the
-lowest rank, and takes a word that is a token whole. They agree if merging the characters of each ranked token ends in
-that token, as in a trainer's list; any other list runs on `tokenizers`.
+A token's rank in tiktoken is its place in the merges file, its id in the model the row of wte. `tokenizers` merges the
+adjacent *pair* with the lowest rank; tiktoken the tokens whose *joined bytes* have it, and takes a word that is a token
+whole. They agree on a trainer's list: merging the characters of each token ends in it. Others run on `tokenizers`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +24,7 @@ Pair = tuple[str, str]
 def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str, int]:
     """Return the rank of each token: NUM_BYTES + the position of the merge that makes it.
 
-    alphabet: bytes of single characters. Raise UnlikeGPT2 unless each merge joins earlier tokens, and no other crosses
-        their border.
+    alphabet: bytes of characters. Raise UnlikeGPT2 unless each merge joins earlier tokens, and no other crosses it.
     """
     ranks = {**alphabet, **dict(zip(map("".join, pairs), count(NUM_BYTES)))}
     parts = [np.fromiter(map(ranks.get, side, repeat(NEVER)), np.int64) for side in zip(*pairs, strict=True)]
@@ -42,8 +39,8 @@ def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str,
 def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     """Return whether a merge joins across the border of a pair before its two tokens are built.
 
-    Walk back in time for all merges at once: x and y touch at the border, each used up at some rank. Of equal merges
-    the leftmost goes first, hence < and <=.
+    All merges walk back in time: x and y touch at the border, each used up at some rank. Of equal merges the leftmost
+    goes first, hence < and <=.
     """
     num_ranks = NUM_BYTES + len(left)
     keys = left * num_ranks + right  # of merges
@@ -65,8 +62,8 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     return False
 
 
-# GPT-2's pattern, with little regex stack for long white space: all of a run at the end of a text, else all but its
-# last character, by the thousand and then one by one.
+# GPT-2's pattern. Runs of white space, all at the end of a text, else all but the last character, go by the thousand:
+# regex's stack is small.
 WORDS = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
@@ -85,11 +82,11 @@ _BYTE_OF[[*map(ord, _BYTES)]] = [*_BYTES.values()]
 
 
 class UnlikeGPT2(Exception):
-    """The reason for which a tokenizer does not run here."""
+    """Why a tokenizer does not run on tiktoken."""
 
 
 def token_to_bytes(token: str) -> bytes:
-    """Return the bytes of a vocabulary's token; other characters stand for themselves."""
+    """Return a token's bytes; characters of no byte stand for themselves."""
     try:
         return bytes(_BYTES[character] for character in token)
     except KeyError:

@@ -1,7 +1,4 @@
-"""The vocabulary of a tokenizer's files, prepared by `convert` and read by each start.
-
-The file holds a digest of its JSON and of its sources. With another digest it is not used.
-"""
+"""The vocabulary of a tokenizer's files, as `convert` prepares it: with a digest of both."""
 
 import hashlib
 import json
@@ -68,7 +65,7 @@ def _digest(folder: Path, payload: bytes) -> bytes:
 
 
 def _checked(spec: dict[str, Any]) -> dict[str, Any]:
-    """Check what the readers of other files check."""
+    """Check as the readers of other files."""
     for entry in spec["added_tokens"]:
         if type(entry["id"]) is not int or entry["id"] < 0:
             raise ValueError(f"{entry['id']!r} is no token id")

@@ -110,10 +110,10 @@ TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Text to token ids and back. len() is the number of tokens.
 
-    vocab_size: the highest token id + 1. len(): the number of tokens. eos_token_id: of the end-of-text token, or None.
-        special_ids: the ids that skip_special_tokens leaves out. split_special_tokens: the default of `encode`.
+    vocab_size: the highest token id + 1. eos_token_id: may be None. special_ids: what skip_special_tokens leaves out.
+    split_special_tokens: the default of `encode`.
     """
 
     def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
@@ -157,8 +157,8 @@ class Tokenizer:
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text, with the tokenizer's tokens around it.
 
-        split_special_tokens: read special tokens as plain text. Raise RequestError unless text is a string without lone
-            surrogates.
+        split_special_tokens: read special tokens as plain text.
+        Raise RequestError unless text is a string without lone surrogates.
         """
         if split_special_tokens is None:
             split_special_tokens = self.split_special_tokens
