@@ -1,5 +1,6 @@
 """A model's packed weights, made from a checkpoint's tensors."""
 
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_corre
 from tinygpt.kernels.cpu.packing.weights import (
     FORMATS,
     K_UNIT,
-    Packers,
     head_dtype_of,
     new_weight,
     pack_layers,
@@ -60,22 +60,11 @@ class Params(NamedTuple):
     activation: int
 
 
-def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
-    return load_calibrated(checkpoint, dtype, threads, None)
-
-
-def load_calibrated(checkpoint, dtype: str, threads: int, calibration) -> Params:
-    """Load with a Calibration of tinygpt/evaluation instead of estimates from weights."""
-    return _load(checkpoint, dtype, threads, calibration, part_of(checkpoint.config, dtype))
-
-
-def load_part(checkpoint, dtype: str, threads: int, part: Part) -> Params:
-    return _load(checkpoint, dtype, threads, None, part)
-
-
-def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Params:
+def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibration=None, part=None) -> Params:
+    """calibration: measured sizes, of tinygpt/evaluation. part: a rank's Part, else all."""
+    part = part or part_of(checkpoint.config, dtype)
     config, layers = checkpoint.config, part.layers
-    with Packers(threads) as packers:
+    with ThreadPoolExecutor(threads) as packers:
         arrays = _outside_of_layers(checkpoint, dtype, packers, part)
         smoothing = Smoothing(checkpoint, dtype, calibration)
         for ours, name in LINEARS.items():
@@ -99,7 +88,7 @@ def _load(checkpoint, dtype: str, threads: int, calibration, part: Part) -> Para
     return new_params(config, dtype, arrays, part)
 
 
-def _outside_of_layers(checkpoint, dtype: str, packers: Packers, part: Part) -> dict[str, Any]:
+def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: Part) -> dict[str, Any]:
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
     # The largest first: it is in memory twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
@@ -134,7 +123,7 @@ def _factors_of_layer(smoothing: Smoothing, ours: str, layers: range, index: int
     return smoothing.factors(ours, layers[index], weight)
 
 
-def _experts(checkpoint, dtype: str, packers: Packers) -> Experts:
+def _experts(checkpoint, dtype: str, packers: Executor) -> Experts:
     config, linears = checkpoint.config, {}
     for ours, part in EXPERT_LINEARS.items():
         names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]

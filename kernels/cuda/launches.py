@@ -1,7 +1,6 @@
 """The layers as model.py calls them. Grids cover a step of `shape`; blocks past the true number of rows return."""
 
 import math
-from typing import Any
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
@@ -86,45 +85,25 @@ def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape
 
 
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
-    if shape.tiles:
-        attend_prefill(params, layer, attended, kv_cache, shape, workspace)
-    else:
-        attend_decode(params, layer, attended, kv_cache, shape, workspace)
-
-
-def attend_prefill(
-    params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
-) -> None:
-    """Prefill, and steps in which some sequences have several new tokens."""
-    c, config = kv_cache, params.config
-    function = attend_prefill_kernel(c.padded_head, family_of(params.dtype))
-    keys, out = keys_of(c, layer, workspace), (c.head_size, padded_columns(config.n_embd))
-    arguments = attended, *keys, workspace.inputs.tiles, c.num_heads, *out, float(config.attention_scale(layer))
-    workspace.device.launch(function, (shape.tiles, c.num_heads), TILE_WARPS * WARP, *arguments)
-
-
-def attend_decode(
-    params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
-) -> None:
-    w, inputs, c, config, family = workspace, workspace.inputs, kv_cache, params.config, family_of(params.dtype)
+    w, c, config, family = workspace, kv_cache, params.config, family_of(params.dtype)
+    keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
+    more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
+    if shape.tiles:  # prefill, and steps in which some sequences have several new tokens
+        function, grid = attend_prefill_kernel(c.padded_head, family), (shape.tiles, c.num_heads)
+        w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
+        return
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS
-    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
-    counts = c.num_heads, c.head_size, padded_columns(config.n_embd)
-    more = inputs.sizes, *counts, float(config.attention_scale(layer)), shape.key_blocks
     function = attend_decode_kernel(c.padded_head, family)
-    w.device.launch(function, grid, warps * WARP, attended, w.merges, w.partials, *keys_of(c, layer, w), *more)
+    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
+    arguments = attended, w.merges, w.partials, *keys, w.inputs.sizes, *more, shape.key_blocks
+    w.device.launch(function, grid, warps * WARP, *arguments)
 
 
 def heads_of(kv_cache: KVCache, workspace: Workspace) -> Heads:
     c, w = kv_cache, workspace
     shapes = c.num_slots, c.padded_len, c.num_heads, c.head_size, c.padded_head
     return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
-
-
-def keys_of(kv_cache: KVCache, layer: int, workspace: Workspace) -> tuple[Any, ...]:
-    c, w = kv_cache, workspace
-    return w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
 
 
 def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack
-from tinygpt.kernels.cpu.params import load_part
 from tinygpt.parallel.cut import check_cut, micro_batches, part_of_rank, run_groups, stage_layers
 from tinygpt.parallel.launch import Layout
 from tinygpt.weights.config import ModelConfig
@@ -68,7 +67,7 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     layout = Layout(4, 2)
     for rank in range(layout.size):
         part = part_of_rank(layout, rank, source.config, dtype)
-        params = source.load_part(1, part, load_part)
+        params = source.load_part(1, part)
         for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj"):
             mine, all_of_it = getattr(params, name), getattr(whole, name)
             for i, layer in enumerate(part.layers):
@@ -92,7 +91,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     layout, has_alibi = Layout(2 if source.config.n_head > 3 else 1, 2), source.config.has_alibi
     for rank in range(layout.size):
         part = part_of_rank(layout, rank, source.config, "float32")
-        params = source.load_part(1, part, load_part)
+        params = source.load_part(1, part)
         slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
         assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
         assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)

@@ -176,7 +176,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from tinygpt.evaluation.texts import read_text
     from tinygpt.hardware import thread_count
     from tinygpt.kernels.cpu import packed
-    from tinygpt.kernels.cpu.params import load_calibrated
+    from tinygpt.kernels.cpu.params import load_params
 
     share, calibration = ALPHA if args.smooth is None else args.smooth, None
     if args.act_scales is not None:
@@ -187,7 +187,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         log(f"calibrating on {args.calibrate}")
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
-    params = load_calibrated(checkpoint, args.dtype, thread_count(args.threads), calibration)
+    params = load_params(checkpoint, args.dtype, thread_count(args.threads), calibration)
     about = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
@@ -81,10 +81,10 @@ class ModelSource:
             return self.backend.load_params(self.checkpoint, self.dtype, threads)
         return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
 
-    def load_part(self, threads: int, part: Any, load: Callable) -> Any:
-        """Return the Params of one rank. `part` and `load` are of the CPU's kernels."""
+    def load_part(self, threads: int, part: Any) -> Any:
+        """Return the Params of one rank, of the CPU's kernels."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
-            return load(self.checkpoint, self.dtype, threads, part)
+            return self.backend.load_params(self.checkpoint, self.dtype, threads, part=part)
         return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
 
     def _packed_arrays(self) -> dict[str, np.ndarray]:

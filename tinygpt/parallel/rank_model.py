@@ -9,7 +9,6 @@ import numpy as np
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cpu.params import load_part
 from tinygpt.kernels.cpu.workspace import new_workspace, share_embedding
 from tinygpt.parallel.cut import micro_batches, part_of_rank
 from tinygpt.parallel.launch import Layout
@@ -32,7 +31,7 @@ class RankModel:
         self._stage, self._tensor_rank = layout.place_of(world.rank)
         self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
         self.part = self._parts[world.rank]
-        self._params = source.load_part(threads, self.part, load_part)
+        self._params = source.load_part(threads, self.part)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.part, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits

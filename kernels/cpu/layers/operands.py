@@ -24,6 +24,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     VECTOR_BYTES,
     add_int,
     address,
+    at,
     broadcast,
     declare,
     float32_at,
@@ -90,9 +91,8 @@ def _put_int8(operand, row, first, values):
         return
     whole = values.size // SCALE_GROUP
     for g in range(whole):
-        quantize_group(
-            like, address(values) + g * SCALE_GROUP * 4, target + g * SCALE_GROUP * size, scales + g * SCALES_BYTES
-        )
+        source, place = address(values) + g * SCALE_GROUP * 4, target + g * SCALE_GROUP * size
+        quantize_group(like, source, place, scales + g * SCALES_BYTES)
     rest = values.size - whole * SCALE_GROUP
     if rest:  # zeros fill the group
         done = whole * SCALE_GROUP
@@ -131,8 +131,8 @@ def quantize_group(typingctx, like, x, target, scales):
 
     def codegen(context, builder, signature, args):
         _, x, target, scales = args
-        kind, values = ir.IntType(like.dtype.bitwidth), [load(builder, at, FLOATS, 4) for at in _vectors_at(builder, x)]
-        _quantize(builder, values, kind, target, scales)
+        values = [load(builder, place, FLOATS, 4) for place in _vectors_at(builder, x)]
+        _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
     return types.void(like, types.intp, types.intp, types.intp), codegen
@@ -145,16 +145,13 @@ def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, 
     def codegen(context, builder, signature, args):
         _, x, count, factors, summands, target, stride, scales, scales_stride = args
         kind = ir.IntType(like.dtype.bitwidth)
-
-        def at(start, i, stride):
-            return builder.add(start, builder.mul(i, stride))
-
         factors, summands = load_row(builder, factors), load_row(builder, summands)
 
         def row(i, _):
-            values = load_row(builder, at(x, i, ir.Constant(i.type, SCALE_GROUP * 4)))
+            values = load_row(builder, at(builder, x, i, SCALE_GROUP * 4))
             values = [builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)]
-            _quantize(builder, values, kind, at(target, i, stride), at(scales, i, scales_stride))
+            place, scale = (builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride)))
+            _quantize(builder, values, kind, place, scale)
             return []
 
         repeat(builder, count, row, [])
@@ -172,10 +169,10 @@ def quantize_part(typingctx, like, x, count, target, scales):
         kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
         load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
         counts, values = broadcast(builder, builder.trunc(count, I32)), []
-        for i, at in enumerate(_vectors_at(builder, x)):
+        for i, place in enumerate(_vectors_at(builder, x)):
             is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
-            at = builder.inttoptr(at, FLOATS.as_pointer())
-            values.append(builder.call(load_some, [at, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
+            place = builder.inttoptr(place, FLOATS.as_pointer())
+            values.append(builder.call(load_some, [place, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
         _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
@@ -183,13 +180,10 @@ def quantize_part(typingctx, like, x, count, target, scales):
 
 
 def _vectors_at(builder, start):
-    return [builder.add(start, ir.Constant(start.type, i * VECTOR_BYTES)) for i in range(SCALE_GROUP // LANES)]
+    return [at(builder, start, i, VECTOR_BYTES) for i in range(SCALE_GROUP // LANES)]
 
 
 def _quantize(builder, values, kind, target, scales) -> None:
-    def at(start, offset: int):
-        return builder.add(start, ir.Constant(start.type, offset))
-
     # Sizes are in the order of their bits: infinity and NaN are larger than all others.
     sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
     largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
@@ -200,7 +194,8 @@ def _quantize(builder, values, kind, target, scales) -> None:
     for i, value in enumerate(values):
         nearest = multiply_add(builder, value, inverse, ir.Constant(FLOATS, [ROUNDING] * LANES))
         whole = builder.sub(builder.bitcast(nearest, INTS), ir.Constant(INTS, [int(ROUNDING_BITS)] * LANES))
-        store(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), at(target, i * LANES * kind.width // 8), 1)
+        place = at(builder, target, i, LANES * kind.width // 8)
+        store(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), place, 1)
         sums.append(whole)
     half = len(sums) // 2
     low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))
@@ -208,9 +203,9 @@ def _quantize(builder, values, kind, target, scales) -> None:
     scale = builder.select(is_zero, zero, builder.fdiv(largest, limit))
     scale = builder.select(is_finite, scale, ir.Constant(F32, float("nan")))
     store(builder, scale, scales, 4)
-    store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(scales, 4), 4)
-    store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(scales, 8), 4)
-    store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(scales, 12), 4)
+    store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(builder, scales, 4), 4)
+    store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(builder, scales, 8), 4)
+    store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(builder, scales, 12), 4)
 
 
 def _quantize_rows(team, operand, x, factors, layer):

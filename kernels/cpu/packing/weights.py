@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16
+PACK_SHARES = 16  # of a matrix
 # Shares of a group's range that int4 tries: smaller steps, with clipping.
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 
@@ -39,11 +40,8 @@ def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
 @jit
 def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
     block = np.empty((panels.shape[1] * 4, OUT_TILE), np.float32)
-    largest, inverse, unfinite = (
-        np.empty(OUT_TILE, np.float32),
-        np.empty(OUT_TILE, np.float32),
-        np.empty(OUT_TILE, np.float32),
-    )
+    largest, inverse = np.empty(OUT_TILE, np.float32), np.empty(OUT_TILE, np.float32)
+    unfinite = np.empty(OUT_TILE, np.float32)
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
         largest[:] = 0
@@ -90,11 +88,8 @@ def _choose_scales(group, group_scales):
     """Find each column's bfloat16 scale and offset of least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
     low, high = np.zeros(OUT_TILE, np.float32), np.zeros(OUT_TILE, np.float32)  # 0 is always in range
     least = np.full(OUT_TILE, np.inf, np.float32)
-    error, scale, offset = (
-        np.empty(OUT_TILE, np.float32),
-        np.empty(OUT_TILE, np.float32),
-        np.empty(OUT_TILE, np.float32),
-    )
+    error, scale = np.empty(OUT_TILE, np.float32), np.empty(OUT_TILE, np.float32)
+    offset = np.empty(OUT_TILE, np.float32)
     for i in range(WEIGHT_GROUP):
         for j in range(OUT_TILE):
             low[j], high[j] = min(low[j], group[i, j]), max(high[j], group[i, j])
@@ -138,25 +133,6 @@ def panel_count(columns: int) -> int:
     return -(-columns // OUT_TILE)
 
 
-PACK_SHARES = 16  # of a matrix
-
-
-class Packers:
-    def __init__(self, threads: int):
-        self._pool = ThreadPoolExecutor(threads)
-
-    def __enter__(self) -> "Packers":
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._pool.shutdown()
-
-    def pack(self, kernel: Callable, panels: int, *arguments) -> None:
-        bounds = [i * panels // PACK_SHARES for i in range(PACK_SHARES + 1)]
-        for share in [self._pool.submit(kernel, *arguments, *pair) for pair in itertools.pairwise(bounds)]:
-            share.result()
-
-
 FORMATS = {
     "float32": (Float32Weight, pack_float32),
     "bfloat16": (BFloat16Weight, pack_bfloat16),
@@ -173,13 +149,14 @@ def head_dtype_of(dtype: str) -> str:
 
 
 def pack_layers(
-    checkpoint, names, dtype: str, packers: Packers, factors_of: Callable | None = None, keep: Callable | None = None
+    checkpoint, names, dtype: str, packers: Executor, factors_of: Callable | None = None, keep: Callable | None = None
 ) -> tuple[tuple, np.ndarray]:
     """Pack weights (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
     arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
     all_factors = np.ones((len(names), k), np.float32)
+    bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
         if factors_of is not None:
@@ -187,7 +164,9 @@ def pack_layers(
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         places = [array[0 if keep else layer] for array in arrays]
-        packers.pack(pack, panel_count(n), source, is_transposed, all_factors[layer], *places)
+        given = source, is_transposed, all_factors[layer], *places
+        for share in [packers.submit(pack, *given, *pair) for pair in itertools.pairwise(bounds)]:
+            share.result()
         checkpoint.release(name)
         if keep:
             piece = keep(record(*arrays))
@@ -212,7 +191,5 @@ def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[
         panels = (layers, p, groups * SCALE_GROUP // 4, OUT_TILE, 4)
         return (panels, np.dtype(np.uint8)), ((layers, p * OUT_TILE), np.dtype(np.float32))
     panels = (layers, p, groups * SCALE_GROUP // 8, OUT_TILE, 4)
-    return (panels, np.dtype(np.uint8)), (
-        (layers, p, groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE),
-        np.dtype(np.uint16),
-    )
+    scales = (layers, p, groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE)
+    return (panels, np.dtype(np.uint8)), (scales, np.dtype(np.uint16))
