@@ -47,9 +47,8 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
     for block, inside in _blocks(start, stop):
         kv_cache.k[:, target_slot, :, block, :, inside] = kv_cache.k[:, source_slot, :, block, :, inside]
         for steps, parts in _value_steps(kv_cache, inside):
-            kv_cache.v[:, target_slot, :, block, steps, :, parts] = kv_cache.v[
-                :, source_slot, :, block, steps, :, parts
-            ]
+            source = kv_cache.v[:, source_slot, :, block, steps, :, parts]
+            kv_cache.v[:, target_slot, :, block, steps, :, parts] = source
     _clear_rest(kv_cache, target_slot, stop)
 
 

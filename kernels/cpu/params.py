@@ -66,16 +66,15 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
     config, layers = checkpoint.config, part.layers
     with ThreadPoolExecutor(threads) as packers:
         arrays = _outside_of_layers(checkpoint, dtype, packers, part)
-        smoothing = Smoothing(checkpoint, dtype, calibration)
+        smoothing = Smoothing(checkpoint, dtype, calibration, layers.start)
         for ours, name in LINEARS.items():
             names = _linear_names(config, ours, layers)
-            weights, factors_of = [f"{n}.weight" for n in names], partial(_factors_of_layer, smoothing, ours, layers)
+            weights, factors_of = [f"{n}.weight" for n in names], partial(smoothing.factors, ours)
             arrays[ours], factors = pack_layers(checkpoint, weights, dtype, packers, factors_of, part.keep(ours))
             arrays[f"{ours}_bias"] = part.values(ours, _stack(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
-                arrays[f"{ours}_bias"] += _corrections(
-                    checkpoint, dtype, name, arrays[ours], factors, calibration.means
-                )
+                given = name, arrays[ours], factors, calibration.means
+                arrays[f"{ours}_bias"] += _corrections(checkpoint, dtype, *given)
             if ours in NORM_BEFORE:
                 norms = [f"h.{i}.{NORM_BEFORE[ours]}" for i in layers]
                 norm_factors = factors if len(factors) == len(norms) else np.float32(1)  # with experts, all are 1
@@ -119,23 +118,17 @@ def _linear_names(config, ours: str, layers: range) -> list[str]:
     return [f"h.{i}.{LINEARS[ours]}" for i in has_mlp] or [f"h.0.mlp.experts.0.{EXPERT_LINEARS[ours]}"]
 
 
-def _factors_of_layer(smoothing: Smoothing, ours: str, layers: range, index: int, weight: np.ndarray) -> np.ndarray:
-    return smoothing.factors(ours, layers[index], weight)
-
-
 def _experts(checkpoint, dtype: str, packers: Executor) -> Experts:
     config, linears = checkpoint.config, {}
     for ours, part in EXPERT_LINEARS.items():
         names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]
         weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, packers)
         linears[ours] = Linear(weight, _stack(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
-    order = [i for i in range(config.n_layer) if i not in config.expert_layers]
-    places = [
-        config.expert_layers.index(i) if i in config.expert_layers else -1 - order.index(i)
-        for i in range(config.n_layer)
-    ]
+    others = [i for i in range(config.n_layer) if i not in config.expert_layers]
+    places = np.empty(config.n_layer, np.int64)
+    places[[*config.expert_layers]], places[others] = range(len(config.expert_layers)), range(-1, -1 - len(others), -1)
     gate = _stack(checkpoint, [f"h.{i}.mlp.gate.weight" for i in config.expert_layers])
-    return Experts(np.array(places, np.int64), gate, **linears, sums_to_one=config.norm_topk_prob)
+    return Experts(places, gate, **linears, sums_to_one=config.norm_topk_prob)
 
 
 def no_positions(config) -> np.ndarray:
@@ -216,11 +209,11 @@ def can_share(config, dtype: str) -> bool:
 
 
 def head_segments(config, dtype: str) -> np.ndarray:
-    return _segments(config.n_head, config.head_size, dtype)
+    return _segments(config.n_head * config.head_size, config.head_size, dtype)
 
 
 def inner_segments(config, dtype: str) -> np.ndarray:
-    return _segments(config.inner_size // K_UNIT[dtype], K_UNIT[dtype], dtype, config.inner_size)
+    return _segments(config.inner_size, K_UNIT[dtype], dtype)
 
 
 def _of_rank(segments: np.ndarray, part: Part) -> np.ndarray:
@@ -235,9 +228,8 @@ def _share(count: int, rank: int, ranks: int) -> range:
     return range(*bounds)
 
 
-def _segments(units: int, unit: int, dtype: str, k: int | None = None) -> np.ndarray:
-    k = units * unit if k is None else k
-    return quarters(units, unit) if unit % K_UNIT[dtype] == 0 and units * unit == k else whole(k)
+def _segments(k: int, unit: int, dtype: str) -> np.ndarray:
+    return quarters(k // unit, unit) if unit % K_UNIT[dtype] == k % unit == 0 else whole(k)
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:

@@ -77,9 +77,7 @@ def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
     return buffers + counts + _input_parts(max_shape).num_bytes + sampling_bytes(config, max_shape)
 
 
-def bytes_needed(
-    config, dtype: str, tied: bool, kv_cache_dtype: str, num_slots: int, max_model_len: int, *step: int
-) -> dict[str, int]:
+def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, *step) -> dict[str, int]:
     """Return the bytes of each part of a model. step: tokens and logits."""
     return {
         "weights": params_bytes(config, dtype, tied),
@@ -88,10 +86,9 @@ def bytes_needed(
     }
 
 
-def check_memory(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, max_num_tokens, max_num_logits) -> None:
-    """Raise DeviceError, before a load, if the model exceeds the GPU's free memory."""
-    steps = max_num_tokens, max_num_logits
-    needed = bytes_needed(config, dtype, tied, kv_cache_dtype, num_slots, max_model_len, *steps)
+def check_memory(*sizes) -> None:
+    """Raise DeviceError, before a load, if the model exceeds the GPU's free memory. sizes: as of bytes_needed."""
+    needed = bytes_needed(*sizes)
     free, total = devices.the_device().free_bytes(), sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())

@@ -11,10 +11,7 @@ WEIGHT_LEVELS = 2**14 - 1
 
 
 def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """Return softmax(scale q·k - slope * distance) v over the keys up to each query's position, (N, H, D).
-
-    q (N, H, D), k and v (H, T, D), positions (N,), slopes (H,) or ().
-    """
+    """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D), slopes (H,) or ()."""
     return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)  # (N, H, D)
 
 
@@ -29,7 +26,7 @@ def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
 
 
 def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
-    """Attend over an int8 cache: int8 queries, weights of INT8_BLOCK positions as whole numbers."""
+    """Attend with int8 queries, and weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
     weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
@@ -49,12 +46,12 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray) -> None:
-    """x (N, C) += linear(y): the end of a block, where tensor-parallel ranks sum."""
+    """x (N, C) += linear(y): tensor-parallel ranks sum here."""
     x += linear(params, name, y)
 
 
 def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    """Return a block's input: the layer norm of x (N, C), or x if the norm is after the block."""
+    """Return the layer norm of x (N, C), or x if the norm is after the block."""
     return layer_norm(params, name, x) if params.config.norm_placement == "pre" else x
 
 

@@ -1,8 +1,7 @@
 """GPT-2 in NumPy, float64 inside: the specification that the other backends are tested against.
 
 Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head size, F n_inner, V vocabulary, L
-layers, R rows of logits. Weights are (out, in). Source: Radford et al., "Language Models are Unsupervised Multitask
-Learners".
+layers, R rows of logits. Weights are (out, in). Radford et al., "Language Models are Unsupervised Multitask Learners".
 """
 
 import numpy as np

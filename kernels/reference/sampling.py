@@ -7,10 +7,7 @@ import numpy as np
 
 
 def process_logits(logits, processors):
-    """Process rows of `logits` (R, V) float32 in place, in the order of Hugging Face's `generate`.
-
-    OpenAI's penalties follow the repetition penalty, as in vLLM.
-    """
+    """Process rows of `logits` (R, V) float32 in place, in the order of `generate` and of vLLM's penalties."""
     for i, r in enumerate(processors.rows):
         process_row(logits[r], processors, i)
 
@@ -198,10 +195,10 @@ def exponentials(scores):
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    """Return a token (R,) int32 for each row, from that row alone; -1 for a row that is not finite.
+    """Return a token (R,) int32 for each row, -1 for a row that is not finite.
 
-    Greedy rows take the largest logit, ties to the lowest id. Others take the first token (by id) whose cumulated
-    probability exceeds `uniform` of the seed, the sample's index and the token's position, (R,) each.
+    Greedy rows take the largest logit, ties to the lowest id. Others take the first token, by id, whose cumulated
+    probability exceeds `uniform` of the seed, the sample's index and the token's position.
     """
     rows = zip(logits, zip(*warpers, strict=True), seeds, sample_indices, positions, strict=True)
     return np.array([_sample_row(*row) for row in rows], dtype=np.int32)
@@ -217,10 +214,7 @@ def top_logprobs(logits, token_id, n):
 
 
 def uniform(seed, sample_index, position):
-    """Return the number in [0, 1) that decides one token: the first of Philox4x64-10.
-
-    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. NumPy steps the counter once before.
-    """
+    """Return the number in [0, 1) that decides one token: the first of Philox4x64-10 (Salmon et al., SC 2011)."""
     key, counter = np.array([seed, sample_index], np.uint64), np.array([position, 0, 0, 0], np.uint64)
     philox = np.random.Philox(key=key, counter=counter)
     return np.random.Generator(philox).random()

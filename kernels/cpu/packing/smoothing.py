@@ -31,9 +31,11 @@ class Smoothing:
     checkpoint: Any
     dtype: str
     calibration: Any = None  # of tinygpt/evaluation: measured sizes
+    first_layer: int = 0
 
-    def factors(self, ours: str, layer: int, weight: np.ndarray) -> np.ndarray:
+    def factors(self, ours: str, index: int, weight: np.ndarray) -> np.ndarray:
         """Return factors (K,) float32 of a weight (N, K)."""
+        layer = self.first_layer + index
         if self.dtype not in BALANCE or not self._can_divide(ours):
             return np.ones(weight.shape[1], np.float32)
         measured = None if self.calibration is None else self.calibration.sizes.get(layer_name(ours, layer))

@@ -167,7 +167,7 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
     checkpoint, kv_cache_dtype = Random(), "float32" if dtype == "float32" else "bfloat16"
     model = Model(cuda, checkpoint, dtype)
-    needed = bytes_needed(checkpoint.config, dtype, False, kv_cache_dtype, SLOTS, T, 150, 80)
+    needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
 
