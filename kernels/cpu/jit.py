@@ -152,6 +152,12 @@ class DiskCache:
     def flush(self) -> None:
         pass
 
+    def enable(self) -> None:
+        pass
+
+    def disable(self) -> None:
+        raise NotImplementedError("kernels are compiled with this cache or without any")
+
     def _name(self, signature: Any, codegen: Any) -> str | None:
         """Return the file's name, or None if another process would not find the kernel by it."""
         function = self._function
