@@ -98,7 +98,6 @@ class Api:
 
     async def completions(self, form: protocol.CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
-        self._check_open()
         prompts = await self._prompts(_listed(form.prompt), form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
@@ -122,7 +121,6 @@ class Api:
             raise ApiError(400, message, code="no_chat_template")
         if self.encode(""):
             raise ApiError(400, f"{self.model_name} has a tokenizer that adds tokens to each text: use token ids.")
-        self._check_open()
         if form.top_logprobs is not None and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
@@ -139,7 +137,6 @@ class Api:
 
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
-        self._check_open()
         prompts = await self._prompts([form.prompt or ""], form, request)
         others = {"max_tokens": form.max_tokens, "logprobs": form.logprobs}
         params = await _read(request, partial(form.sampling_params, self.encode, **others))

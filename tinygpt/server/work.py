@@ -5,6 +5,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -82,8 +83,9 @@ class Work:
 
     async def outputs(self) -> list[RequestOutput]:
         try:
-            return await asyncio.gather(*map(asyncio.wrap_future, self.futures))
-        except asyncio.CancelledError:
+            await asyncio.gather(*(asyncio.wrap_future(future) for future in self.futures if not future.done()))
+            return [future.result() for future in self.futures]
+        except (asyncio.CancelledError, CancelledError):
             if self._outbox.stopped is not None:
                 raise self._outbox.stopped from None
             raise
