@@ -114,10 +114,13 @@ class ThreadWorld:
     def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
         return partial(self.receive, values, rank)
 
-    def group(self, ranks: list[int]) -> "ThreadGroup":
+    def allgather(self, ranks: list[int]) -> np.ndarray:
         with self._threads.lock:
             meeting = self._threads.groups.setdefault(tuple(ranks), Meeting(len(ranks)))
-        return ThreadGroup(self._threads, meeting, ranks.index(self.rank), len(ranks))
+        self._group = ThreadGroup(
+            self._threads, meeting, ranks.index(self.rank), len(ranks)
+        )  # kernels have its address
+        return np.array([ctypes.cast(self._group.function, ctypes.c_void_p).value, 0, 0], np.int64)
 
     def abort(self, status: int) -> NoReturn:
         self._threads.abort(status)
@@ -127,9 +130,8 @@ class ThreadWorld:
 class ThreadGroup:
     def __init__(self, threads: Threads, meeting: Meeting, place: int, size: int):
         self._threads, self._meeting, self._place, self._size = threads, meeting, place, size
-        self._function = ALLGATHER(self._allgather)  # kept alive: kernels have its address
+        self.function = ALLGATHER(self._allgather)
         self._num_calls = 0
-        self.allgather = np.array([ctypes.cast(self._function, ctypes.c_void_p).value, 0, 0], np.int64)
 
     def _allgather(self, send, count, datatype, receive, receive_count, receive_type, communicator) -> int:
         try:

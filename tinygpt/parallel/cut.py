@@ -68,7 +68,7 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
-    """Return the layers of each stage; the largest, with the head in the last, is smallest."""
+    """Return the layers of each stage, with the head in the last: the largest has fewest bytes."""
     width, layers = config.n_embd, config.n_layer
     layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
     if stages == 1:

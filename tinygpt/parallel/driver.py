@@ -153,13 +153,13 @@ def load_together(world: World, opening: LoadCommand, source: ModelSource | None
     Ranks compare their files' checksums. source: already open on rank 0.
     """
     layout = opening.layout
-    group = world.group(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
+    allgather = world.allgather(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
     model = about = weights = error = None
     try:
         source = source or ModelSource.open(*opening.source)
         checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
-        model = RankModel(world, group, layout, source, opening.sizes, rank_threads(opening.threads, world))
+        model = RankModel(world, layout, allgather, source, opening.sizes, rank_threads(opening.threads, world))
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait
         error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")

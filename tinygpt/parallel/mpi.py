@@ -82,7 +82,7 @@ class World:
         local = self._all.Split_type(mpi.COMM_TYPE_SHARED)  # of this host
         self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
         self.host = mpi.Get_processor_name()
-        self._groups: dict[tuple[int, ...], Group] = {}  # kept: MPI has some thousand
+        self._groups: dict[tuple[int, ...], tuple[Any, np.ndarray]] = {}  # kept: MPI has some thousand
         local.Barrier()  # then the shared memory needs no name
         if local.rank == 0:
             _unlink_shared_memory()
@@ -119,30 +119,25 @@ class World:
         """Return a function that waits."""
         return self._all.Irecv(values, rank).Wait
 
-    def group(self, ranks: list[int]) -> "Group":
+    def allgather(self, ranks: list[int]) -> np.ndarray:
+        """Return what kernels call without the GIL to join rows of `ranks`, which share a stage's layers.
+
+        (3,) int64: the address of MPI_Allgather, its datatype for float32, and the communicator.
+        """
         key = tuple(ranks)
         if key not in self._groups:  # Split is collective
-            self._groups[key] = Group(self._mpi, self._all.Split(ranks[0], self.rank))
-        return self._groups[key]
+            communicator = self._all.Split(ranks[0], self.rank)
+            function = cast(CDLL(self._mpi.__file__).MPI_Allgather, c_void_p).value
+            handles = self._mpi._handleof(self._mpi.FLOAT), self._mpi._handleof(communicator)
+            # MPICH's handles are ints, whose sign a 64-bit register carries on.
+            numbers = np.array([function, *(handle % 2**64 for handle in handles)], np.uint64).view(np.int64)
+            self._groups[key] = communicator, numbers
+        return self._groups[key][1]
 
     def abort(self, status: int) -> NoReturn:
         with suppress(OSError):  # MPI would print a second message
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._all.Abort(status)
-
-
-class Group:
-    """Ranks that share a stage's layers.
-
-    allgather: (3,) int64 for kernels: the address of MPI_Allgather, its datatype for float32, and the communicator.
-    """
-
-    def __init__(self, mpi: Any, communicator: Any):
-        self._communicator = communicator  # kernels have its handle
-        function = cast(CDLL(mpi.__file__).MPI_Allgather, c_void_p).value
-        handles = mpi._handleof(mpi.FLOAT), mpi._handleof(communicator)
-        # MPICH's handles are ints, whose sign a 64-bit register carries on.
-        self.allgather = np.array([function, *(handle % 2**64 for handle in handles)], np.uint64).view(np.int64)
 
 
 def _unlink_shared_memory() -> None:

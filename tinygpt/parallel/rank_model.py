@@ -12,21 +12,21 @@ from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import new_workspace, share_embedding
 from tinygpt.parallel.cut import micro_batches, part_of_rank
 from tinygpt.parallel.launch import Layout
-from tinygpt.parallel.mpi import Group, World
+from tinygpt.parallel.mpi import World
 
 NO_ROWS = np.empty(0, np.int32)
 
 
 class RankModel:
-    """The part of a model on one rank. group: the ranks that share its layers, or None.
+    """The part of a model on one rank. allgather: World's, of the ranks that share its layers, or None.
 
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
     """
 
     def __init__(
-        self, world: World, group: Group | None, layout: Layout, source: ModelSource, sizes: EngineConfig, threads: int
+        self, world: World, layout: Layout, allgather: Any, source: ModelSource, sizes: EngineConfig, threads: int
     ):
-        self._world, self._group, self._layout, self._config = world, group, layout, source.config
+        self._world, self._layout, self._config = world, layout, source.config
         self._backend, self._file = source.backend, source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
         self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
@@ -35,7 +35,6 @@ class RankModel:
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.part, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
-        allgather = None if group is None else group.allgather
         self._workspace = new_workspace(self.part, *steps, threads, source.dtype, allgather)
         vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
         self._vocab_parts, self._vocab_starts = vocab_parts, np.array([part.start for part in vocab_parts])
@@ -110,13 +109,13 @@ class RankModel:
             x = self._rows[:count]
             self._world.receive(x, self._layout.rank_at(self._stage - 1, self._tensor_rank))
             return replace(batch, token_ids=-1 - np.arange(count, dtype=np.int32), embeds=x)
-        if self._group is None:
+        if self._layout.tensor_size == 1:
             return batch
         token_ids = share_embedding(self._workspace, batch.token_ids, self._vocab_starts, self._tensor_rank)
         return replace(batch, token_ids=token_ids)
 
     def _pass_on(self, batch: Batch) -> None:
-        if self._group is not None and self._workspace.buffers.ranks.status[0]:
+        if self._layout.tensor_size > 1 and self._workspace.buffers.ranks.status[0]:
             raise TinyGPTError("another rank is gone.")
         if not self.part.is_last:
             x = self._workspace.buffers.x[: batch.token_ids.size]
