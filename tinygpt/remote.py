@@ -121,11 +121,7 @@ class RemoteLLM:
         return self._server.start(self._server.generate(*request, on_chunk))
 
     def score(
-        self,
-        prompt: Any,
-        continuations: Any,
-        soft_prompt: str | None = None,
-        split_special_tokens: bool | None = None,
+        self, prompt: Any, continuations: Any, soft_prompt: str | None = None, split_special_tokens: bool | None = None
     ) -> list[ContinuationScore]:
         """Return log probabilities of continuations, as LLM.score does."""
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens

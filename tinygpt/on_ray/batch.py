@@ -67,10 +67,8 @@ class Actor:
 
 
 def _found(future: Any) -> Any:
-    try:
-        return future.result()
-    except FailedRequestError as error:
-        return error
+    error = future.exception()
+    return error if isinstance(error, FailedRequestError) else future.result()
 
 
 @contextmanager

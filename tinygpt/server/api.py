@@ -25,13 +25,12 @@ from tinygpt.server import protocol
 from tinygpt.server.chat import ChatTemplate, chat_ids
 from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, suffix_ids
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import ApiError, TokenNames, from_engine, to_json
+from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, to_json
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
 
 LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
-RETRY = {"retry-after": "1", "connection": "close"}  # the next connection may reach another server
 
 Result = TypeVar("Result")
 
@@ -240,8 +239,8 @@ class Api:
             raise ApiError(404, message, "model", "model_not_found")
 
     def _check_open(self) -> None:
-        if self.is_draining:
-            raise ApiError(503, "the server is shutting down: try again later.", headers=RETRY)
+        if self.is_draining:  # the next connection may reach another server
+            raise ApiError(503, "the server is shutting down: try again later.", **RETRY, connection="close")
 
     def _head(self, prefix: str, kind: str, form: Any) -> dict[str, Any]:
         return {
@@ -266,7 +265,7 @@ class Api:
         self._check_open()
         max_queue = self.llm.engine.engine_config.max_queue
         if max_queue is not None and self._num_in_turn >= max_queue:
-            raise ApiError(429, "too many requests are waiting.", code="queue_full", headers={"retry-after": "1"})
+            raise ApiError(429, "too many requests are waiting.", code="queue_full", **RETRY)
         self._num_in_turn += 1
         try:
             results = []

@@ -191,5 +191,5 @@ class Gate:
         matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]  # constant time
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
-            return respond(ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"}))
+            return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))
         return None

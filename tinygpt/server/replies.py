@@ -21,6 +21,7 @@ PING = b": ping\n\n"
 RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
+RETRY = {"retry-after": "1"}  # seconds
 MAX_SHOWN = 100  # characters of a field name that the client made up
 to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 Logprobs = dict[int, float]
@@ -117,14 +118,7 @@ def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
 class ApiError(HTTPException):
     """A refused request. param: the wrong field; code: a word that programs can compare."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ):
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
@@ -162,7 +156,7 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
 def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
     """Return status 400 or 429 for a refusal of the engine, 500 for a failure. form: for the field's name."""
     if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"})
+        return ApiError(429, str(error), code="queue_full", **RETRY)
     if not isinstance(error, RequestError):
         return ApiError(400 if isinstance(error, NoTokenizerError) else 500, str(error))
     param = form.name_of(error.field) if form and error.field else None
