@@ -26,6 +26,11 @@ class StudyCase:
     def length(self) -> int:
         return max(self.prompt_lengths) + self.new_tokens
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return arguments of an LLM without prefix caching."""
+        return {"max_num_seqs": self.batch_size, "max_model_len": self.length, "prefix_cache_seqs": 0}
+
 
 @dataclass(frozen=True)
 class Study:

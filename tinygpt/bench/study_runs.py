@@ -78,9 +78,9 @@ def _checked_text(study: Study, options: Options) -> str | None:
         raise invalid("--repetitions", options.repetitions, "at least 1")
     if options.text is not None and study.name != "onnx-study":
         raise RequestError(f"--text is for the perplexity of onnx-study and {study.name} has none.")
-    if options.remote and study.name != "batch-inference":
-        raise RequestError(f"--remote is for batch-inference and {study.name} has no such case.")
     if options.remote:
+        if study.name != "batch-inference":
+            raise RequestError(f"--remote is for batch-inference and {study.name} has no such case.")
         try:
             import tinygpt.server.app  # noqa: F401
         except ImportError as error:
@@ -104,9 +104,8 @@ def _perplexity(options: Options, dtype: str, text: str | None) -> float | None:
 
 
 def _run_local(study: Study, options: Options, dtype: str, case: StudyCase) -> Record:
-    meter, sizes = meter_of(options.device), {"max_num_seqs": case.batch_size, "max_model_len": case.length}
-    sizes |= {"prefix_cache_seqs": 0}
-    with LLM(options.model, dtype, threads=options.threads, device=options.device, **sizes) as llm:
+    meter = meter_of(options.device)
+    with LLM(options.model, dtype, threads=options.threads, device=options.device, **case.sizes) as llm:
         prompts, params = _work(study, case, llm.config.vocab_size)
         for _ in range(meter.warmups):
             llm.generate(prompts[: max(case.batch_size, NUM_WARMUP_PROMPTS)], params, use_tqdm=False)
@@ -118,8 +117,7 @@ def _run_local(study: Study, options: Options, dtype: str, case: StudyCase) -> R
 
 def _run_remote(study: Study, options: Options, dtype: str, case: StudyCase, vocab_size: int) -> Record:
     prompts, params = _work(study, case, vocab_size)
-    flags = {"max_num_seqs": case.batch_size, "max_model_len": case.length, "prefix_cache_seqs": 0}
-    flags["threads"] = options.threads
+    flags = case.sizes | {"threads": options.threads}
     with served(options.model, dtype, flags) as (url, _), RemoteLLM(url, max_connections=NUM_CALLERS) as remote:
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
         times = []
