@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
 
 
 class AsyncLLM:
-    """An LLM for any number of tasks, in any event loop. A cancelled task frees what its request holds within a step.
+    """An LLM for tasks of any event loop. A cancelled task frees what its request holds within a step.
 
     llm: an LLM or RemoteLLM, which others may use, too; None: load an LLM with `arguments`, and close it with this.
     """

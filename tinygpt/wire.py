@@ -49,7 +49,7 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
 
 
 def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: float) -> RequestOutput:
-    """prompt: the text as given. arrival: by this process's clock."""
+    """prompt: the text, if one was given. arrival: by this process's clock."""
     times = found["metrics"]
     moments = {name: None if times[name] is None else times[name] + arrival for name in MOMENTS}
     metrics = RequestMetrics(**{**times, **moments, "arrival": arrival})

@@ -22,8 +22,8 @@ from tinygpt.server.serve import configure_logging
 class Arguments(BaseModel):
     """The arguments of `build`; pydantic converts the texts of `serve run`.
 
-    target_ongoing_requests: requests a replica above which Ray starts another; None is max_num_seqs.
-    max_queue: waiting samples of a replica; it refuses more with status 429.
+    target_ongoing_requests: of a replica, above which Ray starts another; None is max_num_seqs.
+    max_queue: of a replica, which refuses more with status 429.
     autoscaling: other fields of AutoscalingConfig. llm: other arguments of LLM.
     """
 
@@ -66,7 +66,7 @@ class Replica:
         return app
 
     def check_health(self) -> None:
-        """Raise if the engine has failed, so that Ray replaces the replica. Publish the metrics as Ray's gauges."""
+        """Raise if the engine has failed: Ray replaces the replica. Publish the metrics as Ray's gauges."""
         self._llm.check_health()
         for metric in self._metrics.collect():
             for sample in metric.samples:  # of a histogram: buckets, sum and count
@@ -77,7 +77,7 @@ class Replica:
 
 
 def build(arguments: Arguments) -> Application:
-    """Return the application for `serve run`. A replica has as many CPUs as threads."""
+    """Return the application for `serve run`."""
     scaling = AutoscalingConfig(
         min_replicas=arguments.min_replicas,
         max_replicas=arguments.max_replicas,

@@ -17,7 +17,7 @@ from tinygpt.cli.streams import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
 
-ROUNDS = 2  # prompts of a batch for each slot of an actor, so that no slot idles between batches
+ROUNDS = 2  # prompts of a batch for each slot, so that none idles between batches
 OBJECT_STORE = 128 * 2**20  # bytes, for prompts and records
 SECONDS_TO_ANSWER = 5
 # Ray reads these at its import.
@@ -97,7 +97,7 @@ def _outputs(ray: Any, count: int, arguments: dict[str, Any], requests: list[Req
     longest_first = sorted(requests, key=_num_tokens, reverse=True)
     rows = [{"request": pickle.dumps(request)} for request in longest_first]
     batch_size = ROUNDS * arguments["max_num_seqs"]
-    # A batch or a new host may take long, and Ray notices a lost actor anyway.
+    # A batch or a new host may take long.
     ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
     dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch_size))
     done = dataset.map_batches(

@@ -12,11 +12,11 @@ from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
 
-COLUMNS = ("generated_text", "generated_token_ids", "finish_reason", "error")  # what a row gets
+COLUMNS = ("generated_text", "generated_token_ids", "finish_reason", "error")
 
 
 class Completer:
-    """Continue the prompts of a Ray Dataset; a refused or failed row becomes an error in that row.
+    """Continue the prompts of a Ray Dataset; a refused or failed row gets an error.
 
         dataset.map_batches(
             Completer,
@@ -24,10 +24,9 @@ class Completer:
             compute=ray.data.ActorPoolStrategy(size=2), num_cpus=4, batch_size=64,
         )
 
-    Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields that override `params`
-    (None is absent). COLUMNS are added; either `error` or the others are None. A failure of the engine ends the job.
+    Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields over `params` (None is
+    absent). COLUMNS are added; `error` or the others are None. A failure of the engine ends the job.
     arguments: LLM's without max_queue. Paths must be absolute, and threads must equal num_cpus.
-    Raise as LLM does, and RequestError for impossible params.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, **arguments: Any):
@@ -76,7 +75,6 @@ def _row_of(future: "Future[RequestOutput]") -> tuple[Any, ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return Arrow's arrays and numbers as Python's."""
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 

@@ -187,7 +187,6 @@ class Api:
         return work
 
     def _end(self, request: Request, work: Work) -> None:
-        """End the work, count it, and note it for the log."""
         work.cancel()
         found = work.found()
         self.metrics.observe(found, work.token_gaps())
@@ -212,7 +211,7 @@ class Api:
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
 
     async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
-        """Return the prompts, encoded and checked. field: their name in the request."""
+        """field: name of the prompts in the request."""
         is_split = form.split_special_tokens is not False
         try:
             return await _read(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])

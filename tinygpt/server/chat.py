@@ -71,7 +71,7 @@ class Marks:
     """
 
     def __init__(self, special_tokens: Iterable[str]):
-        """special_tokens: their texts. Use one object for one conversation."""
+        """special_tokens: their texts. An object is for one conversation."""
         self._tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
         self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
         self._sign = secrets.token_hex(16)
@@ -101,7 +101,6 @@ class Marks:
 
 
 def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) -> list[int]:
-    """Return the token ids of the conversation."""
     if "messages" in (form.chat_template_kwargs or {}):
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)

@@ -30,7 +30,10 @@ Made = CompletionOutput | StreamChunk
 
 @dataclass
 class Job:
-    """A checked request. head: the beginning of every reply and event."""
+    """A checked request. head: the beginning of each reply and event.
+
+    Events of a stream: `begin`, then `write` for chunks that come together, then `end`.
+    """
 
     head: dict[str, Any]
     form: Any  # a model of `protocol`
@@ -47,7 +50,7 @@ class Job:
         self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
-        """Return the choice of a whole sample or of one token. i: index of the prompt."""
+        """i: index of the prompt. made: a whole sample, or one token of it."""
         raise NotImplementedError
 
     def end_of_choice(self, made: Made, token_ids: list[int]) -> dict[str, Any]:
@@ -66,11 +69,9 @@ class Job:
         return {**self.head, "choices": self.choices(outputs), "usage": self._usage(num_made)}
 
     def begin(self) -> bytes:
-        """Return the events before the first token."""
         return b""
 
     def write(self, chunks: list[PromptChunk]) -> bytes:
-        """Return the events of chunks that come together."""
         written = []
         for i, chunk in chunks:
             self._num_made += chunk.token_id is not None
@@ -92,11 +93,10 @@ class Job:
         return written.encode()
 
     def all_events(self, outputs: list[RequestOutput]) -> bytes:
-        """Return the events of a complete reply without tokens: one for each choice."""
+        """Return one event for each choice, of a reply without new tokens."""
         return b"".join(map(self._event, self.choices(outputs))) + self.end(outputs) + DONE
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        """Return the events after the last token."""
         return self._event(None) if self._ends_with_usage else b""
 
     def _usage(self, num_made: int) -> dict[str, int]:
@@ -104,7 +104,7 @@ class Job:
 
 
 def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
-    """Return the token ids, and pairs of id and log probabilities, if they were asked for."""
+    """Return the token ids, and pairs of id and log probabilities."""
     if isinstance(made, CompletionOutput):
         return made.token_ids, zip(made.token_ids, made.logprobs or (), strict=False)
     return [] if made.token_id is None else [made.token_id], [(made.token_id, made.logprobs)] if made.logprobs else []
@@ -187,7 +187,7 @@ class Generation(Job):
 
 
 def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:
-    """Return the request for max_tokens 0: the prompt without its last token, which is the only token allowed."""
+    """Return the request for max_tokens 0: the prompt without its last token, which alone is allowed."""
     context = prompt.token_ids[:-1] or [prompt.token_ids[0] if bos is None else bos]
     forced = SamplingParams(
         max_tokens=1,
@@ -201,7 +201,7 @@ def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> 
 
 
 def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> RequestOutput:
-    """Return the output that the prompt would have with no token generated, from its scoring request's output."""
+    """Return the prompt's output without new tokens, from its scoring request's output."""
     [forced] = output.outputs
     found = None
     if output.prompt_logprobs is not None:

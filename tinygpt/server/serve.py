@@ -18,7 +18,6 @@ from fastapi import FastAPI
 from tinygpt.errors import RequestError
 
 log = logging.getLogger("tinygpt.server")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 KEEP_ALIVE_SECONDS = 30
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 
@@ -60,7 +59,7 @@ class Server(uvicorn.Server):
 
 def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:
     """Serve until SIGTERM or Ctrl-C, and until all that ran then has ended."""
-    for number in SIGNALS:  # uvicorn raises the signal again at its end, for which the process has status 0
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again at its end: status 0
         signal.signal(number, lambda *_: None)
     Server(app, drain_seconds, on_start).run(sockets=[listener])
     log.info("the server has ended")

@@ -1,4 +1,4 @@
-"""Work: the engine's share of one HTTP request, its streamed events, and its end when the client leaves."""
+"""Work: the engine's share of one HTTP request, its events, and its end when the client leaves."""
 
 import asyncio
 import logging
