@@ -68,7 +68,7 @@ class Replica:
     def check_health(self) -> None:
         """Raise if the engine has failed: Ray replaces the replica. Publish the metrics as Ray's gauges."""
         self._llm.check_health()
-        for metric in self._metrics.collect():
+        for metric in self._metrics.own.collect():
             for sample in metric.samples:  # of a histogram: buckets, sum and count
                 name = sample.name.replace(":", "_")  # Prometheus reserves the colon
                 if name not in self._gauges:

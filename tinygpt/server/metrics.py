@@ -43,8 +43,8 @@ class Metrics:
 
     def __init__(self, llm: LLM, model_name: str):
         disable_created_metrics()
-        self._registry, self._own = CollectorRegistry(), CollectorRegistry()  # _own: series that have two names
-        label, own = ["model_name"], self._own
+        self._registry, self.own = CollectorRegistry(), CollectorRegistry()  # own: series that also have vLLM's names
+        label, own = ["model_name"], self.own
         self._counters = {
             name: Counter(OURS + name, text, label, registry=own).labels(model_name) for name, text in COUNTERS.items()
         }
@@ -71,10 +71,6 @@ class Metrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
-
-    def collect(self) -> Iterable[Metric]:
-        """Return the present metrics of requests and engine, as `tinygpt:NAME`."""
-        return self._own.collect()
 
     def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
         """Count ended requests, as `Work.found` returns them. token_gaps: seconds between the tokens of streams."""
