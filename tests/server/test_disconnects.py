@@ -34,7 +34,6 @@ def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
         assert next(client.events())["choices"]
     getattr(client, leave)()
     expect_free_after_a_step(server, llm, gate)
-    client.close()
 
 
 def test_a_client_that_leaves_the_queue(server, llm, gate):
@@ -80,5 +79,4 @@ def test_others_go_on(server, llm, gate):
     texts = [next(events)["choices"][0]["text"]]
     client.reset()
     texts += [event["choices"][0]["text"] for event in events]
-    stays.close()
     assert "".join(texts) == alone[0]["text"]

@@ -20,49 +20,33 @@ from support.serving import RawRequest, ask, served, until
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
 
-def test_what_runs_is_finished(llm, caplog):
+def test_what_runs_is_finished_and_new_clients_are_told_to_ask_elsewhere(llm, caplog):
     caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        idle = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked, and holds up nothing
         stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
         until(lambda: len(server.api._works) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
         server.terminate()
-        until(lambda: [record for record in caplog.records if record.name == "tinygpt.server"])
+        for _ in range(10):  # for longer than uvicorn takes to notice
+            health, reply = server.ask("/health"), server.complete(prompt="a")
+            assert (health.status, health.json, reply.status) == (503, {"status": "draining"}, 503)
+            assert (health.headers["connection"], reply.headers["connection"]) == ("close", "close")
+            assert reply.headers["retry-after"] == "1"
+            time.sleep(0.05)
         [said] = [record for record in caplog.records if record.name == "tinygpt.server"]
-        assert (said.fields, "a second signal" in said.message) == ({"running": 2, "drain_seconds": 60.0}, True)
+        assert (said.fields["running"] >= 2, said.fields["drain_seconds"]) == (True, 60.0)
+        assert "a second signal" in said.message
         gate.allow(float("inf"))
-        finish = [event["choices"][0]["finish_reason"] for event in events]
-        assert finish[-1] == "length"
+        assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
         assert b"200 OK" in plain.socket.recv(100)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        stream.close()
-        plain.close()
-
-
-def test_who_connects_meanwhile_is_told_to_ask_elsewhere(llm):
-    with served(llm) as server, llm.engine.wrapped(Gate) as gate:
-        idle = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked, and holds up nothing
-        stream = server.begin(**LONG, stream=True)
-        gate.allow(2)
-        events = stream.events()
-        next(events)
-        server.terminate()
-        until(lambda: server.api.is_draining)
-        for _ in range(10):  # for longer than uvicorn takes to notice
-            health, reply = server.ask("/health"), server.complete(prompt="a")
-            assert (health.status, health.json, health.headers["connection"]) == (503, {"status": "draining"}, "close")
-            assert (reply.status, reply.headers["retry-after"], reply.headers["connection"]) == (503, "1", "close")
-            time.sleep(0.05)
-        gate.allow(float("inf"))
-        assert [event["choices"][0]["finish_reason"] for event in events][-1] == "length"
-        server.thread.join(60)
-        with pytest.raises((ConnectionRefusedError, ConnectionResetError)):  # reset: it was in the queue at the close
+        with pytest.raises((ConnectionRefusedError, ConnectionResetError)):  # reset: in the queue at the close
             socket.create_connection(("127.0.0.1", server.port), 60)
         idle.close()
-        stream.close()
 
 
 def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
@@ -79,8 +63,6 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
         gate.allow(1)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        stream.close()
-        plain.close()
 
 
 @contextmanager
@@ -140,10 +122,9 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
 
     monkeypatch.setattr(llm, "embed", embed_when_allowed)
     with served(llm, drain_seconds=0.05) as server:
-        client = RawRequest(server.port, "/v1/embeddings", {"input": ["a", "b"]})
+        client = server.begin("/v1/embeddings", input=["a", "b"])
         assert begun.wait(60)
         server.terminate()
         until(lambda: server.api.outbox.stopped)
         proceed.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
-        client.close()

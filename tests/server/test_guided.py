@@ -140,7 +140,6 @@ def test_others_are_served_while_a_grammar_is_compiled(server, compiling):
     assert server.complete(prompt="Once", max_tokens=2).status == 200
     allowed.set()
     assert "".join(event["choices"][0]["text"] for event in client.events()) in CHOICES
-    client.close()
 
 
 def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compiling):

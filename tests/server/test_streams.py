@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from support.gate import Gate
-from support.serving import RawRequest, served, until
+from support.serving import served, until
 from tinygpt.server import work
 from tinygpt.server.chat import ChatTemplate
 
@@ -72,12 +72,11 @@ def test_two_requests_of_one_connection_are_answered_in_their_order(server):
 def test_a_silent_stream_is_kept_alive(server, llm, monkeypatch, path, num_events):
     monkeypatch.setattr(work, "PING_SECONDS", 0.02)
     with llm.engine.wrapped(Gate) as gate:
-        client = RawRequest(server.port, path, ASKED)
+        client = server.begin(path, **ASKED)
         while not client._lines.readline().startswith(b": ping"):
             pass
         gate.allow(100)
         assert len(list(client.events())) == num_events
-        client.close()
 
 
 async def answered(app, messages: list[dict], before_last=lambda: None) -> list[dict]:

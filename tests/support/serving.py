@@ -117,6 +117,7 @@ class Served(logging.Handler):
         self.port = self._listener.getsockname()[1]
         self._server = Server(self.app, drain_seconds, self._started.set)
         self.thread = threading.Thread(target=self._run)
+        self.clients: list[RawRequest] = []
 
     @property
     def num_connections(self) -> int:
@@ -132,9 +133,10 @@ class Served(logging.Handler):
     def complete(self, **body: Any) -> Reply:
         return self.ask("/v1/completions", body)
 
-    def begin(self, **body: Any) -> RawRequest:
-        """A completion whose client is the test's to lead."""
-        return RawRequest(self.port, "/v1/completions", body)
+    def begin(self, path: str = "/v1/completions", /, **body: Any) -> RawRequest:
+        """A request whose client is the test's to lead. It is closed with the server, if not before."""
+        self.clients.append(RawRequest(self.port, path, body))
+        return self.clients[-1]
 
     def ended(self, path: str | None = None) -> dict[str, Any]:
         """What is logged next, of a request to `path`. Servers of one process share a log."""
@@ -185,6 +187,8 @@ def served(llm: LLM, drain_seconds: float = 60.0, **config: Any) -> Iterator[Ser
         if not server._server.should_exit:
             server.terminate()
         server.thread.join(SECONDS)
+        for client in server.clients:
+            client.close()
         log.removeHandler(server)
         log.setLevel(level)
         assert not server.thread.is_alive()
