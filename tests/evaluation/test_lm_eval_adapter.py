@@ -112,47 +112,43 @@ def assert_alike(mine: list, other: list) -> None:
 MARK = "<|endoftext|>"
 
 
+def check_same(ours, theirs, method: str, *arguments: tuple) -> list:
+    asked = [SimpleNamespace(args=args) for args in arguments]
+    mine, other = (getattr(model, method)(asked, disable_tqdm=True) for model in (ours, theirs))
+    assert_alike(mine, other)
+    return mine
+
+
 def test_documents_with_special_tokens(ours, theirs):
     """A rolling document with a mark in it, one of several windows too; pairs and contexts with marks anywhere."""
     end = ours.eot_token_id
     assert ours.tok_encode(f"a{MARK}") == theirs.tok_encode(f"a{MARK}") == [*ours.tok_encode("a"), end]
     texts = [f"The end.{MARK}Once upon a time", f"{MARK}Once{MARK}{MARK}", MARK.join(row["text"] for row in ROWS)]
-    asked = requests(*((text,) for text in texts))
-    mine, other = (model.loglikelihood_rolling(asked, disable_tqdm=True) for model in (ours, theirs))
-    assert mine == pytest.approx(other, rel=1e-4)
-    pairs = requests(
-        ("The end.", f"{MARK}Once"), (f"The end.{MARK}", "Once upon"), (MARK, "Once"), ("The end", f".{MARK}")
-    )
-    assert_alike(ours.loglikelihood(pairs, disable_tqdm=True), theirs.loglikelihood(pairs, disable_tqdm=True))
-    arguments = {"until": ["."], "max_gen_toks": 8}
-    asked = requests((f"The end.{MARK}", arguments), (f"{MARK}Once upon a time", arguments))
-    assert ours.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
-
-
-def requests(*arguments: tuple) -> list[SimpleNamespace]:
-    return [SimpleNamespace(args=args) for args in arguments]
+    check_same(ours, theirs, "loglikelihood_rolling", *((text,) for text in texts))
+    pairs = ("The end.", f"{MARK}Once"), (f"The end.{MARK}", "Once upon"), (MARK, "Once"), ("The end", f".{MARK}")
+    check_same(ours, theirs, "loglikelihood", *pairs)
+    ends = {"until": ["."], "max_gen_toks": 8}
+    check_same(ours, theirs, "generate_until", (f"The end.{MARK}", ends), (f"{MARK}Once upon a time", ends))
 
 
 def test_a_long_context_loses_its_beginning(ours, theirs):
     long = "the king and " * 300
-    asked = requests((long, {"until": ["."], "max_gen_toks": 8}))
-    assert ours.generate_until(asked, disable_tqdm=True) == theirs.generate_until(asked, disable_tqdm=True)
-    pairs = requests((long, "the queen"), ("", "Once upon a time"), ("The sea ", "was still"))
-    assert_alike(ours.loglikelihood(pairs, disable_tqdm=True), theirs.loglikelihood(pairs, disable_tqdm=True))
+    check_same(ours, theirs, "generate_until", (long, {"until": ["."], "max_gen_toks": 8}))
+    pairs = (long, "the queen"), ("", "Once upon a time"), ("The sea ", "was still")
+    check_same(ours, theirs, "loglikelihood", *pairs)
 
 
 def test_what_greedy_decoding_writes_is_greedy(ours, theirs):
     context = "Once upon a time there"
-    (written,) = ours.generate_until(requests((context, {"until": [], "max_gen_toks": 8})), disable_tqdm=True)
-    pairs = requests((context, written), (context, "after"))
-    mine, other = (model.loglikelihood(pairs, disable_tqdm=True) for model in (ours, theirs))
-    assert_alike(mine, other)
-    assert [is_greedy for _, is_greedy in mine] == [True, False]
+    (written,) = check_same(ours, theirs, "generate_until", (context, {"until": [], "max_gen_toks": 8}))
+    scores = check_same(ours, theirs, "loglikelihood", (context, written), (context, "after"))
+    assert [is_greedy for _, is_greedy in scores] == [True, False]
 
 
 def test_no_room_for_a_context_is_refused(ours):
+    asked = SimpleNamespace(args=("a", {"until": [], "max_gen_toks": 512}))
     with pytest.raises(RequestError, match="max_gen_toks is 512 and must be below 512"):
-        ours.generate_until(requests(("a", {"until": [], "max_gen_toks": 512})), disable_tqdm=True)
+        ours.generate_until([asked], disable_tqdm=True)
 
 
 def test_the_harness_finds_the_model_by_its_name():
