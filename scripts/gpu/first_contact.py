@@ -24,16 +24,29 @@ import numpy as np
 # tinygpt is next to scripts/, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.gpu import probes
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda.layers.epilogue import LOGITS
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
 from tinygpt.kernels.cuda.params import Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.jit import release_of_libnvvm
+from tinygpt.kernels.cuda.runtime.jit import kernel, release_of_libnvvm
 from tinygpt.kernels.cuda.runtime.peak import LOADS, PEAK_THREADS, READ_BLOCKS, read_kernel
+from tinygpt.kernels.cuda.runtime.ptx import (
+    commit_copies,
+    copy_async,
+    let_next_kernel_begin,
+    load_shared,
+    mma_bfloat16,
+    prefetch,
+    prefetch_run,
+    shared_address,
+    wait_for_copies,
+    wait_for_kernel_before,
+)
 from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
 from tinygpt.kernels.host import from_bfloat16, to_bfloat16
+
+from numba import cuda, float32, int32, uint32  # isort: skip
 
 SECONDS = 60  # of an item, with its compilation
 SECONDS_OF_LARGE = {"decode 355M": 120, "decode 774M": 180, "decode 1.5B": 300}  # random weights are drawn twice
@@ -41,10 +54,51 @@ SECONDS_OF_LARGE = {"decode 355M": 120, "decode 774M": 180, "decode 1.5B": 300} 
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 
 
+@kernel
+def multiply(out, a, b):
+    """Compute out (16, 8) float32 = a (16, 32) @ b (8, 32).T of bfloat16 by one warp, as product.py does."""
+    lane, zero = int32(cuda.threadIdx.x), float32(0)
+    g, q = lane // int32(4), lane % int32(4)
+    address = shared_address(cuda.shared.array(24 * 16, float32, alignment=16))  # rows of 64 bytes
+    prefetch(a, 0)
+    prefetch_run(b, 0, 512)
+    for i in range(2):
+        copy_async(address + uint32(16 * (lane + 32 * i)), a, 8 * (lane + 32 * i))
+    copy_async(address + uint32(1024 + 16 * lane), b, 8 * lane)
+    commit_copies()
+    wait_for_copies(0)
+    cuda.syncthreads()
+    upper, lower = load_shared(address + uint32(64 * g + 16 * q)), load_shared(address + uint32(64 * (g + 8) + 16 * q))
+    weights = load_shared(address + uint32(1024 + 64 * g + 16 * q))
+    c = mma_bfloat16((upper[0], lower[0], upper[1], lower[1]), (weights[0], weights[1]), (zero, zero, zero, zero))
+    c = mma_bfloat16((upper[2], lower[2], upper[3], lower[3]), (weights[2], weights[3]), c)
+    out[g * 8 + 2 * q], out[g * 8 + 2 * q + 1] = c[0], c[1]
+    out[(g + 8) * 8 + 2 * q], out[(g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+
+
+@kernel
+def reverse(out, values, count):
+    """Write the values in reverse order through dynamic shared memory, by one block."""
+    memory = cuda.shared.array(0, float32, alignment=16)
+    for i in range(int32(cuda.threadIdx.x), count, int32(cuda.blockDim.x)):
+        memory[i] = values[i]
+    cuda.syncthreads()
+    for i in range(int32(cuda.threadIdx.x), count, int32(cuda.blockDim.x)):
+        out[i] = memory[count - int32(1) - i]
+
+
+@kernel
+def count_up(counts):
+    """Add 1 to the number of each block; blocks may start before the previous kernel ends."""
+    let_next_kernel_begin()
+    wait_for_kernel_before()
+    if cuda.threadIdx.x == 0:
+        counts[cuda.blockIdx.x] += int32(1)
+
+
 def versions() -> dict[str, Any]:
     device = devices.the_device()  # first: without numba-cuda its error says how to install it
     from cuda.bindings import driver, nvjitlink
-    from numba import cuda
 
     gpu = cuda.get_current_device()
     return {
@@ -64,7 +118,7 @@ def mma(device: Any) -> None:
     generator = np.random.default_rng(0)
     a, b = (generator.integers(-8, 9, (rows, 32)).astype(np.float32) for rows in (16, 8))
     out = device.array(np.full(128, np.nan, np.float32))
-    device.launch(probes.multiply, 1, 32, out, *(device.array(to_bfloat16(values).ravel()) for values in (a, b)))
+    device.launch(multiply, 1, 32, out, *(device.array(to_bfloat16(values).ravel()) for values in (a, b)))
     np.testing.assert_equal(device.read(out).reshape(16, 8), a @ b.T)
 
 
@@ -72,14 +126,14 @@ def grant(device: Any, kib: int = 100) -> None:
     """Use more shared memory than the default of a launch."""
     values = np.arange(kib << 8, dtype=np.float32)
     out = device.array(values * np.float32(np.nan))
-    device.launch(probes.reverse, 1, 256, out, device.array(values), values.size, shared_bytes=values.nbytes)
+    device.launch(reverse, 1, 256, out, device.array(values), values.size, shared_bytes=values.nbytes)
     np.testing.assert_equal(device.read(out), values[::-1])
 
 
 def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> None:
     """Replay a graph of dependent kernels, each of which may begin before the one in front has ended."""
     counts = device.zeros((blocks,), np.int32)
-    launch = partial(device.launch, probes.count_up, blocks, threads, counts)
+    launch = partial(device.launch, count_up, blocks, threads, counts)
     launch()  # compiled before the capture
     replay = device.capture(lambda: [launch() for _ in range(nodes)])
     for replays in range(3):  # a capture runs nothing

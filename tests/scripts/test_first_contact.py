@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from scripts.gpu import first_contact, probes
+from scripts.gpu import first_contact
 from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice, why_no_gpu
 from support.tiny_checkpoint import write_one_layer
@@ -96,13 +96,13 @@ HALVES = np.zeros(8, np.uint16)
 
 @pytest.mark.toolchain
 def test_the_probes_compile():
-    compiled = compile_kernel(probes.multiply, FLOATS, HALVES, HALVES)
+    compiled = compile_kernel(first_contact.multiply, FLOATS, HALVES, HALVES)
     assert compiled.ptx.count("mma.sync") == 2
     for loads in (1, 8):
         compiled = compile_kernel(read_kernel(loads), WORDS, WORDS, 1)
         assert compiled.spilled == compiled.stack == 0
         assert compiled.ptx.count("ld.global.L1::no_allocate.v4") == loads
-    assert compile_kernel(probes.reverse, FLOATS, FLOATS, 1).shared_bytes == 0
-    compiled = compile_kernel(probes.count_up, INTS)
+    assert compile_kernel(first_contact.reverse, FLOATS, FLOATS, 1).shared_bytes == 0
+    compiled = compile_kernel(first_contact.count_up, INTS)
     assert compiled.registers < 32
     assert "griddepcontrol.launch_dependents" in compiled.ptx
