@@ -209,10 +209,7 @@ class Thread:
         return old
 
 
-class Launch:
-    def __init__(self, grid: Sequence[int], threads: int, shared_bytes: int, arena_bytes: int, touched: Touched | None):
-        self.grid, self.threads, self.touched = Dimensions(*grid), Dimensions(threads), touched
-        self.shared_bytes, self.arena_bytes = shared_bytes, arena_bytes
+Launch = namedtuple("Launch", "grid threads shared_bytes arena_bytes touched")
 
 
 class Cuda:
@@ -310,7 +307,7 @@ def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, touc
     """
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
     simulated = _simulated(kernel.py_func)
-    launch = Launch(grid, threads, shared_bytes, shared_bytes + (64 << 10), touched)
+    launch = Launch(Dimensions(*grid), Dimensions(threads), shared_bytes, shared_bytes + (64 << 10), touched)
     arguments = [_device_argument(argument, touched) for argument in arguments]
     blocks = []
     sizes = grid + (1,) * (3 - len(grid))

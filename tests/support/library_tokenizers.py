@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 
 from support.recorded import MISSING
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -60,19 +60,14 @@ def hugging_face(folder: Path) -> Library:
     return transformers.GPT2TokenizerFast.from_pretrained(folder).backend_tokenizer
 
 
-def with_normalizer(library: Library) -> Library:
-    library.normalizer = normalizers.NFC()
+def changed(library: Library, **steps) -> Library:
+    for name, step in steps.items():
+        setattr(library, name, step)
     return library
 
 
 def with_digits(library: Library) -> Library:
-    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer])
-    return library
-
-
-def with_metaspace(library: Library) -> Library:
-    library.pre_tokenizer, library.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    return library
+    return changed(library, pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer]))
 
 
 def unigram() -> Library:

@@ -18,12 +18,11 @@ from support.library_tokenizers import (
     ALPHABET,
     assert_equal,
     bpe,
+    changed,
     hugging_face,
     save,
     unigram,
     with_digits,
-    with_metaspace,
-    with_normalizer,
     word_piece,
     write,
     write_pair,
@@ -380,9 +379,11 @@ class TestAddedTokens:
 
 
 OTHER_KINDS = {
-    "normalizer": lambda: with_normalizer(bpe([("a", "b")])),
+    "normalizer": lambda: changed(bpe([("a", "b")]), normalizer=normalizers.NFC()),
     "digits": lambda: with_digits(bpe([("a", "b")])),
-    "metaspace": lambda: with_metaspace(bpe([("a", "b")], ["▁"])),
+    "metaspace": lambda: changed(
+        bpe([("a", "b")], ["▁"]), pre_tokenizer=pre_tokenizers.Metaspace(), decoder=decoders.Metaspace()
+    ),
     "ignore_merges": lambda: bpe([("a", "b")], ["abab"], ignore_merges=True),
     "unk_token": lambda: bpe([("a", "b")], ["<unk>"], alphabet="abĠ", unk_token="<unk>"),
     "unk_token, not needed": lambda: bpe([("a", "b")], ["<unk>"], unk_token="<unk>"),
