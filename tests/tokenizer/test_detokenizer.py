@@ -43,7 +43,7 @@ class TestDetokenizer:
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=30))
         cut = data.draw(st.integers(0, len(ids)))
         detokenizer, later = tokenizer.detokenizer(), TextStream(tokenizer.detokenizer(), ())
-        parts = [*map(detokenizer.push, ids[:cut]), detokenizer.push_all(ids[cut:]), detokenizer.finish()]
+        parts = [*map(detokenizer.push, ids[:cut]), detokenizer.finish(ids[cut:])]
         assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=True)
         for token_id in ids:
             later.push_later(token_id)

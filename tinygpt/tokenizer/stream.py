@@ -15,12 +15,9 @@ class ByteDetokenizer:
         """Return the characters that a token completes, often none."""
         return self._decoder.decode(self._token_bytes(token_id))
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
-
-    def finish(self) -> str:
-        """Return U+FFFD for an incomplete character."""
-        return self._decoder.decode(b"", final=True)
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        """Return the text of further tokens, with U+FFFD for an incomplete character."""
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)), final=True)
 
 
 class PrefixDetokenizer:
@@ -39,13 +36,8 @@ class PrefixDetokenizer:
             return ""
         return self._new(self._decode(self._ids).rstrip("\ufffd"))
 
-    def push_all(self, token_ids: Sequence[int]) -> str:
-        if not token_ids:
-            return ""
-        self._ids += token_ids[:-1]
-        return self.push(token_ids[-1])
-
-    def finish(self) -> str:
+    def finish(self, token_ids: Sequence[int] = ()) -> str:
+        self._ids += token_ids
         return self._new(self._decode(self._ids))
 
     def _new(self, text: str) -> str:
@@ -92,7 +84,7 @@ class TextStream:
 
     def finish(self) -> str:
         later, self._later = self._later, []
-        text = self._stop_strings.push(self._detokenizer.push_all(later) + self._detokenizer.finish(), self._is_early)
+        text = self._stop_strings.push(self._detokenizer.finish(later), self._is_early)
         return self._give(text + self._stop_strings.finish())
 
     def _give(self, text: str) -> str:
