@@ -53,9 +53,6 @@ def need(is_right: bool) -> None:
         raise ValueError
 
 
-# Readers.
-
-
 def as_integer(value: Any, low: int, high: int = MAX_COUNT) -> int:
     need(not isinstance(value, bool))  # True == 1 would be taken for a count
     number = operator.index(value)
@@ -86,9 +83,6 @@ def as_unicode(value: Any) -> str:
 
 def token_ids(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
-
-
-# Rules.
 
 
 def integer(low: int, high: int = MAX_COUNT, note: str = "") -> Rule:

@@ -113,15 +113,12 @@ def peak_memory() -> int:
 
 
 def read_bandwidth(threads: int, size: int = READ_BYTES, repetitions: int = 3) -> float:
-    """Return the bytes a second that threads read from `size` bytes together, at best.
-
-    NumPy's reduction holds no GIL and reads as fast as a compiled loop.
-    """
+    """Return the bytes a second that threads read from `size` bytes together, at best."""
     import numpy as np  # its thread pools are sized before it is imported
 
     def seconds() -> float:
         started = time.perf_counter()
-        list(pool.map(np.bitwise_or.reduce, shares))
+        list(pool.map(np.bitwise_or.reduce, shares))  # without the GIL, as fast as a compiled loop
         return time.perf_counter() - started
 
     shares = np.array_split(np.ones(size // 8, np.int64), threads)

@@ -1,9 +1,8 @@
 """SamplingParams: the fields of a request, each declared on one line.
 
-A line gives the field's name, type, default, rule (`field_rules.py`), the flag's metavar, its help text and its group
-in --help. The checks, `help(SamplingParams)`, the flags of the command line (`tinygpt/cli/flags.py`) and the server's
-model (`tinygpt/server/protocol.py`) derive from it: `SAMPLING_FIELDS` maps each name to its dataclass field. To add an
-option: a line here, the place that acts on it, and a test.
+A line gives the field's name, type, default, rule (`field_rules.py`), and the flag's metavar, help text and group. The
+checks, `help(SamplingParams)`, `tinygpt/cli/flags.py` and `tinygpt/server/protocol.py` derive from it. To add one: a
+line here, the place that acts on it, and a test.
 """
 
 import functools
