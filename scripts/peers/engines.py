@@ -7,6 +7,7 @@ peer is a class here and a row of PEERS in setup.py.
 
 import ctypes
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -173,6 +174,8 @@ class Ctranslate2:
         spec.save(str(folder))
 
     def __init__(self, folder: Path, dtype: str, threads: int):
+        if dtype == "float32":
+            os.environ["CT2_USE_MKL"] = "1"
         from ctranslate2 import Generator
 
         self.generator = Generator(str(folder), compute_type=dtype, inter_threads=1, intra_threads=threads)

@@ -29,19 +29,12 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """engine: class of engines.py. forms: dtype -> the peer's name of it.
-
-    source: format of the files that `make` reads, or None for an engine that reads the checkpoint itself. has_caches:
-    whether the engine takes a kv_cache_dtype. variables: environment variables of a dtype.
-    """
-
     name: str
-    engine: str
+    engine: str  # class of engines.py
     requirements: tuple[str, ...]
-    forms: dict[str, str]
-    source: str | None = None
-    has_caches: bool = False
-    variables: dict[str, dict[str, str]] = field(default_factory=dict)
+    forms: dict[str, str]  # dtype -> the peer's name of it
+    source: str | None = None  # format that `make` reads; None: the engine reads the checkpoint
+    has_caches: bool = False  # takes a kv_cache_dtype
     build_variables: dict[str, str] = field(default_factory=dict)
     build: str = ""  # suffix of the environment of another build
 
@@ -68,7 +61,6 @@ PEERS = (
         ("ctranslate2==4.8.5", "safetensors", "numpy"),
         {"float32": "float32, MKL", "int8": "int8"},
         source="safetensors",
-        variables={"float32": {"CT2_USE_MKL": "1"}},
     ),
     Peer(
         "llama.cpp",
@@ -218,7 +210,7 @@ class Worker:
     def __init__(self, place: tuple[Peer, Path, Path], dtype: str, threads: int, log: Path, cache: str | None = None):
         peer, python, folder = place
         caches = [cache] if cache and peer.has_caches else []
-        variables = {**dict.fromkeys(POOLS, str(threads)), **peer.variables.get(dtype, {})}
+        variables = dict.fromkeys(POOLS, str(threads))
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
         command = [str(python), "-m", "peers.setup", "serve", peer.engine, str(folder), dtype, str(threads), *caches]
