@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, as_completed
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from operator import itemgetter
 from queue import SimpleQueue
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
-from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
+from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.wire import output_from_json, params_to_json, record_from_json
@@ -116,7 +116,7 @@ class RemoteLLM:
     ) -> "Future[RequestOutput]":
         """Continue one prompt as LLM.submit does. The future raises refusals; another thread calls on_chunk."""
         if on_chunk is not None and not callable(on_chunk):
-            raise RequestError(f"on_chunk is {on_chunk!r} and must be a function of one StreamChunk.")
+            raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
         request = self._request(prompt, params_or_fields(params, fields))
         return self._server.start(self._server.generate(*request, on_chunk))
 
@@ -211,11 +211,12 @@ class _Server:
             raise RequestError(f"RemoteLLM needs httpx, which comes with: {how_to_install('remote')}.") from None
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
         self._httpx, self._timeout, self._max_retries, self._has_key = httpx, timeout, max_retries, api_key is not None
-        with suppress(httpx.InvalidURL):
+        try:
             parts = httpx.URL(self.url)
-            if parts.scheme in ("http", "https") and parts.host and not (parts.query or parts.fragment):
-                url = ""
-        if url:
+            is_url = parts.scheme in ("http", "https") and parts.host and not (parts.query or parts.fragment)
+        except httpx.InvalidURL:
+            is_url = False
+        if not is_url:
             raise RequestError(f"url is {url!r} and must be a server's, such as http://127.0.0.1:8000.")
         if self._has_key and not (api_key.isascii() and api_key.isprintable()):
             raise RequestError("api_key must be printable ASCII.")

@@ -202,7 +202,8 @@ class EventStream(StreamingResponse):
         try:
             yield job.begin()
             async for chunks in work.chunks():
-                yield PING if chunks is None else job.write(chunks)
+                if part := PING if chunks is None else job.write(chunks):
+                    yield part
             last = job.end(await work.outputs()) + DONE
         except ApiError as error:
             last = event(error_body(error)) + DONE
