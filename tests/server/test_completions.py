@@ -6,7 +6,7 @@ from support.paths import DEMO, VOCAB_SIZE
 from tinygpt import SamplingParams
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput
-from tinygpt.server.completions import suffix_ids
+from tinygpt.server.completions import with_suffix
 from tinygpt.server.replies import TokenNames
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
@@ -261,7 +261,7 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
 def test_a_candidate_is_ranked_without_the_token_that_ended_it(reason, stop, expected):
     sample = CompletionOutput(0, "text", [5, 6, 7], "stop", reason, None, None, None, 0)
     output = RequestOutput(None, [1], [sample], None, None, None, 0, 0)
-    assert suffix_ids([output], Prompt(None, [9]), stop, lambda text: [len(text)]) == [[*expected, 9]]
+    assert with_suffix([output], Prompt(None, [9]), stop, lambda text: [len(text)]) == [[1, *expected, 9]]
 
 
 def test_no_two_ids_of_a_padded_vocabulary_share_a_name():

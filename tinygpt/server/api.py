@@ -23,7 +23,7 @@ from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import ChatTemplate, chat_ids
-from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, suffix_ids
+from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, with_suffix
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, to_json
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
@@ -163,11 +163,9 @@ class Api:
             raise ApiError(400, message, "suffix", "context_length_exceeded")
         all_of_them = replace(params, n=params.best_of, best_of=None)
         candidates = await self._run([(prompt, all_of_them) for prompt in prompts], request)
-        ids = suffix_ids(candidates, suffix, params.stop, self.encode)
-        heads = [output.prompt_token_ids for output in candidates for _ in output.outputs]
         reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = [(Prompt(None, head + tokens), reading) for head, tokens in zip(heads, ids, strict=True)]
-        return ranked(candidates, map(len, ids), await self._run(texts, request), params.n)
+        texts = [(Prompt(None, ids), reading) for ids in with_suffix(candidates, suffix, params.stop, self.encode)]
+        return ranked(candidates, await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._work(requests, False, request)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
@@ -215,34 +215,32 @@ def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> Req
 # `suffix`: GPT-2 cannot write towards a given end, so `best_of` candidates are ranked by the suffix's probability.
 
 
-def suffix_ids(
+def with_suffix(
     candidates: list[RequestOutput], suffix: Prompt, stop: Sequence[str], encode: Callable[[str], list[int]]
 ) -> list[list[int]]:
-    """Return the tokens of each candidate's text and of the suffix, without the token that ended the text."""
+    """Return the tokens of each prompt, candidate and suffix, without the token that ended the candidate."""
     found = []
-    for sample in (sample for output in candidates for sample in output.outputs):
-        if sample.stop_reason in stop:  # a stop string may cut a token
-            ids = encode(sample.text)
-        else:
-            ids = sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
-        found.append(ids + suffix.token_ids)
+    for output in candidates:
+        for sample in output.outputs:
+            if sample.stop_reason in stop:  # a stop string may cut a token
+                ids = encode(sample.text)
+            else:
+                ids = sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
+            found.append(output.prompt_token_ids + ids + suffix.token_ids)
     return found
 
 
-def ranked(
-    candidates: list[RequestOutput], counts: Iterable[int], readings: list[RequestOutput], n: int
-) -> list[RequestOutput]:
-    """Return the n samples of each output with the highest mean log probability of text and suffix.
+def ranked(candidates: list[RequestOutput], readings: list[RequestOutput], n: int) -> list[RequestOutput]:
+    """Return the n samples of each output with the highest mean log probability of sample and suffix.
 
-    readings: outputs of prompt, text and suffix with prompt_logprobs. counts: tokens of text and suffix of each.
+    readings: the outputs of `with_suffix`'s tokens as prompts, with prompt_logprobs.
     """
-
-    def mean(count: int, reading: RequestOutput) -> float:
-        pairs = zip(reading.prompt_token_ids[-count:], reading.prompt_logprobs[-count:], strict=True)
-        return sum(found[token_id] for token_id, found in pairs) / count
-
-    means, outputs = map(mean, counts, readings), []
+    left, outputs = iter(readings), []
     for output in candidates:
-        best = sorted(zip(output.outputs, means, strict=False), key=itemgetter(1), reverse=True)[:n]
+        start, means = len(output.prompt_token_ids), []
+        for reading in islice(left, len(output.outputs)):
+            pairs = zip(reading.prompt_token_ids[start:], reading.prompt_logprobs[start:], strict=True)
+            means.append(sum(found[i] for i, found in pairs) / (len(reading.prompt_token_ids) - start))
+        best = sorted(zip(output.outputs, means, strict=True), key=itemgetter(1), reverse=True)[:n]
         outputs.append(replace(output, outputs=[replace(sample, index=i) for i, (sample, _) in enumerate(best)]))
     return outputs
