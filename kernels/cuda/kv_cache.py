@@ -55,7 +55,6 @@ def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start:
 def read_positions(
     kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return copies (L, H, stop - start, D): float32, or bfloat16 as uint16."""
     shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
     for array, is_paired in _arrays(kv_cache):
         buffer = kv_cache.device.zeros(shape, array.dtype)
@@ -66,7 +65,6 @@ def read_positions(
 
 
 def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-    """Write keys and values (L, H, n, D), float32 or as `read_positions` returns them."""
     for (array, is_paired), values in zip(_arrays(kv_cache), (k, v), strict=True):
         if values.dtype != array.dtype:
             values = to_bfloat16(values)
@@ -81,7 +79,7 @@ def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int
 
 
 def _arrays(kv_cache: KVCache) -> tuple[tuple, tuple]:
-    """Return keys and values, each with whether two positions are interleaved."""
+    """Return keys and values, with whether two positions are interleaved."""
     return (kv_cache.k, False), (kv_cache.v, not kv_cache.is_float32)
 
 

@@ -51,7 +51,7 @@ def normed_linear(
 
 
 def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, epilogue: str) -> None:
-    """normed (N, C), or of the rows whose logits are wanted (R, C)."""
+    """normed (N, C), or (R, C) for logits."""
     w, columns = workspace, params.config.n_embd
     rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
     count, row_kind = rows_of(epilogue, shape)
@@ -107,7 +107,7 @@ def heads_of(kv_cache: KVCache, workspace: Workspace) -> Heads:
 
 
 def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:
-    """Return the most rows of a linear layer, and the index of their true number in `sizes`."""
+    """Return the most rows of a linear layer, and the index of the true number in `sizes`."""
     return (shape.logits, NUM_LOGITS) if epilogue == LOGITS else (shape.tokens, NUM_TOKENS)
 
 

@@ -35,7 +35,7 @@ class MaxShape:
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step's sizes, rounded up so that similar steps share a graph."""
+    """A step's sizes, rounded up: similar steps share a graph."""
 
     tokens: int
     logits: int
@@ -53,7 +53,6 @@ class StepShape:
 
 
 def rounded_up(count: int) -> int:
-    """Return the next power of two, or 0."""
     return 1 << (count - 1).bit_length() if count else 0
 
 

@@ -18,7 +18,7 @@ from tinygpt.kernels.host import from_bfloat16, is_rare_draw
 from tinygpt.kernels.reference.layers import normalize
 
 ADVANCE_THREADS = 256
-READ_STEPS = 4  # whose tokens the host reads together, while the GPU takes the later ones
+READ_STEPS = 4  # whose tokens the host reads together
 
 
 def multi_step(
@@ -68,7 +68,7 @@ def _queued_steps(
 
 
 def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
-    """Yield the tokens (count,) of each step. marks: every READ_STEPS steps, and the last."""
+    """Yield the tokens (count,) of each step. marks: of every READ_STEPS steps."""
     w, size = workspace, workspace.max_shape.decode_tokens
     for number, mark in enumerate(marks):
         first = number * READ_STEPS
@@ -92,7 +92,6 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step. Return hidden states (L + 1, N, C) as Hugging Face's, and queries (L, N, C), float32."""
     w, x, n, config, hidden, queries = workspace, workspace.x, batch.token_ids.size, params.config, [], []
     shape = StepShape.of(batch, w.max_shape)
     fill(w, batch)

@@ -32,7 +32,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """Buffers for steps of N tokens and R rows of logits. Activations are float32, or bfloat16 as uint16."""
+    """Buffers of N tokens and R rows of logits. Activations are float32, or bfloat16 as uint16."""
 
     device: Any
     inputs: Inputs
@@ -133,5 +133,5 @@ def _shapes(config, max_shape: MaxShape, family: str) -> dict[str, tuple[tuple[i
 def _input_parts(max_shape: MaxShape) -> Parts:
     n, r = max_shape.tokens, max_shape.logits
     lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
-    lengths["tiles"] = 2 * n + 2  # a tile has at least one token, and their number is rounded up
+    lengths["tiles"] = 2 * n + 2  # their number is rounded up
     return Parts({name: (length, np.int32) for name, length in lengths.items()})

@@ -90,8 +90,9 @@ class Part:
         for field, layout in LAYOUTS[type(weight)].items():
             array = getattr(weight, field)
             if layout is None:
-                cut[field] = array if columns is None else take_columns(_in_panels(array), 2, columns)
-                cut[field] = cut[field].reshape(len(array), -1)
+                if columns is not None:
+                    array = take_columns(array.reshape(len(array), -1, OUT_TILE), 2, columns).reshape(len(array), -1)
+                cut[field] = array
                 continue
             per_index, axis = layout
             if inputs is not None:
@@ -124,7 +125,3 @@ def take_columns(array: np.ndarray, axis: int, columns: list[range]) -> np.ndarr
             target[:, at // OUT_TILE, at % OUT_TILE : at % OUT_TILE + size] = piece
             first, at = first + size, at + size
     return taken
-
-
-def _in_panels(scales: np.ndarray) -> np.ndarray:
-    return scales.reshape(len(scales), -1, OUT_TILE)

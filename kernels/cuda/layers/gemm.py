@@ -84,7 +84,7 @@ class Tile:
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
 
 
-# 32, 64, 64, 64, 128 and 128 tokens by 32, 32, 64, 96, 96 and 128 features. A warp's sums take two registers each.
+# 32, 64, 64, 64, 128 and 128 tokens by 32, 32, 64, 96, 96 and 128 features.
 TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3), Tile(4, 2, 2, 6), Tile(2, 4, 4, 4))
 
 
@@ -94,7 +94,7 @@ def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
 
 
 def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
-    """Return the clocks of a grid's step of K with bfloat16 weights, by the slowest of four limits."""
+    """Return the clocks of a grid's step of K in bfloat16, by the slowest of four limits."""
     blocks = math.prod(tile.grid(tokens, features))
     rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
     return max(
@@ -249,7 +249,7 @@ def _multiply_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _load_panels_function(dtype: str, panels: int):
-    """Load half a step's weights as bfloat16; packed: a step's int8, which the first half loads."""
+    """Load half a step's weights as bfloat16; packed: a step's int8."""
     half_bytes = STEP_SIZE
 
     def load_bfloat16(words, packed, address, lane, half):

@@ -49,7 +49,7 @@ class Device:
         return self._cuda.current_context().get_memory_info().free
 
     def array(self, values: np.ndarray) -> Any:
-        """Return a flat copy on the device, of at least one element: an empty array has no pointer."""
+        """Return a flat copy of at least one element: an empty array has no pointer."""
         array = self.zeros((max(values.size, 1),), values.dtype)
         self.write(array, values)
         return array
@@ -97,7 +97,7 @@ class Device:
             kernel[grid, threads, self._stream, shared_bytes](*arguments)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture the launches of `run`, of kernels that have run before. Return a function that queues them."""
+        """Return a function that queues the launches of `run`, of kernels that have run before."""
         from cuda.bindings import driver
 
         stream = driver.CUstream(int(self._stream))
@@ -176,8 +176,6 @@ def let_kernels_begin_early(graph: Any) -> None:
 
 
 class CapturedWork:
-    """A CUDA graph; a call queues it."""
-
     def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
         from cuda.bindings import driver
 
@@ -200,7 +198,6 @@ def _narrowed(argument: Any) -> Any:
 
 
 def _checked(answer: tuple) -> Any:
-    """Return the values of a driver call. Raise RuntimeError if it failed."""
     error, *values = answer
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")

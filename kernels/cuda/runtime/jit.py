@@ -28,7 +28,6 @@ def kernel(function):
 
 
 def device_function(function):
-    """Compile a function that kernels inline."""
     return cuda.jit(function, device=True, forceinline=True)
 
 
@@ -94,7 +93,7 @@ def need_driver() -> None:
 
 
 def need_compilers() -> None:
-    """Raise DeviceError if libNVVM, libdevice or nvJitLink is missing, or the linker is older than libNVVM."""
+    """Raise DeviceError if a library is missing, or the linker is older than libNVVM."""
     from cuda.bindings import nvjitlink
     from numba.cuda.cudadrv import libs, nvvm
 
@@ -137,7 +136,6 @@ def release_of_libnvvm() -> tuple[int, int]:
 
 
 def _answer_of(ask):
-    """Return the answer of a library, or None if it is not found."""
     try:
         return ask()
     except RuntimeError:  # the base class of cuda-pathfinder's error

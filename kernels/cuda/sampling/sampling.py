@@ -123,7 +123,6 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
 
 
 def process_logits(logits: Any, processors: Any) -> None:
-    """Process DeviceLogits, or an array on the host, in place."""
     p = processors
     if isinstance(logits, np.ndarray):
         reference.process_logits(logits, p)
@@ -267,5 +266,5 @@ def _count(row, token_ids, begin, end):
 
 @device_function
 def _take_count(row, token_id):
-    """Return the token's count, to one thread alone, and set it to 0."""
+    """Return the token's count, to one thread alone."""
     return cuda.atomic.exch(row.counts, row.counts_start + token_id, int32(0))

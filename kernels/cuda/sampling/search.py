@@ -22,8 +22,6 @@ LOW_HALF, HALF_BITS = 0xFFFFFFFF, 32
 
 
 class Shared(NamedTuple):
-    """Shared memory of a block, of any content."""
-
     sums: Any  # (MAX_WARPS,) float64
     strips: Any  # (MAX_WARPS,) int64
     low: Any  # (BUCKETS,) uint32, the lower half of each bucket's sum
@@ -199,7 +197,7 @@ def find_tie(row, value, number):
 
 @device_function
 def find_drawn(row, greatest, fraction):
-    """Return the first token at which the sum of weights exceeds the total times fraction * 2**-64."""
+    """Return the first token at which the weights' sum exceeds fraction * 2**-64 of the total."""
     return _first_passing(row, greatest, UNITS / row.size, int64(0), fraction)
 
 
@@ -230,7 +228,6 @@ def _first_passing(row, score, scale, goal, fraction):
 
 @device_function
 def _sum_strips(row, score, scale, begin, end):
-    """Sum each strip, one a warp. Return the total."""
     thread, strips = int32(cuda.threadIdx.x), row.shared.strips
     lane, warp, length, mass = thread % WARP, thread // WARP, _strip_length(end - begin), int64(0)
     start = int32(begin + warp * length)
