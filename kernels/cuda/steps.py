@@ -22,15 +22,7 @@ READ_STEPS = 4  # whose tokens the host reads together
 
 
 def multi_step(
-    params: Params,
-    batch,
-    kv_cache: KVCache,
-    workspace: Workspace,
-    warpers,
-    seeds,
-    sample_indices,
-    num_steps: int,
-    ends=(),
+    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
 ) -> Iterable[np.ndarray]:
     """Queue all steps at once, whatever `ends`; one step if the host draws. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
