@@ -74,39 +74,36 @@ class Metrics:
 
     def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
         """Count ended requests, as `Work.found` returns them. token_gaps: seconds between the tokens of streams."""
-        for progress, reasons in found:
-            self._observe(progress, reasons)
         for seconds in token_gaps:
             self._histograms["inter_token_latency_seconds"].observe(seconds)
-
-    def _observe(self, progress: Progress, reasons: list[str]) -> None:
-        times, is_whole = progress.metrics, reasons != ["abort"]
-        is_begun, made = is_whole or times.first_token is not None, progress.num_new_tokens
-        read, cached = (progress.num_prompt_tokens, progress.num_cached_tokens) if is_begun else (0, 0)
-        for counter, count in zip(self._counters.values(), (read, made, cached, read), strict=True):
-            counter.inc(count)
-        for reason in reasons:
-            self._count_end(reason)
-        values = {
-            "time_to_first_token_seconds": times.time_to_first_token,
-            "request_queue_time_seconds": times.queue_time if is_begun else None,
-            "request_prefill_time_seconds": times.prefill_time,
-        }
-        if is_whole:
-            prefill, decode = times.prefill_time, times.decode_time
-            values |= {
-                "request_decode_time_seconds": decode,
-                "request_inference_time_seconds": None if prefill is None else prefill + decode,
-                "e2e_request_latency_seconds": times.time_to_finish,
-                "request_time_per_output_token_seconds": times.time_per_output_token,
-                "request_prompt_tokens": read,
-                "request_generation_tokens": made,
-                "request_max_num_generation_tokens": times.num_steps,
-                "request_prefill_kv_computed_tokens": read - cached,
+        for progress, reasons in found:
+            times, is_whole = progress.metrics, reasons != ["abort"]
+            is_begun, made = is_whole or times.first_token is not None, progress.num_new_tokens
+            read, cached = (progress.num_prompt_tokens, progress.num_cached_tokens) if is_begun else (0, 0)
+            for counter, count in zip(self._counters.values(), (read, made, cached, read), strict=True):
+                counter.inc(count)
+            for reason in reasons:
+                self._count_end(reason)
+            values = {
+                "time_to_first_token_seconds": times.time_to_first_token,
+                "request_queue_time_seconds": times.queue_time if is_begun else None,
+                "request_prefill_time_seconds": times.prefill_time,
             }
-        for name, value in values.items():
-            if value is not None:
-                self._histograms[name].observe(value)
+            if is_whole:
+                prefill, decode = times.prefill_time, times.decode_time
+                values |= {
+                    "request_decode_time_seconds": decode,
+                    "request_inference_time_seconds": None if prefill is None else prefill + decode,
+                    "e2e_request_latency_seconds": times.time_to_finish,
+                    "request_time_per_output_token_seconds": times.time_per_output_token,
+                    "request_prompt_tokens": read,
+                    "request_generation_tokens": made,
+                    "request_max_num_generation_tokens": times.num_steps,
+                    "request_prefill_kv_computed_tokens": read - cached,
+                }
+            for name, value in values.items():
+                if value is not None:
+                    self._histograms[name].observe(value)
 
 
 class _TwoNames(Collector):
