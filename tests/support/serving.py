@@ -68,19 +68,14 @@ def ask(port: int, path: str, body: Any = None, method: str | None = None, **hea
         connection.close()
 
 
-def head_of(path: str, length: int, *lines: str) -> bytes:
-    """The head of a POST."""
-    fields = ["host: 127.0.0.1", "content-type: application/json", f"content-length: {length}", *lines]
-    return "\r\n".join([f"POST {path} HTTP/1.1", *fields, "", ""]).encode()
-
-
 class RawRequest:
     """A request on a socket of its own, which is left when the test says so."""
 
     def __init__(self, port: int, path: str, body: Any):
         data = json.dumps(body).encode()
+        fields = f"host: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
         self.socket = socket.create_connection(("127.0.0.1", port), SECONDS)
-        self.socket.sendall(head_of(path, len(data)) + data)
+        self.socket.sendall(f"POST {path} HTTP/1.1\r\n{fields}".encode() + data)
         self._lines = self.socket.makefile("rb")
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -120,10 +115,6 @@ class Served(logging.Handler):
         self.clients: list[RawRequest] = []
 
     @property
-    def num_connections(self) -> int:
-        return len(self._server.server_state.connections)
-
-    @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
 
@@ -138,12 +129,9 @@ class Served(logging.Handler):
         self.clients.append(RawRequest(self.port, path, body))
         return self.clients[-1]
 
-    def ended(self, path: str | None = None) -> dict[str, Any]:
-        """What is logged next, of a request to `path`. Servers of one process share a log."""
-        while True:
-            fields = self._log.get(timeout=SECONDS)
-            if path in (None, fields["path"]):
-                return fields
+    def ended(self) -> dict[str, Any]:
+        """What is logged next. Servers of one process share a log."""
+        return self._log.get(timeout=SECONDS)
 
     def forget(self) -> None:
         """What was logged so far, or is about to be: a client may have its reply before there is a line of it."""
