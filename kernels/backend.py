@@ -21,7 +21,7 @@ class DeviceError(Exception):
 class Backend(Protocol):
     """The functions of a backend's package. Its Params, KV cache and workspace are opaque to callers.
 
-    N new tokens, S sequences, R rows of logits, V vocabulary, L layers, H heads, D head size.
+    N new tokens, S sequences, R rows of logits, V vocabulary, L layers, C n_embd, H heads, D head size.
     """
 
     DTYPES: tuple[str, ...]  # of weights
@@ -41,7 +41,7 @@ class Backend(Protocol):
         """Pack a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
 
     def kv_cache_dtypes(self, dtype: str) -> tuple[str, ...]:
-        """Return the KV cache's dtypes for weights of `dtype`, the default first."""
+        """Return the KV cache's dtypes, the default first."""
 
     def new_kv_cache(self, config, num_slots: int, max_model_len: int, dtype: str) -> Any: ...
 
@@ -56,11 +56,11 @@ class Backend(Protocol):
     ) -> Iterable[np.ndarray]:
         """Run up to num_steps decode steps. Return the tokens (S,) int32 of each, -1 for a row that is not finite.
 
-        A token in `ends` (E,) int32 makes its step the last. The cache lacks the last tokens. May be None.
+        A token in `ends` (E,) int32 makes its step the last. May be None.
         """
 
     def stop_early(self, workspace, is_wanted: bool) -> None:
-        """Make the current step the last one. Any thread may call this."""
+        """Make the current step the last, from any thread."""
 
     def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
         """Run a step. Return Hugging Face's hidden states (L + 1, N, C) and queries (L, N, C), float32."""
@@ -74,7 +74,7 @@ class Backend(Protocol):
     def top_logprobs(self, logits, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]: ...
 
     def copy_positions(self, kv_cache, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        """Copy positions start to stop bit for bit. Later positions become undefined."""
+        """Copy positions bit for bit. Later positions become undefined, as after `write_positions`."""
 
     def read_positions(
         self, kv_cache, slot: int, start: int, stop: int, head_size: int
@@ -82,7 +82,7 @@ class Backend(Protocol):
         """Return copies (L, H, stop - start, D) in the cache's dtype; int8 as rows of host.py."""
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
-        """Write keys and values, float32 or as read. Later positions become undefined."""
+        """Write keys and values, float32 or as read."""
 
 
 def accept(*arguments) -> None:

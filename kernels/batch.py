@@ -10,14 +10,14 @@ NO_EMBEDS = np.empty((0, 0), np.float32)
 
 @dataclass(frozen=True)
 class Batch:
-    """N new tokens of S sequences, end to end, without padding. Integers are int32."""
+    """N new tokens of S sequences, end to end. Integers are int32."""
 
     token_ids: np.ndarray  # (N,)
-    positions: np.ndarray  # (N,)    position of each token in its sequence, from 0
+    positions: np.ndarray  # (N,)    in the sequence, from 0
     seq_starts: np.ndarray  # (S+1,)  sequence s has tokens seq_starts[s]:seq_starts[s+1]
     slots: np.ndarray  # (S,)    slot of the KV cache
     context_lens: np.ndarray  # (S,)    positions in the cache after this step
-    logit_rows: np.ndarray  # (R,)    indices of the tokens whose logits are wanted
+    logit_rows: np.ndarray  # (R,)    tokens whose logits are wanted
     embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j
 
     @classmethod
@@ -62,7 +62,7 @@ class Batch:
 
 
 def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:
-    """Cut each sequence's new tokens into runs of up to `size`. Return the bounds (tiles + 1,)."""
+    """Cut sequences' new tokens into runs of up to `size`. Return the bounds (tiles + 1,)."""
     starts, stops = seq_starts[:-1], seq_starts[1:]
     if stops[-1] == starts.size:  # one token each, as in decoding
         return seq_starts

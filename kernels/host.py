@@ -1,6 +1,6 @@
 """NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, rare requests.
 
-A row is (D + 4,) int8 for each head and position: D whole numbers, the largest 127, and a float32 scale.
+A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
 """
 
 import numpy as np
@@ -71,7 +71,7 @@ def is_rare_draw(warpers) -> np.ndarray:
 
 
 def is_rare_edit(processors) -> np.ndarray:
-    """Return a mask (P,) of rows whose logits processors only the reference has."""
+    """Return a mask (P,) of rows that only the reference can process."""
     p = processors
     is_rare = p.no_repeat_ngram_size > 0
     for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):

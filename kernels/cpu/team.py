@@ -1,8 +1,8 @@
 """A team of threads that goes through a step together, phase by phase, without locks.
 
-All threads run the same function. Each kernel in it is a phase with a number of items. A thread takes the items of its
-share, the same neighbors in every step, then items of others. A phase ends when its items are done: a sleeping thread
-is not missed, and joins later. Phases are numbered on through all steps.
+All threads run the same function. Each kernel in it is a phase of items. A thread takes the items of its share, the
+same neighbors in every step, then others. A phase ends when its items are done: a sleeping thread is not missed, and
+joins later. Phases are numbered on through all steps.
 
 Words of the `board`, on cache lines of their own: PUBLISHED, the step's first phase; OPEN, the open phase; DONE, its
 finished items; for each share phase << SHIFT | taken items; for each GROUP of shares its finished items.
@@ -289,7 +289,7 @@ def yield_core(typingctx):
 
 
 class TeamThreads:
-    """A leader, which is the calling thread, and followers. A step is right with any number of followers present."""
+    """A leader, the calling thread, and followers. A step is right with any number of followers present."""
 
     def __init__(self, threads: int, scratch: np.ndarray):
         self.leader, *others = new_teams(scratch)
@@ -318,8 +318,6 @@ class TeamThreads:
 
 
 class _Follower:
-    """A thread that sleeps until woken and follows steps until none comes for a while."""
-
     def __init__(self, team: Team):
         self.team = team
         self.wake = threading.Event()

@@ -76,7 +76,7 @@ def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: floa
 
 
 def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.ndarray]:
-    """Return c_attn(ln_1(x)) of x (N, C) in three parts (N, H, D)."""
+    """Return c_attn(ln_1(x)) in three parts (N, H, D)."""
     heads = (len(x), params.config.n_head, params.config.head_size)
     normed = norm_before(params, f"h.{layer}.ln_1", x)  # (N, C)
     qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
@@ -98,7 +98,7 @@ def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
 
 
 def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each row's most probable experts, ties to the first, and weights, (N, k) each."""
+    """Return rows' most probable experts, ties to the first, and weights, (N, k) each."""
     config = params.config
     scores = x @ params[f"{name}.gate.weight"].T  # (N, E)
     probabilities = np.exp(scores - scores.max(-1, keepdims=True))

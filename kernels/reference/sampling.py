@@ -30,7 +30,7 @@ def add_bias(scores, token_ids, biases):
 
 
 def penalize_repetition(scores, token_ids, penalty):
-    """Divide scores of tokens in token_ids, multiply negative ones (Keskar et al., "CTRL", 2019)."""
+    """Divide scores of token_ids, multiply negative scores (Keskar et al., "CTRL", 2019)."""
     present = np.unique(token_ids)
     was = scores[present]
     scores[present] = np.where(was < 0, was * penalty, was / penalty)
@@ -43,7 +43,7 @@ def penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty
 
 
 def forbid_ngrams(scores, token_ids, size):
-    """Forbid tokens that complete a run of `size` tokens in token_ids; 0: none."""
+    """Forbid tokens that complete a run of `size` tokens in token_ids."""
     if size == 0 or token_ids.size < size:
         return
     windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)  # (T - size + 1, size)
@@ -53,7 +53,6 @@ def forbid_ngrams(scores, token_ids, size):
 
 
 def forbid_word(scores, token_ids, word):
-    """Forbid the last id of `word` after the ids before it."""
     begun = word[:-1]
     if token_ids.size >= begun.size and np.array_equal(token_ids[token_ids.size - begun.size :], begun):
         scores[word[-1]] = -np.inf
@@ -124,14 +123,12 @@ def _keep_top_p(scores, top_p):
 
 
 def _keep_within_p(scores, top_p):
-    """Keep the most probable tokens up to a sum of p, and all tied with the last."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     count = np.sum(_cumulated(scores, order) <= np.float32(top_p))
     return _keep(scores, scores >= scores[order[max(count - 1, 0)]])
 
 
 def _keep_part_within_p(scores, top_p):
-    """Keep what FasterTransformer draws with u * p, in the order of probabilities."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     probabilities, cumulated = _probabilities(scores), _cumulated(scores, order)
     crossing = min(np.sum(cumulated < np.float32(top_p)), len(scores) - 1)

@@ -1,4 +1,4 @@
-"""What a model keeps between steps: the checkpoint's weights, and the KV cache."""
+"""The checkpoint's weights, and the KV cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from tinygpt.kernels.backend import KINDS, NORMS, linear_names
 
 @dataclass(frozen=True)
 class Params:
-    """The checkpoint's tensors and config. watch(name, x) sees each linear layer's input x (N, in)."""
+    """The checkpoint's tensors. watch(name, x) sees each linear layer's input x (N, in)."""
 
     config: Any
     tensors: dict[str, np.ndarray]

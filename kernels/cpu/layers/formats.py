@@ -1,4 +1,4 @@
-"""Records of weights and activations. Weights lie in panels of OUT_TILE columns, step by step along K."""
+"""Records of weights and activations. Weights lie in panels of OUT_TILE columns, by steps of K."""
 
 from typing import Any, NamedTuple
 

@@ -1,8 +1,8 @@
 """Micro-kernels as LLVM vector IR in Numba intrinsics, on raw addresses.
 
 A tile multiplies R rows of A by N*16 columns of B, over K in steps, into C (float32). Each output is one chain in the
-order of k, so that a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4 bytes of each
-row of A; R*N accumulators stay in registers. With too few registers, a tile goes over its columns in strips.
+order of k: a row's bits do not depend on its batch. A step loads N vectors of B and broadcasts 4 bytes of a row of A.
+With too few registers for R*N accumulators, a tile goes over its columns in strips.
 
 Over an int8 KV cache a row of A begins with its scale (float32) and the start of its sums (int32), -128 times the sum
 of its numbers, as a byte of B is a number + 128. Numbers are int16, or int8 for `vpdpbusd`, with 14-bit weights in two
@@ -126,7 +126,7 @@ def for_each_height(builder, code, rows, *arguments) -> None:
 
 
 def select(builder, number, count: int, emit) -> None:
-    """Emit `emit(n)` for n = 1 to `count`, and a jump to that of `number`."""
+    """Emit `emit(n)` for n = 1 to `count`, and a jump to `number`'s."""
     done = builder.append_basic_block("done")
     blocks = [builder.append_basic_block(f"case{n}") for n in range(1, count + 1)]
     switch = builder.switch(number, blocks[-1])
@@ -150,9 +150,7 @@ SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
 
 
 def make_integer_code(vectors: int, adds: bool, wide: int):
-    """Return the emitter of a tile of an int8 cache. B are values if it `adds`, else keys with scales after the last
-    step.
-    """
+    """Return the emitter of a tile of an int8 cache. B: values if it `adds`, else keys, then their scales."""
     multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
     planes = 2 if IN_FOURS and adds else 1
     step_bytes, parts = (4, planes) if IN_FOURS else (8, 2)
