@@ -40,7 +40,6 @@ class Reply:
     status: int = 0
     token_times: list[float] = field(default_factory=list)  # of each event with a text
     num_tokens: int = 0  # the server's count: some tokens have no text, and so no event
-    text: str = ""
     error: str = ""
 
     @property
@@ -99,7 +98,6 @@ def read_event(event: dict[str, Any], arrived: float, reply: Reply) -> None:
     for choice in event.get("choices", ()):
         if choice.get("text") or choice.get("token_ids"):
             reply.token_times.append(arrived)
-            reply.text += choice.get("text") or ""
     usage = event.get("usage") or {}
     reply.num_tokens = usage.get("completion_tokens") or max(reply.num_tokens, len(reply.token_times))
 
