@@ -1,13 +1,15 @@
-"""Calibration: its statistics beside hooks on transformers' model, and act-scales files."""
+"""Calibration: its statistics beside hooks on transformers' model, and files of SmoothQuant's tool."""
 
 import hashlib
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.family_models import write_family
 from support.paths import EOS
-from support.recorded import needs_transformers
+from support.recorded import needs_transformers, recorded
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import NUM_SAMPLES, calibrate, read_act_scales, samples_of
@@ -55,56 +57,104 @@ def test_samples_are_spread_over_the_text():
         samples_of([], 512)
 
 
-# Act-scales files.
+# Files of SmoothQuant's generate_act_scales.py.
+
+TOOL_IDS = np.random.default_rng(0).integers(61, size=30).tolist()
+
+
+def tool_scales(model: str) -> dict:
+    """What get_act_scales of mit-han-lab/smoothquant (calibration.py, c61476d) returns: it hooks nn.Linear alone."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = open_checkpoint("demo").path if model == "demo" else write_family(Path(folder), model)
+        lm = AutoModelForCausalLM.from_pretrained(path)
+    sizes = {}
+
+    def hook(name, inputs):
+        sizes[name] = inputs.reshape(-1, inputs.shape[-1]).abs().max(0)[0].float().numpy()
+
+    for name, module in lm.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, inputs, name=name: hook(name, inputs[0]))
+    with torch.no_grad():
+        lm(torch.tensor([TOOL_IDS]))
+    return sizes
+
+
+@recorded
+def modules_of_tool(model: str) -> np.ndarray:
+    lines = [f"{name} {len(size)}" for name, size in tool_scales(model).items()]
+    return np.frombuffer("\n".join(lines).encode(), np.uint8)
+
+
+@recorded
+def sizes_of_tool(model: str) -> np.ndarray:
+    return np.concatenate(list(tool_scales(model).values()))
+
+
+def scales_of(model: str) -> dict[str, np.ndarray]:
+    lines = [line.split() for line in modules_of_tool(model).tobytes().decode().splitlines()]
+    ends = np.cumsum([int(width) for _, width in lines])[:-1]
+    return {name: size for (name, _), size in zip(lines, np.split(sizes_of_tool(model), ends), strict=True)}
 
 
 def write_scales(path: Path, sizes: dict[str, np.ndarray]) -> Path:
-    path.write_bytes(torch_bytes({f"transformer.{name}": size for name, size in sizes.items()}))
+    path.write_bytes(torch_bytes(sizes))
     return path
 
 
-@pytest.fixture
-def sizes() -> dict[str, np.ndarray]:
-    checkpoint = open_checkpoint("demo")
-    parts = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-    names = [f"h.{i}.{part}" for i in range(checkpoint.config.n_layer) for part in parts]
-    generator = np.random.default_rng(0)
-    return {name: generator.random(checkpoint.tensor(f"{name}.weight").shape[1], np.float32) for name in names}
-
-
-def test_act_scales_are_read_by_name(sizes, tmp_path):
-    found = read_act_scales(write_scales(tmp_path / "scales.pt", sizes), open_checkpoint("demo"), 0.75)
+@pytest.mark.parametrize("model", ["opt", "opt-350m", "bloom-6", "mpt-6", "xglm"])
+def test_sizes_of_the_tool_are_those_of_our_calibration(model, tmp_path):
+    checkpoint = open_checkpoint(write_family(tmp_path, model))
+    measured = calibrate(checkpoint, "a text", TOOL_IDS, "int8", 0.5)
+    found = read_act_scales(write_scales(tmp_path / "scales.pt", scales_of(model)), checkpoint, 0.75)
     assert (found.share, found.about["smooth"], found.means) == (0.75, "0.75", {})
-    assert found.sizes.keys() == sizes.keys()
-    for name, size in sizes.items():
-        np.testing.assert_array_equal(found.sizes[name], size)
+    assert found.sizes.keys() == measured.sizes.keys()
+    for name, size in measured.sizes.items():
+        np.testing.assert_allclose(found.sizes[name], size, rtol=1e-3, atol=1e-5, err_msg=name)
 
 
-def test_act_scales_may_lack_c_proj(sizes, tmp_path):
-    """The published tool's own pairs are layer norms and the matrices behind them."""
-    some = {name: size for name, size in sizes.items() if not name.endswith("c_proj")}
-    found = read_act_scales(write_scales(tmp_path / "scales.pt", some), open_checkpoint("demo"), 0.5)
-    assert found.sizes.keys() == some.keys()
+@pytest.mark.parametrize(("model", "family"), [("demo", "GPT-2"), ("gpt-1", "GPT-1")])
+def test_the_tool_sees_no_layer_of_a_gpt(model, family, tmp_path):
+    sizes = scales_of(model)
+    assert list(sizes) == ["lm_head"]
+    checkpoint = open_checkpoint("demo" if model == "demo" else write_family(tmp_path, model))
+    with pytest.raises(CheckpointError, match=f"attn.c_attn .* sees nn.Linear alone, and a {family} has Conv1D"):
+        read_act_scales(write_scales(tmp_path / "scales.pt", sizes), checkpoint, 0.5)
+
+
+def test_act_scales_may_lack_all_that_follows_no_norm(tmp_path):
+    """The tool itself smooths what follows a layer norm, by q_proj's sizes for all three (smooth.py, smooth_lm)."""
+    some = {name: size for name, size in scales_of("opt").items() if name.endswith(("q_proj", "fc1"))}
+    checkpoint = open_checkpoint(write_family(tmp_path, "opt"))
+    found = read_act_scales(write_scales(tmp_path / "scales.pt", some), checkpoint, 0.5)
+    assert found.sizes.keys() == {f"h.{i}.{part}" for i in range(2) for part in ("attn.c_attn", "mlp.c_fc")}
+
+
+LAYER = "model.decoder.layers.1."
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda sizes: sizes.pop("h.3.mlp.c_fc"), "has no scales of h.3.mlp.c_fc"),
-        (lambda sizes: sizes.update({"h.2.attn.c_attn": np.ones(255, np.float32)}), "must hold 256 sizes"),
-        (lambda sizes: sizes["h.1.mlp.c_proj"].__setitem__(3, np.nan), "must hold 1024 sizes, finite"),
-        (lambda sizes: sizes["h.1.mlp.c_proj"].__setitem__(3, -1), "none below 0, for h.1.mlp.c_proj"),
+        (lambda sizes: sizes.pop(f"{LAYER}fc1"), "has no scales of layers.1.fc1"),
+        (lambda sizes: sizes.update({f"{LAYER}self_attn.q_proj": np.ones(23, np.float32)}), "must hold 24 sizes"),
+        (lambda sizes: sizes[f"{LAYER}fc2"].__setitem__(3, np.nan), "must hold 52 sizes, finite"),
+        (lambda sizes: sizes[f"{LAYER}fc2"].__setitem__(3, -1), f"none below 0, for {LAYER}fc2"),
     ],
 )
-def test_act_scales_of_something_else_are_refused(sizes, tmp_path, change, says):
-    change(sizes)
+def test_act_scales_of_something_else_are_refused(tmp_path, change, says):
+    change(sizes := scales_of("opt"))
+    checkpoint = open_checkpoint(write_family(tmp_path, "opt"))
     with pytest.raises(CheckpointError, match=says):
-        read_act_scales(write_scales(tmp_path / "scales.pt", sizes), open_checkpoint("demo"), 0.5)
+        read_act_scales(write_scales(tmp_path / "scales.pt", sizes), checkpoint, 0.5)
 
 
-def test_act_scales_are_read_once_and_no_weight_is_read_for_its_shape(sizes, tmp_path, monkeypatch):
-    path = write_scales(tmp_path / "scales.pt", sizes)
-    checkpoint, digest = open_checkpoint("demo"), hashlib.sha256(path.read_bytes()).hexdigest()
+def test_act_scales_are_read_once_and_no_weight_is_read_for_its_shape(tmp_path, monkeypatch):
+    path = write_scales(tmp_path / "scales.pt", scales_of("opt"))
+    checkpoint, digest = open_checkpoint(write_family(tmp_path, "opt")), hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setattr(type(checkpoint), "tensor", lambda *_: pytest.fail("a weight was read"))
     monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("the file was opened again"))
     assert read_act_scales(path, checkpoint, 0.5).about["smooth_act_scales_sha256"] == digest

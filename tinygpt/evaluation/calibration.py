@@ -18,7 +18,7 @@ from tinygpt.outputs import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.containers.torch import read_torch
-from tinygpt.weights.families.gpt2 import canonical_name
+from tinygpt.weights.stored.export import layout_of
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")
@@ -79,18 +79,24 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
-    """Read a file of SmoothQuant's generate_act_scales.py. Raise CheckpointError."""
+    """Read a file of SmoothQuant's generate_act_scales.py: names are transformers'. Raise CheckpointError."""
     tensors = read_torch(path).tensors
-    names = {canonical_name(f"{name}.weight").removesuffix(".weight"): name for name in tensors}
+    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    names = {layout.short_name(f"{name}.weight"): name for name in tensors}
+    rules = layout.rules(checkpoint.config)
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
-    sizes = {name: tensors[names[name]].float32() for name in wanted if name in names}
+    sources = {name: rules[f"{name}.weight"].sources[0] for name in wanted}  # q_proj, k_proj, v_proj have one input
+    sizes = {name: tensors[names[source]].float32() for name, source in sources.items() if source in names}
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
     if missing:
-        raise CheckpointError(f"{path} has no scales of {missing[0]} ({len(missing)} linear layers in all).")
-    shapes = parameter_shapes(checkpoint.config)
+        sees = f": the tool sees nn.Linear alone, and a {checkpoint.family} has Conv1D; give --calibrate TEXT"
+        why = sees if list(tensors) == ["lm_head"] else ""
+        first = sources[missing[0]].removesuffix(".weight")
+        raise CheckpointError(f"{path} has no scales of {first} ({len(missing)} linear layers in all){why}.")
     for name, size in sizes.items():
         _, width = shapes[f"{name}.weight"]  # (out, in)
         if size.shape != (width,) or not np.isfinite(size).all() or (size < 0).any():
-            raise CheckpointError(f"{path} must hold {width} sizes, finite and none below 0, for {name}.")
+            theirs = names[sources[name]]
+            raise CheckpointError(f"{path} must hold {width} sizes, finite and none below 0, for {theirs}.")
     digest = hashlib.sha256(next(iter(tensors.values())).file.data).hexdigest()
     return Calibration(share, sizes, about={"smooth": str(share), "smooth_act_scales_sha256": digest})
