@@ -63,7 +63,10 @@ class Backend(Protocol):
         """Make the current step the last, from any thread."""
 
     def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step. Return Hugging Face's hidden states (L + 1, N, C) and queries (L, N, C), float32."""
+        """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C), float32.
+
+        The states are Hugging Face's, and before its last one the last layer's output as it is before ln_f.
+        """
 
     def sample(self, logits, warpers, seeds, sample_indices, positions) -> np.ndarray: ...
 

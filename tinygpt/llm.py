@@ -218,13 +218,14 @@ class LLM:
         token_ids = self._read_ids("logits", token_ids)
         return self.engine.call(partial(self._probe.logits, token_ids))
 
-    def hidden_states(self, token_ids: Any) -> np.ndarray:
-        """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f.
+    def hidden_states(self, token_ids: Any, before_norm: bool = False) -> np.ndarray:
+        """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
 
         Raise as `logits` does.
         """
         token_ids = self._read_ids("hidden states", token_ids)
-        return self.engine.call(partial(self._probe.hidden_states, token_ids))
+        layers = [*range(self.config.n_layer), -2 if before_norm else -1]
+        return self.engine.call(partial(self._probe.hidden_states, token_ids, layers))
 
     def attentions(self, token_ids: Any) -> np.ndarray:
         """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.

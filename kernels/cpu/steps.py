@@ -47,10 +47,10 @@ def _drawn(
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
     layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
     width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
-    hidden, queries = np.empty((layers + 1, n, c), np.float32), np.empty((layers, n, width), np.float32)
+    hidden, queries = np.empty((layers + 2, n, c), np.float32), np.empty((layers, n, width), np.float32)
     fill(workspace.buffers, batch)
     workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))
-    hidden[-1] = final_norm(params, hidden[-1])
+    hidden[-1] = final_norm(params, hidden[-2])
     return hidden, queries
 
 

@@ -47,7 +47,7 @@ class Buffers(NamedTuple):
     mixture: "Mixture"
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...
-    hidden: np.ndarray  # (L + 1, N, C), or (0, 0, 0): not kept
+    hidden: np.ndarray  # (L + 2, N, C), or (0, 0, 0): not kept
     queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
     step: Step
     choices: Choices

@@ -93,7 +93,8 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tup
         attention_block(params, layer, x, shape, kv_cache, w)
         queries.append(_read_queries(kv_cache, w, n))
         mlp_block(params, layer, x, shape, w)
-    hidden.append(normalize(_read_rows(w.device, x, n, config.n_embd), *params.final_norm, config.layer_norm_epsilon))
+    hidden.append(_read_rows(w.device, x, n, config.n_embd))
+    hidden.append(normalize(hidden[-1], *params.final_norm, config.layer_norm_epsilon))
     return np.stack(hidden), np.stack(queries)
 
 

@@ -93,5 +93,5 @@ def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.
         norm_behind(params, f"h.{layer}.ln_1", x)
         (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
         norm_behind(params, f"h.{layer}.ln_2", x)
-    hidden.append(final_norm(params, x))
+    hidden += [x, final_norm(params, x)]
     return np.array(hidden, np.float32), np.array(queries, np.float32)

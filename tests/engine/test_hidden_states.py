@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_ids, write_model
-from support.oracles import live_model
+from support.oracles import live_model, traced
 from support.paths import EOS, VOCAB_SIZE
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
@@ -27,27 +27,23 @@ def ids_of(length: int) -> list[int]:
 
 
 def trace_of(variant: str, ids: list[int]):
-    import torch
-
-    with torch.no_grad():
-        model = live_model(**SIZES | VARIANTS[variant])
-        return model(torch.tensor([ids]), output_hidden_states=True, output_attentions=True)
+    return traced(live_model(**SIZES | VARIANTS[variant]), ids)
 
 
 @recorded
 def hidden_states_of(variant: str, ids: list[int]) -> np.ndarray:
-    return np.concatenate(trace_of(variant, ids).hidden_states)  # (L + 1, T, C)
+    return np.stack(trace_of(variant, ids)[0])  # (L + 2, T, C)
 
 
 @recorded
 def attentions_of(variant: str, ids: list[int]) -> np.ndarray:
-    return np.concatenate(trace_of(variant, ids).attentions)  # (L, H, T, T)
+    return np.concatenate(trace_of(variant, ids)[1])  # (L, H, T, T)
 
 
 @recorded
 def embeddings_of(variant: str, prompts: list[list[int]], pooling: str) -> np.ndarray:
     """(prompts, C)."""
-    states = [trace_of(variant, ids).hidden_states[-1][0].numpy() for ids in prompts]  # (T, C) each
+    states = [trace_of(variant, ids)[0][-1].numpy() for ids in prompts]  # (T, C) each
     pooled = {"last": lambda x: x[-1], "mean": lambda x: x.mean(0), "sum": lambda x: x.sum(0)}[pooling]
     return np.stack([pooled(x) for x in states])
 
@@ -67,9 +63,12 @@ def llm(request, variant, tmp_path_factory):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_they_equal_those_of_transformers(variant, llm, length):
     ids = ids_of(length)
-    states, wanted = llm.hidden_states(ids), hidden_states_of(variant, ids)
+    states, before = llm.hidden_states(ids), llm.hidden_states(ids, before_norm=True)
     assert states.dtype == np.float32
-    np.testing.assert_allclose(states, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
+    np.testing.assert_array_equal(before[:-1], states[:-1])
+    wanted = hidden_states_of(variant, ids)
+    found = np.concatenate([before, states[-1:]])
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * max(1, np.abs(wanted).max() / 10))
     maps = llm.attentions(ids)
     assert maps.dtype == np.float32
     np.testing.assert_allclose(maps, attentions_of(variant, ids), rtol=0, atol=TOLERANCE)

@@ -147,7 +147,7 @@ def everything(llm: LLM) -> dict[str, str]:
     fork.generate(params)
     return {
         "logits": digest(llm.logits(ids)),
-        "hidden states": digest(llm.hidden_states(ids[:50])),
+        "hidden states": digest(llm.hidden_states(ids[:50]), llm.hidden_states(ids[:50], before_norm=True)[-1]),
         "attentions": digest(llm.attentions(ids[:20])),
         "tokens": digest(*(np.array(output.outputs[0].token_ids) for output in sampled)),
         "tokens alone": digest(*(np.array(output.outputs[0].token_ids) for output in plain)),

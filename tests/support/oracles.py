@@ -50,6 +50,17 @@ def _live_model(seed: str, fields: str) -> Any:
         return read_model(write_model(Path(folder), seed, **json.loads(fields)))
 
 
+def traced(model: Any, token_ids: list[int]) -> tuple[list[Any], Any]:
+    """Return hidden states (T, C), before the last one the input of ln_f, which transformers leaves out; and maps."""
+    norms = []
+    hook = model.transformer.ln_f.register_forward_pre_hook(lambda _, inputs: norms.append(inputs[0][0]))
+    with torch.no_grad():
+        output = model(torch.tensor([token_ids]), output_hidden_states=True, output_attentions=True)
+    hook.remove()
+    *states, last = (state[0] for state in output.hidden_states)
+    return [*states, *norms, last], output.attentions
+
+
 @functools.lru_cache(maxsize=2)
 def _family_model(name: str) -> Any:
     with tempfile.TemporaryDirectory() as folder:

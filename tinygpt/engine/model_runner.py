@@ -114,7 +114,7 @@ class Probe:
         # Copies: the next step overwrites them.
         return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
 
-    def hidden_states(self, token_ids: list[int], layers: slice = slice(None)) -> np.ndarray:
+    def hidden_states(self, token_ids: list[int], layers: slice | list[int]) -> np.ndarray:
         return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
 
     def attentions(self, token_ids: list[int]) -> np.ndarray:

@@ -71,11 +71,11 @@ class RankModel:
         return finish
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Run a step. Return hidden states (L + 1, N, C) and queries (L, N, C) on rank 0."""
+        """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
         batch = replace(self._with_input(batch), logit_rows=NO_ROWS)
         hidden, queries = self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
         self._pass_on(batch)
-        hidden = hidden if self.part.is_last else hidden[:-1]
+        hidden = hidden if self.part.is_last else hidden[:-2]
         found = self._world.gather_objects((hidden if self._tensor_rank == 0 else None, queries))
         if found is None:
             return None

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_ids, write_model
-from support.oracles import live_model
+from support.oracles import live_model, traced
 from support.recorded import recorded
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch
@@ -26,15 +26,15 @@ BACKENDS = pytest.mark.parametrize(("backend", "dtype", "tolerance"), KINDS, ids
 
 @recorded
 def trace_of_transformers(is_tied: bool, ids: list[int]) -> np.ndarray:
-    """(L + 2, PLACES, C): hidden states, and the queries of layer 1."""
+    """(L + 3, PLACES, C): hidden states, and the queries of layer 1."""
     import torch
 
     model = live_model(**FIELDS, tie_word_embeddings=is_tied)
+    states, _ = traced(model, ids)
     with torch.no_grad():
-        states = model(torch.tensor([ids]), output_hidden_states=True).hidden_states
         layer = model.transformer.h[1]
         queries = layer.attn.c_attn(layer.ln_1(states[1]))[..., : FIELDS["n_embd"]]
-    return torch.cat([*states, queries])[:, PLACES].numpy()
+    return torch.stack([*states, queries])[:, PLACES].numpy()
 
 
 @recorded
