@@ -236,7 +236,7 @@ def test_the_dtypes_of_a_format_are_those_of_help_and_error(capsys, to):
         (["./nowhere", "{tmp}/x"], "nowhere"),
         (["demo"], "a checkpoint and the folder to make are needed"),
         (["demo", "{tmp}/no/such/folder"], "create it first"),
-        (["demo", "."], "is there already, and not an empty folder"),
+        (["demo", "."], "is the working folder"),
         (["demo", "{tmp}/x.gguf"], "give --to gguf"),
         (["{int8}", "{tmp}/x"], "converted already"),
         (["{int8}", "{tmp}/x", "--dtype", "float8"], "converted already"),
@@ -252,7 +252,10 @@ def test_the_dtypes_of_a_format_are_those_of_help_and_error(capsys, to):
         (["demo", "{tmp}/x", "--act-scales", "{text}"], "text"),
     ],
 )
-def test_an_impossible_conversion_is_refused(demo_int8, tmp_path, tmp_path_factory, capsys, arguments, says):
+def test_an_impossible_conversion_is_refused(
+    demo_int8, tmp_path, tmp_path_factory, monkeypatch, capsys, arguments, says
+):
+    monkeypatch.chdir(tmp_path)
     texts = tmp_path_factory.mktemp("texts")
     (texts / "text").write_text(TEXT, encoding="utf-8")
     (texts / "empty").touch()

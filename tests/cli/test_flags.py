@@ -38,6 +38,11 @@ def test_help_shows_the_flags_of_every_day(run):
     assert int(count) == len(all_of_them) - len(shown)
 
 
+@pytest.mark.parametrize("prompt", ["-- my_name is", "--my_name is", "snake_case"])
+def test_a_prompt_keeps_its_underscores(prompt):
+    assert parse(prompt, "--max_tokens=3").prompt == [prompt]
+
+
 FLAGS = [
     ("--max-tokens 9 --seed 3 --n 2 --ignore-eos", {"max_tokens": 9, "seed": 3, "n": 2, "ignore_eos": True}),
     ("--top-k 3 --top-p 0.5 --temperature 2", {"top_k": 3, "top_p": 0.5, "temperature": 2.0}),

@@ -1,5 +1,6 @@
-"""Tokenizers that do not fit: a damaged one, one with more tokens than the model has rows, one with fewer."""
+"""Tokenizers that do not fit: damaged, with more or fewer tokens than the model, or none for white space."""
 
+import json
 import shutil
 
 import numpy as np
@@ -47,6 +48,17 @@ def padded(tmp_path_factory):
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
     with LLM(folder, max_num_seqs=2) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def wordless(tmp_path_factory):
+    """The tokenizer is GPT-1's, to which white space is nothing."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("wordless"), random_tensors())
+    (folder / "vocab.json").write_text(json.dumps({"<unk>": 0, "a</w>": 1}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    with LLM(folder, device="reference", max_num_seqs=2) as llm:
+        assert llm.tokenizer.encode(" \n") == []
         yield llm
 
 
@@ -100,6 +112,14 @@ def test_a_text_with_a_token_that_has_no_row_is_refused_before_any_work(larger, 
     with pytest.raises(RequestError, match=f"token id {VOCAB_SIZE} is outside .* and the text holds it as '{EXTRA}'"):
         way(larger)
     assert larger.engine.throughput == before
+
+
+def test_a_text_without_a_token_starts_at_bos(wordless):
+    bos = [wordless.config.bos_token_id]
+    future = wordless.submit(" \n", max_tokens=1)
+    assert future.result(60).prompt_token_ids == bos
+    np.testing.assert_array_equal(wordless.embed(" "), wordless.embed([bos]))
+    assert [score.token_ids for score in wordless.score("a", [" "])] == [bos]
 
 
 def test_any_other_text_is_read(larger):

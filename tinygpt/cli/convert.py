@@ -76,6 +76,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, target: Path) -> None:
+    if Path.cwd() == Path(os.path.normpath(target)):
+        raise RequestError(f"DST {args.target} is the working folder: name a new folder.")
     is_empty = target.is_dir() and not any(target.iterdir())
     if os.path.lexists(target) and not is_empty:
         raise RequestError(f"DST {args.target} is there already, and not an empty folder: name a new folder.")

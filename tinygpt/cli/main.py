@@ -72,9 +72,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         _explain_commands(words)
     parser = command_parser(words[0], "--help-all" in words)
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    # --max_tokens, as other programs spell it; words after -- are text.
-    end = words.index("--") if "--" in words else len(words)
-    rest = [word if word in flags else _with_hyphens(word) for word in words[1:end]] + [*words[end:]]
+    end = words.index("--") if "--" in words else len(words)  # words after -- are text
+    rest = [_with_hyphens(word, flags) for word in words[1:end]] + [*words[end:]]
     # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
     read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
     args, unknown = read(rest)
@@ -128,9 +127,11 @@ def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.Argu
     return argparse.ArgumentParser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
 
 
-def _with_hyphens(word: str) -> str:
+def _with_hyphens(word: str, flags: Sequence[str]) -> str:
+    """Return --max_tokens, as other programs spell it, as --max-tokens; a prompt stays as it is."""
     name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
+    flag = name.replace("_", "-")
+    return flag + equals + value if flag in flags else word
 
 
 def _command(name: str) -> Command:

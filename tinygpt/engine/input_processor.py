@@ -80,14 +80,17 @@ class InputProcessor:
                 return prompt
             raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
         given, config = text_or_ids(prompt), self._config
-        is_text = isinstance(given, str)
-        if is_text and given:
-            return Prompt(given, encode(given, self.tokenizer, config.vocab_size, split_special_tokens))
-        if given:
-            check_ids(given, config.vocab_size)
-        elif config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
-            raise RequestError("the prompt is empty and this model has no BOS token to start from: give it some text.")
-        return Prompt(given if is_text else None, given or [config.bos_token_id])
+        if not isinstance(given, str):
+            token_ids = check_ids(given, config.vocab_size)
+        else:
+            token_ids = encode(given, self.tokenizer, config.vocab_size, split_special_tokens) if given else []
+        if not token_ids:  # some tokenizers leave nothing of white space
+            if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
+                raise RequestError(
+                    "the prompt is empty and this model has no BOS token to start from: give it some text."
+                )
+            token_ids = [config.bos_token_id]
+        return Prompt(given if isinstance(given, str) else None, token_ids)
 
     def read_ids(self, what: str, given: Any) -> list[int]:
         """Return the ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example."""
