@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from support import tiny_checkpoint
 from support.engines import batches_of, sizes
+from support.gate import paused
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import RequestError
+from tinygpt.errors import FailedRequestError, RequestError
 from tinygpt.outputs import CompletionOutput
 
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
@@ -144,6 +145,39 @@ def test_what_failed_is_not_kept(tmp_path):
             llm.generate([[3, 4, 6, 7]], params)
         (output,) = llm.generate([[3, 4, 5]], params)
     assert (output.outputs, output.num_cached_tokens) == (expected, 0)
+
+
+@pytest.fixture(scope="module")
+def with_nan(tmp_path_factory):
+    """A checkpoint whose last token's embedding is NaN. The head is whole."""
+    generator, tensors = np.random.default_rng(0), tiny_checkpoint.random_tensors()
+    for name, count in (("transformer.wte", 20), ("transformer.wpe", 64), ("lm_head", 20)):
+        tensors[f"{name}.weight"] = generator.standard_normal((count, tiny_checkpoint.C), np.float32)
+    tensors["transformer.wte.weight"][19] = np.nan
+    fields = {"vocab_size": 20, "n_positions": 64, "tie_word_embeddings": False}
+    return str(tiny_checkpoint.write_checkpoint(tmp_path_factory.mktemp("nan") / "model", tensors, **fields))
+
+
+def hide(before, after, scores):
+    return np.zeros_like(scores)
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"logits_processors": hide}], ids=str)
+@pytest.mark.parametrize("budget", [20, 64])
+def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
+    """It spreads to earlier positions of its step, which a finite prompt begins with, too."""
+    prompts = [[token_id] * shared + [12] for token_id, shared in enumerate((17, 18, 21, 24), 3)]
+    with LLM(with_nan, prefix_cache_seqs=0) as llm:
+        expected = [output.outputs for output in llm.generate(prompts, GREEDY)]
+    with LLM(with_nan, **sizes(4, budget, 2)) as llm:
+        for prompt, outputs in zip(prompts, expected, strict=True):
+            with paused(llm):
+                bad = llm.submit([*prompt[:-1], 19, *prompt], SamplingParams(max_tokens=3, ignore_eos=True, **fields))
+                good = llm.submit(prompt, GREEDY)
+            with pytest.raises(FailedRequestError, match="not finite"):
+                bad.result(60)
+            assert good.result(60).outputs == outputs
+            assert llm.generate(prompt, GREEDY)[0].outputs == outputs
 
 
 def test_impossible_sizes():

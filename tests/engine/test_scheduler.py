@@ -192,16 +192,17 @@ def test_others_pass_one_that_waits():
     assert run_step(scheduler) == [(a, 1), (c, 1), (b, 10)]
 
 
-@pytest.mark.parametrize("after", [0, 1])
-def test_one_that_waits_goes_on_when_the_other_is_removed(after):
+@pytest.mark.parametrize(("after", "num_reused"), [(0, 0), (1, 0), (4, 39)])
+def test_one_that_waits_goes_on_when_the_other_is_removed(after, num_reused):
+    """It takes over what is there once the other's logits were finite: its 4th step reaches them."""
     a, b, c = (new_sequence(40, begin=7) for _ in range(3))
     scheduler = scheduler_of(a, b, c, tokens=10)
     for _ in range(after):
         run_step(scheduler)
     scheduler.remove(a)
-    assert finish(scheduler) == 40 - 10 * after + 1 + 4
+    assert finish(scheduler) == 40 - num_reused + 1 + 4
     assert (b.finish_reason, c.finish_reason) == ("length", "length")
-    assert (b.num_reused, c.num_reused) == (10 * after, 39)
+    assert (b.num_reused, c.num_reused) == (num_reused, 39)
 
 
 def test_one_waits_for_the_other_that_has_most_in_common_with_it():

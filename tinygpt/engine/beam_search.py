@@ -226,16 +226,17 @@ class Beams:
 
     def take(self, sequence: Sequence, prediction: Prediction) -> None:
         self._predictions[sequence] = prediction
+        sequence.is_proven = prediction.error is None
         self._missing.discard(sequence)
 
     def advance(self, copy_positions: CopyPositions) -> None:
-        if self._missing or self.first.is_finished:
+        step = [self._predictions[sequence] for sequence in self._running if sequence in self._predictions]
+        error = next((prediction.error for prediction in step if prediction.error is not None), None)
+        if self.first.is_finished or (self._missing and error is None):  # others wait in vain for one that fails
             return
-        step = [self._predictions.pop(sequence) for sequence in self._running]
         self._predictions.clear()
         if self.first.params.logprobs is not None:
             self._steps.append(step)
-        error = next((prediction.error for prediction in step if prediction.error is not None), None)
         if error is None:
             self._search.advance([prediction.candidates for prediction in step])
             if self._search.beams:

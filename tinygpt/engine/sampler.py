@@ -271,6 +271,8 @@ def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:
     """Replace row r of the scores (R, V) by a user's function's result. Return an error if it fails."""
     scores = all_scores[r]  # (V,)
+    if np.isnan(scores).any() and not (scores > -np.inf).any():  # or a function could hide it from other sequences
+        return NOT_FINITE.format(len(sequence) - 1)
     name = f"the logits processor {getattr(function, '__name__', type(function).__name__)}"
     try:
         returned = function(list(state.prompt_token_ids), list(sequence.new_token_ids), scores.copy())

@@ -134,12 +134,10 @@ class Scheduler:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
-            # NaNs spread to all positions of a failed sequence. Until a token is sampled, a prompt may contain some.
-            self._copy_to_followers(sequence, 0 if sequence.error else sequence.num_cached)
-            num_kept = sequence.num_cached if sequence.new_token_ids and not sequence.error else 0
+            self._copy_to_followers(sequence)
             self.running.remove(sequence)
             self._pending.pop(sequence, None)
-            self.slots.release(sequence.slot, sequence.context_token_ids[:num_kept])
+            self.slots.release(sequence.slot, sequence.context_token_ids[: sequence.num_shareable])
             sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
@@ -161,7 +159,7 @@ class Scheduler:
         self._share(sequence)
 
     def _slide(self, sequence: Sequence) -> None:
-        followers = self._copy_to_followers(sequence, sequence.num_cached)
+        followers = self._copy_to_followers(sequence)
         sequence.slide()
         for follower in followers:
             self._share(follower)
@@ -171,7 +169,7 @@ class Scheduler:
         wanted = sequence.context_token_ids[: sequence.num_reusable]
         earlier = self.running[: self.running.index(sequence)]
         running = [(_num_shared(wanted, other), other) for other in earlier]
-        ready = [(min(count, other.num_cached), other.slot) for count, other in running]
+        ready = [(min(count, other.num_shareable), other.slot) for count, other in running]
         cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.items()]
         num_ready, slot = max(ready + cached, default=(0, None))
         num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
@@ -186,15 +184,15 @@ class Scheduler:
     def _waits(self, sequence: Sequence) -> bool:
         if sequence in self._pending:
             other, count = self._pending[sequence]
-            if other.slot is None or other.num_cached >= count:
+            if other.slot is None or other.num_shareable >= count:
                 self._share(sequence)
         return sequence in self._pending
 
-    def _copy_to_followers(self, sequence: Sequence, num_ready: int) -> list[Sequence]:
+    def _copy_to_followers(self, sequence: Sequence) -> list[Sequence]:
         """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
         followers = [follower for follower, (other, _) in self._pending.items() if other is sequence]
         for follower in followers:
-            self._copy(sequence.slot, follower, min(num_ready, self._pending[follower][1]))
+            self._copy(sequence.slot, follower, min(sequence.num_shareable, self._pending[follower][1]))
         return followers
 
     def _copy(self, slot: int | None, sequence: Sequence, stop: int) -> None:

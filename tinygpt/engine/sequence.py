@@ -53,6 +53,7 @@ class Sequence:
     num_cached: int = 0  # positions in that slot
     num_reused: int = 0  # of those, the ones that other sequences computed
     num_dropped: int = 0  # tokens that have left the window
+    is_proven: bool = False  # whether logits after the cached positions were finite, and so are those positions
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -89,6 +90,11 @@ class Sequence:
         return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.num_reusable)
 
     @property
+    def num_shareable(self) -> int:
+        """Positions that other sequences may copy: a NaN spreads backwards to earlier positions of its step."""
+        return self.num_cached if self.is_proven and self.error is None else 0
+
+    @property
     def has_to_slide(self) -> bool:
         return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
 
@@ -114,7 +120,7 @@ class Sequence:
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""
         self.num_dropped = self.window.num_dropped(len(self))
-        self.num_cached = min(self.num_cached, self.window.num_fixed)
+        self.num_cached, self.is_proven = min(self.num_cached, self.window.num_fixed), False
 
     # Its tokens, and its end.
 
@@ -123,6 +129,7 @@ class Sequence:
         if token.error is not None:
             self.error = token.error
             return
+        self.is_proven = True
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token.token_id)
