@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -73,25 +74,32 @@ class Warpers(NamedTuple):
     eta_cutoff: np.ndarray
 
 
+class Edits:
+    """What params name by token ids. The samples of a request share it, and `Sampler` forgets it with the last."""
+
+    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int):
+        self.params = params  # alive, so that no others have its `id`
+        self.bias_ids = _ids(token_id for token_id, _ in params.logit_bias)
+        self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
+        self.words = [_ids(word) for word in params.bad_words_ids if word not in {(i,) for i in eos_token_ids}]
+        self.allowed_ids = _ids(dict.fromkeys(params.allowed_token_ids or ()))
+        self.suppressed_ids = _ids(dict.fromkeys(params.suppress_tokens))
+        ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
+        ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
+        self.forbidden_at_first = np.concatenate((self.suppressed_ids, ends))  # until there are min_tokens
+        self.is_any = bool(self.words or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size)
+
+
 class SamplingState:
     """The sampler's state of one sequence, which never gets shorter."""
 
-    def __init__(self, sequence: Sequence, vocab_size: int):
-        params = self.params = sequence.params
+    def __init__(self, sequence: Sequence, edits: Edits):
+        params, self.params, self.edits = sequence.params, sequence.params, edits
         self.warpers = warpers_of(params)
         self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        self.bias_ids = _ids(token_id for token_id, _ in params.logit_bias)
-        self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
-        self.words = [_ids(word) for word in params.bad_words_ids if word not in {(i,) for i in sequence.eos_token_ids}]
-        self.allowed_ids = _ids(params.allowed_token_ids or ())
-        self._suppressed_ids = _ids(params.suppress_tokens)
-        ends = sequence.eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
-        ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
-        self._forbidden_at_first = np.concatenate((self._suppressed_ids, ends))  # until there are min_tokens
-        has_edits = self.words or self.bias_ids.size or self.allowed_ids.size or self._forbidden_at_first.size
         has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
-        self._uses_history = bool(has_penalties or any(word.size > 1 for word in self.words))
-        self.is_processed = bool(self._uses_history or has_edits)
+        self._uses_history = bool(has_penalties or any(word.size > 1 for word in edits.words))
+        self.is_processed = self._uses_history or edits.is_any
         self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
         self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
         self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
@@ -120,7 +128,8 @@ class SamplingState:
 
     @property
     def forbidden_ids(self) -> np.ndarray:
-        return self._forbidden_at_first if self._num_new < self.params.min_tokens else self._suppressed_ids
+        is_first = self._num_new < self.params.min_tokens
+        return self.edits.forbidden_at_first if is_first else self.edits.suppressed_ids
 
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
@@ -130,7 +139,7 @@ def warpers_of(params: SamplingParams) -> tuple[float, ...]:
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
     repetition, frequency, presence = np.array([s.penalties for s in states], np.float32).T.copy()
-    words = [word for s in states for word in s.words]
+    words = [word for s in states for word in s.edits.words]
     return Processors(
         rows=np.array(rows, np.int64),
         token_ids=Ragged.of([s.token_ids for s in states]),
@@ -139,11 +148,11 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         frequency_penalty=frequency,
         presence_penalty=presence,
         no_repeat_ngram_size=np.array([s.params.no_repeat_ngram_size for s in states], np.int64),
-        bias_ids=Ragged.of([s.bias_ids for s in states]),
-        biases=Ragged.of([s.biases for s in states]),
+        bias_ids=Ragged.of([s.edits.bias_ids for s in states]),
+        biases=Ragged.of([s.edits.biases for s in states]),
         words=Ragged.of(words) if words else Ragged(_NO_IDS, np.zeros(1, np.int64)),
-        word_bounds=np.cumsum([0, *(len(s.words) for s in states)]),
-        allowed_ids=Ragged.of([s.allowed_ids for s in states]),
+        word_bounds=np.cumsum([0, *(len(s.edits.words) for s in states)]),
+        allowed_ids=Ragged.of([s.edits.allowed_ids for s in states]),
         forbidden_ids=Ragged.of([s.forbidden_ids for s in states]),
     )
 
@@ -164,6 +173,7 @@ class Sampler:
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
+        self._edits: WeakValueDictionary[tuple[int, frozenset[int]], Edits] = WeakValueDictionary()
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
@@ -226,10 +236,16 @@ class Sampler:
     def _updated_states(self, sequences: Seq[Sequence]) -> list[SamplingState]:
         for sequence in sequences:
             if sequence.sampling_state is None:
-                sequence.sampling_state = SamplingState(sequence, self.runner.config.vocab_size)
+                sequence.sampling_state = SamplingState(sequence, self._edits_of(sequence))
             if not sequence.sampling_state.is_plain:
                 sequence.sampling_state.update(sequence.new_token_ids)
         return [sequence.sampling_state for sequence in sequences]
+
+    def _edits_of(self, sequence: Sequence) -> Edits:
+        key = id(sequence.params), sequence.eos_token_ids
+        if (edits := self._edits.get(key)) is None:
+            edits = self._edits[key] = Edits(sequence.params, sequence.eos_token_ids, self.runner.config.vocab_size)
+        return edits
 
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """Sample plain sequences: at batch 32, `sample` takes longer than the kernel."""

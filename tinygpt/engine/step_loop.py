@@ -58,8 +58,7 @@ class StepLoop:
     def remove(self, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             sequence.on_end = None
-            self._timed.discard(sequence)
-            self.scheduler.remove(sequence)
+            self._end(sequence)
             if not sequence.is_finished:
                 sequence.error = "it was cancelled."
 
@@ -176,6 +175,7 @@ class StepLoop:
     def _end(self, sequence: Sequence) -> None:
         self._timed.discard(sequence)
         self.scheduler.remove(sequence)
+        sequence.sampling_state = None
         on_end, sequence.on_end = sequence.on_end, None
         if on_end is not None:
             on_end()
