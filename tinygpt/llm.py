@@ -294,6 +294,7 @@ class LLM:
         try:
             self.engine.submit(futures)
             for _ in futures:
+                self.engine.check_thread()  # again after each `yield`
                 i = finished.get()
                 error = futures[i].exception()
                 yield i, error if return_exceptions and isinstance(error, FailedRequestError) else futures[i].result()
@@ -309,6 +310,7 @@ class LLM:
             self.engine.submit([future])
             while (chunk := chunks.get()) is not None:
                 yield chunk
+                self.engine.check_thread()
             future.result()
         finally:
             future.cancel()

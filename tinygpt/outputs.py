@@ -1,12 +1,17 @@
-"""The records of a request, and the bar that counts finished requests."""
+"""The records of a request, futures of them, and the bar that counts finished requests."""
 
 import operator
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from tinygpt.errors import invalid
+from tinygpt.errors import RequestError, invalid
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,6 +146,64 @@ class StreamChunk(NamedTuple):
     logprobs: dict[int, float] | None = None  # of this token, whose text may come later
     prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
+
+
+class _Condition(threading.Condition):
+    """A Condition that Ctrl-C never leaves locked: CPython interrupts functions in Python, not `with` of one in C."""
+
+    __enter__: Any = property(lambda self: self._lock.__enter__)
+    __exit__: Any = property(lambda self: self._lock.__exit__)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        try:
+            return super().wait(timeout)
+        finally:
+            if not self._is_owned():  # Ctrl-C came after the release and before `try`
+                self._lock.acquire()
+
+
+class ThreadFuture(Future[Result]):
+    """The result of another thread. Raises RequestError, instead of waiting, if `check_thread` finds that thread gone.
+
+    owner: the kind of object that has the thread.
+    """
+
+    def __init__(self, owner: str = "LLM"):
+        super().__init__()
+        self._condition, self._owner, self._pid = _Condition(), owner, os.getpid()
+
+    def result(self, timeout: float | None = None) -> Result:
+        self._check()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check()
+        return super().exception(timeout)
+
+    def settle(self, work: Callable[[], Result]) -> None:
+        if self.set_running_or_notify_cancel():
+            try:
+                result = work()
+            except BaseException as error:  # raised again in the thread that waits
+                self.set_exception(error)
+            else:
+                self.set_result(result)
+
+    def _check(self) -> None:
+        if not self.done():
+            check_thread(self._pid, self._owner)
+
+
+def has_threads(pid: int) -> bool:
+    """Return whether the threads of the process `pid` run here: not in a forked child, nor when Python ends."""
+    return pid == os.getpid() and not sys.is_finalizing()
+
+
+def check_thread(pid: int, owner: str = "LLM") -> None:
+    if pid != os.getpid():
+        raise RequestError(f"this {owner} belongs to the process that was forked: make a new one in the child.")
+    if not has_threads(pid):
+        raise RequestError(f"Python is ending, and the thread of this {owner} has ended: use it before.")
 
 
 UseTqdm = bool | Callable[..., Iterable] | None

@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from support.gate import Gate, paused
 from support.paths import ROOT, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
+from tinygpt.outputs import ThreadFuture
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SECONDS = 120  # a test that would wait forever fails after this time
@@ -43,7 +46,7 @@ def nothing_is_left_behind(request):
         with paused(llm):
             scheduler = llm.engine.scheduler
             assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
-        assert (llm.engine._pending, llm.engine._num_queued) == (set(), 0)
+        assert (llm.engine._pending, llm.engine._queued) == (set(), set())
 
 
 def test_a_future_has_what_generate_gives(llm):
@@ -384,12 +387,72 @@ assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == 
     )
 
 
+def interrupted_at(point, call):
+    """Call with Ctrl-C at one of the points at which CPython looks for signals. Return False if it ends before."""
+
+    def count(frame, event, argument):
+        nonlocal point
+        point -= event != "c_call"
+        if not point:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(count)
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(None)
+    return False
+
+
+def wait_shortly(future):
+    with suppress(TimeoutError):
+        future.result(0.001)
+
+
+@pytest.mark.parametrize("call", [ThreadFuture.cancel, wait_shortly, lambda future: future.add_done_callback(id)])
+def test_ctrl_c_at_any_point_leaves_no_future_locked(call):
+    point, future = 1, ThreadFuture()
+    while interrupted_at(point, partial(call, future)):
+        other = threading.Thread(target=future.settle, args=(int,), daemon=True)
+        other.start()
+        other.join(10)
+        assert not other.is_alive(), point
+        point, future = point + 1, ThreadFuture()
+    assert point > 3
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come as a generator ends
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda llm: llm.generate([[1, 2]] * 3, params_for(1)),
+        lambda llm: [*llm.stream([1, 2], params_for(1))],
+        lambda llm: [future.result() for future in [llm.submit([1, 2], params_for(1)) for _ in range(2)]],
+        lambda llm: [future.cancel() for future in [llm.submit([1, 2], LONG) for _ in range(2)]],
+        lambda llm: llm.logits([1, 2]),
+    ],
+)
+def test_ctrl_c_at_any_point_loses_no_slot_and_no_room(llm, call):
+    want = llm.generate([1, 2], params_for(1))[0].outputs
+    for point in range(1, 400, 11):
+        interrupted_at(point, partial(call, llm))
+        while llm.engine.call(lambda: llm.engine._pending):
+            time.sleep(0.001)
+        assert not llm.engine._queued
+    assert llm.generate([1, 2], params_for(1))[0].outputs == want
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_child_is_refused_and_makes_a_new_llm(small_demo):
     run_program(
         """
-def child(future):
-    for call in (future.result, lambda: llm.generate("a"), lambda: [*llm.stream("a")], lambda: llm.submit("a")):
+from functools import partial
+def child(future, stream):
+    old, new = (future.result, stream.__next__), (llm.generate, llm.submit, lambda prompt: [*llm.stream(prompt)])
+    for call in (*old, *(partial(use, "a") for use in new)):
         try:
             call()
             return 1
@@ -402,16 +465,31 @@ def child(future):
         return int(new.generate("Once", short, use_tqdm=False)[0].outputs != want)
 
 for i in range(3):
-    future = llm.submit("Once", long)
+    future, stream = llm.submit("Once", long), llm.stream("Once", long)
+    next(stream)
     time.sleep(0.005 * i)
     if not (pid := os.fork()):
         signal.alarm(60)
-        os._exit(child(future))
+        os._exit(child(future, stream))
     assert os.waitpid(pid, 0)[1] == 0
     assert future.result(60).outputs == want_long
 """,
         small_demo,
     )
+
+
+def test_a_finalizer_that_runs_as_python_ends_does_not_wait(small_demo, monkeypatch):
+    """The engine's thread has ended by then."""
+    llm = LLM(small_demo)
+    future, stream = llm.submit([1], LONG), llm.stream([1], LONG)
+    next(stream)
+    with paused(llm):
+        monkeypatch.setattr("sys.is_finalizing", lambda: True)
+        for call in (future.result, lambda: next(stream), *(partial(use, llm) for use in USES)):
+            with pytest.raises(RequestError, match="Python is ending"):
+                call()
+        llm.close()
+        assert llm.engine._thread.is_alive()
 
 
 @pytest.fixture

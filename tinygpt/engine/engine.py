@@ -6,7 +6,6 @@ Every other thread puts a command into the inbox and waits for a future or a que
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -19,29 +18,15 @@ from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel
 from tinygpt.engine.step_loop import CALL_SECONDS, StepLoop
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
-from tinygpt.outputs import RequestOutput, Throughput
+from tinygpt.outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
 
 T = TypeVar("T")
 
 
-class RequestFuture(Future[RequestOutput]):
-    """The future of a request. A forked child gets RequestError instead of waiting for its parent."""
-
+class RequestFuture(ThreadFuture[RequestOutput]):
     def __init__(self, request: Request):
         super().__init__()
-        self.request, self.num_queued, self._pid = request, 0, os.getpid()
-
-    def result(self, timeout: float | None = None) -> RequestOutput:
-        self._check_process()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._check_process()
-        return super().exception(timeout)
-
-    def _check_process(self) -> None:
-        if not self.done():
-            check_process(self._pid)
+        self.request = request
 
 
 class Engine:
@@ -56,7 +41,8 @@ class Engine:
         self._pending: set[RequestFuture] = set()  # the thread's alone
         self._failure: BaseException | None = None  # of the last step
         self._is_broken = False  # whether the failure ended the thread
-        self._num_queued, self._pid = 0, os.getpid()
+        self._queued: set[RequestFuture] = set()  # those that count against max_queue
+        self._pid = os.getpid()
         # Reentrant: garbage collection can close a generator, which cancels its future, at any line.
         self._lock = threading.RLock()
         self._thread = threading.Thread(target=self._work, name="tinygpt-engine", daemon=True)
@@ -76,9 +62,12 @@ class Engine:
     def is_closed(self) -> bool:
         return not self._end.alive
 
+    def check_thread(self) -> None:
+        check_thread(self._pid)
+
     def check_open(self) -> None:
         """Raise RequestError once the engine is closed or in a forked child, TinyGPTError if it cannot go on."""
-        check_process(self._pid)
+        self.check_thread()
         if self._is_broken:
             self._raise_failure()
         if self.is_closed:
@@ -102,16 +91,15 @@ class Engine:
         """Run a request that counts against max_queue. Raise QueueFullError if there is no room for it."""
         self.check_open()
         with self._lock:
-            count = len(future.request.sequences)
-            self._check_room(count)
-            self._num_queued, future.num_queued = self._num_queued + count, count
-        self.submit([future])
+            self._check_room(len(future.request.sequences))
+            self.submit([future])
+            self._queued.add(future)  # last: after an interrupt none may count that never ends
 
     def call(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, called by the engine's thread between two steps."""
         self.refuse_own_thread()
-        future: Future[T] = Future()
-        self._post(partial(_settle, future, work))
+        future: ThreadFuture[T] = ThreadFuture()
+        self._post(partial(future.settle, work))
         return future.result()
 
     @contextmanager
@@ -137,7 +125,7 @@ class Engine:
         self.refuse_own_thread()
         with self._lock:
             self._end()
-        if self._pid == os.getpid():
+        if has_threads(self._pid):
             self._thread.join()
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -155,19 +143,20 @@ class Engine:
                 f"the request has {count} samples, but max_queue is {max_queue} and max_num_seqs {max_num_seqs}: there "
                 "is never room for more than those together, so split the request, or raise one of them."
             )
-        if self._num_queued + count > max_queue + max_num_seqs:
-            waiting = max(self._num_queued - max_num_seqs, 0)
+        num_queued = sum(len(future.request.sequences) for future in tuple(self._queued))
+        if num_queued + count > max_queue + max_num_seqs:
+            waiting = max(num_queued - max_num_seqs, 0)
             raise QueueFullError(
                 f"max_queue is {max_queue} and the queue holds {waiting}, so there is no room for {count} more: submit "
                 "again later, or raise max_queue."
             )
 
     def _on_done(self, future: RequestFuture) -> None:
-        if self._pid != os.getpid():
+        if not future.cancelled() or not has_threads(self._pid):
             return
         with self._lock:
-            self._num_queued -= future.num_queued
-            if future.cancelled() and not self.is_closed:
+            self._queued.discard(future)
+            if not self.is_closed:
                 self._post(partial(self._forget, future))
 
     # In the engine's thread.
@@ -214,6 +203,7 @@ class Engine:
         running = []
         for future in futures:
             if future.cancelled():
+                self._drop(future)
                 future.set_running_or_notify_cancel()
             else:
                 running.append(future)
@@ -223,14 +213,19 @@ class Engine:
             self._steps.add(future.request.sequences)
 
     def _finish(self, future: RequestFuture) -> None:
-        self._pending.discard(future)
-        _settle(future, future.request.output)
+        self._drop(future)
+        future.settle(future.request.output)
 
     def _forget(self, future: RequestFuture) -> None:
         if future in self._pending:
             self._steps.remove(future.request.sequences)
-            self._pending.discard(future)
+            self._drop(future)
             future.set_running_or_notify_cancel()
+
+    def _drop(self, future: RequestFuture) -> None:
+        self._pending.discard(future)
+        with self._lock:
+            self._queued.discard(future)
 
     def _fail_pending(self, error: Exception) -> None:
         def fail() -> RequestOutput:
@@ -244,23 +239,8 @@ class Engine:
             self._steps.remove(sequences)
         finally:
             for future in futures:
-                _settle(future, fail)
-
-
-def check_process(pid: int) -> None:
-    """Raise RequestError in a child that was forked from the process `pid`, which has no engine thread."""
-    if pid != os.getpid():
-        raise RequestError("this LLM belongs to the process that was forked: make a new one in the child.")
-
-
-def _settle(future: Future, work: Callable[[], Any]) -> None:
-    if future.set_running_or_notify_cancel():
-        try:
-            result = work()
-        except BaseException as error:  # raised again in the thread that waits
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+                self._drop(future)
+                future.settle(fail)
 
 
 def _plain(error: BaseException) -> Exception:
