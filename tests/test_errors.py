@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from tinygpt.errors import RequestError, invalid
+from tinygpt.errors import MAX_WORD, RequestError, invalid, suggest
 
 
 def test_an_error_says_field_value_and_allowed():
@@ -26,3 +26,8 @@ def test_another_name_keeps_the_rest(name, sentence):
 def test_an_error_crosses_processes():
     error = pickle.loads(pickle.dumps(invalid("top_k", 0, "at least 1")))
     assert (str(error), error.field, error.value) == ("top_k is 0 and must be at least 1.", "top_k", 0)
+
+
+@pytest.mark.parametrize(("size", "is_compared"), [(MAX_WORD, True), (MAX_WORD + 1, False)])
+def test_a_name_longer_than_any_word_is_not_compared(size, is_compared):
+    assert bool(suggest("a" * size, ["a" * (size + 1)])) == is_compared

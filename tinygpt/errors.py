@@ -10,6 +10,9 @@ from tinygpt.weights.errors import CheckpointError, LostFileError, NoTokenizerEr
 __all__ = ["CheckpointError", "LostFileError", "NoTokenizerError", "TinyGPTError", "how_to_install"]
 
 
+MAX_WORD = 64  # characters of a name that may be a misspelling; difflib takes seconds for a name of megabytes
+
+
 class RequestError(TinyGPTError):
     """A prompt, parameter or flag that cannot be served.
 
@@ -51,7 +54,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
     """Return "; did you mean NEAREST?" for a misspelled name, or "" if none of `names` is near."""
     from difflib import get_close_matches
 
-    nearest = get_close_matches(name, list(names), n=1, cutoff=0.7)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.7) if len(name) <= MAX_WORD else []
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 

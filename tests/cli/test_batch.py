@@ -363,9 +363,19 @@ def test_an_input_that_cannot_be_read(jobs, no_model, encoding):
 
 @pytest.mark.parametrize(
     ("path", "says"),
-    [("./prompts.jsonl", "is the file of --input"), ("absent/out.jsonl", "does not exist"), (".", "is a folder")],
+    [
+        ("./prompts.jsonl", "is the file of --input"),
+        ("absent/out.jsonl", "does not exist"),
+        (".", "is a folder"),
+        ("dangling", "absent of --output"),
+        ("loop", "cannot be written"),
+        ("n" * 300, "cannot be written"),
+    ],
+    ids=lambda value: value[:20],
 )
 def test_an_output_that_cannot_be_one(jobs, no_model, path, says):
+    for name, target in (("dangling", "absent/x"), ("loop", "loop")):
+        (jobs.input.parent / name).symlink_to(target)
     jobs.output, before = jobs.input.parent / path, jobs.input.read_bytes()
     assert jobs.run() == 2
     assert says in jobs.err

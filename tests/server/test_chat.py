@@ -7,7 +7,7 @@ import pytest
 from support.serving import served
 from tinygpt import SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.server.chat import ChatTemplate, Marks
+from tinygpt.server.chat import MAX_TEXTS, ChatTemplate, Marks
 
 SOURCE = """\
 {%- for message in messages %}
@@ -97,6 +97,21 @@ def test_guarded_texts_are_the_same_texts(llm, text):
     assert marks.encode(guarded, llm.tokenizer.encode) == llm.tokenizer.encode(text, split_special_tokens=True)
 
 
+@pytest.mark.parametrize("end", ["<", "a<", "a <|b ", "<|c|>", "a|>"])
+def test_a_text_is_guarded_if_a_special_token_may_begin_at_its_end(end):
+    tokens = ["<|b|>", "", "<|c|>"]
+    marks = Marks(tokens)
+    is_beginning = any(end.rstrip().endswith(token[:size]) for token in tokens for size in range(1, len(token)))
+    assert marks.guard(end).rstrip().endswith(marks._sign) == is_beginning
+
+
+def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(monkeypatch):
+    marks, looked_up = Marks(f"<|{i}|>" for i in range(300)), []
+    monkeypatch.setattr(marks, "_is_beginning", lambda text: looked_up.append(text))
+    marks.guard("some text")
+    assert len(looked_up) == len("<|100|>") - 1
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -112,6 +127,7 @@ def test_guarded_texts_are_the_same_texts(llm, text):
         ({**ASKED, "use_beam_search": True, "n": 2, "stream": True}, "use_beam_search"),
         ({**ASKED, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({**ASKED, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
+        ({**ASKED, "chat_template_kwargs": {"a": [["b"] * MAX_TEXTS]}}, "chat_template_kwargs"),
     ],
 )
 def test_what_is_not_possible(chat, body, param):
@@ -142,6 +158,7 @@ def test_a_checkpoint_without_a_template_says_so(server):
         "{% for i in range(10**9) %}{% endfor %}",
         "{{ 1 / 0 }}",
         "{{ messages.nothing.at_all }}",
+        "{{ cycler() }}",
     ],
 )
 def test_a_template_reaches_nothing_but_its_messages(source):
@@ -162,3 +179,18 @@ def test_templates_from_the_files_of_a_checkpoint(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{% break %}", "{{ f(a=1, a=2) }}", "{{ 10**5000 }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30],
+    ids=lambda source: source[:20],
+)
+def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source):
+    with pytest.raises(CheckpointError, match="chat template cannot be read"):
+        ChatTemplate(source, {})
+
+
+def test_a_list_of_templates_may_hold_anything(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5, {"name": "default"}]}))
+    assert ChatTemplate.from_folder(tmp_path) is None

@@ -3,8 +3,10 @@
 import json
 import logging
 import os
+import stat
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -161,12 +163,18 @@ def size_text(size: int | None) -> str:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise RequestError if the file cannot be written, without touching it."""
-    if path.is_dir():
+    place, folder = path, Path(os.path.realpath(path)).parent  # of a link's target, which is written
+    try:
+        is_folder = stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        place, is_folder = folder, False
+    except OSError as error:  # a loop of links, or a name that is too long
+        raise RequestError(f"{flag} {path} cannot be written: {error.strerror}.") from None
+    if is_folder:
         raise RequestError(f"{flag} {path} is a folder: name a file in it.")
-    folder = path.absolute().parent
     if not folder.is_dir():
-        raise RequestError(f"the folder of {flag} {path} does not exist: create it first.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise RequestError(f"the folder {folder} of {flag} {path} does not exist: create it first.")
+    if not os.access(place, os.W_OK):
         raise RequestError(f"{flag} {path} cannot be written: permission denied.")
 
 
@@ -299,7 +307,6 @@ def _read_object(line: bytes) -> dict[str, Any]:
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        duplicate = next(name for name in names if names.count(name) > 1)
+        duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise RequestError(f"{json.dumps(duplicate)} is there more than once: keep one.")
     return fields

@@ -3,6 +3,7 @@
 import json
 import re
 import secrets
+from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.files import read_json_object, read_regular_text
 
 MAX_CHARACTERS = 1_000_000  # of a prompt
+MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special tokens
 
 
 class ChatTemplate:
@@ -34,7 +36,7 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
             self._template = environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
+        except Exception as error:  # Jinja raises also SyntaxError and ValueError of the Python code that it makes
             raise CheckpointError(f"the checkpoint's chat template cannot be read: {error}.") from None
 
     @classmethod
@@ -44,7 +46,8 @@ class ChatTemplate:
         options = read_json_object(config) if config.exists() else {}
         source = read_regular_text(file) if file.exists() else options.get("chat_template")
         if isinstance(source, list):  # several templates with names
-            source = next((each.get("template") for each in source if each.get("name") == "default"), None)
+            source = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
+            source = source[0].get("template") if source else None
         names = [name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))]
         return cls(source, {name: content_of(options[name]) for name in names}) if isinstance(source, str) else None
 
@@ -52,8 +55,9 @@ class ChatTemplate:
         """Return the conversation as one text. RequestError if the template refuses it."""
         try:
             text = self._template.render({**self._special_tokens, **(options or {}), "messages": messages})
-        except (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, TemplateError) as error:
-            raise RequestError(f"is refused by this model's chat template: {error}.", "messages") from None
+        except Exception as error:  # of any kind: the checkpoint's file is the program
+            why = str(error) or repr(error)
+            raise RequestError(f"is refused by this model's chat template: {why}.", "messages") from None
         if len(text) > MAX_CHARACTERS:
             raise RequestError(f"is too long: the prompt would have {len(text)} characters.", "messages")
         return text
@@ -72,8 +76,9 @@ class Marks:
 
     def __init__(self, special_tokens: Iterable[str]):
         """special_tokens: their texts. An object is for one conversation."""
-        self._tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
-        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
+        self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+        self._tokens, self._longest = sorted(tokens), len(tokens[0]) if tokens else 0
         self._sign = secrets.token_hex(16)
 
     def guard(self, value: Any) -> Any:
@@ -86,8 +91,14 @@ class Marks:
             return value
         text = self._pattern.sub(lambda found: found[0][:1] + self._sign + found[0][1:], value)
         end = text.rstrip()
-        may_continue = any(end.endswith(token[:size]) for token in self._tokens for size in range(1, len(token)))
+        sizes = range(1, min(self._longest, len(end) + 1))
+        may_continue = any(self._is_beginning(end[-size:]) for size in sizes)
         return end + self._sign + text[len(end) :] if may_continue else text
+
+    def _is_beginning(self, text: str) -> bool:
+        """Return whether a special token begins with the text and goes on: then the next in order does."""
+        i = bisect(self._tokens, text)
+        return i < len(self._tokens) and self._tokens[i].startswith(text)
 
     def encode(self, text: str, encode: Callable[[str, bool], list[int]]) -> list[int]:
         """Return the token ids of a rendered text. encode(text, split_special_tokens)."""
@@ -100,9 +111,17 @@ class Marks:
         return ids
 
 
+def _num_texts(value: Any) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(_num_texts, value.values()))
+    return sum(map(_num_texts, value)) if isinstance(value, list) else isinstance(value, str)
+
+
 def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) -> list[int]:
     if "messages" in (form.chat_template_kwargs or {}):
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
+    if (count := _num_texts(form.chat_template_kwargs)) > MAX_TEXTS:
+        raise RequestError(f"holds {count} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     messages = [
         {"role": each.role} | marks.guard({"content": each.text} | ({} if each.name is None else {"name": each.name}))
