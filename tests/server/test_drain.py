@@ -99,15 +99,18 @@ def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": True, "logprobs": 1}),
+        ("/generate", {"prompt": "a", "max_tokens": 1}),
         ("/v1/embeddings", {"input": "a"}),
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
         ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
     ],
 )
-def test_embeddings_and_scores_are_refused_too(llm, path, body):
+def test_work_of_all_kinds_is_refused_before_its_prompt_is_read(llm, monkeypatch, path, body):
     with served(llm) as server:
         assert server.ask(path, body).status == 200
         server.api.is_draining = True
+        monkeypatch.setattr(llm, "read_prompt", None)
         reply = server.ask(path, body)
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 

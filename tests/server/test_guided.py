@@ -10,7 +10,7 @@ import threading
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import SamplingParams
+from tinygpt import SamplingParams, field_rules
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
 from tinygpt.server.chat import ChatTemplate
@@ -131,6 +131,18 @@ def compiling(monkeypatch):
     monkeypatch.setattr(Guidance, "check", wait_and_check)
     yield begun, allowed
     allowed.set()
+
+
+def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
+    checked, in_loop = field_rules.check_guide, []
+
+    def noted(name, value):
+        in_loop.append(threading.current_thread() is server.thread)
+        checked(name, value)
+
+    monkeypatch.setattr(field_rules, "check_guide", noted)
+    assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
+    assert set(in_loop) == {False}
 
 
 def test_others_are_served_while_a_grammar_is_compiled(server, compiling):

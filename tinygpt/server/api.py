@@ -102,7 +102,7 @@ class Api:
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
         most = max((count for count in counts if count is not None), default=None)
         others = {"max_tokens": max(max_tokens, 1), "logprobs": form.logprobs, "prompt_logprobs": most}
-        params = await _read(request, partial(form.sampling_params, self.encode, **others))
+        params = await self._params(form, request, **others)
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
         job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
@@ -129,16 +129,14 @@ class Api:
         given = form.max_completion_tokens or form.max_tokens
         max_tokens = self._max_tokens(form, prompts, given, self.llm.max_model_len)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        others = {"max_tokens": max_tokens, "logprobs": logprobs}
-        params = await _read(request, partial(form.sampling_params, self.encode, **others))
+        params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
         return await self._answer(Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names), request)
 
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
         prompts = await self._prompts([form.prompt or ""], form, request)
-        others = {"max_tokens": form.max_tokens, "logprobs": form.logprobs}
-        params = await _read(request, partial(form.sampling_params, self.encode, **others))
+        params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
         return await self._answer(Generation({}, form, prompts, params, self.names), request)
 
     async def _answer(self, job: Job, request: Request) -> Response:
@@ -210,11 +208,18 @@ class Api:
 
     async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
         """field: name of the prompts in the request."""
+        self._check_open()
         is_split = form.split_special_tokens is not False
         try:
             return await _read(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
         except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
+
+    async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
+        read = partial(form.sampling_params, self.encode, **others)
+        if form.guides():  # a short grammar can take a tenth of a second to check
+            return await asyncio.to_thread(read)
+        return await _read(request, read)
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""

@@ -174,7 +174,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()} | others
-        guides = self._guides()
+        guides = self.guides()
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
@@ -187,7 +187,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         return SamplingParams(**given)
 
     def name_of(self, field: str) -> str | None:
-        guides = {field: name for name, (field, _) in self._guides().items()}
+        guides = {field: name for name, (field, _) in self.guides().items()}
         if field == "num_beams" and self.num_beams is None and self.use_beam_search:
             return "use_beam_search"
         return guides.get(field) or super().name_of(field)
@@ -199,7 +199,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
             found |= dict.fromkeys([int(key)] if key.isascii() and key.isdigit() else encode(key), bias)
         return found
 
-    def _guides(self) -> dict[str, tuple[str, Any]]:
+    def guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
         found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
         if (given := self.structured_outputs) is not None:
