@@ -202,5 +202,5 @@ def test_a_failing_search_fails_alone(llm):
 def test_what_cannot_run_is_refused_before_any_work(llm):
     with pytest.raises(RequestError, match="max_num_seqs is 8"):
         llm.generate([PROMPT], SamplingParams(num_beams=9))
-    with pytest.raises(RequestError, match="num_beams is above 1"):
+    with pytest.raises(RequestError, match="num_beams asks for a search"):
         llm.stream(PROMPT, SamplingParams(num_beams=2))

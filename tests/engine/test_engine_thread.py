@@ -371,9 +371,11 @@ def test_ctrl_c_ends_the_callers_requests_and_no_other(small_demo):
 background, draw, num_interrupts = llm.submit("Once", long), random.Random(1), 0
 for i in range(12):
     try:
-        threading.Timer(draw.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT)).start()
+        timer = threading.Timer(draw.uniform(0, 0.03), os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
         llm.generate(["a b"] * 40, long, use_tqdm=False) if i % 2 else [*llm.stream("a b", max_tokens=500)]
-        time.sleep(0.1)
+        timer.join()
+        time.sleep(0)
     except KeyboardInterrupt:
         num_interrupts += 1
     assert llm.generate(["Once"] * 3, short, use_tqdm=False)[1].outputs == want

@@ -89,5 +89,5 @@ def test_what_is_refused(adapted, tmp_path):
     with pytest.raises(CheckpointError, match="does not hold the adapter"):
         LLM("demo", lora=adapter)
     assert main(["convert", base, str(tmp_path / "packed")]) == 0
-    with pytest.raises(CheckpointError, match="is converted, and an adapter cannot be merged"):
+    with pytest.raises(CheckpointError, match="is converted, and takes no adapter"):
         LLM(str(tmp_path / "packed"), lora=adapter)

@@ -64,7 +64,7 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     adapter that cannot be read or fits another model, and for a checkpoint that is converted or not transformers'.
     """
     if isinstance(checkpoint, PackedCheckpoint):
-        raise CheckpointError(f"{checkpoint.path} is converted: give the checkpoint that it was made from.")
+        raise CheckpointError(f"{checkpoint.path} is converted, and takes no adapter: give its original.")
     if not can_be_written(checkpoint):
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
     files = read_adapter(adapter, ("LORA",))
