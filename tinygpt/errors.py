@@ -45,6 +45,14 @@ class QueueFullError(TinyGPTError):
     """`max_queue` samples are waiting: submit again later."""
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM was received."""
+
+
+# What the program says, and its exit code: 128 + SIGINT or SIGTERM, as a shell reports it.
+INTERRUPTS = {KeyboardInterrupt: ("interrupted", 130), Terminated: ("terminated", 143)}
+
+
 def invalid(field: str, value: Any, allowed: str) -> RequestError:
     """Return the error "{field} is {value} and must be {allowed}."."""
     return RequestError(f"is {reprlib.repr(value)} and must be {allowed}.", field, value, allowed)

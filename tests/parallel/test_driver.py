@@ -11,7 +11,7 @@ import pytest
 
 from support.thread_world import Aborted, Threads, running
 from tinygpt.engine.model_source import EngineConfig
-from tinygpt.errors import RequestError, TinyGPTError
+from tinygpt.errors import RequestError, Terminated, TinyGPTError
 from tinygpt.parallel.driver import NO_PLAN, Command, RankZeroDriver, plan_size
 from tinygpt.weights.config import ModelConfig
 
@@ -118,9 +118,17 @@ def test_the_end_waits_for_the_order_of_another_thread(stage):
         pass
 
 
-@pytest.mark.parametrize("error", [OSError("the disk is on fire"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
-def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, error):
-    is_interrupt = isinstance(error, KeyboardInterrupt)
+@pytest.mark.parametrize(
+    ("error", "said", "status"),
+    [
+        (OSError("the disk is on fire"), "error: rank 0 of 2, on here: OSError('the disk is on fire')", 1),
+        (MemoryError(), "error: rank 0 of 2, on here: MemoryError()", 1),
+        (SystemExit(3), "error: rank 0 of 2, on here: SystemExit(3)", 1),
+        (KeyboardInterrupt(), "interrupted", 130),
+        (Terminated(), "terminated", 143),
+    ],
+)
+def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, error, said, status):
     lead, heard, threads = stage
     open_model(lead)
 
@@ -131,9 +139,8 @@ def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, erro
 
     with pytest.raises(Aborted):
         order()
-    assert threads.aborted == (130 if is_interrupt else 1)
+    assert threads.aborted == status
     assert orders(threads, heard) == [Command.OPEN, Command.FORWARD]
-    said = "interrupted" if is_interrupt else f"error: rank 0 of 2, on here: {error!r}"
     assert capfd.readouterr().err == f"tinygpt: {said}\n"
 
 

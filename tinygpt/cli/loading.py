@@ -14,7 +14,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
-from tinygpt.errors import RequestError, how_to_install
+from tinygpt.errors import RequestError, Terminated, how_to_install
 from tinygpt.hardware import thread_count
 from tinygpt.parallel.launch import Layout, find_mpiexec, launched_rank
 
@@ -26,10 +26,6 @@ LIBRARIES = ("NUMBA_NUM", "OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM"
 THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
 LAUNCHED = "TINYGPT_LAUNCHED"  # set in the environment of the ranks that `_launch` starts
 USAGE = 2
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM was received."""
 
 
 @contextmanager

@@ -12,16 +12,16 @@ from typing import NoReturn
 
 import tinygpt
 from tinygpt.cli.flags import Command, flag_of
-from tinygpt.cli.loading import Terminated, has_ranks, start_ranks
+from tinygpt.cli.loading import has_ranks, start_ranks
 from tinygpt.cli.streams import MessageHandler, log, logging_to_stderr, print_error
-from tinygpt.errors import CheckpointError, RequestError, TinyGPTError, suggest
+from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, suggest
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Modules are imported when their command runs, or when all commands are listed.
 COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
 MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval"}  # of commands that share one; any other has its own
 DONE, FAILED, USAGE = 0, 1, 2
-INTERRUPTED, BROKEN_PIPE, TERMINATED = 130, 141, 143  # 128 + SIGINT, SIGPIPE, SIGTERM, as a shell reports others
+BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
 # Control characters other than tabs and ends of lines, and characters that change the direction of text.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -159,7 +159,7 @@ def _report(error: BaseException, args: argparse.Namespace) -> int:
     if isinstance(error, BrokenPipeError):  # the reader has seen enough, as in `| head`
         return BROKEN_PIPE
     if isinstance(error, KeyboardInterrupt):
-        name, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+        name, code = INTERRUPTS[type(error)]
         MessageHandler.is_within_line = True  # the terminal shows ^C
         log(f"{name}{': ' * bool(error.args)}{error}")
         return code

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from tinygpt.errors import RequestError, TinyGPTError, how_to_install
+from tinygpt.errors import INTERRUPTS, RequestError, TinyGPTError, how_to_install
 from tinygpt.parallel.launch import Layout, launched_size, mpiexec_beside
 
-FAILED, INTERRUPTED = 1, 130  # exit codes: 128 + SIGINT, as a shell reports it
+FAILED = 1  # exit code
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ def end_all(world: "World", error: BaseException) -> NoReturn:
     """Print this rank's error and end all ranks."""
     logger.debug("a step over several ranks has failed", exc_info=error)
     what = str(error) if isinstance(error, TinyGPTError) else repr(error)
-    said = f"error: rank {world.rank} of {world.size}, on {world.host}: {what}"
-    is_interrupt = isinstance(error, KeyboardInterrupt)
+    failed = f"error: rank {world.rank} of {world.size}, on {world.host}: {what}", FAILED
+    said, status = INTERRUPTS.get(type(error), failed)
     with suppress(OSError, ValueError):  # closed, or a full disk
         sys.stdout.flush()
     with suppress(OSError, ValueError):
-        print(f"tinygpt: {'interrupted' if is_interrupt else said}", file=sys.stderr, flush=True)
-    world.abort(INTERRUPTED if is_interrupt else FAILED)
+        print(f"tinygpt: {said}", file=sys.stderr, flush=True)
+    world.abort(status)
 
 
 SPIN_SECONDS = 0.005  # of polling without a nap
