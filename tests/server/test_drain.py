@@ -16,6 +16,7 @@ from support.gate import Gate
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
+from tinygpt.server.serve import allow_all_descriptors
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
@@ -131,3 +132,34 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
         until(lambda: server.api.outbox.stopped)
         proceed.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
+
+
+STUCK = """
+import asyncio, os, signal, time, types
+from fastapi import FastAPI
+from tinygpt.server import serve
+
+def begin():
+    asyncio.get_running_loop().run_in_executor(None, time.sleep, 100)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+serve.FLUSH_SECONDS = serve.END_SECONDS = 0.1
+app = FastAPI()
+app.state.api = types.SimpleNamespace(stop_all=lambda: None)
+serve.serve(app, serve.listen("127.0.0.1", 0), 0.1, begin)
+"""
+
+
+def test_a_thread_that_does_not_end_cannot_keep_the_process():
+    assert subprocess.run([sys.executable, "-c", STUCK], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 1
+
+
+def test_connections_may_take_all_descriptors_that_the_system_allows():
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[0] - 1, before[1]))
+    try:
+        allow_all_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served
-from tinygpt.server.serve import JsonLines, TextLines
+from tinygpt.server.serve import OUT_OF_DESCRIPTORS, JsonLines, Seldom, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 
@@ -143,3 +143,11 @@ def test_lines_for_people_and_for_programs():
     assert forged.endswith('INFO request path="/v1/x status=200" status=404')
     told = json.loads(JsonLines().format(record(id='a"b', ttft=None)))
     assert told == {"time": 0.5, "level": "info", "message": "request", "id": 'a"b', "ttft": None}
+
+
+def test_used_up_descriptors_are_told_once_a_minute():
+    seldom, kept = Seldom(), []
+    for time, message in ((0, OUT_OF_DESCRIPTORS), (1, OUT_OF_DESCRIPTORS), (1, "other"), (61, OUT_OF_DESCRIPTORS)):
+        told = logging.makeLogRecord({"msg": f"{message} ...", "created": 1e9 + time})
+        kept.append(seldom.filter(told))
+    assert kept == [True, False, True, True]

@@ -1,14 +1,18 @@
 """Serving an app from this process: the socket, the log, and uvicorn until a signal ends it."""
 
 import asyncio
+import faulthandler
 import json
 import logging
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +24,9 @@ from tinygpt.errors import RequestError
 log = logging.getLogger("tinygpt.server")
 KEEP_ALIVE_SECONDS = 30
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
+END_SECONDS = 5.0  # after that, for threads to end
+BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
+OUT_OF_DESCRIPTORS, LOG_SECONDS = "socket.accept() out of system resource", 60.0  # asyncio's, and how often it is told
 
 
 class Server(uvicorn.Server):
@@ -28,13 +35,23 @@ class Server(uvicorn.Server):
     It listens while it drains, so that load balancers read status 503 from /health. A second signal ends it at once.
     """
 
-    def __init__(self, app: FastAPI, drain_seconds: float, on_start: Callable[[], None]):
-        """drain_seconds: until running requests end with an error. on_start: called when requests can come."""
+    def __init__(
+        self,
+        app: FastAPI,
+        drain_seconds: float,
+        on_start: Callable[[], None],
+        on_signal: Callable[[], None] = lambda: None,
+    ):
+        """drain_seconds: until running requests end with an error.
+
+        on_start, on_signal: called when requests can come, and at the first signal.
+        """
         off = {"ws": "none", "lifespan": "off", "log_config": None}
-        off |= {"access_log": False, "server_header": False, "proxy_headers": False}
+        off |= {"access_log": False, "server_header": False, "proxy_headers": False, "backlog": BACKLOG}
         seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
         super().__init__(uvicorn.Config(app, **off, **seconds))
-        self._api, self._drain_seconds, self._on_start = app.state.api, drain_seconds, on_start
+        self._api, self._drain_seconds = app.state.api, drain_seconds
+        self._on_start, self._on_signal = on_start, on_signal
         self._deadline: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -54,15 +71,30 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)
+        self._on_signal()
         self.should_exit = self._api.is_draining = True
 
 
 def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, and until all that ran then has ended."""
+    """Serve until SIGTERM or Ctrl-C, and until all that ran then has ended; END_SECONDS too late with status 1."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again at its end: status 0
         signal.signal(number, lambda *_: None)
-    Server(app, drain_seconds, on_start).run(sockets=[listener])
+    allow_all_descriptors()
+    # Python waits for its threads at the end; faulthandler's does not need the GIL, and a full stderr cannot block it.
+    seconds = min(drain_seconds + FLUSH_SECONDS + END_SECONDS, threading.TIMEOUT_MAX / 2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    end_in_any_case = partial(faulthandler.dump_traceback_later, seconds, exit=True, file=nowhere)
+    Server(app, drain_seconds, on_start, end_in_any_case).run(sockets=[listener])
     log.info("the server has ended")
+
+
+def allow_all_descriptors() -> None:
+    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes a descriptor."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit; macOS refuses some values
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -83,10 +115,26 @@ def url_of(listener: socket.socket) -> str:
 def configure_logging(form: str) -> None:
     """Write the logs of the server, uvicorn and asyncio to stderr, as "text" or as "json" lines."""
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(Seldom())
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.level, logger.propagate = [handler], level, False
+
+
+class Seldom(logging.Filter):
+    """asyncio logs used up descriptors, with a traceback, for each connection that waits, every second."""
+
+    def __init__(self):
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith(OUT_OF_DESCRIPTORS):
+            return True
+        if is_due := record.created >= self._next:
+            self._next = record.created + LOG_SECONDS
+        return is_due
 
 
 class TextLines(logging.Formatter):
