@@ -273,7 +273,10 @@ class LLM:
         self.engine.check_health()
 
     def close(self) -> None:
-        """Free the memory. Later calls, unfinished futures and a step's calls raise RequestError."""
+        """Free the memory. Later calls and unfinished futures raise RequestError.
+
+        So does this in a function that a step calls, and closes nothing.
+        """
         self.engine.close()
         self._inputs.close()
 

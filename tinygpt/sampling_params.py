@@ -177,7 +177,11 @@ class SamplingParams:
         None, rules.FUNCTIONS, None, "f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both", SCORES
     )
     top_p_rule: TopPRule = option(
-        "hf", rules.one_of(TopPRule), "RULE", "the token that reaches top_p: hf, openai or fastertransformer", WARPERS
+        "hf",
+        rules.one_of(TopPRule),
+        "RULE",
+        "for the token that crosses top_p: hf, openai or fastertransformer",
+        WARPERS,
     )
     top_p_decay: float = option(1.0, rules.SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS)
     top_p_min: float = option(1e-6, rules.SHARE, "P", "top_p_decay stops at P", WARPERS)
@@ -201,7 +205,9 @@ class SamplingParams:
         False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
     )
     num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
-    diversity_penalty: float = option(0.0, rules.between(0, 1e6, " (0 is off)"), "X", "of such tokens", BEAMS)
+    diversity_penalty: float = option(
+        0.0, rules.between(0, 1e6, " (0 is off)"), "X", "subtract X from tokens that earlier groups chose", BEAMS
+    )
     prompt_lookup_num_tokens: int = option(0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS)
     max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "most tokens before them that must match", DRAFTS)
     eos_token_id: int | Iterable[int] | None = option(
