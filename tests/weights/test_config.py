@@ -9,6 +9,9 @@ from support.tiny_checkpoint import CONFIG
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import model_config as read_config
 from tinygpt.weights.config import ACTIVATIONS, ModelConfig
+from tinygpt.weights.containers.mapped_file import Container
+from tinygpt.weights.families.config_fields import config_of_parts
+from tinygpt.weights.families.family import Source
 from tinygpt.weights.families.table import MODEL_TYPES
 
 ACCEPTED = [
@@ -128,6 +131,12 @@ def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
     for name in ("gpt2", *MODEL_TYPES):
         with pytest.raises(CheckpointError, match=f"model_type is 'llama' and must be .*'{name}'"):
             read_config({"model_type": "llama", "n_embd": "what this field means there is not known"})
+
+
+def test_the_hint_of_heads_fits_the_width(tmp_path):
+    """OpenAI's heads have 64 columns; a literal 12 is right for one size alone."""
+    with pytest.raises(CheckpointError, match=r'config.json beside it with \{"n_head": 25\} if they have 64 columns'):
+        config_of_parts(Source(tmp_path, Container("ONNX", {})), "its graph", seen={"n_embd": 1600})
 
 
 def test_structure_cannot_be_given_by_the_names_of_our_fields():

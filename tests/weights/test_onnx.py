@@ -203,6 +203,10 @@ def test_heads_are_seen_in_what_goes_in(tmp_path, inputs):
         assert_refused(path, "does not say how many heads")
         write_json(tmp_path / "config.json", {"n_head": 2})
     assert open_checkpoint(path).config.n_head == 2
+    if inputs:  # shapes alone would let both through
+        for config in ({"n_head": 4}, {"n_head": 4, "n_embd": 8, "model_type": "gpt2"}):
+            write_json(tmp_path / "config.json", config)
+            assert_refused(path, r"has n_head 2, and config\.json beside it 4: correct that one")
 
 
 def test_the_epsilon_of_layer_norms_that_are_taken_apart(tmp_path):

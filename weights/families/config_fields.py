@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
-from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, wrong_fields
+from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
 from tinygpt.weights.families.family import NamedTensor, Source, as_named
 
 NONE: Mapping[str, Any] = MappingProxyType({})
@@ -114,15 +114,24 @@ def config_of_parts(
 ) -> ModelConfig:
     """Return ModelConfig by falling weight: said by files, seen in shapes, UNSEEN of a config.json beside, guessed.
 
-    Raise CheckpointError for impossible fields, or without a number of heads.
+    Raise CheckpointError for impossible fields, without a number of heads, or with two.
     """
     V = {**seen, **said}.get("vocab_size")
     end = GPT2_END if isinstance(V, int) and V > GPT2_END else None
     beside = {name: value for name, value in (source.config_json or {}).items() if name in UNSEEN}
     values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
     if values.get("n_head") is None:
-        raise source.error('does not say how many heads its model has: write a config.json, such as {"n_head": 12}.')
+        width = values.get("n_embd")
+        heads = f'{{"n_head": {width // 64}}} if they have 64 columns' if is_whole(width) and width >= 64 else "n_head"
+        raise source.error(f"does not say how many heads its model has: write a config.json beside it with {heads}.")
+    refuse_other_heads(source, values["n_head"])
     return checked_config(values, described_by=described_by, structure=structure)
+
+
+def refuse_other_heads(source: Source, n_head: Any) -> None:
+    """Raise CheckpointError if the files' n_head is not that of a config.json: shapes fit either."""
+    if (beside := (source.config_json or {}).get("n_head")) not in (None, n_head):
+        raise source.error(f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one.")
 
 
 class Shapes:

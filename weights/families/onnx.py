@@ -9,7 +9,7 @@ from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, 
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.containers.onnx import PRODUCTS, Graph, Node
 from tinygpt.weights.errors import listed
-from tinygpt.weights.families.config_fields import Shapes, config_of_parts
+from tinygpt.weights.families.config_fields import Shapes, config_of_parts, refuse_other_heads
 from tinygpt.weights.families.family import AS_IS, TRANSPOSED, Family, NamedTensor, Rule, Source
 from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.tensor import shortest
@@ -58,16 +58,18 @@ def _head(source: Source) -> str | None:
 
 def _config(source: Source) -> ModelConfig:
     _refuse(source, source.container.graph)
+    said = _seen(source)
     if source.model_type == "gpt2":  # exporters copy it from the model
-        return model_config(source.config_json or {}, source.json("generation_config.json"))
+        config = model_config(source.config_json or {}, source.json("generation_config.json"))
+        refuse_other_heads(source, said.get("n_head", config.n_head))
+        return config
     shapes = Shapes(source, _named(source))
     embedding = EMBEDDING if EMBEDDING in shapes else HEAD
     seen = shapes.sizes(embedding, "wpe.weight", ("h.0.mlp.c_fc.bias", 0), r"h\.")
-    said = _seen(source)
     if "activation_function" not in {**(source.config_json or {}), **said}:
         raise source.error(
             "computes its activation in a way that is not known: write a config.json beside it, such as "
-            '{"n_head": 12, "activation_function": "gelu_new"}.'
+            '{"activation_function": "gelu_new"}.'
         )
     return config_of_parts(source, "its graph", seen=seen, said=said)
 
