@@ -39,6 +39,7 @@ GROUPS = ("sampling", END, SCORES, GUIDED, WARPERS, BEAMS, DRAFTS, POSITIONS, LO
 LogitsProcessor = Callable[[list[int], list[int], Any], Any]
 
 TopPRule = Literal["hf", "openai", "fastertransformer"]
+PresenceRule = Literal["openai", "fastertransformer"]
 LogprobsMode = Literal["raw", "processed"]
 Overflow = Literal["refuse", "clamp", "truncate", "slide"]
 _Class = TypeVar("_Class", bound=type)
@@ -106,6 +107,7 @@ TOP_K = Rule("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: m
 SEED = rules.optional(Rule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
 SAMPLES, BEAM_COUNT = rules.integer(1, MAX_SAMPLES), rules.integer(1, MAX_BEAMS)
 PENALTY = rules.between(-2, 2, " (0 is off)")  # OpenAI's limit
+TOP_P = rules.number(lambda found: 0 <= found <= 1, rules.SHARE.allowed)  # 0 is FasterTransformer's
 REPETITION = rules.optional(
     Rule(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
@@ -136,9 +138,12 @@ class SamplingParams:
     - A beam search returns its n best sequences by log probability over length**length_penalty. early_stopping: True
       ends it with num_beams ended sequences; False, when the best beam would not be among them if it ended now;
       "never", when it cannot come among them any more. diversity_penalty is taken off a token's score for each beam of
-      an earlier group that chose it.
+      an earlier group that chose it. beam_search_diversity_rate times a token's rank (modulo num_beams) among its own
+      beam's is added where beams are compared, and to no score.
     - top_p_rule: "hf" keeps the token that crosses p; "openai" (its GPT-2 code) drops it unless it is the first;
-      "fastertransformer" keeps the part of its probability that lies within p. top_p_decay, top_p_min and
+      "fastertransformer" keeps the part of its probability that lies within p; its p of 0 is off next to top_k, and
+      greedy without. presence_penalty_rule "fastertransformer": the penalty counts the prompt's tokens too, comes off
+      after the temperature, and excludes the other two, as in its kernels. top_p_decay, top_p_min and
       top_p_reset_ids: Lee et al., "Factuality Enhanced Language Models" (2022). typical_p: Meister et al. (2022).
       eta_cutoff: Hewitt et al. (2022).
     - If max_time ends a request while its prompt is read, prompt_logprobs has the first tokens alone.
@@ -150,7 +155,7 @@ class SamplingParams:
     max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")
     temperature: float = option(0.0, TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
     top_k: int = option(0, TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off")
-    top_p: float = option(1.0, rules.SHARE, "P", "of those, keep the most probable that reach probability P; 1 is off")
+    top_p: float = option(1.0, TOP_P, "P", "of those, keep the most probable that reach probability P; 1 is off")
     seed: int | None = option(None, SEED, "N", "the same seed gives the same text (default: drawn, and reported)")
     n: int = option(1, SAMPLES, "N", "samples for each prompt")
     stop: str | Iterable[str] | None = option(None, rules.TEXTS, "TEXT", "a text to end at, which is cut off", END)
@@ -165,6 +170,9 @@ class SamplingParams:
     )
     frequency_penalty: float = option(0.0, PENALTY, "X", "subtract X each time a token occurs in the text", SCORES)
     presence_penalty: float = option(0.0, PENALTY, "X", "subtract X if a token occurs in the text", SCORES)
+    presence_penalty_rule: PresenceRule = option(
+        "openai", rules.one_of(PresenceRule), "RULE", "what it is subtracted for: openai or fastertransformer", SCORES
+    )
     no_repeat_ngram_size: int = option(0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
     bad_words: str | Iterable[str] | None = option(None, rules.WORDS, "TEXT", "a text that may not occur", SCORES)
     bad_words_ids: Iterable[Iterable[int]] | None = option(
@@ -207,6 +215,9 @@ class SamplingParams:
     num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
     diversity_penalty: float = option(
         0.0, rules.between(0, 1e6, " (0 is off)"), "X", "subtract X from tokens that earlier groups chose", BEAMS
+    )
+    beam_search_diversity_rate: float = option(
+        0.0, rules.between(-1e6, 1e6, " (0 is off)"), "X", "FasterTransformer's: favors tokens of a low rank", BEAMS
     )
     prompt_lookup_num_tokens: int = option(0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS)
     max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "most tokens before them that must match", DRAFTS)
@@ -252,6 +263,13 @@ class SamplingParams:
 
     def __post_init__(self):
         _read_fields(self)
+        if self.top_p == 0:
+            self._need("top_p", self.top_p_rule == "fastertransformer", TOP_P.allowed)
+            object.__setattr__(self, "top_p", 1.0)  # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1
+            object.__setattr__(self, "temperature", self.temperature if self.top_k else 0.0)
+        if self.presence_penalty_rule == "fastertransformer":
+            is_alone = (self.repetition_penalty, self.frequency_penalty, self.num_beams) == (1, 0, 1)
+            self._need("presence_penalty_rule", is_alone, "'openai' with another penalty, or with num_beams")
         self._need("best_of", self.best_of is None or self.best_of >= self.n, f"at least n, which is {self.n}")
         self._need("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.soft_prompt is not None and self.prompt_embeds is not None:
@@ -265,7 +283,13 @@ class SamplingParams:
         if self.num_beams > 1:
             self._check_beams()
             return
-        for name in ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"):
+        for name in (
+            "length_penalty",
+            "early_stopping",
+            "num_beam_groups",
+            "diversity_penalty",
+            "beam_search_diversity_rate",
+        ):
             if (value := getattr(self, name)) != SAMPLING_FIELDS[name].default:
                 raise RequestError(f"is {value!r} and num_beams is 1: set num_beams, or leave it out.", name, value)
 
@@ -282,6 +306,7 @@ class SamplingParams:
         self._need("num_beam_groups", beams % groups == 0, f"a divisor of num_beams, which is {beams}")
         allowed = f"above 0 exactly if num_beam_groups, which is {groups}, is above 1"
         self._need("diversity_penalty", (groups > 1) == (self.diversity_penalty > 0), allowed)
+        self._need("beam_search_diversity_rate", groups == 1 or not self.beam_search_diversity_rate, "0 with groups")
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}

@@ -73,6 +73,14 @@ FLAGS = [
         "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true",
         {"temperature": 0.0, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "early_stopping": True},
     ),
+    (
+        "--temperature 0 --num-beams 2 --beam-search-diversity-rate -0.5",
+        {"temperature": 0.0, "num_beams": 2, "beam_search_diversity_rate": -0.5},
+    ),
+    (
+        "--presence-penalty 1 --presence-penalty-rule fastertransformer",
+        {"presence_penalty": 1.0, "presence_penalty_rule": "fastertransformer"},
+    ),
     ("--prompt-lookup-num-tokens 3", {"prompt_lookup_num_tokens": 3}),
     ("--max-matching-ngram-size 1", {"max_matching_ngram_size": 1}),
     ("--guided-choice yes --guided-choice no", {"guided_choice": ["yes", "no"]}),

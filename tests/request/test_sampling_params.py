@@ -30,6 +30,7 @@ REFUSED = {
     "repetition_penalty": [0, -1.0, 1e-4, 1e4, NAN, INF, None, "1", True],
     "frequency_penalty": [-2.1, 2.1, NAN, None, "1", True],
     "presence_penalty": [-2.1, 2.1, NAN, None, "1", True],
+    "presence_penalty_rule": ["ft", "hf", None],
     "no_repeat_ngram_size": [-1, 1.5, None, True],
     "bad_words": ["", " ", ["a", "\n"], [1], 5],
     "bad_words_ids": [5, [5], [[]], [None], [[1], [-1]], [[1.5]]],
@@ -51,6 +52,7 @@ REFUSED = {
     "early_stopping": [0, None, "always", "True"],
     "num_beam_groups": [0, 1.5, True, None],
     "diversity_penalty": [-0.1, 2e6, NAN, None, True],
+    "beam_search_diversity_rate": [-2e6, 2e6, NAN, None, True],
     "prompt_lookup_num_tokens": [-1, 1.5, True, None],
     "max_matching_ngram_size": [0, 1.5, True, None],
     "eos_token_id": [[], -1, 1.5, [True], "a"],
@@ -83,6 +85,7 @@ ACCEPTED = {
     "repetition_penalty": [(1, 1.0), (np.float32(0.5), 0.5), (1000, 1000.0)],
     "frequency_penalty": [(0, 0.0), (-2, -2.0), (2.0, 2.0)],
     "presence_penalty": [(0, 0.0), (-2, -2.0), (2.0, 2.0)],
+    "presence_penalty_rule": [("openai", "openai"), ("fastertransformer", "fastertransformer")],
     "no_repeat_ngram_size": [(0, 0), (np.int32(3), 3)],
     "bad_words": [(None, ()), ("a b", ("a b",)), ([" a", "b"], (" a", "b"))],
     "bad_words_ids": [(None, ()), ([[1, np.int64(2)], (3,)], ((1, 2), (3,))), (np.array([[1, 2]]), ((1, 2),))],
@@ -104,6 +107,7 @@ ACCEPTED = {
     "early_stopping": [(False, False), (True, True), ("never", "never")],
     "num_beam_groups": [(1, 1)],
     "diversity_penalty": [(0, 0.0)],
+    "beam_search_diversity_rate": [(0, 0.0), (-2, -2.0)],
     "prompt_lookup_num_tokens": [(0, 0), (10, 10)],
     "max_matching_ngram_size": [(np.int64(3), 3)],
     "eos_token_id": [(None, None), (np.int64(0), (0,)), ([1, 2], (1, 2))],
@@ -148,7 +152,7 @@ def sentence_of(**fields) -> str:
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_possible_values_are_kept_as_plain_ones(name):
-    needed = {"num_beams": 2} if name in ("length_penalty", "early_stopping") else {}
+    needed = {"num_beams": 2} if name in ("length_penalty", "early_stopping", "beam_search_diversity_rate") else {}
     for given, kept in ACCEPTED[name]:
         held = getattr(SamplingParams(**needed, **{name: given}), name)
         assert held == kept
@@ -175,6 +179,17 @@ def test_help_lists_every_field():
         assert f"\n    {name}: {field.metadata['help']} (" in SamplingParams.__doc__
 
 
+PRESENCE = {"presence_penalty": 0.5, "presence_penalty_rule": "fastertransformer"}
+
+
+@pytest.mark.parametrize(("top_k", "temperature"), [(0, 0.0), (5, 0.7)])
+def test_fastertransformers_top_p_of_0_is_greedy_or_top_k_alone(top_k, temperature):
+    """TopKSamplingLayer.cu: k 0 and p 0 is k 1; k above 0 and p 0 is p 1."""
+    found = SamplingParams(temperature=0.7, top_k=top_k, top_p=0, top_p_rule="fastertransformer")
+    assert (found.temperature, found.top_k, found.top_p) == (temperature, top_k, 1.0)
+    assert dataclasses.replace(found, n=2).top_p == 1.0
+
+
 @pytest.mark.parametrize(
     ("fields", "name", "why"),
     [
@@ -186,6 +201,15 @@ def test_help_lists_every_field():
         ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups", "a divisor of num_beams"),
         ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty", "above 0 exactly if num_beam_groups, which is 2"),
         ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty", "num_beam_groups, which is 1, is above 1"),
+        (
+            {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0, "beam_search_diversity_rate": 0.5},
+            "beam_search_diversity_rate",
+            "must be 0 with groups",
+        ),
+        ({"beam_search_diversity_rate": 0.5}, "beam_search_diversity_rate", "num_beams is 1: set num_beams"),
+        ({**PRESENCE, "repetition_penalty": 1.5}, "presence_penalty_rule", "must be 'openai' with another penalty"),
+        ({**PRESENCE, "frequency_penalty": 0.5}, "presence_penalty_rule", "must be 'openai' with another penalty"),
+        ({**PRESENCE, "num_beams": 2}, "presence_penalty_rule", "or with num_beams"),
         ({"num_beam_groups": 2}, "num_beam_groups", "num_beams is 1: set num_beams"),
         ({"diversity_penalty": 1.0}, "diversity_penalty", "num_beams is 1: set num_beams"),
         ({"early_stopping": True}, "early_stopping", "num_beams is 1: set num_beams"),

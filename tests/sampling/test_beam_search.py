@@ -111,7 +111,8 @@ def assert_same_as_transformers(folder: Path, seed: int, is_grouped: bool) -> No
         scorer = scorer_of(llm)
         rules = random_rules(seed, scorer, prompt, is_grouped)
         found = search(scorer, prompt, rules).best(rules.num_beams)
-    table = (groups_of_transformers if is_grouped else beams_of_transformers)(seed, prompt, asdict(rules))
+    options = {name: value for name, value in asdict(rules).items() if name != "beam_search_diversity_rate"}
+    table = (groups_of_transformers if is_grouped else beams_of_transformers)(seed, prompt, options)
     if is_grouped:  # whichever EOS ended a sequence, its scorer writes the first
         found = [replace(h, beam=replace(h.beam, token_ids=with_first_eos(h, rules))) for h in found]
     assert_same(found, [([int(i) for i in row if i >= 0], score) for score, *row in table])
@@ -137,6 +138,25 @@ def test_the_first_n_of_more_are_returned():
     beams = search(table_scorer(0), [1, 2], rules)
     assert beams.best(2) == beams.best(4)[:2]
     assert [len(h.beam.token_ids) for h in beams.best(4)] == [6] * 4
+
+
+@pytest.mark.parametrize("rate", [-0.7, 0.4, 3.0])
+def test_fastertransformers_diversity_rate(rate):
+    """batch_topk_kernel: elem += diversity_rate * (elem_id % K) over 2 K candidates of each beam; totals stay y's."""
+    K, scorer = 3, table_scorer(0)
+    rules = BeamRules(num_beams=K, max_tokens=6, length_penalty=0.0, beam_search_diversity_rate=rate)
+    beams = [([], 0.0)]
+    for _ in range(6):
+        y = []
+        for token_ids, total in beams:
+            scores = scorer([1, 2, *token_ids])
+            y += [([*token_ids, i], total + scores[i]) for i in np.argsort(-scores, kind="stable")[: 2 * K].tolist()]
+        order = sorted(range(len(y)), key=lambda elem: -(y[elem][1] + rate * (elem % K)))
+        beams = [y[elem] for elem in order[:K]]
+    found = search(scorer, [1, 2], rules).best(K)
+    assert_same(found, sorted(beams, key=lambda beam: -beam[1]))
+    plain = search(scorer, [1, 2], replace(rules, beam_search_diversity_rate=0.0)).best(K)
+    assert [h.beam.token_ids for h in found] != [h.beam.token_ids for h in plain]
 
 
 class OldScorer:

@@ -171,6 +171,19 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
         )
 
 
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+def test_presence_by_fastertransformers_rule(backend, temperature):
+    """batchApplyRepetitionPenalty, Additive: logit / T - penalty, once for each id of the prompt and the output."""
+    row, T = random_row(0), np.float32(temperature or 1)
+    fields = {"presence_penalty": 0.5, "presence_penalty_rule": "fastertransformer", "temperature": temperature}
+    ours = process(backend, [row], [sequence_of([1, 1, 2], [3, 3, 2], **fields)])[0] / T
+    expected = row / T
+    for token_id in (1, 2, 3):
+        expected[token_id] -= 0.5
+    np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
 )

@@ -31,6 +31,8 @@ class BeamRules:
     early_stopping: bool | Literal["never"] = False
     num_beam_groups: int = 1  # of equal size, which choose one after another in each step
     diversity_penalty: float = 0.0
+    # FasterTransformer's: batch_topk_kernel of online_softmax_beamsearch_kernels.cu.
+    beam_search_diversity_rate: float = 0.0
 
     @property
     def group_size(self) -> int:
@@ -104,9 +106,9 @@ class BeamSearch:
         for group in self._groups:
             own = range(1) if is_first else range(start, start + len(group.beams))  # all start from the first beam
             start = own.stop
-            options = [option for i in own for option in self._options(i, candidates[i], chosen)]
-            best = sorted(options, key=lambda option: -option[0])[: self.rules.num_options]
-            chosen.update(group.advance([self._continued(*option) for option in best], is_last))
+            options = [option for i in own for option in enumerate(self._options(i, candidates[i], chosen))]
+            best = sorted(options, key=self._order)[: self.rules.num_options]
+            chosen.update(group.advance([self._continued(*option) for _, option in best], is_last))
         self.beams = [beam for group in self._groups for beam in group.beams]
 
     def end(self) -> None:
@@ -125,6 +127,10 @@ class BeamSearch:
         totals = scores + np.float32(self.beams[source].total)
         options = [(total, source, token_id) for total, token_id in zip(totals.tolist(), token_ids, strict=True)]
         return sorted(options, key=lambda option: (-option[0], option[2]))
+
+    def _order(self, ranked: tuple[int, tuple[float, int, int]]) -> float:
+        rank, (total, _, _) = ranked
+        return -(total + self.rules.beam_search_diversity_rate * (rank % self.rules.num_beams))
 
     def _continued(self, total: float, source: int, token_id: int) -> Beam:
         beam = self.beams[source]

@@ -96,7 +96,9 @@ class SamplingState:
     def __init__(self, sequence: Sequence, edits: Edits):
         params, self.params, self.edits = sequence.params, sequence.params, edits
         self.warpers = warpers_of(params)
-        self.penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        is_ft = params.presence_penalty_rule == "fastertransformer"
+        presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
+        self.penalties = params.repetition_penalty, params.frequency_penalty, presence
         has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
         self._uses_history = bool(has_penalties or any(word.size > 1 for word in edits.words))
         self.is_processed = self._uses_history or edits.is_any
@@ -106,7 +108,7 @@ class SamplingState:
         self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
         # Rows of soft prompts have ids below 0, which never come again.
         self.prompt_token_ids = [token_id for token_id in sequence.prompt_token_ids if token_id >= 0]
-        self.num_prompt_tokens = len(self.prompt_token_ids)
+        self.num_prompt_tokens = 0 if is_ft else len(self.prompt_token_ids)  # that no presence penalty counts
         self._history = array("i", self.prompt_token_ids if self._uses_history else ())
         self._num_new = 0
 
