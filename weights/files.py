@@ -21,6 +21,7 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
+TENSOR_NAMES = "tensor_names.json"  # transformers' names by those in the files of a model with others
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
 

@@ -1,6 +1,8 @@
 """From the tensors in files to the parameters of a model, by its family's rules."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.errors import CheckpointError, listed, of_any_layer
 from tinygpt.weights.families.family import Family, NamedTensor, Rule, Source
 from tinygpt.weights.families.table import family_of
+from tinygpt.weights.files import TENSOR_NAMES
 from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
@@ -23,7 +26,7 @@ Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Raise one CheckpointError for all that is wrong."""
-    source = Source(path, read_weights(path))
+    source = _renamed(Source(path, read_weights(path)))
     family = family_of(source)
     return match(source, family, family.config(source))
 
@@ -59,6 +62,25 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         partial(family.tokenizer, source),
     )
+
+
+def _renamed(source: Source) -> Source:
+    """Return the source by the names that TENSOR_NAMES gives. Raise CheckpointError if they do not fit its tensors."""
+    names = source.json(TENSOR_NAMES)
+    if names is None:
+        return source
+    tensors = {one: names.get(one, one) for one in source.container.tensors}
+    texts = [name for name in tensors.values() if isinstance(name, str)]
+    wrong = {
+        "names tensors that the files lack": [name for name in names if name not in tensors],
+        "gives no text for": [name for name, new in tensors.items() if not isinstance(new, str)],
+        "gives one name to several": [name for name, count in Counter(texts).items() if count > 1],
+    }
+    problems = [f"{what}: {listed(found)}" for what, found in wrong.items() if found]
+    if problems:
+        raise source.error(f"has a {TENSOR_NAMES} that {'; '.join(problems)}.")
+    renamed = {tensors[name]: tensor for name, tensor in source.container.tensors.items()}
+    return replace(source, container=replace(source.container, tensors=renamed))
 
 
 class _Found:

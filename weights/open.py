@@ -8,7 +8,7 @@ from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError, describe, listed
-from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TOKENIZER_FILES
+from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TENSOR_NAMES, TOKENIZER_FILES
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -91,7 +91,7 @@ def download(repo_id: str) -> Path:
 
     folder = Path()
     for name in FILES:
-        folder = _fetch(repo_id, [*CONFIG_FILES, ADAPTER_CONFIG, *TOKENIZER_FILES, name, name + INDEX])
+        folder = _fetch(repo_id, [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES, name, name + INDEX])
         if (folder / name).exists():
             break
         if (folder / (name + INDEX)).exists():

@@ -22,6 +22,7 @@ from support.tiny_checkpoint import (
 )
 from support.torch_files import own_bytes
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.config import is_transposed
 from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.families.gpt2 import canonical_name, is_ignored
 from tinygpt.weights.open import DEMO, open_checkpoint
@@ -206,7 +207,8 @@ def test_one_error_lists_everything_that_does_not_fit(tmp_path):
     tensors["module.wpe.weight"] = tensors["transformer.wpe.weight"].copy()
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(write_checkpoint(tmp_path, tensors))
-    _, *lines, advice = str(error.value).splitlines()
+    _, *lines, of_names, advice = str(error.value).splitlines()
+    assert "tensor_names.json may map them" in of_names
     assert sorted(lines) == [
         "  misshapen: h.0.attn.c_attn.weight is (8, 8) and config.json asks for (8, 24)",
         "  missing: h.1.ln_1.weight; ln_f.bias",
@@ -322,3 +324,39 @@ def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):
     path.write_bytes(b"")
     with pytest.raises(CheckpointError, match="is empty"):
         MappedFile(path)
+
+
+# GPT-2s under other names.
+
+
+def other_name(name: str) -> str:
+    return "gpt/" + name.replace("h.", "block").replace(".", "/")
+
+
+@pytest.mark.parametrize("is_linear", [False, True], ids=["conv1d", "linear"])
+def test_tensor_names_json_maps_other_names(tmp_path, is_linear):
+    """Matrices (in, out), or of nn.Linear (out, in): then config.json has no model_type, as minGPT's has none."""
+    arrays = {n: np.ascontiguousarray(a.T) if is_linear and is_transposed(n) else a for n, a in TENSORS.items()}
+    save_file({other_name(name): array for name, array in arrays.items()}, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"n_head": 2} if is_linear else CONFIG)
+    if not is_linear:
+        assert_refused(tmp_path, "unexpected: gpt/block0/", "tensor_names.json may map them")
+    names = {other_name(name): f"transformer.{name}" for name in TENSORS}
+    write_json(tmp_path / "tensor_names.json", names)
+    assert_holds(open_checkpoint(tmp_path), TENSORS)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpt/wtf": "wte.weight"}, "names tensors that the files lack: gpt/wtf"),
+        ({"gpt/wpe/weight": None}, "gives no text for: gpt/wpe/weight"),
+        ({"gpt/wpe/weight": "wte.weight"}, "gives one name to several: wte.weight"),
+        ({"gpt/wpe/weight": "wqe.weight"}, "missing: wpe.weight\n  unexpected: wqe.weight"),
+    ],
+)
+def test_a_tensor_names_json_that_does_not_fit_is_refused(tmp_path, change, says):
+    save_file({other_name(name): array for name, array in TENSORS.items()}, tmp_path / "model.safetensors")
+    write_config(tmp_path)
+    write_json(tmp_path / "tensor_names.json", {**{other_name(name): name for name in TENSORS}, **change})
+    assert_refused(tmp_path, says)

@@ -8,6 +8,7 @@ from typing import Any
 from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
 from tinygpt.weights.families.config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
 from tinygpt.weights.families.family import AS_IS, Family, Layout, Rule, Source, Transform, named_by, rule_in_out
+from tinygpt.weights.files import TENSOR_NAMES
 
 # transformers' attribute_map; an alias wins over the name that it stands for.
 ALIASES = {
@@ -76,6 +77,7 @@ FAMILY = Family(
     rules=lambda source, config: _rules(config),
     named=named,
     is_ignored=is_ignored,
+    advice=f'If only names differ, {TENSOR_NAMES} may map them: {{"name in the file": "h.0.attn.c_attn.weight"}}.',
 )
 
 
