@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 from tinygpt.errors import RequestError, invalid
+from tinygpt.grammar_process import COMPILE_SECONDS, GrammarServer, LimitError
 
 MAX_COUNT = 2**31 - 1
 
@@ -232,6 +233,7 @@ MAX_PARTS = 1000
 SPACES = {"whitespace_pattern": "[ ]?"}
 # By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_server = GrammarServer()  # without a vocabulary
 
 
 def check_guide(name: str, value: Any) -> None:
@@ -250,7 +252,8 @@ def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
         refuse(name, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
     try:
         if name == "guided_choice":
-            return llguidance.grammar_from("choice", json.dumps(value)) + OPTIONS
+            # One terminal: of rules, the package follows 2000 at most.
+            return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}{OPTIONS}"
         if name == "guided_regex":
             grammar = f"start: /{llguidance.regex_to_lark(value)}/"
         elif name == "guided_json":
@@ -262,7 +265,10 @@ def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
     num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
     if name != "guided_regex" and num_parts > MAX_PARTS:
         refuse(name, value, f"it has more than {MAX_PARTS} rules and objects")
-    refuse(name, value, llguidance.LLMatcher.validate_grammar(grammar + OPTIONS, None))
+    try:
+        refuse(name, value, _server.grammar().ask(COMPILE_SECONDS, "validate", grammar + OPTIONS))
+    except LimitError as error:
+        refuse(name, value, f"it {error}")
     return grammar + OPTIONS
 
 

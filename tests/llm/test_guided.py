@@ -3,12 +3,14 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from support.paths import EOS
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM, SamplingParams, grammar_process
+from tinygpt import field_rules as rules
 from tinygpt.engine import guided
 from tinygpt.engine.guided import Guidance, Mask
 from tinygpt.errors import RequestError, TinyGPTError
@@ -202,6 +204,74 @@ def test_a_grammar_that_names_no_special_token_is_refused_before_any_work(llm, m
     monkeypatch.setattr(llm.engine, "submit", None)
     with pytest.raises(RequestError, match=r"^guided_grammar is .*, which is not possible: .*unknown special token"):
         llm.generate(PROMPT, SamplingParams(guided_grammar="start: <|nothing|>"))
+
+
+# Compiled in the process, these end it or take minutes.
+MULTIPLE = {"type": "integer", "multipleOf": 99_999_999}
+HOSTILE = {
+    "a multiple": {"guided_json": MULTIPLE},
+    "multiples together": {"guided_json": {"allOf": [{**MULTIPLE, "multipleOf": number} for number in (9973, 9967)]}},
+    "a multiple in a grammar": {"guided_grammar": f"start: %json {json.dumps(MULTIPLE)}"},
+    "patterns together": {"guided_json": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(1, 40)]}},
+    "names by pattern": {"guided_json": {"patternProperties": {f"^{i:04}$": {} for i in range(300)}}},
+    "optional parts": {"guided_regex": "a?" * 20_000 + "a" * 20_000},
+}
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    for module in (rules, guided):
+        monkeypatch.setattr(module, "COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr(grammar_process, "STEP_SECONDS", 0.05)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.usefixtures("impatient")
+def test_a_grammar_without_end_is_refused_before_any_work(llm, name, monkeypatch):
+    monkeypatch.setattr(llm.engine, "submit", None)
+    limit = r"which is not possible: it takes more than 0\.05 seconds or 512 MiB\.$"
+    with pytest.raises(RequestError, match=limit):
+        llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
+
+
+def test_a_step_without_end_ends_its_request_alone(llm, monkeypatch):
+    good = [params_of(kind, temperature=1.0, seed=5) for kind in GUIDED] + [SamplingParams(max_tokens=40)]
+    alone = [llm.generate(PROMPT, params)[0] for params in good]
+    hostile = SamplingParams(max_tokens=60, guided_regex="x{30}" + "a?" * 10_000 + "a" * 10_000)
+    monkeypatch.setattr(grammar_process, "STEP_SECONDS", 0.1)
+    found = dict(llm.generate_as_finished([PROMPT] * 6, [hostile, *good], return_exceptions=True))
+    why = r"cannot be followed at position \d+: it takes more than 0\.1 seconds or 512 MiB\.$"
+    assert re.search(why, str(found[0]))
+    assert [key(found[i + 1]) for i in range(len(good))] == [key(output) for output in alone]
+
+
+def test_a_grammar_is_compiled_again_if_its_process_has_ended(llm):
+    expected = key(llm.generate(PROMPT, params_of("regex"))[0])
+    grammar_process.end_all()
+    with pytest.raises(TinyGPTError, match="cannot be followed at position"):
+        llm.generate(PROMPT, params_of("regex"))
+    assert key(llm.generate(PROMPT, params_of("regex"))[0]) == expected
+
+
+@pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="a list of a process's limits is Linux's")
+def test_the_memory_of_a_grammar_is_limited(llm):
+    llm.generate(PROMPT, params_of("regex"))
+    server = llm._inputs._guidance._server._process.pid
+    limits = Path(f"/proc/{server}/limits").read_text()
+    assert re.search(rf"Max address space +{grammar_process.MAX_BYTES} ", limits)
+
+
+def test_without_a_guide_no_process_is_started(monkeypatch):
+    monkeypatch.setattr(grammar_process.GrammarServer, "_start", None)
+    with LLM("demo") as llm:
+        llm.generate(PROMPT, SamplingParams(max_tokens=2, stop=["x"], logprobs=1))
+
+
+def test_thousands_of_choices(llm):
+    choices = [f"text {i}" for i in range(5000)]
+    for seed in range(3):
+        params = SamplingParams(max_tokens=30, guided_choice=choices, temperature=2.0, seed=seed)
+        assert llm.generate(PROMPT, params)[0].outputs[0].text in choices
 
 
 def test_requests_of_one_grammar_compile_it_once(monkeypatch):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM, SamplingParams, field_rules
 from tinygpt.errors import RequestError
 
 ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
@@ -80,6 +80,14 @@ def test_an_impossible_grammar_is_refused_without_a_model(fields, why):
     with pytest.raises(RequestError, match=f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$") as error:
         SamplingParams(**fields)
     assert len(str(error.value)) < 500
+
+
+def test_a_grammar_is_checked_once(monkeypatch):
+    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
+    schema = {"title": "asked for by no other test"}
+    SamplingParams(guided_json=schema)
+    monkeypatch.setattr(field_rules._server, "grammar", None)
+    SamplingParams(guided_json=schema)
 
 
 def test_a_text_is_guided_by_one_field():

@@ -11,6 +11,8 @@ import pytest
 from tinygpt import SamplingParams
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError
+from tinygpt.field_rules import OPTIONS
+from tinygpt.grammar_process import Matchers
 
 ALPHABET = ["a", "b", "é", '"']
 # All bytes, some strings of them that end within a character, two tokens of the same bytes, one of none, special ones.
@@ -197,17 +199,19 @@ def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error():
     assert guide.error == "no token of the vocabulary goes on with the text"
 
 
-def test_limits_that_others_have_used_up_are_no_error(guidance):
+def test_limits_that_others_have_used_up_are_no_error():
     """Matchers of one grammar share what they find out, and the package limits how much that may be."""
-    guide = guide_of(guidance, guided_regex="a{3}")
-    guide.take(A)
-    guide._matcher.consume_token(B)  # its matcher is of no use any more
-    assert guide._matcher.is_error()
-    assert allowed(guide) == {A, *_starts_of("aa")}
-    guide.take(A)
-    assert not guide.is_over
-    guide.take(A)
-    assert guide.is_over
+    matchers = Matchers([*TOKENS, b""], [EOS, OTHER_SPECIAL])
+    assert matchers.compile(f"start: /a{{3}}/{OPTIONS}") == ""
+    matchers.add(0, None)
+    assert not matchers.take(0, A)
+    state = matchers._samples[0]
+    state.matcher.consume_token(B)  # its matcher is of no use any more
+    assert state.matcher.is_error()
+    packed, error = matchers.mask(0)
+    assert {i for i in range(V) if packed[i // 8] >> i % 8 & 1} == {A, *_starts_of("aa")}
+    assert not error
+    assert [matchers.take(0, A) for _ in range(2)] == [False, True]
 
 
 def _starts_of(text: str) -> set[int]:

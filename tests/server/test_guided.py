@@ -165,3 +165,44 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
             pass
         gate.allow(1)
         until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+
+
+@pytest.fixture
+def endless(monkeypatch):
+    """The check of each grammar waits until `allowed` is set; `begun` is set by the first."""
+    begun, allowed = threading.Event(), threading.Event()
+
+    def wait(name, value):
+        begun.set()
+        assert allowed.wait(60)
+
+    monkeypatch.setattr(field_rules, "check_guide", wait)
+    yield begun
+    allowed.set()
+
+
+def test_endless_grammars_hold_up_no_other_request(server, endless):
+    clients = [server.begin(prompt=PROMPT, guided_regex="x") for _ in range(40)]  # asyncio has 32 threads at most
+    assert endless.wait(60)
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "user": "x" * 9000}),
+        ("/v1/embeddings", {"input": PROMPT}),
+        ("/tokenize", {"prompt": PROMPT}),
+        ("/detokenize", {"tokens": [1]}),
+    ):
+        assert server.ask(path, body).status == 200
+    for client in clients:
+        client.close()
+    server.forget()
+
+
+def test_requests_end_with_the_server_while_their_grammars_are_checked(llm, endless):
+    with served(llm, drain_seconds=0.05) as server:
+        clients = [server.begin(prompt=PROMPT, guided_regex="x") for _ in range(4)]
+        assert endless.wait(60)
+        server.terminate()
+        for client in clients:
+            assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
+            client.close()
+        server.thread.join(60)
+        assert not server.thread.is_alive()

@@ -1,4 +1,4 @@
-"""Guided decoding: the tokens that a grammar allows next. The package llguidance does the work on grammars."""
+"""Guided decoding: the tokens that a grammar allows next. A process for each grammar works on it."""
 
 import functools
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import numpy as np
 
 from tinygpt.errors import RequestError, how_to_install
 from tinygpt.field_rules import grammar_of, in_short, refuse
+from tinygpt.grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, LimitError, Sample
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
@@ -28,51 +29,39 @@ class Guidance:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
-        self._vocabulary = _Vocabulary(tokenizer, vocab_size)
+        special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
+        tokens = [*map(tokenizer.token_bytes, range(vocab_size)), b""]  # the end is one more than the model has
         self._vocab_size = vocab_size
-        self._tokenizer: Any = None  # the package's
+        self._server = GrammarServer(tokens, special_token_ids)
         self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)
         self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
     def check(self, field: str, value: Any) -> None:
-        self._grammar(field, value)
+        if self._grammar(field, value).has_ended:
+            self._grammar.cache_clear()
+            self._grammar(field, value)
 
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
         spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
-        return Guide(*self._grammar(*params.guidance), end_ids, spread)
+        return Guide(self._grammar(*params.guidance), end_ids, spread)
 
-    def _compile(self, field: str, value: Any) -> tuple[Callable[[], Any], Any]:
-        """Return a function that makes a matcher of the grammar, and a matcher to copy: copies share their work."""
+    def close(self) -> None:
+        self._server.close()
+
+    def _compile(self, field: str, value: Any) -> Grammar:
         try:
             import llguidance
         except ImportError:
             reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
             raise RequestError(reason, field) from None
-        self._tokenizer = self._tokenizer or llguidance.LLTokenizer(self._vocabulary)
-        grammar = grammar_of(llguidance, field, value)
-        new_matcher = functools.partial(llguidance.LLMatcher, self._tokenizer, grammar, log_level=0)
-        first = new_matcher()
-        refuse(field, value, first.get_error())
-        matcher = first.deep_copy()
-        if matcher.is_accepting():
-            packed = matcher.compute_bitmask()  # sets the error, too
-            if not matcher.is_error() and int.from_bytes(packed, "little") == 1 << self._vocab_size:
-                refuse(field, value, "it allows no text but the empty one")  # its end would never be noticed
-        return new_matcher, first
-
-
-class _Vocabulary:
-    """The interface of a tokenizer for llguidance. Its end-of-text token is one more than the model has."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        self.tokens = [*(tokenizer.token_bytes(token_id) for token_id in range(vocab_size)), b""]
-        self.special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
-        self.eos_token_id = vocab_size
+        text, grammar = grammar_of(llguidance, field, value), self._server.grammar()
+        try:
+            refuse(field, value, grammar.ask(COMPILE_SECONDS, "compile", text))
+        except LimitError as error:
+            refuse(field, value, f"it {error}")
+        return grammar
 
 
 class Guide:
@@ -81,26 +70,19 @@ class Guide:
     end_ids: the tokens that end the sample. spread: expands the package's bits to a Mask.
     """
 
-    def __init__(
-        self,
-        new_matcher: Callable[[], Any],
-        first_matcher: Any,
-        end_ids: frozenset[int],
-        spread: Callable[[bytes], Mask],
-    ):
-        self._new_matcher, self._first_matcher = new_matcher, first_matcher
-        self._end_ids, self._spread = end_ids, spread
+    def __init__(self, grammar: Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
+        self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
         self._lock = Lock()
         self._last: tuple[bytes, Mask] | None = None  # most masks equal the one before
         self.restart()
 
     def restart(self) -> None:
         with self._lock:
-            self._matcher, self._is_alone = self._first_matcher.deep_copy(), False
             self._token_ids: list[int] = []
             self._mask: Mask | None = None
             self.error: str | None = None  # the reason why nothing can come next
             self.is_over = False  # whether the text can only end here
+            self._sample = self._try(Sample, self._grammar)
 
     def take(self, token_id: int) -> None:
         with self._lock:
@@ -108,9 +90,8 @@ class Guide:
             if token_id in self._end_ids:
                 return
             self._token_ids.append(token_id)
-            if not self._matcher.consume_token(token_id):
-                self._begin_alone()
-            self.is_over = self._matcher.is_stopped() and not self._matcher.is_error()
+            if self.error is None:
+                self.is_over = bool(self._try(self._sample.ask, "take", token_id))
 
     def follow(self, token_ids: list[int]) -> None:
         if token_ids[:-1] != self._token_ids:
@@ -121,7 +102,8 @@ class Guide:
     def copy(self) -> "Guide":
         with self._lock:
             other = copy(self)
-            other._matcher, other._token_ids, other._lock = self._matcher.deep_copy(), list(self._token_ids), Lock()
+            other._token_ids, other._lock = list(self._token_ids), Lock()
+            other._sample = other._try(Sample, self._grammar, self._sample)
         return other
 
     def mask(self) -> Mask | None:
@@ -132,12 +114,8 @@ class Guide:
             return self._mask
 
     def _compute(self) -> Mask | None:
-        packed = self._matcher.compute_bitmask()  # sets the error, too
-        if self._matcher.is_error():
-            self._begin_alone()
-            packed = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
-            error = self._matcher.get_error()
+        packed, error = self._try(self._sample.ask, "mask") or (b"", self.error)
+        if error:
             is_stuck = error.startswith("NoExtension")
             self.error = "no token of the vocabulary goes on with the text" if is_stuck else in_short(error)
             return None
@@ -145,11 +123,13 @@ class Guide:
             self._last = packed, self._spread(packed)
         return self._last[1]
 
-    def _begin_alone(self) -> None:
-        """Follow the tokens with a matcher that shares no limits of the package with other samples."""
-        if not self._is_alone:
-            self._matcher, self._is_alone = self._new_matcher(), True
-            self._matcher.consume_tokens(self._token_ids)
+    def _try(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Return the result, or None, and keep the error, if the grammar's process has ended."""
+        try:
+            return call(*args)
+        except LimitError as error:
+            self.error = f"it {error}"
+            return None
 
 
 def _spread(packed: bytes, end_ids: frozenset[int], vocab_size: int) -> Mask:

@@ -69,6 +69,8 @@ class InputProcessor:
 
     def close(self) -> None:
         self._tokenizer, self._tokenizer_error = None, CheckpointError("this LLM has been closed.")
+        if self._guidance is not None:
+            self._guidance.close()
         self._guidance = None
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:

@@ -198,7 +198,7 @@ class Api:
     def stop_all(self) -> None:
         """End all work; each client is told why."""
         reason = "the server was shut down before this was finished: ask again."
-        self.outbox.stopped = ApiError(503, reason, code="shutting_down")
+        self.outbox.stop(ApiError(503, reason, code="shutting_down"))
         for work in list(self._works):
             work.cancel()
 
@@ -217,9 +217,7 @@ class Api:
 
     async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
         read = partial(form.sampling_params, self.encode, **others)
-        if form.guides():  # a short grammar can take a tenth of a second to check
-            return await asyncio.to_thread(read)
-        return await _read(request, read)
+        return await (self.outbox.in_grammar_thread(read) if form.guides() else _read(request, read))
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""

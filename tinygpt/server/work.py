@@ -5,11 +5,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -33,6 +34,8 @@ PING_SECONDS = 15.0  # between comments of a stream, for proxies that close sile
 
 Requests = list[tuple[Prompt, SamplingParams]]
 Result = TypeVar("Result")
+# A grammar may take seconds, which no thread of other requests waits for.
+_grammar_threads = ThreadPoolExecutor(2, "tinygpt-grammars")
 
 
 class Outbox:
@@ -42,7 +45,23 @@ class Outbox:
         self.stopped: ApiError | None = None  # the reason that ends all work
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
+        self._waiting: WeakSet[asyncio.Future] = WeakSet()
         llm.engine.after_step.append(self.flush)
+
+    async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
+        future = self._loop.run_in_executor(_grammar_threads, call)
+        self._waiting.add(future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if self.stopped is not None:
+                raise self.stopped from None
+            raise
+
+    def stop(self, reason: ApiError) -> None:
+        self.stopped = reason
+        for future in list(self._waiting):
+            future.cancel()
 
     def post(self, queue: asyncio.Queue, prompt_index: int, chunk: StreamChunk | None) -> None:
         """chunk: None at the end of the prompt's request."""
@@ -71,9 +90,11 @@ class Work:
         self._is_cancelled = False
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
-        """Run all requests, or none. Raises as LLM.submit does. A grammar is compiled in a thread in any case."""
+        """Run all requests, or none. Raises as LLM.submit does."""
         try:
-            if in_thread or any(params.guidance is not None for _, params in requests):
+            if any(params.guidance is not None for _, params in requests):
+                await self._outbox.in_grammar_thread(partial(self._submit, requests, stream))
+            elif in_thread:
                 await asyncio.to_thread(self._submit, requests, stream)
             else:
                 self._submit(requests, stream)

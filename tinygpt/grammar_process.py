@@ -1,0 +1,254 @@
+"""A process for each grammar: the package llguidance compiles and follows it there, with a limit of memory and time.
+
+The package has no limit of its own for a part of its work, and aborts its process if memory runs out. A server, which
+runs this file alone, imports the package and reads the vocabulary once; its fork for a grammar takes milliseconds. If
+the fork ends, the requests with its grammar fail, and no others.
+"""
+
+import itertools
+import marshal
+import os
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+_channels: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+MAX_BYTES = 2**29  # of a process; its beginning, with 50 257 tokens, has 2**26
+# Of the processor. 64 KiB of schema take 0.1 s; a step that is within the package's limits takes 15 ms.
+COMPILE_SECONDS, STEP_SECONDS = 2.0, 0.5
+
+
+class LimitError(Exception):
+    """A process has ended. `str()` completes "it"."""
+
+
+class Grammar:
+    """One grammar's process."""
+
+    def __init__(self, matchers: "Matchers | None" = None, channel: socket.socket | None = None):
+        self._matchers, self._channel, self._lock = matchers, channel, Lock()
+        self.numbers, self.dropped = itertools.count(), []  # of samples
+
+    def __del__(self):
+        if self._channel is not None:
+            self._channel.close()
+
+    @property
+    def has_ended(self) -> bool:
+        return self._channel is not None and self._channel.fileno() < 0
+
+    def ask(self, seconds: float, name: str, *args: Any) -> Any:
+        """Return the result of a method of Matchers. Raise LimitError if the process ends."""
+        with self._lock:
+            dropped = [self.dropped.pop() for _ in range(len(self.dropped))]
+            if self._channel is None:
+                return self._matchers.answer(dropped, name, args)
+            try:
+                _send(self._channel, (seconds, dropped, name, args))
+                result, bug = _receive(self._channel)
+            except BaseException as error:  # Ctrl-C too: the reply would be taken for the next one
+                self._channel.close()
+                if isinstance(error, OSError | EOFError):
+                    raise LimitError(f"takes more than {seconds:g} seconds or {MAX_BYTES >> 20} MiB") from None
+                raise
+        if bug:
+            raise RuntimeError(bug)
+        return result
+
+
+class Sample:
+    """A state of a grammar: its beginning, or a copy of another."""
+
+    def __init__(self, grammar: Grammar, copied: "Sample | None" = None):
+        self.grammar, self._number = grammar, next(grammar.numbers)
+        self.ask("add", None if copied is None else copied._number)
+
+    def __del__(self):
+        self.grammar.dropped.append(self._number)  # the next call tells the process: a finalizer must not wait
+
+    def ask(self, name: str, *args: Any) -> Any:
+        return self.grammar.ask(STEP_SECONDS, name, self._number, *args)
+
+
+class GrammarServer:
+    """Starts the processes of grammars, and its own with the first.
+
+    tokens: the bytes of each token, then b"", the end; special_token_ids. Without them it can validate alone.
+    """
+
+    def __init__(self, tokens: list[bytes] | None = None, special_token_ids: list[int] | None = None):
+        self._vocabulary, self._lock = (tokens, special_token_ids), Lock()
+        self._process = self._control = None
+        self.close = lambda: None
+
+    def grammar(self) -> Grammar:
+        if not hasattr(socket, "send_fds"):  # Windows has no fork, and so no limits here
+            return Grammar(Matchers(*self._vocabulary))
+        ours, theirs = socket.socketpair()
+        with theirs, self._lock, suppress(OSError):  # of a server that has ended: the first call of a Grammar says so
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            socket.send_fds(self._control, [b"+"], [theirs.fileno()])
+        _channels.add(ours)
+        return Grammar(channel=ours)
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        command, nowhere = [sys.executable, "-I", "-S", __file__, *sys.path], subprocess.DEVNULL
+        with theirs:
+            self._process = subprocess.Popen(
+                command, stdin=theirs, stdout=nowhere, stderr=nowhere, start_new_session=True
+            )
+        self.close = weakref.finalize(self, _end, os.getpid(), self._control, self._process)
+        _send(self._control, self._vocabulary)
+
+
+def end_all() -> None:
+    """End all calls, with an error: threads that wait for one would keep the interpreter from its end."""
+    for channel in list(_channels):
+        with suppress(OSError):  # of an ended process
+            channel.shutdown(socket.SHUT_RDWR)
+
+
+def _end(starter: int, control: socket.socket, process: subprocess.Popen) -> None:
+    if os.getpid() == starter:  # else in a fork of it, which has the socket too
+        with suppress(OSError):  # of an ended process
+            control.shutdown(socket.SHUT_RDWR)
+        control.close()
+        process.wait()
+
+
+@dataclass
+class State:
+    matcher: Any
+    token_ids: list[int]
+    is_alone: bool  # whether the matcher shares no limits of the package with those of other samples
+
+
+class Matchers:
+    """The samples of one grammar, in its process."""
+
+    def __init__(self, tokens: list[bytes] | None, special_token_ids: list[int] | None):
+        import llguidance
+
+        self._new = partial(llguidance.LLMatcher, log_level=0)
+        self.validate = llguidance.LLMatcher.validate_grammar
+        self._samples: dict[int | None, State] = {}  # None: the beginning
+        if tokens is not None:
+            names = {"is_tokenizer_wrapper": True, "tokens": tokens, "special_token_ids": special_token_ids}
+            vocabulary = SimpleNamespace(**names, bos_token_id=None, eos_token_id=len(tokens) - 1)
+            self._vocab_size, self._new = len(tokens) - 1, partial(self._new, llguidance.LLTokenizer(vocabulary))
+
+    def answer(self, dropped: list[int], name: str, args: tuple) -> Any:
+        for sample in dropped:
+            self._samples.pop(sample, None)
+        return getattr(self, name)(*args)
+
+    def compile(self, grammar: str) -> str:
+        """Return the reason why no text follows the grammar, if there is one."""
+        self._new = partial(self._new, grammar)
+        first = self._new()
+        if error := first.get_error():
+            return error
+        self._samples[None] = State(first, [], False)
+        matcher = first.deep_copy()
+        packed = matcher.compute_bitmask()  # sets the error, too
+        is_at_end = matcher.is_accepting() and not matcher.is_error()
+        if is_at_end and int.from_bytes(packed, "little") == 1 << self._vocab_size:
+            return "it allows no text but the empty one"  # its end would never be noticed
+        return ""
+
+    def add(self, sample: int, copied: int | None) -> None:
+        of = self._samples[copied]
+        self._samples[sample] = State(of.matcher.deep_copy(), [*of.token_ids], of.is_alone)
+
+    def take(self, sample: int, token_id: int) -> bool:
+        """Go on with a token. Return whether the text can only end."""
+        state = self._samples[sample]
+        state.token_ids.append(token_id)
+        if not state.matcher.consume_token(token_id):
+            self._begin_alone(state)
+        return state.matcher.is_stopped() and not state.matcher.is_error()
+
+    def mask(self, sample: int) -> tuple[bytes, str]:
+        """Return a bit for each token that may come next and for the end, and an error or ""."""
+        state = self._samples[sample]
+        packed = state.matcher.compute_bitmask()  # sets the error, too
+        if state.matcher.is_error():
+            self._begin_alone(state)
+            packed = state.matcher.compute_bitmask()
+        return packed, state.matcher.get_error()
+
+    def _begin_alone(self, state: State) -> None:
+        if not state.is_alone:
+            state.matcher, state.is_alone = self._new(), True
+            state.matcher.consume_tokens(state.token_ids)
+
+
+def _send(channel: socket.socket, message: Any) -> None:
+    data = marshal.dumps(message)
+    channel.sendall(len(data).to_bytes(8, "little") + data)
+
+
+def _receive(channel: socket.socket) -> Any:
+    return marshal.loads(_read(channel, int.from_bytes(_read(channel, 8), "little")))
+
+
+def _read(channel: socket.socket, size: int) -> bytes:
+    data = channel.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _serve(channel: socket.socket, matchers: Matchers) -> None:
+    while True:
+        seconds, *message = _receive(channel)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # then a signal ends the process, whatever it does
+        try:
+            reply = matchers.answer(*message), ""
+        except MemoryError:
+            return
+        except Exception as error:
+            reply = None, repr(error)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(channel, reply)
+
+
+def _main() -> None:
+    import resource
+
+    sys.path[:] = sys.argv[1:]
+    control = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
+    matchers = Matchers(*_receive(control))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(ValueError):  # the process was given less
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    while True:
+        taken, take = os.pipe()
+        if os.fork() == 0:  # ahead of its grammar
+            try:
+                [descriptor] = socket.recv_fds(control, 1, 1)[1]
+                os.write(take, b"+")
+                os.close(take)
+                control.close()
+                _serve(socket.socket(fileno=descriptor), matchers)
+            finally:
+                os._exit(0)  # with no traceback
+        os.close(take)
+        if not os.read(taken, 1):
+            return
+        os.close(taken)
+
+
+if __name__ == "__main__":
+    _main()
