@@ -31,7 +31,7 @@ from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_ranks, token_to_bytes, tokens_to_bytes
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.tokenizer.tokenizer import LibraryTokenizer, Tokenizer
 
 ABC = {"a": 97, "b": 98, "c": 99}
 # Parts that meet in odd places: contractions, white space of every kind, marks, joiners, either direction.
@@ -352,6 +352,15 @@ class TestAddedTokens:
         library = bpe()
         library.add_tokens(tokens)
         assert_equal(save(library, tmp_path), library, text)
+
+    @pytest.mark.parametrize("count", [20, 21])
+    def test_many_that_begin_alike_run_on_the_library(self, tmp_path, count):
+        """`re` tries each one at each place of a text; the library's automaton none twice."""
+        library = bpe()
+        library.add_tokens(["a" * 998 + f"{i:02}" for i in range(count)])
+        ours = save(library, tmp_path)
+        assert isinstance(ours._model, ByteLevelBPE if count == 20 else LibraryTokenizer)
+        assert_equal(ours, library, "a" * 1010 + "19" + "a")
 
     @pytest.mark.parametrize("token_id", [4, 300])
     def test_an_id_that_hugging_face_would_not_give_is_refused(self, tmp_path, token_id):

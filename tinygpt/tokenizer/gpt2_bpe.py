@@ -71,6 +71,7 @@ WORDS = (
 
 OTHER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 MAX_TEMPLATE = 1000  # tokens on either side of a text
+MAX_ADDED = 20_000  # characters of added tokens, which `re` may all try at each place of a text
 # GPT-2 writes an unprintable byte as a character from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
@@ -195,6 +196,7 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         and _type(spec.get("pre_tokenizer")) == _type(spec.get("decoder")) == "ByteLevel"
         and spec["pre_tokenizer"].get("use_regex", True)
         and not any(entry[flag] for entry in spec["added_tokens"] for flag in ("single_word", "lstrip", "rstrip"))
+        and sum(len(entry["content"]) for entry in spec["added_tokens"]) <= MAX_ADDED
     )
     if not is_like_gpt2:
         raise UnlikeGPT2("its steps are not GPT-2's")
