@@ -12,8 +12,20 @@ class TinyGPTError(ValueError):
     work_started = False  # True: the exit code is 1 instead of 2
 
 
+# Control characters other than tabs and ends of lines, and characters that change the direction of text.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str, quoted: Callable[[str], str] = repr) -> str:
+    """Escape what could steer a terminal, as a file's names may. quoted: json.dumps in JSON."""
+    return _CONTROL.sub(lambda match: quoted(match[0])[1:-1], text)
+
+
 class CheckpointError(TinyGPTError):
     """A folder, file or Hub id that cannot be loaded: absent, damaged, incomplete or not implemented."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class NoTokenizerError(CheckpointError):

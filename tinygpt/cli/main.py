@@ -3,7 +3,6 @@
 import argparse
 import io
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -23,8 +22,6 @@ MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval"}  # of comman
 DONE, FAILED, USAGE = 0, 1, 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
-# Control characters other than tabs and ends of lines, and characters that change the direction of text.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 DESCRIPTION = "GPT-2 inference on NumPy and Numba."
 EXAMPLES = """tinygpt generate "Once upon a time"     a text, by the demo model
@@ -163,8 +160,7 @@ def _report(error: BaseException, args: argparse.Namespace) -> int:
         MessageHandler.is_within_line = True  # the terminal shows ^C
         log(f"{name}{': ' * bool(error.args)}{error}")
         return code
-    # A file may have put text into the sentence: it must not steer the terminal, nor fill it.
-    sentence = _CONTROL.sub(lambda match: repr(match[0])[1:-1], _sentence(error, args))
+    sentence = _sentence(error, args)
     print_error(sentence[:MAX_SENTENCE] + " [...]" * (len(sentence) > MAX_SENTENCE))
     return USAGE if isinstance(error, (RequestError, CheckpointError)) and not error.work_started else FAILED
 

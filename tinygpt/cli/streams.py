@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from tinygpt.cli.flags import ALIASES, with_seed
 from tinygpt.errors import RequestError, TinyGPTError, suggest
 from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
+from tinygpt.weights.errors import printable
 
 if TYPE_CHECKING:
     from tinygpt.outputs import Throughput
@@ -62,7 +63,7 @@ class MessageHandler(logging.Handler):
         if self.log_format == "json":
             line = json.dumps({"time": record.created, "level": level, "message": message})
         else:
-            line = f"tinygpt: {'error: ' * (level == 'error')}{message}"
+            line = printable(f"tinygpt: {'error: ' * (level == 'error')}{message}")
         with suppress(OSError):  # a full disk or a closed pipe does not end the work
             if MessageHandler.is_within_line and sys.stderr.isatty():
                 print(file=sys.stderr)
@@ -119,7 +120,7 @@ def rates(work: "Throughput") -> str:
 
 
 def print_json(report: Mapping[str, Any]) -> None:
-    emit(json.dumps(report, ensure_ascii=False, indent=2))
+    emit(printable(json.dumps(report, ensure_ascii=False, indent=2), json.dumps))
 
 
 def print_fields(title: str, values: Mapping[str, Any]) -> None:
@@ -129,9 +130,9 @@ def print_fields(title: str, values: Mapping[str, Any]) -> None:
 
 def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
     """Print a section with aligned rows."""
-    cells = [[str(value) for value in row] for row in rows]
+    cells = [[printable(str(value)) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    emit(title)
+    emit(printable(title))
     for row in cells:
         line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         emit(f"  {line}".rstrip())
