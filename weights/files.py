@@ -24,6 +24,7 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 TENSOR_NAMES = "tensor_names.json"  # transformers' names by those in the files of a model with others
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # what a clone without Git LFS holds in a file's place
 
 
 def how_to_replace(path: Path, what: str = "it") -> str:
@@ -34,16 +35,48 @@ def how_to_replace(path: Path, what: str = "it") -> str:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Raise OSError for a FIFO or a device, which could block for ever."""
+    """Open a file of a checkpoint's folder for reading.
+
+    Raise OSError for a FIFO or a device, which could block for ever, a link out of the folder, and a Git LFS pointer.
+    """
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return path.open("rb")
+    if path.is_symlink():
+        check_inside(path, path.parent)
+    file = path.open("rb")
+    if file.peek().startswith(LFS_POINTER):
+        file.close()
+        pointer = "it is a Git LFS pointer, not the file itself: run `git lfs pull` in its folder"
+        raise OSError(errno.EINVAL, pointer, str(path))
+    return file
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise OSError for a path that leads out of the folder. Files of the Hub's cache are links to its blobs."""
+    if not _is_inside(path, folder):
+        raise OSError(errno.EINVAL, "it is a link out of its folder: copy there what it leads to", str(path))
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    folder, target = folder.absolute(), Path(os.path.realpath(path))
+    blobs = [place.parent.resolve() / "blobs" for place in folder.parents if place.name == "snapshots"]
+    return any(target.is_relative_to(place) for place in (folder.resolve(), *blobs))
+
+
+def followed(path: Path) -> Path:
+    """Return a file that a user names, whose link may lead anywhere."""
+    return path.resolve() if path.is_file() and not _is_inside(path, path.parent) else path
+
+
+def read_regular(path: Path) -> bytes:
+    """Read no more than a file's size, as some of /proc have no end. Raise OSError."""
+    with open_regular(path) as file:
+        return file.read(os.fstat(file.fileno()).st_size)
 
 
 def read_regular_text(path: Path) -> str:
     """Raise OSError or UnicodeDecodeError."""
-    with io.TextIOWrapper(open_regular(path), encoding="utf-8") as file:
-        return file.read()
+    return io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8").read()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -76,7 +109,7 @@ def read_yaml_object(place: str, text: str) -> dict[str, Any]:
         value = yaml.safe_load(text)
     except CheckpointError:
         raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except Exception as error:  # constructors of PyYAML raise more than its own errors
         raise CheckpointError(f"{place} is not valid YAML ({str(error)[:200]}): download it again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{place} must hold a mapping of names to values: download it again.")

@@ -15,6 +15,7 @@ from support.gguf_writer import gguf_bytes
 from support.paths import DEMO, EOS, VOCAB_SIZE
 from tinygpt import hardware
 from tinygpt.cli import main as cli
+from tinygpt.errors import CheckpointError
 
 
 def info(capsys, folder: Path) -> dict:
@@ -187,6 +188,34 @@ def test_text_groups_what_layers_share_in_other_programs_files(capsys, tmp_path,
     path = foreign.WRITERS[form](tmp_path / "there", tiny_checkpoint.random_tensors(prefix=""))
     lines = [line.split() for line in text(capsys, "info", path)]
     assert [line[-3:] for line in lines if line[:1] == [FORMS[form]]] == [["x", "640", "B"]]
+
+
+HOSTILE = "score.\x1b[2J\x07\x9b\u202e"
+ESCAPED = "score.\\x1b[2J\\x07\\x9b\\u202e"
+
+
+def test_names_in_files_do_not_steer_the_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e10)
+    folder = tmp_path / HOSTILE
+    tensors = tiny_checkpoint.random_tensors()
+    tiny_checkpoint.write_checkpoint(folder, tensors | {HOSTILE: np.zeros(3, np.float32)})
+    assert info(capsys, folder)["ignored"] == [HOSTILE]
+    for command in (["info"], ["info", "--json"], ["doctor"], ["convert", "--dtype", "float32"]):
+        assert cli.main([*command, str(folder), *([str(tmp_path / "x")] if "convert" in command else [])]) == 0
+        out, err = capsys.readouterr()
+        assert all(character == "\n" or character.isprintable() for character in out + err)
+        assert ESCAPED in out + err or command[1:] == ["--json"]
+    assert ESCAPED in str(CheckpointError(f"{HOSTILE} is missing"))
+
+
+def test_no_file_outside_the_folder_is_hashed_or_copied(capsys, with_tokenizer, tmp_path):
+    (tmp_path / "secret").write_text("a secret")
+    (with_tokenizer / "vocab.txt").symlink_to(tmp_path / "secret")  # not needed
+    files = {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
+    assert info(capsys, with_tokenizer)["files"].keys() == files
+    code = cli.main(["convert", str(with_tokenizer), str(tmp_path / "to"), "--to", "safetensors"])
+    assert (code, (tmp_path / "to").exists()) == (2, False)
+    assert "vocab.txt cannot be read: it is a link out of its folder" in capsys.readouterr().err
 
 
 def test_sizes_of_blocks_are_those_in_the_file(capsys, tmp_path):

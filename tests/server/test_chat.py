@@ -179,6 +179,11 @@ def test_templates_from_the_files_of_a_checkpoint(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate.from_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (folder := tmp_path / "model").mkdir()
+    (folder / "chat_template.jinja").symlink_to(config)
+    with pytest.raises(CheckpointError, match="is a link out of its folder"):
+        ChatTemplate.from_folder(folder)
 
 
 @pytest.mark.parametrize(

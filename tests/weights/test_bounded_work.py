@@ -141,7 +141,7 @@ def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
     assert expected in outcome("Tokenizer.from_folder(folder)", tmp_path)
 
 
-# What is no regular file
+# What is no regular file, or none of the folder
 
 OPEN = "open_checkpoint(folder)"
 TOKENIZE = "Tokenizer.from_folder(folder)"
@@ -163,6 +163,7 @@ FILES = {
 }
 # The files beside, which are looked for first or are in the way.
 WITHOUT = {
+    "config.json": [],
     "adapter_model.bin": ["adapter_model.safetensors"],
     "pytorch_model.bin": ["model.safetensors"],
     "model.safetensors.index.json": ["model.safetensors"],
@@ -174,10 +175,30 @@ WITHOUT = {
 
 @pytest.mark.parametrize("kind", ["FIFO", "character device"])
 def test_a_file_that_is_not_regular_is_refused_and_not_waited_for(tmp_path, kind):
-    folders = {name: write_irregular(tmp_path / f"without {name}", name, kind) for name in FILES}
-    sentences = outcomes([(FILES[name], folder) for name, folder in folders.items()]).splitlines()
+    assert_none_is_read(tmp_path, FILES, kind, "it is not a regular file")
+
+
+# Files of other programs, of which some are found in a folder by their suffix.
+MORE_FILES = dict.fromkeys(("config.json", "x.gguf", "x.onnx", "x.nemo", "x.index", "ckpt.pt", "x.ckpt"), OPEN)
+MORE_FILES |= dict.fromkeys(("vocab.json", "merges.txt", "special_tokens_map.json"), TOKENIZE)
+MORE_FILES |= dict.fromkeys(("config.ini", "latest", "checkpoint"), OPEN)
+
+
+def test_a_link_out_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "outside").write_text("a secret")
+    found = {name: opens for name, opens in (FILES | MORE_FILES).items() if name != "soft prompt"}  # which a user names
+    assert_none_is_read(tmp_path, found, "link", "it is a link out of its folder")
+
+
+def test_a_git_lfs_pointer_in_the_place_of_any_file_is_told(tmp_path):
+    assert_none_is_read(tmp_path, FILES | MORE_FILES, "pointer", "it is a Git LFS pointer.* run `git lfs pull`")
+
+
+def assert_none_is_read(place, files, kind, reason):
+    folders = {name: write_irregular(place / f"without {name}", name, kind) for name in files}
+    sentences = outcomes([(files[name], folder) for name, folder in folders.items()]).splitlines()
     for (name, folder), sentence in zip(folders.items(), sentences, strict=True):
-        assert f"{folder / name} cannot be read: it is not a regular file" in sentence
+        assert re.search(f"{re.escape(str(folder / name))} cannot be read: {reason}", sentence), sentence
 
 
 def write_irregular(folder: Path, name: str, kind: str) -> Path:
@@ -188,12 +209,22 @@ def write_irregular(folder: Path, name: str, kind: str) -> Path:
     write_tokenizer(folder)
     if name == "shard":
         write_json(folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")})
-    for other in (name, *WITHOUT.get(name, [])):
+    in_the_way = ["model.safetensors", "adapter_model.safetensors"] if MORE_FILES.get(name) == OPEN else []
+    for other in (name, *WITHOUT.get(name, in_the_way)):
         (folder / other).unlink(missing_ok=True)
+    if name in ("vocab.json", "merges.txt"):
+        (folder / "tokenizer.json").unlink()
+        (folder / "vocab.json").write_text('{"a": 0}')
+        (folder / "merges.txt").write_text("")
+        (folder / name).unlink()
+    if name == "config.ini":
+        (folder / "model.wte.bin").write_bytes(b"1234")
     if kind == "FIFO":
         os.mkfifo(folder / name)
+    elif kind == "pointer":
+        (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     else:
-        (folder / name).symlink_to("/dev/zero")
+        (folder / name).symlink_to("/dev/zero" if kind == "character device" else folder.parent / "outside")
     return folder
 
 

@@ -127,6 +127,14 @@ def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
         open_nanogpt(tmp_path, block_size=7)
 
 
+def test_an_error_in_a_config_json_beside_is_not_laid_to_the_arguments(tmp_path):
+    write_json(tmp_path / "config.json", {"activation_function": "odd"})
+    with pytest.raises(
+        CheckpointError, match=r"^model_args or config\.json cannot be used: activation_function is 'odd'"
+    ):
+        open_nanogpt(tmp_path)
+
+
 def write_meta(path, text="\n !?abcDé"):
     path.parent.mkdir(parents=True, exist_ok=True)
     meta = {"vocab_size": len(text), "itos": dict(enumerate(text)), "stoi": {c: i for i, c in enumerate(text)}}

@@ -1,5 +1,7 @@
 """FasterTransformer's folders: parameters, settings, and refusals."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -9,6 +11,9 @@ from support.foreign import fastertransformer
 from support.processes import Result
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, random_tensors
 from tinygpt.weights.config import HEAD, parameter_shapes
+from tinygpt.weights.containers.mapped_file import Container
+from tinygpt.weights.families.family import Source
+from tinygpt.weights.families.fastertransformer import _settings, _structure
 from tinygpt.weights.open import open_checkpoint
 
 TENSORS = random_tensors(prefix="")
@@ -101,6 +106,57 @@ def test_a_config_ini_that_is_damaged(tmp_path, text):
     fastertransformer(tmp_path, TENSORS)
     (tmp_path / "config.ini").write_text(text)
     assert_refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" + " " * 1000 + "b", "[gpt]\na" + "\f\u2028" * 500 + "b", "#" * 99 + "\n" * 99_999]
+)
+def test_a_config_ini_whose_lines_or_text_have_no_end(tmp_path, text):
+    fastertransformer(tmp_path, TENSORS)
+    (tmp_path / "config.ini").write_text(text)
+    assert_refused(tmp_path, "more than 100000 characters, or 1000 in a line")
+
+
+GPT_CONFIG = """[ft_instance_hyperparameter]
+data_type=fp16
+model_name=mine ; one of those below
+
+[gpt_124M]
+head_num=12
+size_per_head=64
+decoder_layers=12
+
+[mine]
+head_num=2 ; heads
+size_per_head=4
+vocab_size=11
+decoder_layers=2
+start_id=1
+end_id=2
+inter_size=20
+"""
+
+
+def test_gpt_config_ini_in_the_place_of_config_ini(tmp_path):
+    fastertransformer(tmp_path, TENSORS)
+    (tmp_path / "config.ini").unlink()
+    assert_refused(tmp_path, r"FasterTransformer's tensors without their config\.ini.*gpt_config\.ini")
+    (tmp_path / "config.ini").write_text(GPT_CONFIG)
+    checkpoint = open_checkpoint(tmp_path)
+    assert_holds(checkpoint, TENSORS)
+    assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (1, (2,))
+    (tmp_path / "config.ini").write_text(GPT_CONFIG.replace("decoder_layers=2", "decoder_layers=3"))
+    assert_refused(tmp_path, r"missing: model\.layers\.2\.")
+
+
+@pytest.mark.parametrize(("variant", "settings"), [("opt-pre", OPT), ("opt-post", OPT_350M), ("bloom-pre", BLOOM)])
+def test_a_model_variant_stands_for_its_settings(variant, settings):
+    def source(fields):
+        return Source(Path("x"), Container("", {}, {"gpt": {"head_num": "2", **fields}}))
+
+    first, second = (_settings(source(fields)) for fields in ({"model_variant": variant}, settings))
+    assert _structure(source({}), first) == _structure(source({}), second)
+    assert first.get("activation_type", "gelu").lower() == second.get("activation_type", "gelu").lower()
 
 
 def test_files_that_are_cut_lost_or_too_many(tmp_path):

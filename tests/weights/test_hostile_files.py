@@ -14,9 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from support.megatron_writer import megatron
 from support.recorded import MISSING
 from support.tiny_checkpoint import assert_refused, random_tensors, write_checkpoint, write_config
 from support.torch_files import ORDERED_DICT, STORAGE, TENSOR, program, text, torch_bytes
+from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.containers.torch import read_torch
@@ -386,6 +388,44 @@ def test_random_damage_is_either_refused_or_harmless(tmp_path, form, data):
     except CheckpointError:
         return
     assert all(tensor.dtype == np.float32 for tensor in tensors)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00", "iter_0000007"])
+def test_a_folder_of_ranks_that_is_a_link_out_of_the_folder(tmp_path, name):
+    megatron(tmp_path / "model", random_tensors(prefix=""))
+    place = next((tmp_path / "model").rglob(name))
+    place.rename(tmp_path / "outside")
+    place.symlink_to(tmp_path / "outside")
+    assert_refused(tmp_path / "model", f"{name} cannot be read: it is a link out of its folder")
+
+
+@pytest.mark.parametrize("has_blobs", [True, False])
+def test_links_of_the_hubs_cache_and_a_false_one(tmp_path, has_blobs):
+    """A snapshot's files are links to its repository's blobs, unless that folder is a link itself."""
+    blobs = write_checkpoint(tmp_path / "outside")
+    if has_blobs:
+        blobs.rename(tmp_path / "blobs")
+    else:
+        (tmp_path / "blobs").symlink_to(blobs)
+    (folder := tmp_path / "snapshots" / "main").mkdir(parents=True)
+    for path in (tmp_path / "blobs").iterdir():
+        (folder / path.name).symlink_to(f"../../blobs/{path.name}")
+    if has_blobs:
+        assert open_checkpoint(folder).path == folder
+    else:
+        assert_refused(folder, "is a link out of its folder")
+
+
+def test_a_link_that_a_user_names(tmp_path, capsys):
+    write_checkpoint(tmp_path / "outside")
+    (folder := tmp_path / "folder").mkdir()
+    (folder / "all").symlink_to(tmp_path / "outside")
+    (folder / "x").symlink_to(tmp_path / "outside" / "model.safetensors")
+    write_config(folder)
+    for name, beside in (("all", folder / "all"), ("x", folder)):
+        assert open_checkpoint(folder / name).folder == beside
+        assert cli.main(["info", "--json", str(folder / name)]) == 0
+        assert json.loads(capsys.readouterr().out)["files"].keys() == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt"])

@@ -1,11 +1,13 @@
 """Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
 
+import io
 import shutil
 import tarfile
 
 import numpy as np
 import pytest
 
+from support.apart import outcome
 from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, write_json
 from support.torch_files import Call, own_bytes
@@ -13,6 +15,8 @@ from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import random_checkpoint
 from tinygpt.weights.config import HEAD, ModelConfig
+from tinygpt.weights.containers.mapped_file import MappedFile
+from tinygpt.weights.containers.ranks import _tar_members
 from tinygpt.weights.open import open_checkpoint
 
 # Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
@@ -205,6 +209,8 @@ ARCHIVES = {
     "settings that are no YAML": ({"./model_config.yaml": b"a: [1"}, "not valid YAML"),
     "settings with aliases": ({"./model_config.yaml": b"a: &x [1, 2]\nb: [*x, *x]"}, "has aliases"),
     "settings that are deep": ({"./model_config.yaml": b"[" * 1000}, "more than 100 levels"),
+    "a number of base 60 beyond floats": ({"./model_config.yaml": b"a: 1" + b":59" * 200 + b":59.5"}, "not valid YAML"),
+    "a date in YAML that is none": ({"./model_config.yaml": b"a: !!timestamp x"}, "not valid YAML"),
     "an object in YAML": ({"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"}, "not valid YAML"),
 }
 
@@ -232,4 +238,32 @@ def test_an_archive_whose_headers_claim_names_without_end(tmp_path, kind, size, 
     header = tarfile.TarInfo("././@LongLink")
     header.type, header.size = kind, size
     (tmp_path / "x.nemo").write_bytes((header.tobuf(tarfile.GNU_FORMAT) + bytes(512)) * count)
-    assert_refused(tmp_path / "x.nemo", "damaged archive")
+    assert_refused(tmp_path / "x.nemo", "damaged archive" if size > 1 else "without model_config|is a link")
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_names_and_sizes_in_extended_headers(tmp_path, kind):
+    """A size beyond 8 GiB is in an extended header alone."""
+    with tarfile.open(tmp_path / "x", "w:", format=kind, pax_headers={"comment": "of all\n11 path=x\n"}) as archive:
+        for name in (
+            "a",
+            f"{'b' * 90}/{'c' * 90}",
+            "d\u00e9/" if kind == tarfile.USTAR_FORMAT else "d\u00e9" * 200 + "/",
+        ):
+            info = tarfile.TarInfo(name.rstrip("/"))
+            info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            info.size = 0 if info.isdir() else len(name)
+            info.pax_headers = {"size": str(info.size), "mtime": "1.5"}
+            archive.addfile(info, io.BytesIO(name.encode()))
+    with tarfile.open(tmp_path / "x") as archive:
+        expected = [(m.type, m.name, range(m.offset_data, m.offset_data + m.size)) for m in archive]
+    assert [len(data) for _, _, data in expected] == [1, 181, 0]
+    assert [*_tar_members(MappedFile(tmp_path / "x"))] == expected
+
+
+@pytest.mark.parametrize("header", [b"1" * 100_000, b"2 " * 40_000 + b"="], ids=["digits", "one key in another"])
+def test_an_extended_header_whose_work_is_the_square_of_its_size(tmp_path, header):
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, len(header)
+    (tmp_path / "x.nemo").write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + header + b"\0" * (-len(header) % 512))
+    assert "without model_config.yaml" in outcome("open_checkpoint(folder)", tmp_path, 4, 300)

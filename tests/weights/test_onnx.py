@@ -87,7 +87,7 @@ def test_weights_outside_the_folder(tmp_path, location):
     (folder / "link").symlink_to(tmp_path / "x")
     (folder / "away").symlink_to(tmp_path)
     path = write(folder, tensors=[w.tensor("a", VALUES, "external", location=location, length=48)])
-    assert_refused(path, "refused")
+    assert_refused(path, "refused|is a link out of its folder")
 
 
 def test_weights_in_the_hubs_cache(tmp_path):
@@ -102,7 +102,7 @@ def test_weights_in_the_hubs_cache(tmp_path):
     np.testing.assert_array_equal(read_onnx(path).tensors["a"].float32(), VALUES)
     (folder / "data").unlink()
     (folder / "data").symlink_to(tmp_path / "models--b" / "blobs" / "123")
-    assert_refused(path, "is a link: refused")
+    assert_refused(path, "is a link out of its folder")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +20,7 @@ from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
 from tinygpt.cli.streams import log, print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.hardware import cpu_name, logical_cores, thread_count
-from tinygpt.weights.files import PACKED_FILE, PREPARED_FILE
+from tinygpt.weights.files import PACKED_FILE, PREPARED_FILE, followed
 
 if TYPE_CHECKING:
     from tinygpt.weights.checkpoint import Checkpoint
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
 
     path = resolve(checkpoint_of(args))
     if path.is_file():
-        reader_of(path)  # raises for a file in no format of weights
+        reader_of(followed(path))  # raises for a file in no format of weights
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
     check_report(report)
@@ -65,6 +66,7 @@ def describe(path: Path) -> dict[str, Any]:
     """
     from tinygpt.weights.containers.formats import read_weights
     from tinygpt.weights.containers.mapped_file import Container
+    from tinygpt.weights.containers.safetensors import read_safetensors
     from tinygpt.weights.families.family import Source
     from tinygpt.weights.families.table import family_of
     from tinygpt.weights.matching import match
@@ -72,7 +74,7 @@ def describe(path: Path) -> dict[str, Any]:
     refused: list[str] = []
     unread: list[str] = []
     place = path / PACKED_FILE if (path / PACKED_FILE).exists() else path
-    container = _attempt(unread, read_weights, place)
+    container = _attempt(unread, read_weights if place == path else read_safetensors, place)
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
@@ -146,10 +148,10 @@ def _tokenizer(
 def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
     """Return the files that the checkpoint is read from, damaged or not, with their sizes and SHA-256.
 
-    place: the file or folder of the weights.
+    Files that are not opened, such as links out of the folder, are left out. place: the file or folder of the weights.
     """
     from tinygpt.weights.containers.formats import find_weights
-    from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES
+    from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, open_regular
 
     weights = sorted({tensor.path for tensor in source.container.tensors.values()})
     if not weights:
@@ -159,12 +161,13 @@ def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
     )
     found = {}
     for path in filter(Path.is_file, [*configs, *weights, *tokenizers]):
-        digest = hashlib.sha256()
-        with path.open("rb") as file:
+        with suppress(OSError), open_regular(path) as file:
+            digest = hashlib.sha256()
             while block := file.read(1 << 20):
                 digest.update(block)
-        name = path.relative_to(source.folder).as_posix()
-        found[name] = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
+            is_beside = path.is_relative_to(source.folder)
+            name = path.relative_to(source.folder).as_posix() if is_beside else path.name
+            found[name] = {"size": path.stat().st_size, "sha256": digest.hexdigest()}
     return found
 
 

@@ -18,6 +18,7 @@ from tinygpt.outputs import UseTqdm, with_bar
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.containers.torch import read_torch
+from tinygpt.weights.files import followed
 from tinygpt.weights.stored.export import layout_of
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most
@@ -80,7 +81,7 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
     """Read a file of SmoothQuant's generate_act_scales.py: names are transformers'. Raise CheckpointError."""
-    tensors = read_torch(path).tensors
+    tensors = read_torch(followed(path)).tensors
     layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
     names = {layout.short_name(f"{name}.weight"): name for name in tensors}
     rules = layout.rules(checkpoint.config)

@@ -15,8 +15,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.server.protocol import ChatRequest
 from tinygpt.tokenizer.added_tokens import content_of
+from tinygpt.tokenizer.files import read_text
 from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.files import read_json_object, read_regular_text
+from tinygpt.weights.files import read_json_object
 
 MAX_CHARACTERS = 1_000_000  # of a prompt
 MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special tokens
@@ -44,7 +45,7 @@ class ChatTemplate:
         """Return the template that transformers would take, or None. Raises CheckpointError."""
         config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
         options = read_json_object(config) if config.exists() else {}
-        source = read_regular_text(file) if file.exists() else options.get("chat_template")
+        source = read_text(file) if file.exists() else options.get("chat_template")
         if isinstance(source, list):  # several templates with names
             source = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
             source = source[0].get("template") if source else None

@@ -13,7 +13,7 @@ from tinygpt.errors import CheckpointError
 from tinygpt.tokenizer.added_tokens import added_token
 from tinygpt.tokenizer.files import MALFORMED, read_tokenizer
 from tinygpt.tokenizer.gpt2_bpe import NUM_BYTES, ByteLevelBPE, UnlikeGPT2, Vocabulary, read_vocabulary
-from tinygpt.weights.files import PREPARED_FILE, TOKENIZER_FILES, open_regular
+from tinygpt.weights.files import PREPARED_FILE, TOKENIZER_FILES, read_regular
 
 FORMAT = b"tinygpt tokenizer 1\n"
 NUMBERS = "<u4"
@@ -37,7 +37,7 @@ def read_prepared(folder: Path) -> ByteLevelBPE | None:
     """Return the tokenizer, or None if the other files must be read."""
     file = folder / PREPARED_FILE
     try:
-        digest, _, payload = _read(file).partition(b"\n")
+        digest, _, payload = read_regular(file).partition(b"\n")
         if digest == _digest(folder, payload):
             content = json.loads(payload)
             return ByteLevelBPE(_checked(content["spec"]), _vocabulary(content))
@@ -49,16 +49,11 @@ def read_prepared(folder: Path) -> ByteLevelBPE | None:
     return None
 
 
-def _read(path: Path) -> bytes:
-    with open_regular(path) as file:
-        return file.read()
-
-
 def _digest(folder: Path, payload: bytes) -> bytes:
     digest = hashlib.sha256(FORMAT)
     for path in (folder / name for name in TOKENIZER_FILES):
         if path.exists():
-            content = _read(path)
+            content = read_regular(path)
             digest.update(f"{path.name} {len(content)}\n".encode() + content)
     digest.update(payload)
     return digest.hexdigest().encode()

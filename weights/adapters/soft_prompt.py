@@ -14,6 +14,7 @@ from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_flo
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError, listed
+from tinygpt.weights.files import followed
 
 KINDS = dict(zip(SOFT_PROMPTS, ("prompt", "prompt", "prefix"), strict=True))
 TENSOR = "prompt_embeddings"
@@ -46,7 +47,7 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> Sof
     """
     path = existing_path(source)
     files = read_adapter(path, tuple(KINDS)) if path.is_dir() else None
-    tensors = files.tensors if files else check_floating(path, read_safetensors(path).tensors)
+    tensors = files.tensors if files else check_floating(path, read_safetensors(followed(path)).tensors)
     if list(tensors) != [TENSOR]:
         raise CheckpointError(f"{path} must hold one tensor, {TENSOR}, and holds {listed(list(tensors))}.")
     prompt = _soft_prompt(path, tensors[TENSOR].float32(), config)

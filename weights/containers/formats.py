@@ -12,7 +12,7 @@ from tinygpt.weights.containers.safetensors import is_safetensors, read_safetens
 from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
 from tinygpt.weights.containers.torch import is_torch, read_torch, read_training_checkpoint
 from tinygpt.weights.errors import NAMED, CheckpointError, describe, listed, shown
-from tinygpt.weights.files import read_json_object
+from tinygpt.weights.files import followed, read_json_object
 
 MAX_SHARDS, NAME_MAX = 1000, 255  # files, bytes of a name
 INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor
@@ -45,8 +45,9 @@ LAST_PATTERNS = ("*.ckpt", "*.npz")  # names that a folder may also hold next to
 
 
 def read_weights(path: Path) -> Container:
-    """Return the weights in a file, or in a folder, whole or in shards. Raise CheckpointError for damage or none."""
+    """Return the weights in a file, or in a folder, whole or in shards, that a user names. Raise CheckpointError."""
     if path.is_file():
+        path = followed(path)
         return reader_of(path)(path)
     found = find_weights(path)
     if found is None:

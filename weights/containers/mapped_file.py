@@ -65,7 +65,7 @@ class Peek:
 class MappedFile:
     """The bytes of a checkpoint file, or of its `part`, a file in an archive, which starts at `begin` of the mapping.
 
-    Raises CheckpointError for a file that cannot be opened, is not regular or empty, or is a Git LFS pointer.
+    Raises CheckpointError for a file that `open_regular` refuses, or is empty.
     """
 
     def __init__(self, path: Path, part: range | None = None):
@@ -78,10 +78,6 @@ class MappedFile:
             # Copy on write, because Numba compiles a kernel once more for arrays that are read-only.
             size = part.stop - first if part else 0
             self.data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
-        if self.data[:24] == b"version https://git-lfs.":
-            raise CheckpointError(
-                f"{path} is a Git LFS pointer, not the weights themselves: run `git lfs pull` in its folder."
-            )
         self.release()
 
     def __len__(self) -> int:

@@ -19,6 +19,7 @@ from tinygpt.weights.containers.mapped_file import (
     parsing,
 )
 from tinygpt.weights.errors import CheckpointError, how_to_install, shown
+from tinygpt.weights.files import check_inside
 
 DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # by ONNX's numbers
 EXTERNAL = 1  # a tensor's data_location, if it lies in another file
@@ -178,10 +179,9 @@ class _Reader:
                 "it again."
             )
         if location not in self.files:
-            folder = self.file.path.parent
-            target = folder / path
-            if not any(target.resolve().is_relative_to(place) for place in _places(folder)):
-                raise CheckpointError(f"{target}, where {self.file.path} keeps weights, is a link: refused.")
+            target = self.file.path.parent / path
+            with parsing(target, "file"):
+                check_inside(target, self.file.path.parent)
             self.files[location] = MappedFile(target)
         file, begin = self.files[location], _decimal(external.get("offset", "0"))
         there = _decimal(external["length"]) if "length" in external else size
@@ -197,13 +197,6 @@ def _inline_size(proto: Any, dtype: str) -> int:
         return len(proto.raw_data)
     values = {"float32": proto.float_data, "float64": proto.double_data}.get(dtype, proto.int32_data)
     return len(values) * ITEMSIZE[dtype]
-
-
-def _places(folder: Path) -> list[Path]:
-    """Return the folders in which a folder's files may lie: itself, and the blobs of the Hub's cache."""
-    folder = folder.absolute()
-    blobs = [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
-    return [place.resolve() for place in (folder, *blobs)]
 
 
 def _decimal(text: str) -> int:

@@ -7,15 +7,14 @@ the rank "".
 import configparser
 import re
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
 from tinygpt.weights.containers.mapped_file import ITEMSIZE, Container, MappedFile, Peek, StoredTensor, parsing
 from tinygpt.weights.containers.torch import read_training_checkpoint
 from tinygpt.weights.errors import CheckpointError, shown
-from tinygpt.weights.files import open_regular, read_regular_text
+from tinygpt.weights.files import check_inside, open_regular, read_regular_text
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
@@ -28,6 +27,7 @@ SHARED_RANK_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
 EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+TAR_FIELD = re.compile(rb"\d{1,7} (path|size)=([^\n]*)\n")  # of an extended header
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,12 @@ class Member:
 
 
 def rank_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
+    """Raise CheckpointError for a link out of the folder."""
+    found = sorted(path for path in folder.glob("*_rank_*") if RANK.fullmatch(path.name) and path.is_dir())
+    for path in found:
+        with parsing(path, "folder"):
+            check_inside(path, folder)
+    return found
 
 
 def joined(format: str, files: Mapping[str, Member], others: Mapping[str, Member]) -> Container:
@@ -70,6 +75,8 @@ def latest(folder: Path, tracker: str) -> Path:
         name = f"iter_{int(name):07}"
     if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
         raise CheckpointError(f"{folder / tracker} names no folder beside it: give the folder of an iteration.")
+    with parsing(folder / name, "folder"):
+        check_inside(folder / name, folder)
     return folder / name
 
 
@@ -136,15 +143,35 @@ def is_tar(peek: Peek) -> bool:
 
 def read_nemo(path: Path) -> Container:
     members: dict[str, Member] = {}
-    source = cast(Any, MappedFile(path).data)  # a file would allocate as many bytes as a header claims
-    with parsing(path, "archive", tarfile.TarError, RecursionError), tarfile.open(fileobj=source, mode="r:") as archive:
-        for info in archive:
-            name = info.name.removeprefix("./")
-            if name in members or not (info.isreg() or info.isdir()):
-                raise CheckpointError(f"{path} has a member {info.name!r} that is a link, or a second one: refused.")
-            if info.isreg() and not info.issparse():
-                members[name] = Member(path, range(info.offset_data, info.offset_data + info.size))
+    with parsing(path, "archive", tarfile.TarError):
+        for kind, name, data in _tar_members(MappedFile(path)):
+            name = name.removeprefix("./")
+            if name in members or kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
+                raise CheckpointError(f"{path} has a member {name!r} that is a link, or a second one: refused.")
+            if kind != tarfile.DIRTYPE:
+                members[name] = Member(path, data)
     return _nemo(path, members)
+
+
+def _tar_members(file: MappedFile) -> Iterator[tuple[bytes, str, range]]:
+    """Yield type, name and place. tarfile takes time and memory in the square of an extended header's size."""
+    place, extended = 0, {}
+    while any(block := file.data[place : place + tarfile.BLOCKSIZE]):
+        info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        size = int(extended.get(b"size", info.size))
+        start = place + tarfile.BLOCKSIZE
+        data = range(start, start + size)
+        if size < 0 or data.stop > len(file):
+            raise ValueError(f"a member of {size} bytes reaches outside it")
+        place = data.stop + -size % tarfile.BLOCKSIZE
+        if info.type == tarfile.XHDTYPE:
+            extended = {found[1]: found[2] for found in TAR_FIELD.finditer(file.data, start, data.stop)}
+        elif info.type == tarfile.GNUTYPE_LONGNAME:
+            extended = {b"path": file.data[start : data.stop].rstrip(b"\0")}
+        elif info.type != tarfile.XGLTYPE:
+            name = extended.get(b"path", info.name.encode("utf-8", "surrogateescape"))
+            yield info.type, name.decode("utf-8", "surrogateescape").rstrip("/"), data
+            extended = {}
 
 
 def find_nemo(folder: Path) -> Path | None:
@@ -171,17 +198,30 @@ def _nemo(path: Path, members: dict[str, Member]) -> Container:
 
 FT_FOLDER, FT_CONFIG = "FasterTransformer folder", "config.ini"
 FT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+# Characters: configparser takes time in the square of a line's.
+MAX_INI, MAX_INI_LINE = 100_000, 1000
 
 
 def find_ft_folder(folder: Path) -> Path | None:
-    return folder if (folder / FT_CONFIG).is_file() and any(folder.glob("model.wte*.bin")) else None
+    """Raise CheckpointError for tensors without their configuration."""
+    if not any(folder.glob("model.wte*.bin")):
+        return None
+    if not (folder / FT_CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} holds FasterTransformer's tensors without their {FT_CONFIG}: copy it there, or, under its name, "
+            "the gpt_config.ini that the model ran with."
+        )
+    return folder
 
 
 def read_ft_folder(folder: Path) -> Container:
     """Return tensors of one dimension and, as metadata, the sections of config.ini."""
-    parser = configparser.RawConfigParser()
+    parser = configparser.RawConfigParser(inline_comment_prefixes=";")
     with parsing(folder / FT_CONFIG, "configuration", configparser.Error):
-        parser.read_string(read_regular_text(folder / FT_CONFIG))
+        text = read_regular_text(folder / FT_CONFIG)
+        if len(text) > MAX_INI or max(map(len, text.split("\n"))) > MAX_INI_LINE:
+            raise ValueError(f"it has more than {MAX_INI} characters, or {MAX_INI_LINE} in a line")
+        parser.read_string(text)
     sections = {name: dict(parser[name]) for name in parser.sections()}
     given = next(
         (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section), "fp32"

@@ -20,7 +20,7 @@ _NAMES = Names("model.layers", {**_NORMS, "lm_head": "model.lm_head"}, ATTENTION
 # The axis in files along which GPUs share a tensor; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
-_SIZES = {"num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
+_SIZES = {"decoder_layers": "n_layer", "num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
 _SIZES |= {"start_id": "bos_token_id", "end_id": "eos_token_id"}
 _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its gelu is by tanh
 # Settings that change the arithmetic: GPT-2's value, and another value (of OPT-350M and BLOOM) with its meaning.
@@ -33,6 +33,17 @@ _ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "has_adapters": ("false", None, {}),
     "gpt_with_moe": ("false", None, {}),
 }
+# gpt_config.ini describes several models, one of which runs, and names the kind of a model for its settings.
+_INSTANCE = "ft_instance_hyperparameter"
+_VARIANTS: dict[str, dict[str, str]] = {
+    "opt-pre": {"activation_type": "relu"},
+    "opt-post": {"activation_type": "relu", "layernorm_type": "post_layernorm", "has_post_decoder_layernorm": "false"},
+    "bloom-pre": {
+        "has_positional_encoding": "false",
+        "use_attention_linear_bias": "true",
+        "has_pre_decoder_layernorm": "true",
+    },
+}
 _BLOOM = {"positions": "alibi", "embed_norm": True}
 _BLOOMS_LENGTH = "2048"  # its converter writes none
 
@@ -43,7 +54,9 @@ def _detect(source: Source) -> bool:
 
 def _settings(source: Source) -> dict[str, str]:
     sections = source.container.metadata
-    return {**sections.get("structure", {}), **next(one for one in sections.values() if "head_num" in one)}
+    running = sections.get(sections.get(_INSTANCE, {}).get("model_name"), {})
+    section = next(one for one in (running, *sections.values()) if "head_num" in one)
+    return {**_VARIANTS.get(section.get("model_variant", ""), {}), **sections.get("structure", {}), **section}
 
 
 def _named(source: Source) -> Iterable[NamedTensor]:

@@ -4,7 +4,6 @@ float8 has a scale for each output channel or token; biases, norms and positions
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,13 +14,14 @@ import numpy as np
 
 from tinygpt.weights.checkpoint import Checkpoint, read_config
 from tinygpt.weights.config import HEAD, POSITIONS, parameter_shapes
+from tinygpt.weights.containers.mapped_file import parsing
 from tinygpt.weights.containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
 from tinygpt.weights.containers.safetensors import NAME as FLOAT8
 from tinygpt.weights.errors import CheckpointError, NoTokenizerError
 from tinygpt.weights.families.family import TRANSPOSED, Layout, Transform
 from tinygpt.weights.families.gpt2 import LAYOUT as GPT2_LAYOUT
 from tinygpt.weights.families.table import FAMILIES, comes_with_config
-from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_object
+from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
 from tinygpt.weights.tensor import DefaultTensor, Tensor
 
 SAFETENSORS, NPZ = "model.safetensors", "model.npz"
@@ -165,7 +165,9 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
 def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
     for name in names:
         if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+            with parsing(source / name, "file"):
+                data = read_regular(source / name)
+            (target / name).write_bytes(data)
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
