@@ -50,13 +50,16 @@ class Quality:
     agreement: float  # share of positions
 
 
-def figures_of(logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> np.ndarray:
-    """Return (5, T): loss of the next token, KL, mean and largest difference, and agreement; logits are (T, V)."""
+def figures_of(logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return losses of the next token (T - 1,), and (4, T): KL, mean and largest difference, and agreement.
+
+    logits, exact: (T, V).
+    """
     shares, exact_shares = log_softmax(logits), log_softmax(exact)  # (T, V)
-    losses = [*-shares[np.arange(len(token_ids) - 1), token_ids[1:]], np.nan]
+    losses = -shares[np.arange(len(token_ids) - 1), token_ids[1:]]
     kl = (np.exp(exact_shares) * (exact_shares - shares)).sum(axis=1)
     difference, same = np.abs(logits - exact), logits.argmax(axis=1) == exact.argmax(axis=1)
-    return np.array([losses, kl, difference.mean(axis=1, dtype=float), difference.max(axis=1), same])
+    return losses, np.array([kl, difference.mean(axis=1, dtype=float), difference.max(axis=1), same])
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -76,18 +79,19 @@ def measure(
     kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
     llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
     llms |= {name: LLM(folder, max_num_seqs=1) for name, folder in (converted or {}).items()}
-    found: dict[str, list[np.ndarray]] = {name: [] for name in llms}
+    found: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {name: [] for name in llms}
     for token_ids in tqdm(windows, desc=Path(model).name, unit="window"):
         exact = llms["float32"].logits(token_ids)  # (T, V)
         for name, llm in llms.items():
             logits = exact if name == "float32" else llm.logits(token_ids)
             found[name].append(figures_of(logits, exact, token_ids))
-    return {name: summary(np.concatenate(figures, axis=1)) for name, figures in found.items()}
+    return {name: summary(figures) for name, figures in found.items()}
 
 
-def summary(figures: np.ndarray) -> Quality:
-    loss, kl, difference, _, agreement = np.nanmean(figures, axis=1).tolist()
-    return Quality(float(np.exp(loss)), kl, difference, float(figures[3].max()), agreement)
+def summary(windows: list[tuple[np.ndarray, np.ndarray]]) -> Quality:
+    losses, figures = (np.concatenate(parts, axis=-1) for parts in zip(*windows, strict=True))
+    kl, difference, _, agreement = figures.mean(axis=1).tolist()
+    return Quality(float(np.exp(losses.mean())), kl, difference, float(figures[2].max()), agreement)
 
 
 def outlier_channels(size: int) -> np.ndarray:

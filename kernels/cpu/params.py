@@ -229,7 +229,7 @@ def _share(count: int, rank: int, ranks: int) -> range:
 
 
 def _segments(k: int, unit: int, dtype: str) -> np.ndarray:
-    return quarters(k // unit, unit) if unit % K_UNIT[dtype] == k % unit == 0 else whole(k)
+    return quarters(k // unit, unit) if unit % K_UNIT[dtype] == 0 and k % unit == 0 else whole(k)
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 
 @kernel
 def multiply(out, a, b):
-    """Compute out (16, 8) float32 = a (16, 32) @ b (8, 32).T of bfloat16 by one warp, as product.py does."""
+    """Compute out (16, 8) float32 = a (16, 32) @ b (8, 32).T of bfloat16 by one warp, as linear.py does."""
     lane, zero = int32(cuda.threadIdx.x), float32(0)
     g, q = lane // int32(4), lane % int32(4)
     address = shared_address(cuda.shared.array(24 * 16, float32, alignment=16))  # rows of 64 bytes

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, measure, write_outliers
+from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, figures_of, measure, summary, write_outliers
 from support.kernel_tools import same_bits
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
@@ -51,6 +51,15 @@ def check_quality(model: str, window: list[int], limits: dict[str, float], conve
 
 def test_quality(window):
     check_quality("demo", window, LIMITS)
+
+
+def test_a_position_that_is_not_finite_spoils_every_mean():
+    exact = np.random.default_rng(0).standard_normal((4, 7), np.float32)
+    logits = exact.copy()
+    logits[1, 3] = np.nan
+    quality = summary([figures_of(logits, exact, [3, 1, 2, 0])])
+    assert np.isnan([quality.perplexity, quality.mean_kl, quality.mean_difference, quality.largest_difference]).all()
+    assert summary([figures_of(exact, exact, [3, 1, 2, 0])]).mean_kl == 0
 
 
 def each_of(versions, everyday: set[str]) -> list:

@@ -135,7 +135,7 @@ def test_an_architecture_that_is_not_implemented_is_told_those_that_are():
 
 def test_the_hint_of_heads_fits_the_width(tmp_path):
     """OpenAI's heads have 64 columns; a literal 12 is right for one size alone."""
-    with pytest.raises(CheckpointError, match=r'config.json beside it with \{"n_head": 25\} if they have 64 columns'):
+    with pytest.raises(CheckpointError, match=r'config.json with \{"n_head": 25\} if they have 64 columns'):
         config_of_parts(Source(tmp_path, Container("ONNX", {})), "its graph", seen={"n_embd": 1600})
 
 

@@ -1,13 +1,15 @@
 """One model, as each program would have written it: the same parameters, to the bit, and what each leaves unsaid."""
 
 import pickle
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.foreign import WRITERS, nanogpt_state
+from support import gguf_writer
+from support.foreign import GGUF_KEYS, WRITERS, gguf_name, linear, nanogpt_state
 from support.tiny_checkpoint import CONFIG, LAYERS, assert_holds, assert_refused, random_tensors, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
@@ -165,5 +167,18 @@ def test_mingpt_by_its_layout(tmp_path):
 def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, heads):
     folder = WRITERS["mingpt"](tmp_path / "out", TENSORS)
     write_json(folder / "config.json", {"model": model})
-    sentence = "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json"
-    assert_refused(folder, sentence)
+    assert_refused(folder, "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json")
+
+
+@pytest.mark.parametrize("name", ["ckpt.pt", "model.gguf"])
+def test_heads_that_no_file_tells_are_asked_for_and_not_guessed(tmp_path, name):
+    state, keys = nanogpt_state(TENSORS), {k: v for k, v in GGUF_KEYS.items() if not k.endswith(".head_count")}
+    del state["model_args"]["n_head"]
+    tensors = {gguf_name(name): gguf_writer.plain(array) for name, array in linear(TENSORS).items()}
+    path = tmp_path / name
+    path.write_bytes(own_bytes(state) if name == "ckpt.pt" else gguf_writer.gguf_bytes(keys, tensors))
+    assert_refused(path, re.escape(f"does not say how many heads its model has: write {tmp_path / 'config.json'}"))
+    write_json(tmp_path / "config.json", {"n_head": CONFIG["n_head"]})
+    checkpoint = open_checkpoint(path)
+    same_bits(checkpoint, TENSORS)
+    assert checkpoint.config.n_head == CONFIG["n_head"]

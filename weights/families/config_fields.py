@@ -123,7 +123,8 @@ def config_of_parts(
     if values.get("n_head") is None:
         width = values.get("n_embd")
         heads = f'{{"n_head": {width // 64}}} if they have 64 columns' if is_whole(width) and width >= 64 else "n_head"
-        raise source.error(f"does not say how many heads its model has: write a config.json beside it with {heads}.")
+        place = source.folder / "config.json"
+        raise source.error(f"does not say how many heads its model has: write {place} with {heads}.")
     refuse_other_heads(source, values["n_head"])
     described_by += " or config.json" * bool(beside)
     return checked_config(values, described_by=described_by, structure=structure)

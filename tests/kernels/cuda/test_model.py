@@ -71,7 +71,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, count).tolist()
 
 
-# The simulator takes long for attention in float32, whose many chunks test_cuda_attention.py looks at.
+# The simulator takes long for attention in float32, whose many chunks test_attention.py looks at.
 LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
 
 

@@ -45,8 +45,11 @@ class TritonPythonModel:
             sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
 
         def end(error: BaseException | None) -> None:
-            response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
-            sender.send(*[response] * (error is not None), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            final = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+            if error is None:
+                sender.send(flags=final)
+            else:
+                sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error))), flags=final)
 
         try:
             text = _text_of(request, "text_input") or ""
