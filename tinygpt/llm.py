@@ -20,7 +20,7 @@ from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
-from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
+from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, as_finished, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -290,20 +290,8 @@ class LLM:
         self, requests: list[Request], return_exceptions: bool = False
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         self.engine.refuse_own_thread()
-        finished: SimpleQueue[int] = SimpleQueue()
         futures = [RequestFuture(request) for request in requests]
-        for i, future in enumerate(futures):
-            future.add_done_callback(lambda _, i=i: finished.put(i))
-        try:
-            self.engine.submit(futures)
-            for _ in futures:
-                self.engine.check_thread()  # again after each `yield`
-                i = finished.get()
-                error = futures[i].exception()
-                yield i, error if return_exceptions and isinstance(error, FailedRequestError) else futures[i].result()
-        finally:
-            for future in futures:
-                future.cancel()
+        return as_finished(futures, partial(self.engine.submit, futures), return_exceptions, FailedRequestError)
 
     def _stream(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
         self.engine.refuse_own_thread()
@@ -313,7 +301,7 @@ class LLM:
             self.engine.submit([future])
             while (chunk := chunks.get()) is not None:
                 yield chunk
-                self.engine.check_thread()
+                future.check()
             future.result()
         finally:
             future.cancel()

@@ -4,9 +4,10 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from tinygpt.errors import RequestError, invalid
@@ -173,11 +174,11 @@ class ThreadFuture(Future[Result]):
         self._condition, self._owner, self._pid = _Condition(), owner, os.getpid()
 
     def result(self, timeout: float | None = None) -> Result:
-        self._check()
+        self.check()
         return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._check()
+        self.check()
         return super().exception(timeout)
 
     def settle(self, work: Callable[[], Result]) -> None:
@@ -189,9 +190,32 @@ class ThreadFuture(Future[Result]):
             else:
                 self.set_result(result)
 
-    def _check(self) -> None:
+    def check(self) -> None:
         if not self.done():
             check_thread(self._pid, self._owner)
+
+
+def as_finished(
+    futures: list[ThreadFuture[Result]], begin: Callable[[], None], return_exceptions: bool, kind: type[Exception]
+) -> Iterator[tuple[int, Result | Exception]]:
+    """Yield (index, result) of futures as they finish once `begin` is called, and cancel them in the end.
+
+    return_exceptions: yield errors of this kind in place of results.
+    """
+    finished: SimpleQueue[int] = SimpleQueue()
+    pid = os.getpid()
+    for i, future in enumerate(futures):
+        future.add_done_callback(lambda _, i=i: finished.put(i))
+    try:
+        begin()
+        for _ in futures:
+            check_thread(pid)  # again after each `yield`
+            i = finished.get()
+            error = futures[i].exception()
+            yield i, error if return_exceptions and isinstance(error, kind) else futures[i].result()
+    finally:
+        for future in futures:
+            future.cancel()
 
 
 def has_threads(pid: int) -> bool:

@@ -8,17 +8,27 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future, as_completed
-from contextlib import aclosing, asynccontextmanager
+from concurrent.futures import Future
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from operator import itemgetter
+from operator import index
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
-from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, with_bar
+from tinygpt.outputs import (
+    ContinuationScore,
+    RequestOutput,
+    StreamChunk,
+    ThreadFuture,
+    UseTqdm,
+    as_finished,
+    check_thread,
+    has_threads,
+    with_bar,
+)
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.wire import output_from_json, params_to_json, record_from_json
 
@@ -31,6 +41,9 @@ BUSY = (429, 503)  # statuses of a server that has not begun the request
 FIRST_WAIT, MAX_WAIT = 0.5, 30.0  # seconds between tries; the first doubles each time
 KEEPALIVE_SECONDS = 20.0  # less than the server's, so that a connection is not closed during a request
 MAX_CONTINUATIONS = 256  # of one HTTP request
+OWNER = "RemoteLLM"
+# What reading an answer of another shape raises. RecursionError: of JSON that is nested too deep.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 CLOSED = "this RemoteLLM has been closed: make another."
 
 Result = TypeVar("Result")
@@ -66,11 +79,10 @@ class RemoteLLM:
         self._server = _Server(url, api_key or os.environ.get(KEY_VARIABLE), timeout, max_connections, max_retries)
         self._end = finalize(self, self._server.end)
         try:
-            card = self._server.ask("/v1/models", _card)
+            self.model, self.max_model_len = self._server.ask("/v1/models", _card)
         except BaseException:
             self.close()
             raise
-        self.model, self.max_model_len = card["id"], card["max_model_len"]
         self.tokenizer = RemoteTokenizer(self._server, split_special_tokens)
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
@@ -100,7 +112,7 @@ class RemoteLLM:
         """Continue one prompt as LLM.stream does. Closing the iterator ends the request."""
         request = self._request(prompt, params_or_fields(params, fields))
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
-        future = self._server.start(self._server.stream(*request, chunks.put))
+        future = self._server.start(self._server.stream, *request, chunks.put)
         future.add_done_callback(lambda _: chunks.put(None))
         chunks.get()  # None: the server has accepted the request, or the future is done
         if future.done():
@@ -118,7 +130,7 @@ class RemoteLLM:
         if on_chunk is not None and not callable(on_chunk):
             raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
         request = self._request(prompt, params_or_fields(params, fields))
-        return self._server.start(self._server.generate(*request, on_chunk))
+        return self._server.start(self._server.generate, *request, on_chunk)
 
     def score(
         self, prompt: Any, continuations: Any, soft_prompt: str | None = None, split_special_tokens: bool | None = None
@@ -129,20 +141,22 @@ class RemoteLLM:
         listed, found = [*map(_sendable, prompt_list(continuations))], []
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.ask("/score_continuations", itemgetter("scores"), part)
-        return [_read(partial(record_from_json, ContinuationScore), each) for each in found]
+            found += self._server.ask("/score_continuations", _scores, part)
+        return found
 
     def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
         """Return (len(prompts), C) float32, as LLM.embed does."""
         import numpy as np
 
+        def vector(reply: Any) -> np.ndarray:
+            return np.frombuffer(base64.b64decode(reply["data"][0]["embedding"], validate=True), "<f4")  # (C,)
+
         vectors = []
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
-            encoded = self._server.ask("/v1/embeddings", lambda reply: reply["data"][0]["embedding"], body)
-            vectors.append(np.frombuffer(base64.b64decode(encoded), "<f4"))  # (C,)
-        return np.stack(vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
+            vectors.append(self._server.ask("/v1/embeddings", vector, body))
+        return _read(np.stack, vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
 
     def close(self) -> None:
         """Fail pending futures and all later calls with RequestError."""
@@ -155,15 +169,13 @@ class RemoteLLM:
         self.close()
 
     def _run(self, requests: list, return_exceptions: bool) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
-        indices = {self._server.start(self._server.generate(*request)): i for i, request in enumerate(requests)}
-        try:
-            for future in as_completed(indices):
-                error = future.exception()
-                is_returned = return_exceptions and isinstance(error, TinyGPTError)
-                yield indices[future], error if is_returned else future.result()
-        finally:
-            for future in indices:
-                future.cancel()
+        futures = [ThreadFuture(OWNER) for _ in requests]
+
+        def begin() -> None:
+            for future, request in zip(futures, requests, strict=True):
+                self._server.begin(future, self._server.generate, *request)
+
+        return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
     def _request(self, prompt: Any, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
         """Return the prompt's text, if it is one, and the body."""
@@ -185,7 +197,7 @@ class RemoteTokenizer:
             raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
         is_split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": text, "split_special_tokens": is_split}
-        return self._server.ask("/tokenize", itemgetter("tokens"), body)
+        return self._server.ask("/tokenize", lambda reply: checked_ids(reply["tokens"]), body)
 
     def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
         """Return Hugging Face's {"input_ids", "attention_mask"}, with lists of lists for a list of texts."""
@@ -198,7 +210,7 @@ class RemoteTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         body = {"tokens": checked_ids(ids), "skip_special_tokens": skip_special_tokens}
-        return self._server.ask("/detokenize", itemgetter("prompt"), body)
+        return self._server.ask("/detokenize", lambda reply: _text(reply["prompt"]), body)
 
 
 class _Server:
@@ -229,27 +241,40 @@ class _Server:
             verify=ssl.create_default_context(),
             trust_env=False,  # no proxy of the environment
         )
+        self._pid = os.getpid()
         self._is_closed, self._lock, self._turn = False, threading.Lock(), asyncio.Semaphore(max_connections)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="tinygpt-remote", daemon=True).start()
+        threading.Thread(target=_run_loop, args=(self._loop,), name="tinygpt-remote", daemon=True).start()
 
-    def start(self, work: Coroutine[Any, Any, Result]) -> "Future[Result]":
+    def start(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> ThreadFuture[Result]:
         """Run a coroutine in the loop. Cancelling the future closes the connection, which frees the server's slots."""
+        future = ThreadFuture(OWNER)
+        self.begin(future, work, *arguments)
+        return future
+
+    def begin(self, future: ThreadFuture, work: Callable[..., Coroutine], *arguments: Any) -> None:
+        def run() -> None:
+            task = self._loop.create_task(self._guarded(work(*arguments)))
+            task.add_done_callback(lambda task: future.settle(task.result))
+            future.add_done_callback(lambda future: future.cancelled() and self._cancel(task))
+
+        check_thread(self._pid, OWNER)
         with self._lock:
             if self._is_closed:
-                work.close()
                 raise RequestError(CLOSED)
-            return asyncio.run_coroutine_threadsafe(self._guarded(work), self._loop)
+            self._loop.call_soon_threadsafe(run)
 
     def ask(self, path: str, parse: Callable[[Any], Result], body: Any = None) -> Result:
         """Return what `parse` reads from the reply. body: None is GET."""
-        future = self.start(self._answer(path, parse, body))
+        future = self.start(self._answer, path, parse, body)
         try:
             return future.result()
         finally:
             future.cancel()
 
     def end(self) -> None:
+        if not has_threads(self._pid):
+            return
         with self._lock:
             self._is_closed = True
         asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).add_done_callback(lambda _: self._loop.stop())
@@ -267,9 +292,10 @@ class _Server:
         async with self._opened("/generate", body | {"stream": True}) as response:
             on_chunk(None)
             async for line in response.aiter_lines():
-                event = json.loads(line[6:]) if line.startswith("data: {") else {}
+                event = _read(json.loads, line[6:]) if line.startswith("data: {") else {}
                 if "error" in event:
-                    raise ServerError(f"{self.url} has ended the request: {event['error']['message']}")
+                    message = _read(lambda event: _text(event["error"]["message"]), event)
+                    raise ServerError(f"{self.url} has ended the request: {message}")
                 if "chunk" in event:
                     await asyncio.to_thread(on_chunk, _read(partial(record_from_json, StreamChunk), event["chunk"]))
                 elif "output" in event:
@@ -283,7 +309,7 @@ class _Server:
             text = await response.aread()
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{self.url} is no tinygpt server: it does not speak JSON.") from None
         return _read(parse, found)
 
@@ -322,6 +348,10 @@ class _Server:
                 raise RequestError(CLOSED) from None
             raise
 
+    def _cancel(self, task: asyncio.Task) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            self._loop.call_soon_threadsafe(task.cancel)
+
     async def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
@@ -338,8 +368,9 @@ class _Server:
     def _refusal(self, response: "httpx.Response") -> TinyGPTError:
         status = response.status_code
         try:
-            message, code = itemgetter("message", "code")(response.json()["error"])
-        except (ValueError, TypeError, LookupError):
+            error = response.json()["error"]
+            message, code = _text(error["message"]), error["code"]
+        except MALFORMED:
             return ServerError(f"{self.url} is no tinygpt server: it answers with status {status}.")
         if status == 401:
             wanted = "another API key than the one given" if self._has_key else "an API key"
@@ -352,20 +383,36 @@ class _Server:
         return RequestError(message) if is_request else ServerError(f"{self.url} refuses: {message}")
 
 
-def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: Future) -> Iterator[StreamChunk]:
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: ThreadFuture) -> Iterator[StreamChunk]:
     try:
         while (chunk := chunks.get()) is not None:
             yield chunk
+            future.check()
         future.result()
     finally:
         future.cancel()
 
 
-def _card(reply: Any) -> dict[str, Any]:
+def _card(reply: Any) -> tuple[str, int]:
     card = reply["data"][0]
     if card["owned_by"] != "tinygpt":
         raise ServerError("the server is no tinygpt server: for one of another kind, use OpenAI's client.")
-    return card
+    return _text(card["id"]), index(card["max_model_len"])
+
+
+def _scores(reply: Any) -> list[ContinuationScore]:
+    return [record_from_json(ContinuationScore, score) for score in reply["scores"]]
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError
+    return found
 
 
 def _read(parse: Callable[[Any], Result], found: Any) -> Result:
@@ -373,7 +420,7 @@ def _read(parse: Callable[[Any], Result], found: Any) -> Result:
         return parse(found)
     except ServerError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except MALFORMED as error:
         message = "the server's reply is none that this version reads: are both ends the same version?"
         raise ServerError(message) from error
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,11 @@ from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, Str
 httpx = pytest.importorskip("httpx", reason="httpx, of the extra `remote`, is not installed")
 
 CARD = {"data": [{"id": "demo", "owned_by": "tinygpt", "max_model_len": 512}]}
+CARDS = [
+    {"id": "gpt2", "owned_by": "vllm"},
+    {"owned_by": "tinygpt"},
+    {"owned_by": "tinygpt", "id": 1, "max_model_len": 1},
+]
 OUTPUT = {
     "prompt_token_ids": [1],
     "outputs": [],
@@ -179,10 +186,73 @@ def test_a_refused_connection_is_tried_again(serve, monkeypatch):
     assert len(tries) == 5
 
 
-@pytest.mark.parametrize("card", [{"data": [{"id": "gpt2", "owned_by": "vllm"}]}, {"data": []}, [], {"detail": "no"}])
+@pytest.mark.parametrize("card", [*({"data": [card]} for card in CARDS), {"data": []}, [], {"detail": "no"}])
 def test_a_server_of_another_kind(serve, card):
     with pytest.raises(ServerError, match=r"is no tinygpt server|none that this version reads"):
         serve(reply(200, OUTPUT), card=card)
+
+
+DEEP = b"[" * 100_000
+CALLS = {
+    "generate": lambda llm: llm.generate("a"),
+    "stream": lambda llm: [*llm.stream("a")],
+    "score": lambda llm: llm.score("a", ["b"]),
+    "embed": lambda llm: llm.embed(["a", "b"]),
+    "encode": lambda llm: llm.tokenizer.encode("a"),
+    "decode": lambda llm: llm.tokenizer.decode([1]),
+}
+
+
+@pytest.mark.parametrize(
+    ("call", "answers"),
+    [
+        *((name, [reply(status, DEEP)]) for name in CALLS for status in (200, 400)),
+        *(("generate", [reply(400, {"error": error})]) for error in (1, [], {"message": 5, "code": None})),
+        *(("generate", [reply(200, OUTPUT | {"metrics": OUTPUT["metrics"] | {"finished": n}})]) for n in ("", 10**400)),
+        *(
+            ("stream", [reply(200, b"data: {" + line + b"\n\n")])
+            for line in (b"", DEEP, b'"error": 1}', b'"chunk": 1}')
+        ),
+        *(("score", [reply(200, {"scores": scores})]) for scores in (None, 5, [5], [{}])),
+        *(("embed", [reply(200, {"data": [{"embedding": each}]})]) for each in (5, "%", "AAA=", "é")),
+        ("embed", [reply(200, {"data": [{"embedding": each}]}) for each in ("AAAAAA==", "AAAAAAAAAAA=")]),
+        *(("encode", [reply(200, {"tokens": tokens})]) for tokens in (None, 5, ["a"])),
+        ("decode", [reply(200, {"prompt": [1]})]),
+    ],
+)
+def test_a_malformed_answer_is_a_server_error(serve, call, answers):
+    llm, _ = serve(*answers)
+    with pytest.raises(ServerError):
+        CALLS[call](llm)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_refused_and_makes_a_new_one(serve):
+    def begin(handler: Handler) -> None:
+        reply(200, CHUNK, content_length="1000")(handler)
+        stay_silent(handler)
+
+    llm, _ = serve(reply(200, OUTPUT), begin, stay_silent, reply(200, OUTPUT))
+    llm.generate("Once")
+    stream = llm.stream("Once")
+    next(stream)
+    waiting = llm.submit("Once")
+    new = (partial(call, "a") for call in (llm.generate, llm.stream, llm.submit))
+    if not (pid := os.fork()):
+        signal.alarm(20)
+        try:
+            for call in (waiting.result, stream.__next__, *new):
+                with pytest.raises(RequestError, match="this RemoteLLM belongs to the process that was forked"):
+                    call()
+            llm.close()
+            with RemoteLLM(llm._server.url) as new:
+                new.generate("Once")
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert llm.generate("Once")
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host?x=1"])

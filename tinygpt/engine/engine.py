@@ -62,12 +62,9 @@ class Engine:
     def is_closed(self) -> bool:
         return not self._end.alive
 
-    def check_thread(self) -> None:
-        check_thread(self._pid)
-
     def check_open(self) -> None:
         """Raise RequestError once the engine is closed or in a forked child, TinyGPTError if it cannot go on."""
-        self.check_thread()
+        check_thread(self._pid)
         if self._is_broken:
             self._raise_failure()
         if self.is_closed:
