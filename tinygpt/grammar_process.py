@@ -21,9 +21,9 @@ from types import SimpleNamespace
 from typing import Any
 
 _channels: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-MAX_BYTES = 2**29  # of a process; its beginning, with 50 257 tokens, has 2**26
-# Of the processor. 64 KiB of schema take 0.1 s; a step that is within the package's limits takes 15 ms.
-COMPILE_SECONDS, STEP_SECONDS = 2.0, 0.5
+MAX_BYTES = 2**28  # of a process, which begins with 2**26 for 50 257 tokens; 48 KB of schema add 2**23
+# Of the processor. 48 KB of schema take 0.16 s; a step that is within the package's limits takes 15 ms.
+COMPILE_SECONDS, STEP_SECONDS = 1.0, 0.5
 
 
 class LimitError(Exception):
@@ -57,7 +57,7 @@ class Grammar:
             except BaseException as error:  # Ctrl-C too: the reply would be taken for the next one
                 self._channel.close()
                 if isinstance(error, OSError | EOFError):
-                    raise LimitError(f"takes more than {seconds:g} seconds or {MAX_BYTES >> 20} MiB") from None
+                    raise LimitError(f"takes more than {seconds:g} s or {MAX_BYTES >> 20} MiB") from None
                 raise
         if bug:
             raise RuntimeError(bug)

@@ -229,7 +229,7 @@ def impatient(monkeypatch):
 @pytest.mark.usefixtures("impatient")
 def test_a_grammar_without_end_is_refused_before_any_work(llm, name, monkeypatch):
     monkeypatch.setattr(llm.engine, "submit", None)
-    limit = r"which is not possible: it takes more than 0\.05 seconds or 512 MiB\.$"
+    limit = r"which is not possible: it takes more than 0\.05 s or 256 MiB\.$"
     with pytest.raises(RequestError, match=limit):
         llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
 
@@ -240,7 +240,7 @@ def test_a_step_without_end_ends_its_request_alone(llm, monkeypatch):
     hostile = SamplingParams(max_tokens=60, guided_regex="x{30}" + "a?" * 10_000 + "a" * 10_000)
     monkeypatch.setattr(grammar_process, "STEP_SECONDS", 0.1)
     found = dict(llm.generate_as_finished([PROMPT] * 6, [hostile, *good], return_exceptions=True))
-    why = r"cannot be followed at position \d+: it takes more than 0\.1 seconds or 512 MiB\.$"
+    why = r"cannot be followed at position \d+: it takes more than 0\.1 s or 256 MiB\.$"
     assert re.search(why, str(found[0]))
     assert [key(found[i + 1]) for i in range(len(good))] == [key(output) for output in alone]
 
