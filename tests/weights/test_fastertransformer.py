@@ -28,13 +28,14 @@ def test_a_folder_for_any_number_of_gpus(tmp_path, gpus):
     assert checkpoint.tied
 
 
-def test_a_head_of_its_own_and_copies_for_int8(tmp_path):
+def test_a_head_of_its_own_soft_prompts_and_copies_for_int8(tmp_path):
     fastertransformer(tmp_path, TENSORS | {HEAD: TENSORS["wte.weight"] + 1})
     for name in ("weight.int8.0", "scale", "scale_inter", "scale_out"):
         (tmp_path / f"model.layers.0.attention.dense.{name}.bin").write_bytes(b"\0" * 64)
+    (tmp_path / "model.prompt_table.mine.weight.bin").write_bytes(b"\0" * 64)
     checkpoint = open_checkpoint(tmp_path)
     np.testing.assert_array_equal(checkpoint.tensor(HEAD), TENSORS["wte.weight"] + 1)
-    assert len(checkpoint.ignored) == 4
+    assert len(checkpoint.ignored) == 5
 
 
 # As the converters for OPT and for BLOOM write them.

@@ -247,7 +247,7 @@ class SoftPrompts:
         sources = {} if sources is None else sources
         if not isinstance(sources, Mapping) or not all(isinstance(name, str) and name for name in sources):
             raise invalid("soft_prompts", sources, "a dict from names to folders or files")
-        self._named = {name: self._add(read_soft_prompt(source, config)) for name, source in sources.items()}
+        self._named = {name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()}
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:

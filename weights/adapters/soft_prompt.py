@@ -1,10 +1,11 @@
-"""Soft prompts in PEFT's layout: trained vectors that precede a text.
+"""Soft prompts of PEFT, NeMo and FasterTransformer: trained vectors that precede a text.
 
 Prompt tuning (Lester et al., 2021) and p-tuning (Liu et al., 2021) train token embeddings; prefix tuning (Li and
 Liang, 2021) trains the keys and values of every layer. The width of the tensor tells the two kinds apart.
 """
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,12 +13,16 @@ import numpy as np
 
 from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
 from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.containers.mapped_file import MappedFile, StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.files import followed
+from tinygpt.weights.files import followed, read_yaml_object
 
 KINDS = dict(zip(SOFT_PROMPTS, ("prompt", "prompt", "prefix"), strict=True))
 TENSOR = "prompt_embeddings"
+# A task's table in NeMo's archive, and in the file that nemo_ckpt_convert.py of FasterTransformer makes of it.
+NEMO_TABLE = re.compile(r"(?:.*/)?prompt_table\.prompt_table\.(.+)\.prompt_embeddings\.weight")
+FT_TABLE = re.compile(r"model\.prompt_table\.(.+)\.weight\.bin")
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,17 @@ class SoftPrompt:
         return self.keys.shape[2]
 
 
-def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> SoftPrompt:
-    """Read a folder that PEFT wrote, or a safetensors file that holds `prompt_embeddings` alone.
+def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig, name: str = "") -> SoftPrompt:
+    """Read PEFT's folder, a safetensors file of `prompt_embeddings` alone, a .nemo, or a model.prompt_table.*.bin.
 
+    name: of the task, if a .nemo holds several.
     Raise CheckpointError if it cannot be read, is of another type or model, or leaves no position for a text.
     """
     path = existing_path(source)
+    if table := FT_TABLE.fullmatch(path.name):
+        return _soft_prompt(path, _ft_table(path, table[1], config), config)
+    if path.suffix == ".nemo":
+        return _soft_prompt(path, _nemo_table(path, name), config)
     files = read_adapter(path, tuple(KINDS)) if path.is_dir() else None
     tensors = files.tensors if files else check_floating(path, read_safetensors(followed(path)).tensors)
     if list(tensors) != [TENSOR]:
@@ -54,6 +64,39 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig) -> Sof
     if files:
         _check_config(files, prompt, config)
     return prompt
+
+
+def _nemo_table(path: Path, task: str) -> np.ndarray:
+    from tinygpt.weights.containers.ranks import NEMO_CONFIG, read_nemo  # rarely needed, as all that reads pickles
+
+    container = read_nemo(followed(path))
+    found = ((NEMO_TABLE.fullmatch(name), tensor) for name, tensor in container.tensors.items())
+    tables = {match[1]: tensor for match, tensor in found if match}
+    task = next(iter(tables)) if len(tables) == 1 else task
+    if task not in tables:
+        raise CheckpointError(f"{path} holds prompts of {listed([*tables]) or 'no task'}: name the soft prompt so.")
+    settings = read_yaml_object(f"{path}: {NEMO_CONFIG}", container.archive_members[NEMO_CONFIG].text())
+    templates = [one for one in settings.get("task_templates") or () if isinstance(one, dict)]
+    splits = next((one.get("virtual_token_splits") for one in templates if one.get("taskname") == task), None)
+    if isinstance(splits, list) and len(splits) > 1:
+        raise CheckpointError(f"{path} cuts {task} into {len(splits)} places of a text: all must stand before it.")
+    return check_floating(path, {task: tables[task]})[task].float32()
+
+
+def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
+    """Return (P, C). The file has no dtype: config.ini's is the model's, and the prompt keeps the one of training."""
+    from tinygpt.weights.containers.ranks import ft_sections
+
+    lengths = (
+        one.get("prompt_length", "") for one in ft_sections(path.parent).values() if one.get("task_name") == task
+    )
+    length, file, C = next(lengths, ""), MappedFile(followed(path)), config.n_embd
+    P = int(length) if re.fullmatch(r"[1-9]\d{0,8}", length) else 0
+    dtype = {P * C * 4: "float32", P * C * 2: "float16"}.get(len(file)) if P else None
+    if dtype is None:
+        wanted = f"as many rows of {C} as its prompt_length in config.ini, in float32 or float16"
+        raise CheckpointError(f"{path} has {len(file)} bytes, prompt_length is {length!r}, and it must hold {wanted}.")
+    return StoredTensor(file, dtype, (P, C), (C, 1), 0).float32()
 
 
 def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftPrompt:

@@ -214,15 +214,20 @@ def find_ft_folder(folder: Path) -> Path | None:
     return folder
 
 
-def read_ft_folder(folder: Path) -> Container:
-    """Return tensors of one dimension and, as metadata, the sections of config.ini."""
+def ft_sections(folder: Path) -> dict[str, dict[str, str]]:
     parser = configparser.RawConfigParser(inline_comment_prefixes=";")
     with parsing(folder / FT_CONFIG, "configuration", configparser.Error):
         text = read_regular_text(folder / FT_CONFIG)
-        if len(text) > MAX_INI or max(map(len, text.split("\n"))) > MAX_INI_LINE:
+        if len(text) > MAX_INI or max(map(len, text.split("
+"))) > MAX_INI_LINE:
             raise ValueError(f"it has more than {MAX_INI} characters, or {MAX_INI_LINE} in a line")
         parser.read_string(text)
-    sections = {name: dict(parser[name]) for name in parser.sections()}
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+def read_ft_folder(folder: Path) -> Container:
+    """Return tensors of one dimension and, as metadata, the sections of config.ini."""
+    sections = ft_sections(folder)
     given = next(
         (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section), "fp32"
     )

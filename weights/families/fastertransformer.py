@@ -164,7 +164,9 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     named=_named,
-    is_ignored=lambda name: ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out")),  # int8 copies
+    is_ignored=lambda name: (  # soft prompts, and int8 copies
+        "model.prompt_table." in name or ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out"))
+    ),
     parts=_parts,
     quirks=_quirks,
 )
