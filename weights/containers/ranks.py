@@ -218,8 +218,7 @@ def ft_sections(folder: Path) -> dict[str, dict[str, str]]:
     parser = configparser.RawConfigParser(inline_comment_prefixes=";")
     with parsing(folder / FT_CONFIG, "configuration", configparser.Error):
         text = read_regular_text(folder / FT_CONFIG)
-        if len(text) > MAX_INI or max(map(len, text.split("
-"))) > MAX_INI_LINE:
+        if len(text) > MAX_INI or max(map(len, text.split("\n"))) > MAX_INI_LINE:
             raise ValueError(f"it has more than {MAX_INI} characters, or {MAX_INI_LINE} in a line")
         parser.read_string(text)
     return {name: dict(parser[name]) for name in parser.sections()}
