@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class RemoteLLM:
-    """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe.
+    """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe. A forked child makes its own.
 
     url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.
     timeout: seconds of silence after which a request fails.
@@ -114,9 +114,13 @@ class RemoteLLM:
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         future = self._server.start(self._server.stream, *request, chunks.put)
         future.add_done_callback(lambda _: chunks.put(None))
-        chunks.get()  # None: the server has accepted the request, or the future is done
-        if future.done():
-            future.result()
+        try:
+            chunks.get()  # None: the server has accepted the request, or the future is done
+            if future.done():
+                future.result()
+        except BaseException:  # Ctrl-C
+            future.cancel()
+            raise
         return _until_done(chunks, future)
 
     def submit(
