@@ -250,25 +250,25 @@ def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
     num_characters = sum(map(len, value))  # of a text, or of all choices
     if num_characters > MAX_CHARACTERS:
         refuse(name, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
+    if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}{OPTIONS}"
+    problem, process = "", _server.grammar()
     try:
-        if name == "guided_choice":
-            # One terminal: of rules, the package follows 2000 at most.
-            return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}{OPTIONS}"
         if name == "guided_regex":
             grammar = f"start: /{llguidance.regex_to_lark(value)}/"
         elif name == "guided_json":
             grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
         else:
-            grammar = llguidance.grammar_from("grammar", value)
-    except (ValueError, RecursionError) as error:
-        refuse(name, value, str(error))
-    num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
-    if name != "guided_regex" and num_parts > MAX_PARTS:
-        refuse(name, value, f"it has more than {MAX_PARTS} rules and objects")
-    try:
-        refuse(name, value, _server.grammar().ask(COMPILE_SECONDS, "validate", grammar + OPTIONS))
+            grammar, problem = process.ask(COMPILE_SECONDS, "to_lark", value)
+        num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
+        if name != "guided_regex" and num_parts > MAX_PARTS:
+            problem = f"it has more than {MAX_PARTS} rules and objects"
+        problem = problem or process.ask(COMPILE_SECONDS, "validate", grammar + OPTIONS)
     except LimitError as error:
-        refuse(name, value, f"it {error}")
+        problem = f"it {error}"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    refuse(name, value, problem)
     return grammar + OPTIONS
 
 

@@ -139,7 +139,7 @@ class Matchers:
     def __init__(self, tokens: list[bytes] | None, special_token_ids: list[int] | None):
         import llguidance
 
-        self._new = partial(llguidance.LLMatcher, log_level=0)
+        self._new, self._from = partial(llguidance.LLMatcher, log_level=0), llguidance.grammar_from
         self.validate = llguidance.LLMatcher.validate_grammar
         self._samples: dict[int | None, State] = {}  # None: the beginning
         if tokens is not None:
@@ -151,6 +151,13 @@ class Matchers:
         for sample in dropped:
             self._samples.pop(sample, None)
         return getattr(self, name)(*args)
+
+    def to_lark(self, grammar: str) -> tuple[str, str]:
+        """Return a grammar of Lark's or GBNF in Lark's syntax, and an error or ""."""
+        try:
+            return self._from("grammar", grammar), ""
+        except (ValueError, RecursionError) as error:
+            return "", str(error)
 
     def compile(self, grammar: str) -> str:
         """Return the reason why no text follows the grammar, if there is one."""

@@ -214,6 +214,7 @@ HOSTILE = {
     "a multiple in a grammar": {"guided_grammar": f"start: %json {json.dumps(MULTIPLE)}"},
     "patterns together": {"guided_json": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(1, 40)]}},
     "names by pattern": {"guided_json": {"patternProperties": {f"^{i:04}$": {} for i in range(300)}}},
+    "empty lines": {"guided_grammar": "root ::= a" + "\n" * 60_000},
     "optional parts": {"guided_regex": "a?" * 20_000 + "a" * 20_000},
 }
 
