@@ -126,7 +126,8 @@ def _experts(checkpoint, dtype: str, packers: Executor) -> Experts:
         linears[ours] = Linear(weight, _stack(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
     others = [i for i in range(config.n_layer) if i not in config.expert_layers]
     places = np.empty(config.n_layer, np.int64)
-    places[[*config.expert_layers]], places[others] = range(len(config.expert_layers)), range(-1, -1 - len(others), -1)
+    places[list(config.expert_layers)] = np.arange(len(config.expert_layers))
+    places[others] = -1 - np.arange(len(others))
     gate = _stack(checkpoint, [f"h.{i}.mlp.gate.weight" for i in config.expert_layers])
     return Experts(places, gate, **linears, sums_to_one=config.norm_topk_prob)
 

@@ -122,9 +122,10 @@ def test_weights_beside_the_file_that_are_not_there(tmp_path, place, sentence):
     assert_refused(path, sentence)
 
 
-def test_tensors_that_share_bytes_beyond_reason(tmp_path):
+@pytest.mark.parametrize("spellings", [1, 4], ids=["one name", "names of one file"])
+def test_tensors_that_share_bytes_beyond_reason(tmp_path, spellings):
     (tmp_path / "data").write_bytes(VALUES.tobytes())
-    shared = [w.tensor(f"a{i}", VALUES, "external", location="data") for i in range(200)]
+    shared = [w.tensor(f"a{i}", VALUES, "external", location="./" * (i % spellings) + "data") for i in range(200)]
     assert len(read_onnx(write(tmp_path, tensors=shared[:50])).tensors) == 50
     assert_refused(write(tmp_path, tensors=shared), "its tensors claim")
 

@@ -118,7 +118,7 @@ def _check_strings(message: Any) -> None:
 class _Reader:
     def __init__(self, file: MappedFile):
         self.file, self.graph = file, Graph()
-        self.files: dict[str, MappedFile] = {}
+        self.files: dict[Path, MappedFile] = {}
         self.claimed: Counter[MappedFile] = Counter()
 
     def read_graph(self, graph: Any) -> None:
@@ -178,12 +178,12 @@ class _Reader:
                 f"{self.file.path} keeps weights in {shown(location)}, which is no file of its folder: refused. Export "
                 "it again."
             )
-        if location not in self.files:
-            target = self.file.path.parent / path
+        target = self.file.path.parent / path  # one file, however its location is spelt
+        if target not in self.files:
             with parsing(target, "file"):
                 check_inside(target, self.file.path.parent)
-            self.files[location] = MappedFile(target)
-        file, begin = self.files[location], _decimal(external.get("offset", "0"))
+            self.files[target] = MappedFile(target)
+        file, begin = self.files[target], _decimal(external.get("offset", "0"))
         there = _decimal(external["length"]) if "length" in external else size
         if begin + there > len(file):
             raise CheckpointError(
