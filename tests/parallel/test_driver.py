@@ -144,6 +144,21 @@ def test_an_order_that_fails_ends_all_ranks_with_one_sentence(capfd, stage, erro
     assert capfd.readouterr().err == f"tinygpt: {said}\n"
 
 
+@pytest.mark.parametrize("has_model", [False, True])
+def test_an_interrupt_at_the_end_ends_all_ranks(stage, monkeypatch, has_model):
+    lead, _, threads = stage
+    if has_model:
+        open_model(lead)
+
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lead, "tell", interrupted)
+    with pytest.raises(Aborted):
+        lead.end()
+    assert threads.aborted == 130
+
+
 def test_a_second_model_is_refused_until_the_first_is_closed(stage):
     lead, heard, threads = stage
     open_model(lead)

@@ -125,12 +125,16 @@ class RankZeroDriver:
     def end(self) -> None:
         if os.getpid() != self._process:
             return
-        atexit.unregister(self.end)
-        with self._turn:
-            self._close_model()
-            if not self._has_ended:
-                self._has_ended = True
-                self.tell(Command.END)
+        try:
+            atexit.unregister(self.end)
+            with self._turn:
+                self._close_model()
+                if not self._has_ended:
+                    self._has_ended = True
+                    self.tell(Command.END)
+        except KeyboardInterrupt as error:  # the other ranks would wait
+            self._has_ended = True
+            end_all(self.world, error)
 
     def _close_model(self) -> None:
         if self._model_is_open and not self._has_ended:
