@@ -1,10 +1,13 @@
-"""Bodies of megabytes: at most a few errors are looked for, and long texts are encoded in a thread."""
+"""Bodies and replies of megabytes: a few errors are looked for, and long texts are read and written in a thread."""
 
 import threading
 
 import pytest
 from pydantic import ValidationError
 
+from support.gate import Gate
+from tinygpt.server import completions
+from tinygpt.server.completions import MAX_LOGPROBS, Completion, Generation
 from tinygpt.server.protocol import MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest
 
 MANY = 5000
@@ -73,3 +76,64 @@ def test_a_whole_number_may_have_a_point_in_a_list_too(form, value):
     assert found.stop_token_ids == [5, 6]
     with pytest.raises(ValidationError):
         form.model_validate(asked | {"stop_token_ids": [5.5]})
+
+
+WORDS = [" the" * 400] * 4
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "count"),
+    [
+        ({"prompt_logprobs": 20, "max_tokens": 1}, "prompt_logprobs", 128 * 4 * 400 * 21),
+        ({"logprobs": 20, "echo": True, "max_tokens": 0}, "logprobs", 128 * 4 * (400 + 1) * 21),
+        ({"logprobs": 20, "max_tokens": 100, "stream": True}, "logprobs", 128 * 4 * 100 * 21),
+    ],
+)
+def test_a_reply_of_too_many_log_probabilities_is_refused_before_any_work(server, llm, body, field, count):
+    assert server.complete(prompt="a", echo=True, logprobs=0).status == 200  # computes what BOS predicts, once
+    with llm.engine.wrapped(Gate) as gate:
+        reply = server.complete(prompt=WORDS, n=128, **body)
+        assert gate.num_asked == 0
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert f"{field} asks for {count} log" in reply.error["message"]
+    assert f"at most {MAX_LOGPROBS} in" in reply.error["message"]
+
+
+def test_the_samples_of_a_prompt_share_its_log_probabilities(server, monkeypatch):
+    described, asked = completions.described, []
+
+    def noted(*given):
+        asked.append(given)
+        return described(*given)
+
+    monkeypatch.setattr(completions, "described", noted)
+    reply = server.complete(prompt=[[1, 2, 3], [4, 5]], n=3, prompt_logprobs=1, max_tokens=1, temperature=0).json
+    assert len(asked) == 3 + 2
+    found = [choice["prompt_logprobs"] for choice in reply["choices"]]
+    assert [len(each) for each in found] == [3, 3, 3, 2, 2, 2]
+
+
+@pytest.mark.parametrize("large", [0, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/v1/completions", Completion, {"prompt_logprobs": 1, "max_tokens": 1}),
+        ("/v1/completions", Completion, {"logprobs": 1, "echo": True, "max_tokens": 0}),
+        ("/generate", Generation, {"prompt_logprobs": 1, "max_tokens": 1}),
+    ],
+)
+def test_a_large_reply_is_written_in_a_thread(server, monkeypatch, path, kind, body, large, stream):
+    in_loop = []
+
+    def noted(method, *given):
+        in_loop.append(threading.current_thread() is server.thread)
+        return method(*given)
+
+    for name in ("reply", "all_events", "write", "end"):
+        method = getattr(kind, name)
+        monkeypatch.setattr(kind, name, lambda *given, method=method: noted(method, *given))
+    monkeypatch.setattr(completions, "LARGE", large)
+    assert server.ask(path, {"prompt": "Once upon", "stream": stream, **body}).status == 200
+    assert in_loop
+    assert set(in_loop) == {large > 0}

@@ -23,7 +23,17 @@ from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
 from tinygpt.server.chat import ChatTemplate, chat_ids
-from tinygpt.server.completions import Chat, Completion, Generation, Job, ranked, scored, scoring_request, with_suffix
+from tinygpt.server.completions import (
+    MAX_LOGPROBS,
+    Chat,
+    Completion,
+    Generation,
+    Job,
+    ranked,
+    scored,
+    scoring_request,
+    with_suffix,
+)
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, to_json
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
@@ -33,6 +43,7 @@ LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
 Result = TypeVar("Result")
+Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 
 
 @dataclass(frozen=True)
@@ -109,8 +120,7 @@ class Api:
         chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
         if max_tokens and (form.stream or not chooses):
             return await self._answer(job, request)
-        outputs = await (self._best_before_suffix if max_tokens else self._scored)(job, request)
-        return Response(job.all_events(outputs), headers=SSE) if form.stream else _json(job.reply(outputs))
+        return await self._answer(job, request, self._best_before_suffix if max_tokens else self._scored)
 
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
         """Answer messages."""
@@ -139,12 +149,23 @@ class Api:
         params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
         return await self._answer(Generation({}, form, prompts, params, self.names), request)
 
-    async def _answer(self, job: Job, request: Request) -> Response:
+    async def _answer(self, job: Job, request: Request, run: Run | None = None) -> Response:
+        """run: gives all outputs at once; None runs the prompts."""
+        # The operator's limit holds for a sample of the model's length.
+        limit = max(MAX_LOGPROBS, (self.config.max_logprobs + 1) * self.llm.max_model_len)
+        if job.num_logprobs > limit:
+            fields = ("prompt_logprobs", "top_logprobs", "logprobs")
+            field = next(name for name in fields if getattr(job.form, name, None) is not None)
+            asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
+            raise ApiError(400, f"{asked}; this server gives at most {limit} in a reply: split the request.", field)
         requests = [(prompt, job.params) for prompt in job.prompts]
-        if not job.form.stream:
-            return _json(job.reply(await self._run(requests, request)))
-        work = await self._work(requests, True, request)
-        return EventStream(job, work, partial(self._end, request, work))
+        if job.form.stream and run is None:
+            work = await self._work(requests, True, request)
+            return EventStream(job, work, partial(self._end, request, work))
+        outputs = await (run(job, request) if run else self._run(requests, request))
+        if job.form.stream:
+            return Response(await job.built(job.all_events, outputs), headers=SSE)
+        return Response(await job.built(job.reply, outputs), media_type="application/json")
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""

@@ -1,10 +1,11 @@
 """Choices of checked completions and chats, whole and as events; max_tokens 0; suffix."""
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
@@ -19,13 +20,17 @@ from tinygpt.server.replies import (
     chat_logprobs,
     described,
     event,
+    in_parts,
     to_json,
     usage,
 )
 from tinygpt.wire import chunk_to_json, output_to_json
 
 OBFUSCATED_SIZE = 64  # bytes
+MAX_LOGPROBS = 1_000_000  # of a reply, which has up to 70 bytes for each
+LARGE = 5000  # log probabilities: 10 ms and more
 Made = CompletionOutput | StreamChunk
+Built = TypeVar("Built")
 
 
 @dataclass
@@ -47,6 +52,10 @@ class Job:
         self._is_padded, self._num_made = options.include_obfuscation, 0
         has_logprobs = self.form.logprobs is not None and self.form.logprobs is not False
         self._tells_all = self._tells_usage or self.form.return_token_ids or has_logprobs  # also tokens without a text
+        params = self.params
+        of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
+        each = (len(prompt.token_ids) * of_prompt + params.max_tokens * of_token for prompt in self.prompts)
+        self.num_logprobs = (params.best_of or params.n) * sum(each)  # at most
         self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
@@ -61,12 +70,20 @@ class Job:
             end["token_ids"] = token_ids
         return end
 
-    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
-        return [self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs]
+    def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
+        return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
-    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    async def built(self, build: Callable[[Any], Built], given: Any) -> Built:
+        """Return build(given), in a thread if that may block the loop."""
+        return await asyncio.to_thread(build, given) if self.num_logprobs > LARGE else build(given)
+
+    def reply(self, outputs: list[RequestOutput]) -> str:
         num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        return {**self.head, "choices": self.choices(outputs), "usage": self._usage(num_made)}
+        tail = {"usage": self._usage(num_made), **self.end_of_reply(outputs)}
+        return in_parts(self.head, "choices", self.choices(outputs), tail)
+
+    def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return {}
 
     def begin(self) -> bytes:
         return b""
@@ -120,9 +137,8 @@ class Chat(Job):
         logprobs = chat_logprobs(self.names, self.form.top_logprobs or 0, tokens) if self.form.logprobs else None
         return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
 
-    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
-        return {**super().reply(outputs), **ids}
+    def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        return {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
 
     def begin(self) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -136,6 +152,7 @@ class Completion(Job):
     first: Logprobs | None = None
     _found: dict[int, list[Logprobs | None]] = field(default_factory=dict)  # of prompts, as soon as they are known
     _lists: dict[int, CompletionLogprobs] = field(default_factory=dict)  # of choices that have begun
+    _described: tuple[int, list[dict[str, Any] | None]] = (-1, [])  # of the latest prompt, for all of its samples
     _held: list[PromptChunk] = field(default_factory=list)
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
@@ -155,11 +172,13 @@ class Completion(Job):
         if is_first and form.return_token_ids:
             choice["prompt_token_ids"] = prompt.token_ids
         if is_first and form.prompt_logprobs is not None:
-            pairs = zip(prompt.token_ids, self._found.get(i, []), strict=False)
-            choice["prompt_logprobs"] = [described(self.names, form.prompt_logprobs, *pair) for pair in pairs]
+            if self._described[0] != i:
+                pairs = zip(prompt.token_ids, self._found.get(i, []), strict=False)
+                self._described = i, [described(self.names, form.prompt_logprobs, *pair) for pair in pairs]
+            choice["prompt_logprobs"] = self._described[1]
         return choice
 
-    def choices(self, outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
         self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
         return super().choices(outputs)
 
@@ -176,14 +195,16 @@ class Completion(Job):
 class Generation(Job):
     """The request of a RemoteLLM, which reads the records of `wire`."""
 
-    def reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        return output_to_json(outputs[0])
+    def reply(self, outputs: list[RequestOutput]) -> str:
+        found = output_to_json(outputs[0])
+        ids = {"prompt_token_ids": found.pop("prompt_token_ids")}
+        return in_parts(ids, "outputs", found.pop("outputs"), found)
 
     def write(self, chunks: list[PromptChunk]) -> bytes:
         return b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
 
     def end(self, outputs: list[RequestOutput]) -> bytes:
-        return event({"output": output_to_json(outputs[0])})
+        return f'data: {{"output":{self.reply(outputs)}}}\n\n'.encode()
 
 
 def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:

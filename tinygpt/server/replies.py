@@ -4,6 +4,7 @@ import codecs
 import json
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +27,11 @@ MAX_SHOWN = 100  # characters of a field name that the client made up
 to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 Logprobs = dict[int, float]
 PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
+
+
+def in_parts(head: dict[str, Any], name: str, parts: Iterable[dict[str, Any]], tail: dict[str, Any]) -> str:
+    """Return the JSON of {**head, name: parts, **tail}. One call for all parts would hold the GIL for seconds."""
+    return f'{to_json(head)[:-1]},"{name}":[{",".join(map(to_json, parts))}],{to_json(tail)[1:]}'
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -112,7 +118,7 @@ def described(names: TokenNames, num_top: int, token_id: int, logprobs: Logprobs
 
 def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
     """Return the most probable tokens, then the token itself."""
-    return dict(list(logprobs.items())[:num_top]) | {token_id: logprobs[token_id]}
+    return dict(islice(logprobs.items(), num_top)) | {token_id: logprobs[token_id]}
 
 
 class ApiError(HTTPException):

@@ -223,9 +223,9 @@ class EventStream(StreamingResponse):
         try:
             yield job.begin()
             async for chunks in work.chunks():
-                if part := PING if chunks is None else job.write(chunks):
+                if part := PING if chunks is None else await job.built(job.write, chunks):
                     yield part
-            last = job.end(await work.outputs()) + DONE
+            last = await job.built(job.end, await work.outputs()) + DONE
         except ApiError as error:
             last = event(error_body(error)) + DONE
         except TinyGPTError as error:
