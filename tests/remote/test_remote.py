@@ -344,6 +344,10 @@ def test_a_chunk_comes_back_to_the_bit(chunk):
     assert repr(wire.record_from_json(StreamChunk, sent(wire.chunk_to_json(chunk)))) == repr(chunk)
 
 
+def test_minus_infinity_is_a_string_on_the_wire():
+    assert wire.chunk_to_json(StreamChunk("", 1, logprobs={1: -math.inf}))["logprobs"] == {"1": "-inf"}
+
+
 def test_times_are_told_by_the_callers_clock():
     output = RequestOutput(None, [1], [], RequestMetrics(100.0, 101.0, None, 104.5, 0), None, None, 0, 0)
     found = wire.output_from_json(sent(wire.output_to_json(output)), None, 7.0)
