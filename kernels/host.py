@@ -3,6 +3,8 @@
 A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 SCALE_BYTES = 4
@@ -64,10 +66,27 @@ def attention_maps(
     return maps
 
 
-def is_rare_draw(warpers) -> np.ndarray:
+class Warpers(NamedTuple):
+    """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each. A default is off."""
+
+    temperature: np.ndarray | float = 1
+    top_k: np.ndarray | float = 0
+    top_p: np.ndarray | float = 1
+    top_p_rule: np.ndarray | float = 0  # TOP_P_RULES
+    min_p: np.ndarray | float = 0
+    typical_p: np.ndarray | float = 1
+    epsilon_cutoff: np.ndarray | float = 0
+    eta_cutoff: np.ndarray | float = 0
+
+
+COMPILED = ("temperature", "top_k", "top_p", "min_p")
+
+
+def is_rare_draw(warpers: Warpers) -> np.ndarray:
     """Return a mask (R,) of rows that only the reference can draw."""
-    rare = warpers.top_p_rule, warpers.typical_p, warpers.epsilon_cutoff, warpers.eta_cutoff
-    return (np.array(rare) != np.array([[0], [1], [0], [0]])).any(0) & (warpers.temperature != 0)
+    off = Warpers._field_defaults.items()
+    rare = [column != value for (name, value), column in zip(off, warpers, strict=True) if name not in COMPILED]
+    return np.any(rare, 0) & (warpers.temperature != 0)
 
 
 def is_rare_edit(processors) -> np.ndarray:

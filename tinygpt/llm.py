@@ -15,11 +15,11 @@ from tinygpt.engine.input_processor import InputProcessor, OnChunk, score_of
 from tinygpt.engine.model_runner import ModelRunner, Probe, check_pooling
 from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
 from tinygpt.engine.prompts import Prompt, params_list, params_or_fields, prompt_list
-from tinygpt.engine.sampler import Warpers
 from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
+from tinygpt.kernels.host import Warpers
 from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, as_finished, with_bar
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
@@ -374,5 +374,5 @@ def start_compiling_draw() -> None:
 
 
 def compile_draw() -> None:
-    warpers = Warpers(*np.array([[1.0], [0], [1], [0], [0], [1], [0], [0]]))
+    warpers = Warpers(*np.array([*Warpers._field_defaults.values()], np.float64)[:, None])
     load_backend("cpu", "auto").sample(np.zeros((1, 2), np.float32), warpers, *np.zeros((3, 1), np.uint64))

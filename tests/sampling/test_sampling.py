@@ -9,10 +9,11 @@ from hypothesis.extra import numpy as arrays
 from support.examples import examples
 from support.kernel_tools import ROWS, extreme_row, masked_row, random_row
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.engine.sampler import TOP_P_RULES, Warpers
+from tinygpt.engine.sampler import TOP_P_RULES
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.sampling import STRIDE
 from tinygpt.kernels.cpu.sampling import _draw as cpu_draw
+from tinygpt.kernels.host import Warpers
 
 if HAS_TRANSFORMERS:
     import torch
@@ -49,7 +50,7 @@ def warped(row, temperature=1.0, top_k=0, top_p=1.0, min_p=0, typical_p=1, epsil
 
 def warpers_of(rows, temperature=1.0, top_k=0, top_p=1.0, **others):
     """Warpers with these settings, each one for all rows or an array with one for each row."""
-    off = dict(zip(Warpers._fields, (1.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True))
+    off = Warpers._field_defaults
     given = off | {"temperature": temperature, "top_k": top_k, "top_p": top_p} | others
     return Warpers(*(np.array(np.broadcast_to(given[name], rows), np.float64) for name in Warpers._fields))
 

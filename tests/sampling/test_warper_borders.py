@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from support.recorded import recorded
-from tinygpt.engine.sampler import Warpers, warpers_of
+from tinygpt.engine.sampler import warpers_of
 from tinygpt.kernels import cpu, reference
+from tinygpt.kernels.host import Warpers
 from tinygpt.sampling_params import SamplingParams
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

@@ -9,9 +9,9 @@ from support import tiny_checkpoint
 from support.apart import told
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.engine.sampler import Warpers
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.host import Warpers
 from tinygpt.weights.stored.packed import PACKED_FILE
 
 
@@ -24,7 +24,8 @@ def call_after(tell, folder, change):
     else:
         file.rename(folder / "old")
         file.touch()
-    batch, warpers, zeros = Batch.of([[3]], [0], [0]), Warpers(*np.zeros((8, 1))), np.zeros(1, np.uint64)
+    batch, zeros = Batch.of([[3]], [0], [0]), np.zeros(1, np.uint64)
+    warpers = Warpers(*np.zeros((len(Warpers._fields), 1)))
     calls = {
         "generate": lambda: llm.generate([[3]], params)[0].outputs,
         "steps": lambda: llm.engine.runner.multi_step(batch, warpers, zeros, zeros, 2, np.empty(0, np.int32)),

@@ -14,6 +14,7 @@ import numpy as np
 
 from tinygpt.engine.model_runner import ModelRunner
 from tinygpt.engine.sequence import SampledToken, Sequence
+from tinygpt.kernels.host import Warpers
 from tinygpt.sampling_params import SamplingParams
 
 NOT_FINITE = (
@@ -59,19 +60,6 @@ class Processors(NamedTuple):
     word_bounds: np.ndarray  # (P + 1,) int64: the i-th row has words[word_bounds[i]:word_bounds[i + 1]]
     allowed_ids: Ragged  # int32; empty: all may come
     forbidden_ids: Ragged  # int32
-
-
-class Warpers(NamedTuple):
-    """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    top_p_rule: np.ndarray  # TOP_P_RULES
-    min_p: np.ndarray
-    typical_p: np.ndarray
-    epsilon_cutoff: np.ndarray
-    eta_cutoff: np.ndarray
 
 
 class Edits:

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from tinygpt.engine.sampler import Warpers
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.sampling import NO_NUMBERS, sample
 from tinygpt.kernels.cpu.sampling_rows import SCAN_BLOCK, greatest
+from tinygpt.kernels.host import Warpers
 
 SIZES = (1, 7, 64, SCAN_BLOCK - 1, SCAN_BLOCK, SCAN_BLOCK + 1, 3 * SCAN_BLOCK + 5)
 ODD = np.array([0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-42, -1e-42, 3.4e38, -3.4e38], np.float32)

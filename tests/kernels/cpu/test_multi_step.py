@@ -10,10 +10,10 @@ import pytest
 
 from support.golden_models import write_model
 from tinygpt.engine import model_runner
-from tinygpt.engine.sampler import Warpers
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS
+from tinygpt.kernels.host import Warpers
 from tinygpt.weights.open import open_checkpoint
 
 # 97 tokens, 7 heads of 5: no dimension is a multiple of a vector or of a tile.
@@ -73,9 +73,8 @@ class Decoding:
 
 
 def warpers_of(temperature: list[float]) -> Warpers:
-    count = len(STARTS)
-    off = {"top_k": 0, "top_p": 1, "top_p_rule": 0, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
-    return Warpers(np.array(temperature), **{name: np.full(count, float(value)) for name, value in off.items()})
+    off = Warpers(*(np.full(len(STARTS), float(value)) for value in Warpers._field_defaults.values()))
+    return off._replace(temperature=np.array(temperature))
 
 
 GREEDY = warpers_of([0.0] * 7)

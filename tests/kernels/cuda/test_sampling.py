@@ -12,13 +12,14 @@ from support.cuda_device import SimulatedDevice
 from support.cuda_simulator import simulate
 from support.kernel_tools import ROWS as FINITE_ROWS
 from support.kernel_tools import masked_row, random_row, tied_row
-from tinygpt.engine.sampler import TOP_P_RULES, Warpers
+from tinygpt.engine.sampler import TOP_P_RULES
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, random_fraction, take_greatest
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, new_sampling_buffers, sample
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
 from tinygpt.kernels.cuda.step import MaxShape
+from tinygpt.kernels.host import Warpers
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ ROWS = [*FINITE_ROWS, spoilt_row, nothing_row]
 
 def warpers_of(rows, **given):
     """Warpers with these settings, each one for all rows or an array with one for each row."""
-    off = dict(zip(Warpers._fields, (1.0, 0, 1.0, 0, 0.0, 1.0, 0.0, 0.0), strict=True)) | given
+    off = Warpers._field_defaults | given
     return Warpers(*(np.array(np.broadcast_to(off[name], rows), np.float64) for name in Warpers._fields))
 
 
