@@ -112,7 +112,7 @@ def config_of_parts(
     said: Mapping[str, Any] = NONE,
     structure: Mapping[str, Any] = NONE,
 ) -> ModelConfig:
-    """Return ModelConfig by falling weight: said by files, seen in shapes, UNSEEN of a config.json beside, guessed.
+    """Return ModelConfig: `said` wins over `seen`, UNSEEN of a config.json, and `guessed`.
 
     Raise CheckpointError for impossible fields, without a number of heads, or with two.
     """

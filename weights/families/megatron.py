@@ -140,7 +140,7 @@ def _first_rank(source: Source) -> Mapping[str, Any]:
 
 
 def _version_of(source: Source) -> int:
-    """Take files without a version for the last, if Megatron core or NeMo wrote them, otherwise for the first."""
+    """Return checkpoint_version; without one, the last for Megatron core and NeMo, or the first."""
     is_new = source.container.archive_members or any(".linear_qkv." in name for name in source.container.tensors)
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
     if type(version) not in (int, float) or version not in _ROW_ORDERS:

@@ -72,7 +72,7 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
 
 
 def parts_of(checkpoint: Checkpoint) -> Iterator[Part]:
-    """Yield all tensors but a tied head and, if the layout has defaults, parameters that are them."""
+    """Yield all tensors but a tied head and the parameters that the layout leaves out."""
     layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
     for name, rule in layout.rules(checkpoint.config).items():
         if name == HEAD and checkpoint.tied:
