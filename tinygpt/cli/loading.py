@@ -64,7 +64,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
 
 
 def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
-    """Take a step if loading compiled kernels, so that rates contain no compilation."""
+    """Take a step if loading compiled kernels, so that rates contain less compilation."""
     if args.device != "cpu":
         return
     from tinygpt.kernels.cpu.jit import kernel_cache
