@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -231,6 +232,18 @@ def test_when_a_rank_ends_all_do(rank, how, call):
         assert re.fullmatch(said, err.replace(f"{ANNOUNCEMENT}\n", ""))  # the first run compiles
 
 
+def test_a_killed_rank_of_a_command_is_one_sentence_on_stderr(five):
+    """MPICH's mpiexec says it in ten lines on stdout."""
+    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
+    pids = ranks_of(process.pid, 2)
+    read_to(process, process.stderr, "serving")
+    os.kill(pids[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, out) == (9, "")
+    assert re.fullmatch(rf"tinygpt: error: process {pids[1]}, a rank on \S+, was killed, which ends all ranks\n", err)
+    assert_gone(pids)
+
+
 DYING = f"""{FAILING}
 from tinygpt.cli.main import main
 sys.exit(main())
@@ -398,8 +411,9 @@ def ranks_of(pid: int, count: int) -> list[int]:
 
     def all_are_there() -> bool:
         for child in below(pid):
-            names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-            found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
+            with suppress(OSError):  # it has ended
+                names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
         return len(found) == count
 
     until(all_are_there)
