@@ -128,6 +128,7 @@ def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(mon
         ({**ASKED, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({**ASKED, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({**ASKED, "chat_template_kwargs": {"a": [["b"] * MAX_TEXTS]}}, "chat_template_kwargs"),
+        ({**ASKED, "chat_template_kwargs": {"a": json.loads("[" * 600 + "]" * 600)}}, "chat_template_kwargs"),
     ],
 )
 def test_what_is_not_possible(chat, body, param):

@@ -352,9 +352,13 @@ class Api:
 
     async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
-        ids = await asyncio.to_thread(self.llm.tokenizer.encode, form.prompt, bool(form.split_special_tokens))
-        names = {"token_strs": [*map(self.names.name, ids)]} if form.return_token_strs else {}
-        return _json({"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names})
+
+        def reply() -> Response:
+            ids = self.llm.tokenizer.encode(form.prompt, bool(form.split_special_tokens))
+            names = {"token_strs": [*map(self.names.name, ids)]} if form.return_token_strs else {}
+            return _json({"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names})
+
+        return await asyncio.to_thread(reply)
 
     async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""

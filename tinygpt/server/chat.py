@@ -121,12 +121,15 @@ def _num_texts(value: Any) -> int:
 def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) -> list[int]:
     if "messages" in (form.chat_template_kwargs or {}):
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
-    if (count := _num_texts(form.chat_template_kwargs)) > MAX_TEXTS:
-        raise RequestError(f"holds {count} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
+    try:
+        if (count := _num_texts(form.chat_template_kwargs)) > MAX_TEXTS:
+            raise RequestError(f"holds {count} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
+        options = marks.guard(form.chat_template_kwargs or {}) | {"add_generation_prompt": form.add_generation_prompt}
+    except RecursionError:
+        raise RequestError("is nested too deeply.", "chat_template_kwargs") from None
     messages = [
         {"role": each.role} | marks.guard({"content": each.text} | ({} if each.name is None else {"name": each.name}))
         for each in form.messages
     ]
-    options = marks.guard(form.chat_template_kwargs or {}) | {"add_generation_prompt": form.add_generation_prompt}
     return marks.encode(template.render(messages, options), tokenizer.encode)
