@@ -16,6 +16,7 @@ from support.gate import Gate
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
+from tinygpt.server import serve
 from tinygpt.server.serve import allow_all_descriptors
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
@@ -116,7 +117,9 @@ def test_work_of_all_kinds_is_refused_before_its_prompt_is_read(llm, monkeypatch
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 
 
-def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypatch):
+@pytest.mark.parametrize("ends", [True, False])
+def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypatch, ends):
+    """ends: the thread does before the reply."""
     embed, begun, proceed = llm.embed, threading.Event(), threading.Event()
 
     def embed_when_allowed(*given):
@@ -125,13 +128,16 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
         return embed(*given)
 
     monkeypatch.setattr(llm, "embed", embed_when_allowed)
+    monkeypatch.setattr(serve, "FLUSH_SECONDS", 0.1)
     with served(llm, drain_seconds=0.05) as server:
         client = server.begin("/v1/embeddings", input=["a", "b"])
         assert begun.wait(60)
         server.terminate()
         until(lambda: server.api.outbox.stopped)
-        proceed.set()
+        if ends:
+            proceed.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
+        proceed.set()
 
 
 STUCK = """

@@ -103,6 +103,8 @@ class Api:
                 return await while_connected(request.receive, handle(form, request))
             except TinyGPTError as error:
                 raise from_engine(error, form) from None
+            except asyncio.CancelledError:  # uvicorn does not wait for a thread that does not end
+                raise self.outbox.stopped or asyncio.CancelledError from None
 
         return answer
 
