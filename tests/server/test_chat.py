@@ -7,7 +7,8 @@ import pytest
 from support.serving import served
 from tinygpt import SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.server.chat import MAX_TEXTS, ChatTemplate, Marks
+from tinygpt.server.chat import MAX_CHARACTERS, MAX_TEXTS, ChatTemplate, Marks, chat_ids
+from tinygpt.server.protocol import ChatRequest
 
 SOURCE = """\
 {%- for message in messages %}
@@ -128,6 +129,7 @@ def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(mon
         ({**ASKED, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({**ASKED, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs"),
         ({**ASKED, "chat_template_kwargs": {"a": [["b"] * MAX_TEXTS]}}, "chat_template_kwargs"),
+        ({**ASKED, "chat_template_kwargs": {"a": "b" * MAX_CHARACTERS}}, "chat_template_kwargs"),
         ({**ASKED, "chat_template_kwargs": {"a": json.loads("[" * 600 + "]" * 600)}}, "chat_template_kwargs"),
     ],
 )
@@ -200,3 +202,11 @@ def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source
 def test_a_list_of_templates_may_hold_anything(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5, {"name": "default"}]}))
     assert ChatTemplate.from_folder(tmp_path) is None
+
+
+def test_a_long_conversation_is_refused_before_it_is_searched(llm, monkeypatch):
+    monkeypatch.setattr("tinygpt.server.chat.Marks", None)
+    message = {"role": "user", "content": "b" * (MAX_CHARACTERS // 2)}
+    form = ChatRequest.model_validate({"messages": [message, message, {"role": "user", "content": "a"}]})
+    with pytest.raises(RequestError, match=f"messages holds {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"):
+        chat_ids(ChatTemplate(SOURCE, {}), llm.tokenizer, form)

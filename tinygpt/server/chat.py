@@ -19,7 +19,7 @@ from tinygpt.tokenizer.files import read_text
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.files import read_json_object
 
-MAX_CHARACTERS = 1_000_000  # of a prompt
+MAX_CHARACTERS = 1_000_000  # of a prompt: the search for special tokens holds the GIL for up to a second
 MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special tokens
 
 
@@ -60,7 +60,8 @@ class ChatTemplate:
             why = str(error) or repr(error)
             raise RequestError(f"is refused by this model's chat template: {why}.", "messages") from None
         if len(text) > MAX_CHARACTERS:
-            raise RequestError(f"is too long: the prompt would have {len(text)} characters.", "messages")
+            most = f"at most {MAX_CHARACTERS} are taken"
+            raise RequestError(f"is too long: the prompt would have {len(text)} characters; {most}.", "messages")
         return text
 
 
@@ -112,19 +113,32 @@ class Marks:
         return ids
 
 
-def _num_texts(value: Any) -> int:
-    if isinstance(value, dict):
-        return len(value) + sum(map(_num_texts, value.values()))
-    return sum(map(_num_texts, value)) if isinstance(value, list) else isinstance(value, str)
+def _texts(value: Any) -> list[str]:
+    """Return all texts and names of a JSON value."""
+    found, left = [], [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            found += value
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            found.append(value)
+    return found
 
 
 def chat_ids(template: ChatTemplate, tokenizer: Tokenizer, form: ChatRequest) -> list[int]:
     if "messages" in (form.chat_template_kwargs or {}):
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
+    texts = _texts(form.chat_template_kwargs)
+    if len(texts) > MAX_TEXTS:
+        raise RequestError(f"holds {len(texts)} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
+    for field, given in (("messages", [each.text for each in form.messages]), ("chat_template_kwargs", texts)):
+        if (count := sum(map(len, given))) > MAX_CHARACTERS:
+            raise RequestError(f"holds {count} characters; at most {MAX_CHARACTERS} are taken.", field)
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     try:
-        if (count := _num_texts(form.chat_template_kwargs)) > MAX_TEXTS:
-            raise RequestError(f"holds {count} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
         options = marks.guard(form.chat_template_kwargs or {}) | {"add_generation_prompt": form.add_generation_prompt}
     except RecursionError:
         raise RequestError("is nested too deeply.", "chat_template_kwargs") from None
