@@ -82,15 +82,15 @@ def outputs_on_ray(
     ray = _import_ray()
     log("starting Ray")
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    try:
-        _join(ray, count, arguments["threads"])
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
-        with redirect_stdout(sys.stderr):  # Ray prints when actors end, and stdout is for records
+    with redirect_stdout(sys.stderr):  # Ray prints when actors end, and stdout is for records
+        try:
+            _join(ray, count, arguments["threads"])
+            signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
             yield _outputs(ray, count, arguments, requests)
-    except ray.exceptions.RayError as error:
-        raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
-    finally:
-        ray.shutdown()
+        except ray.exceptions.RayError as error:
+            raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
+        finally:
+            ray.shutdown()
 
 
 def _outputs(ray: Any, count: int, arguments: dict[str, Any], requests: list[Request]) -> Iterator[tuple[int, Any]]:
