@@ -15,7 +15,7 @@ NORMS = tuple(NORM_BEFORE.values())
 
 
 class DeviceError(Exception):
-    """This machine cannot run a backend, or not this model."""
+    """This machine cannot run a backend or a model."""
 
 
 class Backend(Protocol):
@@ -65,7 +65,7 @@ class Backend(Protocol):
     def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
         """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C), float32.
 
-        The states are Hugging Face's, and before its last one the last layer's output as it is before ln_f.
+        The states are Hugging Face's, with the input of ln_f before the last one.
         """
 
     def sample(self, logits, warpers, seeds, sample_indices, positions) -> np.ndarray: ...

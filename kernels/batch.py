@@ -38,17 +38,17 @@ class Batch:
             seq_starts, context_lens = np.arange(len(chunks) + 1, dtype=np.int32), starts + np.int32(1)
             token_ids, positions = np.array([chunk[0] for chunk in chunks], np.int32), starts
         else:
-            lens = np.array([len(chunk) for chunk in chunks], np.int32)  # (S,)
-            seq_starts, context_lens = _bounds(lens), starts + lens  # (S+1,)
-            token_ids = np.concatenate([np.asarray(chunk, np.int32) for chunk in chunks])  # (N,)
-            positions = _runs(starts, lens)  # (N,)
+            lens = np.array([len(chunk) for chunk in chunks], np.int32)
+            seq_starts, context_lens = _bounds(lens), starts + lens
+            token_ids = np.concatenate([np.asarray(chunk, np.int32) for chunk in chunks])
+            positions = _runs(starts, lens)
         if logits_of == "all":
             logit_rows = np.arange(seq_starts[-1], dtype=np.int32)
         elif logits_of == "last" or all(count == 1 for count in logits_of):
             logit_rows = seq_starts[1:] - np.int32(1)
         else:
             counts = np.array(logits_of, np.int32)  # (S,)
-            logit_rows = _runs(seq_starts[1:] - counts, counts)  # (R,)
+            logit_rows = _runs(seq_starts[1:] - counts, counts)
         return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
 
     def next_step(self, token_ids: np.ndarray) -> "Batch":

@@ -41,8 +41,8 @@ def from_rows(rows: np.ndarray) -> np.ndarray:
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
     with np.errstate(invalid="ignore"):
-        rows = [row - row.max() for row in logits]  # (V,) each
-        return np.stack([row - np.log(np.exp(row).sum()) for row in rows])  # (R, V)
+        rows = [row - row.max() for row in logits]
+        return np.stack([row - np.log(np.exp(row).sum()) for row in rows])
 
 
 def attention_maps(
@@ -51,7 +51,7 @@ def attention_maps(
     """Return softmax(scale q·k) (L, H, T, T) of queries (L, T, C) and a KV cache's keys (L, H, T, D)."""
     layers, heads, length, _ = keys.shape
     maps = np.zeros((layers, heads, length, length), np.float32)
-    is_past = np.tri(length, dtype=bool)  # (T, T)
+    is_past = np.tri(length, dtype=bool)
     back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
     decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
     for layer in range(layers):

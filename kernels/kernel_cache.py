@@ -43,7 +43,7 @@ class KernelCache:
             return None
         try:
             return rebuild(pickle.loads(body))
-        except Exception as error:  # a kernel that does not load is compiled again, whatever the reason
+        except Exception as error:  # for any reason: the kernel is compiled again
             logger.debug("%s does not load and is compiled again: %r", name, error)
             return None
 
@@ -120,7 +120,7 @@ def fingerprint(sources: Path, build: Any) -> str:
 def user_cache() -> Path:
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
-    home = Path(os.path.expanduser("~"))  # stays "~" for a user without a home; Path.home() raises
+    home = Path(os.path.expanduser("~"))  # "~" for a user without a home; Path.home() raises
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "tinygpt" / "cache"
     if sys.platform == "darwin":

@@ -76,7 +76,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The best peer's best time over ours: above 1, tinygpt is faster."""
+        """Above 1, tinygpt is faster."""
         ours = self.ms.get(OURS.name)
         return min(self.ms[self.best_peer]) / min(ours) if ours and self.best_peer else None
 
@@ -139,7 +139,7 @@ class Engines:
         return row
 
     def _call(self, name: str, method: str, **arguments: Any) -> Any:
-        """Return the result of an engine's method; None if it fails, and the engine is absent from then on."""
+        """Return the result of an engine's method, or None if it fails."""
         time.sleep(PAUSE)
         try:
             return self.workers[name].call(method, **arguments)
@@ -160,7 +160,7 @@ def agreement(logits: list[float], reference: list[float]) -> str:
 
 
 def markdown(rows: Iterable[Row], engines: list[str], absent: dict[tuple[str, str], str]) -> str:
-    """Return the table: best milliseconds, the median in brackets, the best peer's in bold."""
+    """Return the table, with medians in brackets and the best peer's time in bold."""
     lines = []
     for row in rows:
         cells = []

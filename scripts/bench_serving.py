@@ -38,7 +38,7 @@ class Reply:
 
     sent: float
     status: int = 0
-    token_times: list[float] = field(default_factory=list)  # of each event with a text
+    token_times: list[float] = field(default_factory=list)  # of events with text
     num_tokens: int = 0  # the server's count: some tokens have no text, and so no event
     error: str = ""
 
@@ -74,7 +74,7 @@ async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, 
 
 
 def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
-    """Parse a reply after the measurement: parsing an event takes as long as some steps of a small model."""
+    """Parse a reply after the measurement: parsing takes as long as some steps of a small model."""
     reply, waiting, is_body = Reply(sent), b"", False
     for arrived, piece in pieces:
         waiting += piece.replace(b"\r\n", b"\n")
@@ -158,7 +158,7 @@ def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[st
 
 
 def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return a row for each load and server: medians of the repeats, after a warm-up."""
+    """Return a row for each load and server, after a warm-up."""
     rows, fixed = [], {"max_tokens": args.new_tokens, "temperature": 0, "stream": True}
     loads = [(f"{n} clients", closed_loop, n, n * args.each) for n in args.clients]
     loads += [(f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates]

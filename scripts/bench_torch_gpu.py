@@ -42,7 +42,7 @@ def build_model(shape: str, dtype: str, device: str) -> GPT2LMHeadModel:
 
 
 class Eager:
-    """The forward pass with a growing cache and an argmax, without the overhead of `generate`."""
+    """The forward pass with a growing cache and an argmax, without `generate`."""
 
     def __init__(self, model: GPT2LMHeadModel):
         self.model = model
@@ -70,7 +70,7 @@ class Compiled:
             self.cache, self.size = StaticCache(self.model.config, max_cache_len=size[1]), size
             self._next(tokens[:, :1])  # allocates the cache before anything is compiled for it
         self.cache.reset()
-        # A prompt before decoding is read eagerly; the prefill that is timed is compiled.
+        # A prompt before decoding is read eagerly; a timed prefill is compiled.
         self.tokens = self._next(tokens) if num_steps else self._run(tokens)
 
     def step(self) -> None:
@@ -157,7 +157,7 @@ def main() -> None:
                 engine, timed = (llm, tinygpt_ms) if name == "tinygpt" else (TORCH_ENGINES[name](model), torch_ms)
                 try:
                     cells.append(f"{statistics.median(timed(engine, prompts, steps, args.repeats)):.3f}")
-                except Exception as error:  # of one engine: the others go on
+                except Exception as error:  # the other engines go on
                     cells.append(type(error).__name__)
                     print(f"{shape}, {case}, {name}: {error}", file=sys.stderr, flush=True)
                 del engine

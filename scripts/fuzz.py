@@ -260,7 +260,7 @@ def damaged(draw: Callable, files: Files) -> Damage:
 
 
 class Watch:
-    """Python's audit hook: reports what a load must not do. A process has one, because a hook cannot be removed."""
+    """Python's audit hook: reports acts that a load must not do. Once a process: a hook cannot be removed."""
 
     NEVER = ("subprocess.", "socket.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "shutil.", "os.remove")
     CODE = tuple(str(Path(place).resolve()) for place in (ROOT, sys.prefix, sys.base_prefix))
@@ -301,7 +301,7 @@ def write_all(folder: Path, files: Files) -> None:
     for name, data in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # a mapping of the earlier file stays as it was
+        path.unlink(missing_ok=True)  # keeps a mapping of the earlier file
         path.write_bytes(data)
 
 
@@ -379,7 +379,7 @@ def possible_values(name: str) -> list[Any]:
 
 @st.composite
 def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]]:
-    """Return token ids, many of which begin alike, and a few fields of SamplingParams, some of them impossible."""
+    """Return token ids, often with a common beginning, and a few fields of SamplingParams, some impossible."""
     shared = draw(st.sampled_from([[], [1, 2, 3], list(range(20))]))
     prompt = [*shared, *draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5))]
     names = [f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")]
@@ -397,7 +397,7 @@ def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Future | Tiny
 
 
 def answer(submitted: Future | TinyGPTError) -> str:
-    """Wait for the result, and return it without times, or the refusal, as text."""
+    """Return the result without times, or the refusal, as text."""
     try:
         return repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
     except TinyGPTError as error:

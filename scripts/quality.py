@@ -74,7 +74,7 @@ def measure(
     dtypes: Iterable[str] = (*DTYPES, INT8_CACHE),
     converted: dict[str, str] | None = None,
 ) -> dict[str, Quality]:
-    """Compare each dtype of a checkpoint, and folders that it was converted to, with float32."""
+    """Compare each dtype of a checkpoint, and its converted folders, with float32."""
     kinds = {dtype: {"dtype": dtype} for dtype in ("float32", *dtypes)}
     kinds |= {INT8_CACHE: {"kv_cache_dtype": "int8"}} if INT8_CACHE in kinds else {}
     llms = {name: LLM(model, max_num_seqs=1, **kind) for name, kind in kinds.items()}
@@ -146,7 +146,7 @@ def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 
 
 def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.ndarray]:
-    """Return the std over channels (T,) of the residual stream in front of each layer norm."""
+    """Return the residual stream's std over channels (T,) before each layer norm."""
     params, batch = reference.load_params(checkpoint), Batch.of([token_ids], [0], [0])
     cache, stds = reference.new_kv_cache(checkpoint.config, 1, len(token_ids)), {}
     x = params["wte.weight"][token_ids].astype(np.float64) + params["wpe.weight"][: len(token_ids)]  # (T, C)
@@ -163,7 +163,7 @@ def typical_std(checkpoint: Checkpoint, token_ids: list[int]) -> float:
 
 
 def shift_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
-    """Move three channels by 10, -5 and -5 stds. With 30, float32 itself does badly."""
+    """Move three channels by 10, -5 and -5 stds. At 30, float32 itself does badly."""
     raise_residual(tensors, checkpoint, token_ids, typical_std(checkpoint, token_ids) * np.array([10, -5, -5]))
 
 
@@ -186,7 +186,7 @@ OUTLIERS: dict[str, Edit] = {
     "neurons at 20": partial(raise_neurons, level=20),
     "like GPT-2": make_gpt2_like,
 }
-# Outliers that a calibration tames better than the weights alone.
+# Outliers that need a calibration.
 EXTREMES: dict[str, Edit] = {
     "values x 100": partial(amplify_values, scale=100),
     "neurons at 50": partial(raise_neurons, level=50),

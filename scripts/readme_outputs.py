@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 WIDTH, TEXT_LINES, MORE = 120, 6, "[...]"  # of a paragraph; MORE stands for its rest
 ADDRESS = "http://127.0.0.1:8000"
 SERVE = ("tinygpt", "serve", "--served-model-name", "demo")
-REPLY_TEXT = re.compile(r'"text":"(?:[^"\\]|\\.)*"')  # the part of a server's reply that is compared
+REPLY_TEXT = re.compile(r'"text":"(?:[^"\\]|\\.)*"')  # compared, of a server's reply
 MEASURED = re.compile(r"\d[\d,.]*(?= (tokens/s|ms|s|kernels compiled)\b)")
 
 
@@ -74,7 +74,7 @@ def places(text: str) -> Iterator[Place]:
 
 
 def outputs(text: str, folder: str) -> Iterator[tuple[Place, str]]:
-    """Yield each place with its output, with a server from the first that asks one."""
+    """Yield each place and its output; a server runs from the first place that asks it."""
     with ExitStack() as stack:
         is_served = False
         for place in places(text):
@@ -92,7 +92,7 @@ def run(place: Place, shown: str, folder: str) -> str:
     if missing := place.missing():
         print(f"not run, {missing} is missing: {shlex.join(place.command)[:WIDTH]}", file=sys.stderr)
         return shown
-    # A command shows its stderr, too; an example shows its prints.
+    # An example shows only its prints.
     stderr = subprocess.PIPE if place.command[1] == "-c" else subprocess.STDOUT
     result = subprocess.run(place.command, stdout=subprocess.PIPE, stderr=stderr, **options(folder))
     if result.returncode:
@@ -104,7 +104,7 @@ def run(place: Place, shown: str, folder: str) -> str:
 
 
 def options(folder: str) -> dict:
-    """Return options of a process that finds this checkout and no compiled kernels."""
+    """Return subprocess options: this checkout, no compiled kernels."""
     places = {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(Path(folder, ".cache")), "TMPDIR": folder}
     return {"cwd": folder, "env": {**os.environ, **places}, "text": True, "encoding": "utf-8"}
 

@@ -77,7 +77,7 @@ def run_thread(llm: LLM | RemoteLLM, count: int, seed: int, pids: list[int], rep
     for _ in range(count):
         try:
             end = run_request(llm, generator, report)
-        except Exception as error:  # a thread that ends early would hide it
+        except Exception as error:  # else lost with its thread
             end = f"{type(error).__name__}: {error}"
         with report.lock:
             report.ends[end] += 1
@@ -124,7 +124,7 @@ def resident_bytes(pids: list[int]) -> int:
 
 def num_left(llm: LLM | RemoteLLM, url: str | None) -> int:
     """Return the samples that still run or wait."""
-    time.sleep(0.5)  # the last cancelled samples leave after their step
+    time.sleep(0.5)  # cancelled samples leave after their step
     if url is None:
         return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()

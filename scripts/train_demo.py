@@ -66,7 +66,7 @@ def train_tokenizer(documents: Iterable[str], num_merges: int, folder: Path) -> 
 
 @dataclass(frozen=True)
 class Windows(Dataset):
-    """`count` windows of `size` token ids and the ids after each, out of token_ids (T,).
+    """`count` windows of `size` token ids, and the next ids, of token_ids (T,).
 
     is_shifted: whether a window starts anywhere in its piece of the text, anew each time.
     """

@@ -1,4 +1,4 @@
-"""Exceptions that a user can act on, and the sentences that more than one module builds."""
+"""Exceptions that a user can act on, and sentences that several modules build."""
 
 import reprlib
 from collections.abc import Iterable, Iterator, Sized
@@ -25,7 +25,7 @@ class RequestError(TinyGPTError):
         self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
 
     def named(self, name: str | None) -> "RequestError":
-        """Return the error of a field of another name, such as "--temperature"."""
+        """Return the error with another name of the field, such as "--temperature"."""
         error = type(self)(self.reason, name, self.value, self.allowed)
         error.work_started = self.work_started
         return error
@@ -49,7 +49,7 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM was received."""
 
 
-# What the program says, and its exit code: 128 + SIGINT or SIGTERM, as a shell reports it.
+# Message and exit code: 128 + the signal, as a shell reports it.
 INTERRUPTS = {KeyboardInterrupt: ("interrupted", 130), Terminated: ("terminated", 143)}
 
 
@@ -68,7 +68,7 @@ def suggest(name: str, names: Iterable[str]) -> str:
 
 @contextmanager
 def work_started_by(work: Sized) -> Iterator[None]:
-    """Mark an error of the block as one after work had started if `work` is not empty."""
+    """Mark the block's error as raised after work had started, if `work` is not empty."""
     try:
         yield
     except TinyGPTError as error:

@@ -1,8 +1,8 @@
-"""A process for each grammar: the package llguidance compiles and follows it there, with a limit of memory and time.
+"""A process for each grammar: llguidance compiles and follows it there, within limits of memory and time.
 
-The package has no limit of its own for a part of its work, and aborts its process if memory runs out. A server, which
-runs this file alone, imports the package and reads the vocabulary once; its fork for a grammar takes milliseconds. If
-the fork ends, the requests with its grammar fail, and no others.
+llguidance limits only a part of its work, and aborts its process if memory runs out. A server process, which runs this
+file alone, imports llguidance and reads the vocabulary once; a fork for a grammar takes milliseconds. If a fork ends,
+only the requests with its grammar fail.
 """
 
 import itertools
@@ -22,12 +22,12 @@ from typing import Any
 
 _channels: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 MAX_BYTES = 2**28  # of a process, which begins with 2**26 for 50 257 tokens; 48 KB of schema add 2**23
-# Of the processor. 48 KB of schema take 0.16 s; a step that is within the package's limits takes 15 ms.
+# CPU time. 48 KB of schema take 0.16 s; a step within llguidance's limits takes 15 ms.
 COMPILE_SECONDS, STEP_SECONDS = 1.0, 0.5
 
 
 class LimitError(Exception):
-    """A process has ended. `str()` completes "it"."""
+    """A grammar's process has ended. `str()` has the grammar as its subject."""
 
 
 class Grammar:
@@ -54,7 +54,7 @@ class Grammar:
             try:
                 _send(self._channel, (seconds, dropped, name, args))
                 result, bug = _receive(self._channel)
-            except BaseException as error:  # Ctrl-C too: the reply would be taken for the next one
+            except BaseException as error:  # Ctrl-C too: the next call would take this reply
                 self._channel.close()
                 if isinstance(error, OSError | EOFError):
                     raise LimitError(f"takes more than {seconds:g} s or {MAX_BYTES >> 20} MiB") from None
@@ -72,16 +72,16 @@ class Sample:
         self.ask("add", None if copied is None else copied._number)
 
     def __del__(self):
-        self.grammar.dropped.append(self._number)  # the next call tells the process: a finalizer must not wait
+        self.grammar.dropped.append(self._number)  # until the next call: a finalizer must not wait
 
     def ask(self, name: str, *args: Any) -> Any:
         return self.grammar.ask(STEP_SECONDS, name, self._number, *args)
 
 
 class GrammarServer:
-    """Starts the processes of grammars, and its own with the first.
+    """The server process, started with the first grammar, and its forks.
 
-    tokens: the bytes of each token, then b"", the end; special_token_ids. Without them it can validate alone.
+    tokens: the bytes of each token, then b"", the end; special_token_ids. Without them it only validates.
     """
 
     def __init__(self, tokens: list[bytes] | None = None, special_token_ids: list[int] | None = None):
@@ -93,7 +93,7 @@ class GrammarServer:
         if not hasattr(socket, "send_fds"):  # Windows has no fork, and so no limits here
             return Grammar(Matchers(*self._vocabulary))
         ours, theirs = socket.socketpair()
-        with theirs, self._lock, suppress(OSError):  # of a server that has ended: the first call of a Grammar says so
+        with theirs, self._lock, suppress(OSError):  # an ended server: the Grammar's first call reports it
             if self._process is None or self._process.poll() is not None:
                 self._start()
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
@@ -112,14 +112,14 @@ class GrammarServer:
 
 
 def end_all() -> None:
-    """End all calls, with an error: threads that wait for one would keep the interpreter from its end."""
+    """End all calls with an error: a waiting thread would keep the interpreter from its end."""
     for channel in list(_channels):
         with suppress(OSError):  # of an ended process
             channel.shutdown(socket.SHUT_RDWR)
 
 
 def _end(starter: int, control: socket.socket, process: subprocess.Popen) -> None:
-    if os.getpid() == starter:  # else in a fork of it, which has the socket too
+    if os.getpid() == starter:  # a fork has the socket, too
         with suppress(OSError):  # of an ended process
             control.shutdown(socket.SHUT_RDWR)
         control.close()
@@ -130,7 +130,7 @@ def _end(starter: int, control: socket.socket, process: subprocess.Popen) -> Non
 class State:
     matcher: Any
     token_ids: list[int]
-    is_alone: bool  # whether the matcher shares no limits of the package with those of other samples
+    is_alone: bool  # whether llguidance counts its limits for this matcher alone
 
 
 class Matchers:
@@ -178,7 +178,7 @@ class Matchers:
         self._samples[sample] = State(of.matcher.deep_copy(), [*of.token_ids], of.is_alone)
 
     def take(self, sample: int, token_id: int) -> bool:
-        """Go on with a token. Return whether the text can only end."""
+        """Append a token. Return whether the text can only end."""
         state = self._samples[sample]
         state.token_ids.append(token_id)
         if not state.matcher.consume_token(token_id):
@@ -219,7 +219,7 @@ def _read(channel: socket.socket, size: int) -> bytes:
 def _serve(channel: socket.socket, matchers: Matchers) -> None:
     while True:
         seconds, *message = _receive(channel)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # then a signal ends the process, whatever it does
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # then a signal ends the process
         try:
             reply = matchers.answer(*message), ""
         except MemoryError:
@@ -238,7 +238,7 @@ def _main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leaves no zombies
     matchers = Matchers(*_receive(control))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError):  # the process was given less
+    with suppress(ValueError):  # the hard limit is lower
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     while True:
         taken, take = os.pipe()

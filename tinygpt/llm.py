@@ -25,7 +25,7 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
-# Requests that take the model and the sampler through all kernels.
+# Requests that reach all kernels.
 WARMUP_REQUESTS = (
     SamplingParams(max_tokens=2, ignore_eos=True),
     SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
@@ -45,21 +45,21 @@ class LLM:
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
         converted checkpoint, else float32.
     device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).
-    threads: threads that compute; None is one for each fast physical core.
+    threads: None is one for each fast physical core.
     max_num_seqs: samples that run at once; others wait.
     max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
     kv_cache_dtype: "float32", "bfloat16", "int8"; "auto" is float32 for float32 weights, else bfloat16.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
-        that is more. Fewer shorten the wait for others' prompts; more read prompts faster.
-    prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts that
-        begin like them; with 0 finished requests share nothing.
+        that is more. Fewer shorten other requests' wait for a prompt; more read prompts faster.
+    prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts with
+        the same beginning; with 0 finished requests share nothing.
     max_queue: submitted samples that may wait; None is any number.
     draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step: fewer
         steps, the same results.
-    lora: a folder in PEFT's layout with a LoRA adapter, which is merged into the weights.
+    lora: a folder with a LoRA adapter in PEFT's layout, merged into the weights.
     soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
         soft_prompt.
-    split_special_tokens: read special tokens such as <|endoftext|> within texts, of unknown origin, as plain text.
+    split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.
@@ -126,7 +126,7 @@ class LLM:
         return self._inputs.tokenizer
 
     def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
-        """Return a text or token ids, encoded and checked once, for any call that takes a prompt.
+        """Encode and check a text or token ids, for any call that takes a prompt.
 
         split_special_tokens: None is the LLM's.
         """
@@ -184,7 +184,7 @@ class LLM:
     ) -> RequestFuture:
         """Continue one prompt in the background.
 
-        Cancelling the future frees what the request holds within a step.
+        Cancelling the future frees the request's memory within a step.
         on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
             not run them.
         Raise, before any work, RequestError if the prompt cannot be served, QueueFullError if max_queue samples wait.
@@ -206,7 +206,7 @@ class LLM:
         return self._inputs.num_virtual_tokens(soft_prompt)
 
     def session(self) -> Session:
-        """Return an empty text, to be written in turns: a turn computes its new tokens alone."""
+        """Return an empty session: each turn computes its new tokens alone."""
         self.engine.check_open()
         return Session(self, [])
 
@@ -254,12 +254,12 @@ class LLM:
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
     ) -> list[ContinuationScore]:
-        """Return how probable each continuation of the prompt is, by the model's own probabilities.
+        """Score each continuation of the prompt by the model's own probabilities.
 
         prompt, continuations: texts or token ids. An empty prompt is the BOS token; it is read once.
         As in evaluation harnesses, white space at the prompt's end belongs to each continuation, and prompt and
         continuation are encoded together; apart, if that changes the prompt's tokens, or if either is token ids.
-        soft_prompt: the name of one in front of the prompt. split_special_tokens: None is the LLM's.
+        soft_prompt: the name of a soft prompt before the prompt. split_special_tokens: None is the LLM's.
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
@@ -275,7 +275,7 @@ class LLM:
     def close(self) -> None:
         """Free the memory. Later calls and unfinished futures raise RequestError.
 
-        So does this in a function that a step calls, and closes nothing.
+        A call from within a step, such as on_chunk's, raises RequestError and closes nothing.
         """
         self.engine.close()
         self._inputs.close()

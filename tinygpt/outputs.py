@@ -1,4 +1,4 @@
-"""The records of a request, futures of them, and the bar that counts finished requests."""
+"""The outputs of a request, futures of them, and a bar that counts finished requests."""
 
 import operator
 import os
@@ -23,7 +23,7 @@ class CompletionOutput:
     text: str | None
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
-    stop_reason: int | str | None  # what ended it: a token id, a stop string, "max_time", "loop" or "grammar"
+    stop_reason: int | str | None  # a token id, a stop string, "max_time", "loop" or "grammar"
     logprobs: list[dict[int, float]] | None  # per new token: id -> log probability, the sampled id included
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the tokens' scores over length**length_penalty
@@ -39,7 +39,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class ContinuationScore:
-    """How probable a continuation is. is_greedy: whether greedy decoding would write it."""
+    """The probability of a continuation. is_greedy: whether greedy decoding would write it."""
 
     token_ids: list[int]
     logprobs: list[float]  # of each token
@@ -124,7 +124,7 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, float] | None] | None
     prompt_cumulative_logprob: float | None  # sum over the tokens after the first
     num_cached_tokens: int  # of the prompt, found in the KV cache
-    num_truncated_tokens: int  # of the prompt's beginning, not read because overflow allows that
+    num_truncated_tokens: int  # of the prompt's beginning, left out by overflow
 
     def __repr__(self) -> str:
         prompt = None if self.prompt is None else self.prompt[:80] + "..." * (len(self.prompt) > 80)
@@ -135,13 +135,13 @@ class RequestOutput:
 
 
 class StreamChunk(NamedTuple):
-    """The text that became certain with a token. A sample's last chunk has a finish reason.
+    """The text that a token completes. A sample's last chunk has a finish reason.
 
     A tuple, which takes a third of a frozen dataclass's time: a step waits for it.
     """
 
     text: str
-    token_id: int | None  # None if max_time ended the sample without one more
+    token_id: int | None  # None if max_time ended the sample without a token
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0  # among the request's n samples
     logprobs: dict[int, float] | None = None  # of this token, whose text may come later
@@ -164,9 +164,9 @@ class _Condition(threading.Condition):
 
 
 class ThreadFuture(Future[Result]):
-    """The result of another thread. Raises RequestError, instead of waiting, if `check_thread` finds that thread gone.
+    """The result of another thread, or RequestError if that thread has ended.
 
-    owner: the kind of object that has the thread.
+    owner: the class that has the thread.
     """
 
     def __init__(self, owner: str = "LLM"):

@@ -81,7 +81,7 @@ def jit(function):
 def kernel(function):
     """Compile as `jit` does, without reference counts: for functions that make no array.
 
-    Numba's counters are atomic and shared by all threads: 150 ns of a tile's 300 ns.
+    Numba's atomic counters take 150 of a tile's 300 ns.
     """
     return _kernel_or_part(function, _nrt=False)
 

@@ -46,7 +46,7 @@ def take_steps(team, leads, params, kv_cache, buffers):
             begin_step(team)
         step, x = step_of(buffers), buffers.x[: buffers.sizes[0]]
         layers, every = params.attention_scales.size, buffers.every[: x.shape[0]]
-        embed(team, params, x, step, buffers)  # (N, C)
+        embed(team, params, x, step, buffers)
         for layer in range(layers):
             keep_rows(team, buffers.hidden, layer, x)
             attention_block(team, params, layer, x, step, kv_cache, buffers)
@@ -68,8 +68,8 @@ def take_steps(team, leads, params, kv_cache, buffers):
 def embed(team, params, x, step, buffers):
     """x (N, C) = wte[token] + wpe[position]; a negative id stands for a row of embeds."""
     b, n = buffers, x.shape[0]
-    embed_rows(team, params.project_in, params, x, step, buffers)  # (N, C)
-    norm_if_any(team, b.stream, x, b.every[:n], params.embed_norm, ONE_LAYER, params.epsilon)  # (N, C)
+    embed_rows(team, params.project_in, params, x, step, buffers)
+    norm_if_any(team, b.stream, x, b.every[:n], params.embed_norm, ONE_LAYER, params.epsilon)
 
 
 @inline
@@ -77,22 +77,22 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     b, n, scale = buffers, x.shape[0], params.attention_scales[layer]
     qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
-    norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)  # (N, C)
+    norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
     keep_rows(team, b.queries, layer, qkv)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
-    attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)  # (N, C)
+    attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)
     quantize_activations(team, b.heads, attended, params.attended_factors, layer)
-    add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)  # (N, C)
+    add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)
 
 
 @inline
 def mlp_block(team, params, layer, x, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     b, n, row, activation = buffers, x.shape[0], mlp_row(params.experts, layer), params.activation
-    norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)  # (N, C)
+    norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)
     linear_to_operand(team, b.inner, b.normed, params.c_fc, row, params.embd_segments, activation, n)  # (N, F)
-    add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)  # (N, C)
+    add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)
 
 
 @inline
@@ -100,4 +100,4 @@ def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
     norm_before(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
-    score_tokens(team, params.project_out, params, logits, buffers)  # (R, V)
+    score_tokens(team, params.project_out, params, logits, buffers)

@@ -1,6 +1,6 @@
 """From logits to a token, as in the reference. R rows, one for each token to choose, V vocabulary.
 
-Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias. Other rows go through the reference.
+Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the reference does the rest.
 """
 
 import math

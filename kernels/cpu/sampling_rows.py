@@ -1,6 +1,6 @@
 """Passes over one row of scores that LLVM vectorizes.
 
-They make no array, and so need no reference counts: that compiles in a fraction of the time.
+They make no array: without reference counts a pass compiles in a fraction of the time.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from tinygpt.kernels.cpu.team import atomic_load, atomic_store, claim, complete,
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 PARTIAL_SUMS = 64  # accumulators that LLVM adds side by side
 BUCKETS = 1024  # the search for a border sums by buckets first
-# exp(-104) is 0 in float32: lower scores have no probability.
+# exp(-104) is 0 in float32.
 BUCKETS_PER_UNIT = np.float32(BUCKETS / 104)
 
 MAGNITUDE = np.int32(0x7FFFFFFF)  # float32 bits without the sign

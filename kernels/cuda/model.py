@@ -26,35 +26,35 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> D
 
 def queue_step(params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
     x = workspace.x
-    embed(params, x, shape, workspace)  # (N, C)
+    embed(params, x, shape, workspace)
     for layer in range(params.config.n_layer):
-        attention_block(params, layer, x, shape, kv_cache, workspace)  # (N, C)
-        mlp_block(params, layer, x, shape, workspace)  # (N, C)
-    head(params, x, shape, workspace)  # (R, V)
+        attention_block(params, layer, x, shape, kv_cache, workspace)
+        mlp_block(params, layer, x, shape, workspace)
+    head(params, x, shape, workspace)
 
 
 def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id."""
-    embed_tokens(params, x, shape, workspace)  # (N, C)
+    embed_tokens(params, x, shape, workspace)
 
 
 def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     qkv, attended = heads_of(kv_cache, workspace), workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
-    attend(params, layer, attended, kv_cache, shape, workspace)  # (N, C)
-    add_projection(params, "attn_proj", layer, x, attended, shape, workspace)  # (N, C)
+    attend(params, layer, attended, kv_cache, shape, workspace)
+    add_projection(params, "attn_proj", layer, x, attended, shape, workspace)
 
 
 def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     inner, activation = workspace.inner, params.config.activation
     normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
-    add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)  # (N, C)
+    add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)
 
 
 def head(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     if shape.logits:
         logits = workspace.logits
-        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, logits, x, shape, workspace, LOGITS)  # (R, V)
+        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, logits, x, shape, workspace, LOGITS)

@@ -18,7 +18,7 @@ from tinygpt.kernels.host import to_bfloat16
 OUT_TILE = 8  # features of a panel
 STEP = 64
 STEP_SIZE = OUT_TILE * STEP  # numbers
-# A sum over K has 8 runs of whole steps, each added in order, then the runs in order, in every kernel.
+# Every kernel sums K in 8 runs of whole steps, each in order, then the runs in order.
 SEGMENTS = 8
 ARRAY_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
 # By field of the configuration.

@@ -12,14 +12,14 @@ WEIGHT_LEVELS = 2**14 - 1
 
 def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
     """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D), slopes (H,) or ()."""
-    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)  # (N, H, D)
+    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)
 
 
 def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if len(slopes):
-        scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)  # (N, H, T)
+        scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)
     scores = np.where(back[:, None, :] < 0, -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights / weights.sum(-1, keepdims=True)  # (N, H, T)
@@ -28,14 +28,14 @@ def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
 def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
     """Attend with int8 queries, and weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
-    weights = attention_weights(q * q_scales, k, positions, scale, slopes)  # (N, H, T)
+    weights = attention_weights(q * q_scales, k, positions, scale, slopes)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
     weights = weights * v_scales[..., 0]  # (N, H, T)
-    attended = np.zeros_like(q)  # (N, H, D)
+    attended = np.zeros_like(q)
     for start in range(0, k.shape[1], INT8_BLOCK):
         block = slice(start, start + INT8_BLOCK)
         numbers, scales = to_int8(weights[..., block], WEIGHT_LEVELS)  # (N, H, block), (N, H, 1)
-        attended += scales * np.einsum("nht,htd->nhd", numbers, v[:, block])  # (N, H, D)
+        attended += scales * np.einsum("nht,htd->nhd", numbers, v[:, block])
     return attended
 
 
@@ -78,23 +78,23 @@ def normalize(x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: floa
 def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.ndarray]:
     """Return c_attn(ln_1(x)) in three parts (N, H, D)."""
     heads = (len(x), params.config.n_head, params.config.head_size)
-    normed = norm_before(params, f"h.{layer}.ln_1", x)  # (N, C)
+    normed = norm_before(params, f"h.{layer}.ln_1", x)
     qkv = linear(params, f"h.{layer}.attn.c_attn", normed)  # (N, 3C)
-    return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]  # (N, H, D)
+    return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]
 
 
 def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
     """x (N, C) += each row's experts, weighted."""
     name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each
-    y = np.zeros_like(x)  # (N, C)
+    y = np.zeros_like(x)
     for kth in range(chosen.shape[1]):
         for expert in np.unique(chosen[:, kth]):
             rows = np.flatnonzero(chosen[:, kth] == expert)
             inner = linear(params, f"{name}.experts.{expert}.c_fc", normed[rows])  # (rows, F)
             inner = ACTIVATIONS[params.config.activation](inner)
-            y[rows] += shares[rows, kth, None] * linear(params, f"{name}.experts.{expert}.c_proj", inner)  # (rows, C)
-    x += y  # (N, C)
+            y[rows] += shares[rows, kth, None] * linear(params, f"{name}.experts.{expert}.c_proj", inner)
+    x += y
 
 
 def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -104,7 +104,7 @@ def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray
     probabilities = np.exp(scores - scores.max(-1, keepdims=True))
     probabilities /= probabilities.sum(-1, keepdims=True)
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, : config.experts_per_token]  # (N, k)
-    shares = np.take_along_axis(probabilities, chosen, axis=1)  # (N, k)
+    shares = np.take_along_axis(probabilities, chosen, axis=1)
     return chosen, shares / shares.sum(-1, keepdims=True) if config.norm_topk_prob else shares
 
 

@@ -23,7 +23,7 @@ from tinygpt.kernels.reference.state import KVCache, Params, write_kv
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndarray:
-    x = embed(params, batch)  # (N, C)
+    x = embed(params, batch)
     for layer in range(params.config.n_layer):
         attention_block(params, layer, x, batch, kv_cache)
         norm_behind(params, f"h.{layer}.ln_1", x)
@@ -51,7 +51,7 @@ def embed(params: Params, batch) -> np.ndarray:
 
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    q, k, v = queries_keys_values(params, layer, x)  # (N, H, D)
+    q, k, v = queries_keys_values(params, layer, x)
     attended, attention = np.empty_like(q), attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
@@ -60,20 +60,20 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
         attended[new] = attention(
             q[new],
             kv_cache.k[layer, slot, :, :length],  # (H, T, D)
-            kv_cache.v[layer, slot, :, :length],  # (H, T, D)
+            kv_cache.v[layer, slot, :, :length],
             positions,
             params.config.attention_scale(layer),
             params.config.alibi_slopes,
         )
-    add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape))  # (N, C)
+    add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape))
 
 
 def mlp_block(params: Params, layer: int, x: np.ndarray) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    normed = norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
+    normed = norm_before(params, f"h.{layer}.ln_2", x)
     inner = linear(params, f"h.{layer}.mlp.c_fc", normed)  # (N, F)
     inner = ACTIVATIONS[params.config.activation](inner)
-    add_projection(params, f"h.{layer}.mlp.c_proj", x, inner)  # (N, C)
+    add_projection(params, f"h.{layer}.mlp.c_proj", x, inner)
 
 
 def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
@@ -81,14 +81,14 @@ def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
     normed = final_norm(params, x[batch.logit_rows])  # (R, C)
     if params.config.embed_dim is not None:
         normed = normed @ params["project_out.weight"].T  # (R, embed_dim)
-    return (normed @ params["lm_head.weight"].T).astype(np.float32)  # (R, V)
+    return (normed @ params["lm_head.weight"].T).astype(np.float32)
 
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
     x, hidden, queries = embed(params, batch), [], []
     for layer in range(params.config.n_layer):
         hidden.append(x.copy())
-        queries.append(queries_keys_values(params, layer, x)[0].reshape(x.shape))  # (N, C)
+        queries.append(queries_keys_values(params, layer, x)[0].reshape(x.shape))
         attention_block(params, layer, x, batch, kv_cache)
         norm_behind(params, f"h.{layer}.ln_1", x)
         (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)

@@ -97,7 +97,7 @@ def count_up(counts):
 
 
 def versions() -> dict[str, Any]:
-    device = devices.the_device()  # first: without numba-cuda its error says how to install it
+    device = devices.the_device()  # first: its error says how to install numba-cuda
     from cuda.bindings import driver, nvjitlink
 
     gpu = cuda.get_current_device()
@@ -131,7 +131,7 @@ def grant(device: Any, kib: int = 100) -> None:
 
 
 def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256) -> None:
-    """Replay a graph of dependent kernels, each of which may begin before the one in front has ended."""
+    """Replay a graph of kernels, each of which may begin before its predecessor has ended."""
     counts = device.zeros((blocks,), np.int32)
     launch = partial(device.launch, count_up, blocks, threads, counts)
     launch()  # compiled before the capture
@@ -169,7 +169,7 @@ def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768
 
 
 def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: int = 5) -> dict[str, Any]:
-    """Compare logits with the reference's, and time greedy steps of one sequence with all that the host does."""
+    """Compare logits with the reference's, and time greedy steps of one sequence, with the host's work."""
     sizes = {"max_num_seqs": 1, "prefix_cache_seqs": 0}
     with LLM(model, device="reference", **sizes) as reference:
         token_ids = np.random.default_rng(0).integers(0, reference.config.vocab_size, prompt).tolist()
@@ -187,7 +187,7 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
 
 
 def items() -> dict[str, Callable[[], dict[str, Any] | None]]:
-    """Return the items, each of which relies on the ones before it."""
+    """Return the items; each relies on earlier items."""
     checks = {check.__name__: lambda f=check: f(devices.the_device()) for check in (mma, grant, graph, read, gemv)}
     small = {f"tiny {dtype}": partial(decode, "random:tiny", dtype) for dtype in LIMITS}
     shapes = ("124M", "355M", "774M", "1.5B")

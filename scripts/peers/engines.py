@@ -31,7 +31,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 class SteppingEngine:
-    """An engine with `start(ids)`, the pass over the prompts, and `step()`, one more token for each sequence."""
+    """An engine with `start(ids)`, which reads the prompts, and `step()`, a token for each sequence."""
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
         return milliseconds(lambda: self.start(ids))
@@ -77,7 +77,7 @@ class Tinygpt:
 
 
 class Transformers(SteppingEngine):
-    """The forward pass with a KV cache and an argmax, without the overhead of `generate`."""
+    """The forward pass with a KV cache and an argmax, without `generate`."""
 
     def __init__(self, folder: Path, dtype: str, threads: int):
         import torch
@@ -279,7 +279,7 @@ class LlamaCpp(SteppingEngine):
         params.n_ctx = sequences * self.cpp.llama_model_n_ctx_train(self.model)
         params.n_seq_max, params.n_batch = sequences, LLAMA_BATCH
         params.n_threads = params.n_threads_batch = self.threads
-        if self.kv_cache_dtype:  # only its flash attention takes quantized values; by default it chooses
+        if self.kv_cache_dtype:  # quantized values need its flash attention
             params.type_k = params.type_v = GGML_TYPES[self.kv_cache_dtype]
         self.context = self.cpp.llama_init_from_model(self.model, params)
         if not self.context:

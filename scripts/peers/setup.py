@@ -99,7 +99,7 @@ def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
 
 @dataclass
 class Setup:
-    """A plain checkpoint, and the Python and the files of each (engine, dtype), or the reason for its absence."""
+    """A plain checkpoint, and each (engine, dtype)'s Python and files, or the reason for its absence."""
 
     checkpoint: Path
     config: dict
@@ -176,7 +176,7 @@ def provide_form(peer: Peer, python: Path, checkpoint: Path, dtype: str) -> Path
 
 
 def provide_python(peer: Peer, work: Path) -> Path:
-    """Return the Python of the peer's virtual environment, which is made once; ours is this one."""
+    """Return the Python of the peer's virtual environment, which is made once, or this Python for tinygpt."""
     if not peer.requirements:
         return Path(sys.executable)
     folder = work / "environments" / (peer.name + peer.build)
@@ -259,7 +259,7 @@ def main(job: str, name: str, *arguments: str) -> None:
 def answer(engine: Any, request: dict) -> dict:
     try:
         return {"result": getattr(engine, request.pop("call"))(**request)}
-    except Exception as error:  # of any library: this engine is absent, and the others go on
+    except Exception as error:  # of any library: only this engine is absent
         return {"error": f"{type(error).__name__}: {error}"}
 
 

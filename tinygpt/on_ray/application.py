@@ -84,7 +84,7 @@ def build(arguments: Arguments) -> Application:
         target_ongoing_requests=arguments.target_ongoing_requests or arguments.max_num_seqs,
         **arguments.autoscaling,
     )
-    room = arguments.max_num_seqs + arguments.max_queue + 1  # the replica refuses the last one, in OpenAI's form
+    room = arguments.max_num_seqs + arguments.max_queue + 1  # the replica refuses one more, in OpenAI's form
     options = {"num_cpus": arguments.threads}
     deployment = Replica.options(max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options)
     return deployment.bind(arguments)

@@ -17,7 +17,7 @@ from tinygpt.cli.streams import counted, log
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from tinygpt.hardware import physical_cores
 
-ROUNDS = 2  # prompts of a batch for each slot, so that none idles between batches
+ROUNDS = 2  # prompts of a batch for each slot: no slot idles between batches
 OBJECT_STORE = 128 * 2**20  # bytes, for prompts and records
 SECONDS_TO_ANSWER = 5
 # Ray reads these at its import.
@@ -27,7 +27,7 @@ Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 
 def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
-    """Return LLM's arguments, independent of the working folder, and an InputProcessor, which needs no weights."""
+    """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
     loading.set_thread_pools(args.threads)
     from tinygpt.engine.input_processor import InputProcessor
     from tinygpt.engine.model_source import EngineConfig, ModelSource
@@ -52,7 +52,7 @@ def _whole_path(name: str | None) -> str | None:
 
 
 class Actor:
-    """An LLM of the pool. Requests are pickled, as Arrow has no such types."""
+    """An LLM of the pool. Requests are pickled, as Arrow lacks their types."""
 
     def __init__(self, arguments: dict[str, Any]):
         loading.set_thread_pools(arguments["threads"])
@@ -131,7 +131,7 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, count: int, threads: int) -> None:
-    """Join the cluster at RAY_ADDRESS, or start one. RequestError if it has no room for an actor."""
+    """Join the cluster at RAY_ADDRESS, or start a cluster. Raise RequestError if it has no room for an actor."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False}
     address = os.environ.get("RAY_ADDRESS")
     if not address:  # one CPU more is Ray's own
@@ -140,7 +140,7 @@ def _join(ray: Any, count: int, threads: int) -> None:
         return
     host, _, port = address.rpartition("/")[2].rpartition(":")
     try:
-        if port.isdecimal():  # not "auto"; Ray itself would retry for minutes
+        if port.isdecimal():  # not "auto"; Ray would retry for minutes
             socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER).close()
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:  # depends on the address

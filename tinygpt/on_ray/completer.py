@@ -24,8 +24,8 @@ class Completer:
             compute=ray.data.ActorPoolStrategy(size=2), num_cpus=4, batch_size=64,
         )
 
-    Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields over `params` (None is
-    absent). COLUMNS are added; `error` or the others are None. A failure of the engine ends the job.
+    Columns read: `prompt`, a text or token ids, and optionally `sampling_params`, fields that replace those of `params`
+    unless None. COLUMNS are added; `error` or the others are None. A failure of the engine ends the job.
     arguments: LLM's without max_queue. Paths must be absolute, and threads must equal num_cpus.
     """
 

@@ -255,7 +255,7 @@ def _put_value_float32(cache, start, position, x, column):
 
 
 def _put_value_bfloat16(cache, start, position, x, column):
-    # An even position clears the odd one after it: 0 * NaN would be NaN.
+    # Position 2i clears 2i + 1: 0 * NaN would be NaN.
     target = uint32_at(start + position // 2 * cache.strides[3], x.size)
     if position % 2:
         for d in range(x.size):

@@ -125,13 +125,13 @@ def expert_block(team, experts, params, layer, x, buffers):
     b, n, place = buffers.mixture, x.shape[0], experts.places[layer]
     first, bounds, activation = place * experts.gate.shape[1], b.bounds, params.activation
     inner, width = experts.c_fc.bias.shape[1], x.shape[1]
-    norm_before(team, b.normed, x, buffers.every[:n], params.ln_2, layer, params.epsilon)  # (N, C)
+    norm_before(team, b.normed, x, buffers.every[:n], params.ln_2, layer, params.epsilon)
     choose_experts(team, b, experts, place, n)  # (N, k)
     sort_by_expert(team, b, n)  # (N k,)
     put_rows(team, b.pairs, b.normed.values, b.order[: n * b.chosen.shape[1]])  # (N k, C)
     expert_linear(team, b.inner, b.pairs, experts.c_fc, first, bounds, params.embd_segments, activation, inner)
     expert_linear(team, b.outputs, b.inner, experts.mlp_proj, first, bounds, params.inner_segments, NONE, width)
-    add_experts(team, x, b)  # (N, C)
+    add_experts(team, x, b)
 
 
 @kernel

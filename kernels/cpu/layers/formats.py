@@ -55,7 +55,7 @@ class Norm(NamedTuple):
 
 
 class PostNorm(NamedTuple):
-    """A layer norm at the end of its block, which makes the residual stream."""
+    """A layer norm at the end of its block: its output is the residual stream."""
 
     weight: np.ndarray  # (L, C) float32
     bias: np.ndarray  # (L, C) float32

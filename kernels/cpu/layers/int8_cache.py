@@ -1,8 +1,8 @@
 """Attention over an int8 KV cache: quantizing keys, values, queries and softmax weights.
 
 Keys, values and queries have a scale each, largest size / 127. A block's softmax weights, times their values' scales,
-share a scale, largest / WEIGHT_LEVELS. So a block is quantized alike in every step, and products are whole sums. A byte
-of the cache is a number + 128; after the D / 4 steps of a key come the float32 scales of key and value.
+share a scale, largest / WEIGHT_LEVELS. So a block is quantized alike in every step, and its products are whole numbers.
+A byte of the cache is a number + 128; after the D / 4 steps of a key come the float32 scales of key and value.
 """
 
 import numpy as np
@@ -67,7 +67,6 @@ def put_key(cache, column, x):
 
 
 def put_value(cache, start, position, x, column):
-    """Write a value (D,) to a position of the block at `start`, and its scale to its key's column."""
     scale, inverse = _scales(_largest(x), LEVELS)
     shift = np.uint32(8 * (position % PER_STEP))
     others = np.uint32(~np.uint32(BYTE << shift))
@@ -78,7 +77,6 @@ def put_value(cache, start, position, x, column):
 
 
 def put_query(cache, target, x, scale):
-    """Write scale * x (D,) as the left side of a tile of scores."""
     row_scale, inverse = _scales(_largest(x), LEVELS)
     numbers, total = query_at(target + HEADER_BYTES, _steps(x) * PER_STEP), np.int32(0)
     for d in range(x.size):
@@ -91,7 +89,6 @@ def put_query(cache, target, x, scale):
 
 
 def put_weights(cache, target, weights, seen, value_scales):
-    """Write a block's softmax weights (OUT_TILE,), the first `seen` not 0, as the left side of a tile."""
     scales = float32_at(value_scales, OUT_TILE)
     for j in range(min(seen, OUT_TILE)):
         weights[j] *= scales[j]

@@ -46,7 +46,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
-# NumPy scalars: Numba compiles anew for each Python constant.
+# NumPy scalars: see activations.py.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
 
 
@@ -138,7 +138,7 @@ _sum_over = overload_by_dtype({Ranks: _sum_partials}, otherwise=_nothing_to_sum,
 
 @kernel
 def rows_together(weight, blocks):
-    """Return the rows that go through a panel together: a tile's, if others find it in the L2 cache."""
+    """Return how many rows share a panel: a tile's rows if other tiles find it in the L2 cache."""
     alone = unit_of(weight).alone
     return alone if blocks > 1 and alone > 1 else ROW_BLOCK
 
@@ -186,7 +186,7 @@ def _always(unit):
 STEP = OUT_TILE * STEP_BYTES
 # A tile in strips jumps through the panel. The L2 cache is slower than products of integers.
 ALONE = 1 if IN_STRIPS else ROW_TILE
-# Tiles that prefetch a part of the next chunk each: one tile's requests would queue. In strips a tile would ask for
+# Tiles that each prefetch a part of the next chunk: one tile's requests would queue. A tile in strips would ask for
 # each line a dozen times.
 ASKING = 2 if IN_STRIPS else ROW_BLOCK
 # A tile without strips reads float32 and bfloat16 from the L2 cache as fast as it multiplies.

@@ -1,7 +1,7 @@
 """Tensor-parallel ranks: processes that sum the parts of their products.
 
 A rank has some of the four segments of K, and the sum over ranks ends (s0 + s1) + (s2 + s3). So ranks gather parts by
-the C function MPI_Allgather, within the step: 0.4 % of a step.
+the C function MPI_Allgather: 0.4 % of a step.
 """
 
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def add_partials(team, x, gathered, ranks, bias, layer):
             a = float32_at(address(gathered) + n * columns * 4, columns)
             b = float32_at(address(gathered) + (x.size + n * columns) * 4, columns)
             biases = float32_at(address(bias) + layer * columns * 4, columns)
-            if ranks == 2:  # (s0 + s1) + (s2 + s3), a rank having two of them
+            if ranks == 2:  # a rank has two segments
                 for c in range(columns):
                     row[c] = row[c] + ((a[c] + b[c]) + biases[c])
             else:

@@ -12,7 +12,7 @@ from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 from tinygpt.kernels.cpu.team import claim_rows, complete_rows, finish_phase
 
-ONE_LAYER = np.int64(0)  # a NumPy scalar: Numba compiles anew for each Python constant
+ONE_LAYER = np.int64(0)  # see activations.py
 
 
 @kernel
@@ -170,22 +170,22 @@ weight_at = overload_by_dtype({Float32Weight: _float32_at, BFloat16Weight: _bflo
 def embed_rows(team, project_in, params, x, step, b):
     p = params
     if project_in is None:
-        embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)  # (N, C)
+        embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)
     else:
         rows = b.embedded.values
         embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None)  # (N, E)
         put_rows(team, b.to_project, rows, b.every[: x.shape[0]])  # (N, E)
-        linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)  # (N, C)
-        add_positions(team, x, step.positions, p.wpe)  # (N, C)
-    share_rows(team, x, b.ranks)  # (N, C)
+        linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)
+        add_positions(team, x, step.positions, p.wpe)
+    share_rows(team, x, b.ranks)
 
 
 @kernel
 def score_tokens(team, project_out, params, logits, b):
     segments = params.embedding_segments
     if project_out is None:
-        linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)
+        linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)
     else:
         rows = logits.shape[0]
         linear_to_operand(team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows)
-        linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)  # (R, V)
+        linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)

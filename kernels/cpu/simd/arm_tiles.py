@@ -209,7 +209,7 @@ def takes_lanes(dtype: str) -> bool:
     return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
 
 
-# How many rows of a panel are expanded together: two make those of two columns' registers.
+# Rows of a panel expanded together: two make the registers of two columns.
 ROWS_TOGETHER = {"int8": 2 if TARGET.int8 == MATRICES else 1, "int4": 1}
 
 

@@ -22,7 +22,7 @@ from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE, ROW_TILE, panel_add
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
-# What a tile is given at a time: a chunk of a panel, which stays in the L1 cache.
+# K of a tile: a chunk of a panel, which stays in the L1 cache.
 K = {"float32": CHUNK_BYTES // (4 * OUT_TILE), "bfloat16": CHUNK_BYTES // (2 * OUT_TILE)}
 K |= {dtype: CHUNK_BYTES // (size * EXPANSION[dtype]) * SCALE_GROUP for dtype, size in GROUP_BYTES.items()}
 TILES = 20000  # a run is 0.05 s or so

@@ -40,8 +40,8 @@ class BFloat(ir.types.Type):
 
 
 class Part(NamedTuple):
-    a_offset: int  # where in the step's bytes of A its 4 bytes are
-    take: Callable  # (builder, vector of B) -> what is multiplied
+    a_offset: int  # of its 4 bytes in the step's bytes of A
+    take: Callable  # (builder, vector of B) -> factor
     multiply: Callable  # (builder, a, b, sum) -> sum
 
 
@@ -68,14 +68,14 @@ def _multiply_pairs(builder, a, b, total):
 
 
 FLOAT_PARTS = (Part(0, _as_it_lies, _multiply_floats),)
-# High half first: that is the order of vdpbf16ps.
+# High half first, as vdpbf16ps adds.
 WIDENED_PARTS = (Part(4, _high_widened, _multiply_floats), Part(0, _low_widened, _multiply_floats))
 PAIR_PARTS = (Part(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
 PARTS = {types.float32: FLOAT_PARTS, types.uint16: PAIR_PARTS}  # by the dtype of the array that holds B
 
 
 class IntegerStep(NamedTuple):
-    k: int  # how many values of K it multiplies
+    k: int  # values of K
     sums: ir.VectorType
     multiply: Callable  # (builder, a, b, sum) -> sum; a signed, b not
     finish: Callable  # (builder, sum) -> 16 int32

@@ -1,6 +1,6 @@
 """The instructions of the tiles, by the features of the CPU that Numba compiles for. All give the same bits.
 
-LLVM lists no ARM CPU's features. But it inlines no function that needs more than its caller has.
+LLVM does not list an ARM CPU's features, but inlines no function that needs a feature its caller lacks.
 """
 
 import functools
@@ -36,9 +36,9 @@ def target_cpu() -> str:
 
 @functools.cache
 def arm_features(triple: str, cpu: str, features: str) -> frozenset[str]:
-    """Return which of ARM_FEATURES a 64-bit ARM CPU has: LLVM's name of it and further features ("+dotprod,-bf16").
+    """Return which of ARM_FEATURES a 64-bit ARM CPU of LLVM's name `cpu` has.
 
-    Needs LLVM's initialized code generator for ARM.
+    features: changes to the CPU's, such as "+dotprod,-bf16". Needs LLVM's initialized code generator for ARM.
     """
     machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, features=features)
     callers = "".join(_caller(name, ",".join(filter(None, (features, f"+{name}")))) for name in ARM_FEATURES)
@@ -65,7 +65,6 @@ def _calls(function: binding.ValueRef) -> bool:
     return any(instruction.opcode == "call" for block in function.blocks for instruction in block.instructions)
 
 
-# The instructions that multiply four bytes of a column.
 PAIRS = "vdpbf16ps"  # two bfloat16
 LONGS = "bfmlalt, bfmlalb"  # fused multiply-adds in turn, which know denormals
 WIDENED = "two multiply-adds"  # in float32: the same bits, as each product is exact

@@ -37,10 +37,10 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 OUT_TILE = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
 ROW_TILE = 6
-IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS  # such a tile jumps through its panel
+IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS
 STEP_BYTES = 4  # of a column of B in a step
 LINE_BYTES = 64
-# Bytes by which B is prefetched: hardware stops at pages of 4 KB, and int4 comes at 26 instead of 47 GB/s.
+# Bytes ahead at which B is prefetched: hardware stops at pages of 4 KB, and int4 comes at 26 instead of 47 GB/s.
 AHEAD = 4096
 CHUNK_BYTES = 24576  # of a panel: stays in the L1 cache for several tiles
 
@@ -126,7 +126,7 @@ def for_each_height(builder, code, rows, *arguments) -> None:
 
 
 def select(builder, number, count: int, emit) -> None:
-    """Emit `emit(n)` for n = 1 to `count`, and a jump to `number`'s."""
+    """Emit `emit(n)` for n = 1 to `count`, and a jump to n = `number`."""
     done = builder.append_basic_block("done")
     blocks = [builder.append_basic_block(f"case{n}") for n in range(1, count + 1)]
     switch = builder.switch(number, blocks[-1])

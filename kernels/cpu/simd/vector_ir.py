@@ -148,7 +148,7 @@ def address(typingctx, array):
 def _make_view(dtype):
     """Return the intrinsic view(address, n): a 1-d array over n values.
 
-    A slice would count references, with an atomic counter that all threads share.
+    A slice would count references, in an atomic counter that threads share.
     """
     array = types.Array(dtype, 1, "C")
 

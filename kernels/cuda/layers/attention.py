@@ -192,7 +192,7 @@ def attend_prefill_kernel(size: int, dtype: str):
                 for block in range(BLOCKS):
                     weigh_values(sums, packed, v_cache, start, block, last, lane)
                     for i in range(HELD):
-                        if newest[i // DIMS] >= 0:  # otherwise sums may be 0 times NaN, and -0 would become 0
+                        if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
                             value = values[block * HELD + i]
                             values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
                 start, last = start + KEY_BLOCK * size, int32(last - KEY_BLOCK)

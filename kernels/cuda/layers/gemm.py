@@ -205,7 +205,7 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _multiply_function(dtype: str, tile: Tile):
-    # Eight lanes read 64 bytes of one token and 64 of the next, which without the exchange would share banks.
+    # Eight lanes read 64 bytes of two tokens each, which without the exchange would share banks.
     load_panels = _load_panels_function(dtype, tile.panels)
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
     input_bytes, panel_bytes, words_size = tile.input_bytes(), STEP_SIZE * WEIGHT_BYTES[dtype], tile.panels * 4

@@ -46,7 +46,7 @@ def row_functions(columns: int):
 
     @device_function
     def load_pairs(values, array, start, lane):
-        first = int64(start + lane * 2)  # one address for all of them
+        first = int64(start + lane * 2)  # one address for all
         for i in range(0, held, 2):
             values[i], values[i + 1] = load_fresh_pair(array, first + i * WARP)
 

@@ -22,7 +22,7 @@ MAX_WARPS = 32
 
 @intrinsic
 def load_weights(typing_context, array, index):
-    """Load 16 bytes that are read once. Not `.nc`: the assembler moves such a load after an unrelated wait."""
+    """Load 16 bytes that are read once. Not `.nc`: the assembler moves it after an unrelated wait."""
     return _load_128("ld.global.L1::no_allocate.v4.u32", array, index)
 
 
@@ -177,7 +177,7 @@ def let_next_kernel_begin(typing_context):
 
 @intrinsic
 def wait_for_kernel_before(typing_context):
-    """Wait for all that earlier kernels have written. Write nothing before."""
+    """Wait for earlier kernels' writes. Write nothing before."""
     return _instruction(types.void(), "griddepcontrol.wait;", "~{memory}")
 
 

@@ -39,7 +39,7 @@ KEY_OF_MINUS_INFINITY, KEY_OF_REFUSED = 0x007FFFFF, ALL_ONES
 ID_BITS = 31
 ALL_IDS = (1 << ID_BITS) - 1
 
-# With 128 registers a thread. Fewer would slow down the exponentials in float64, which take most of the time.
+# With 128 registers a thread: fewer would slow down the float64 exponentials, which take most of the time.
 DRAW_THREADS = 512
 NUM_SETTINGS = 4
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(NUM_SETTINGS)
@@ -76,7 +76,7 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
         keys[r * pieces + piece] = key
         is_last = int32(arrive(arrivals, r) == uint32(pieces - 1))
     is_last = cuda.shfl_sync(uint32(ALL_LANES), is_last, 0)
-    cuda.syncwarp()  # all lanes may read what lane 0 has acquired
+    cuda.syncwarp()  # lane 0 has acquired the other blocks' writes
     if is_last == 0:
         return
     for i in range(thread, pieces, WARP):

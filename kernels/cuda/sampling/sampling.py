@@ -1,6 +1,6 @@
 """From logits to tokens on the device. R rows, V vocabulary.
 
-Compiled are greedy, temperature, top-k, top-p, min-p, penalties and logit bias; the reference does the rest on copies.
+Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the reference does the rest on copies.
 """
 
 import math

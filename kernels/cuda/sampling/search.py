@@ -1,7 +1,7 @@
 """Search in a row of scores by one block, without a sort.
 
 Masses are integers, whose sum does not depend on the order: probabilities in units of 2**-62, and a draw's weights in
-units so small that no sum exceeds 2**63.
+units that keep every sum below 2**63.
 """
 
 import math
@@ -13,7 +13,7 @@ from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import ALL_LANES, WARP, bits_to_float32, float32_to_bits, warp_cumulated, warp_sum
 
 UNITS = 2.0**62
-# exp(-104) is 0 in float32: lower scores have no probability.
+# exp(-104) is 0 in float32.
 BUCKETS = 1024
 BUCKETS_PER_UNIT = BUCKETS / 104
 DIGIT_BITS, DIGITS, KEY_BITS = 8, 256, 32
