@@ -137,3 +137,17 @@ def test_a_large_reply_is_written_in_a_thread(server, monkeypatch, path, kind, b
     assert server.ask(path, {"prompt": "Once upon", "stream": stream, **body}).status == 200
     assert in_loop
     assert set(in_loop) == {large > 0}
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_tokens_of_a_stream_are_written_in_the_loop_but_those_of_prompts(server, monkeypatch, field):
+    in_loop, write = [], Completion.write
+
+    def noted(*given):
+        in_loop.append(threading.current_thread() is server.thread)
+        return write(*given)
+
+    monkeypatch.setattr(Completion, "write", noted)
+    monkeypatch.setattr(completions, "LARGE", 0)
+    assert server.complete(prompt="Once upon", stream=True, max_tokens=4, **{field: 1}).events
+    assert set(in_loop) == {field == "logprobs"}

@@ -29,6 +29,7 @@ from tinygpt.server.completions import (
     Completion,
     Generation,
     Job,
+    built,
     ranked,
     scored,
     scoring_request,
@@ -166,8 +167,8 @@ class Api:
             return EventStream(job, work, partial(self._end, request, work))
         outputs = await (run(job, request) if run else self._run(requests, request))
         if job.form.stream:
-            return Response(await job.built(job.all_events, outputs), headers=SSE)
-        return Response(await job.built(job.reply, outputs), media_type="application/json")
+            return Response(await built(job.all_events, outputs, job.num_logprobs), headers=SSE)
+        return Response(await built(job.reply, outputs, job.num_logprobs), media_type="application/json")
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""

@@ -33,6 +33,11 @@ Made = CompletionOutput | StreamChunk
 Built = TypeVar("Built")
 
 
+async def built(build: Callable[[Any], Built], given: Any, num_logprobs: int) -> Built:
+    """Return build(given), in a thread if that may block the loop."""
+    return await asyncio.to_thread(build, given) if num_logprobs > LARGE else build(given)
+
+
 @dataclass
 class Job:
     """A checked request. head: the beginning of each reply and event.
@@ -54,8 +59,9 @@ class Job:
         self._tells_all = self._tells_usage or self.form.return_token_ids or has_logprobs  # also tokens without a text
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
-        each = (len(prompt.token_ids) * of_prompt + params.max_tokens * of_token for prompt in self.prompts)
-        self.num_logprobs = (params.best_of or params.n) * sum(each)  # at most
+        num_samples, num_read = params.best_of or params.n, sum(len(prompt.token_ids) for prompt in self.prompts)
+        self.num_prompt_logprobs = num_samples * num_read * of_prompt
+        self.num_logprobs = self.num_prompt_logprobs + num_samples * len(self.prompts) * params.max_tokens * of_token
         self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
@@ -72,10 +78,6 @@ class Job:
 
     def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
-
-    async def built(self, build: Callable[[Any], Built], given: Any) -> Built:
-        """Return build(given), in a thread if that may block the loop."""
-        return await asyncio.to_thread(build, given) if self.num_logprobs > LARGE else build(given)
 
     def reply(self, outputs: list[RequestOutput]) -> str:
         num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)

@@ -25,7 +25,7 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.completions import Job
+from tinygpt.server.completions import Job, built
 from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error_body, event, from_engine
 
 log = logging.getLogger("tinygpt.server")
@@ -223,9 +223,9 @@ class EventStream(StreamingResponse):
         try:
             yield job.begin()
             async for chunks in work.chunks():
-                if part := PING if chunks is None else await job.built(job.write, chunks):
+                if part := PING if chunks is None else await built(job.write, chunks, job.num_prompt_logprobs):
                     yield part
-            last = await job.built(job.end, await work.outputs()) + DONE
+            last = await built(job.end, await work.outputs(), job.num_logprobs) + DONE
         except ApiError as error:
             last = event(error_body(error)) + DONE
         except TinyGPTError as error:
