@@ -137,7 +137,7 @@ def _make_private(folder: Path) -> str:
             if not part.exists():
                 with suppress(FileExistsError):  # another process made it
                     part.mkdir(mode=0o700)
-                    part.chmod(0o700)  # whatever the umask
+                    part.chmod(0o700)  # in spite of the umask
         reason = _distrust(folder.lstat())
         with tempfile.TemporaryFile(dir=folder):
             return f"{folder} {reason}" if reason else ""

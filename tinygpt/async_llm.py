@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
 
 
 class AsyncLLM:
-    """An LLM for tasks of any event loop. A cancelled task frees what its request holds within a step.
+    """An LLM for tasks of any event loop. A cancelled task frees its request's memory within a step.
 
     llm: an LLM or RemoteLLM, which others may use, too; None: load an LLM with `arguments`, and close it with this.
     """
@@ -24,13 +24,13 @@ class AsyncLLM:
         self._is_owner = llm is None
 
     async def generate(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
-        """Continue one prompt. Raise what LLM.submit raises."""
+        """Continue one prompt. Raise LLM.submit's errors."""
         return await asyncio.wrap_future(self.llm.submit(prompt, params, **fields))
 
     async def stream(
         self, prompt: Any, params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[StreamChunk]:
-        """Continue one prompt, token by token. Raise what LLM.submit raises with the first chunk."""
+        """Continue one prompt, token by token. Raise LLM.submit's errors with the first chunk."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         post = partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
         future = self.llm.submit(prompt, params, on_chunk=post, **fields)

@@ -329,7 +329,7 @@ def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
 
     layout = Layout(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
-    from tinygpt.parallel.runner import join  # with it come the CPU's kernels
+    from tinygpt.parallel.runner import join  # which imports the CPU's kernels
 
     return join(layout, world)
 

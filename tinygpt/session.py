@@ -20,12 +20,12 @@ class Session:
     def __init__(self, llm: Any, token_ids: list[int]):
         """llm: the LLM that `session` was called on."""
         self._llm = llm
-        self._token_ids = token_ids  # replaced by each change but those of a stream
+        self._token_ids = token_ids  # replaced by each change but a stream's
         self._is_closed = False
 
     @property
     def token_ids(self) -> list[int]:
-        """A copy of all tokens so far, with those that ended samples."""
+        """A copy of all tokens so far, with tokens that ended samples."""
         self._check_open()
         return list(self._token_ids)
 

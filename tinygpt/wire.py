@@ -23,7 +23,7 @@ Record = TypeVar("Record")
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that are not their defaults, and those whose defaults differ in a server."""
+    """Return the fields that differ from their defaults, and fields with other defaults in a server."""
     given, default = {field.name: getattr(params, field.name) for field in fields(params)}, SamplingParams()
     for name in UNSENDABLE:
         value = given.pop(name)

@@ -17,7 +17,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u2
 
 
 def printable(text: str, quoted: Callable[[str], str] = repr) -> str:
-    """Escape what could steer a terminal, as a file's names may. quoted: json.dumps in JSON."""
+    """Escape characters that steer a terminal, as a file's names may have. quoted: json.dumps in JSON."""
     return _CONTROL.sub(lambda match: quoted(match[0])[1:-1], text)
 
 

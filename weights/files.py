@@ -21,10 +21,10 @@ TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
-TENSOR_NAMES = "tensor_names.json"  # transformers' names by those in the files of a model with others
+TENSOR_NAMES = "tensor_names.json"  # transformers' names by the files' names, if they differ
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
-LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # what a clone without Git LFS holds in a file's place
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # in a file's place in a clone without Git LFS
 
 
 def how_to_replace(path: Path, what: str = "it") -> str:

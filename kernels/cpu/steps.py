@@ -46,7 +46,7 @@ def _drawn(
 
 def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
     layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
-    width = workspace.buffers.attended.shape[1]  # C, or what a rank has of it
+    width = workspace.buffers.attended.shape[1]  # C, or a rank's part of it
     hidden, queries = np.empty((layers + 2, n, c), np.float32), np.empty((layers, n, width), np.float32)
     fill(workspace.buffers, batch)
     workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))

@@ -24,7 +24,7 @@ READ_STEPS = 4  # whose tokens the host reads together
 def multi_step(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
 ) -> Iterable[np.ndarray]:
-    """Queue all steps at once, whatever `ends`; one step if the host draws. Return the tokens (S,) of each."""
+    """Queue all steps at once, in spite of `ends`; one step if the host draws. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
     if is_rare_draw(warpers).any():

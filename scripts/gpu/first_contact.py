@@ -1,4 +1,4 @@
-"""Check on a GPU what the CUDA kernels rely on, and time a token: the first command to run, in minutes.
+"""Check the CUDA kernels' assumptions on a GPU, and time a token: the first command to run, in minutes.
 
     python scripts/gpu/first_contact.py                        # everything, a JSON line for each item
     python scripts/gpu/first_contact.py --items versions mma   # some of it

@@ -34,7 +34,7 @@ class StudyCase:
 
 @dataclass(frozen=True)
 class Study:
-    """A published study. The first `small` cases are those of --small."""
+    """A published study. --small runs the first `small` cases."""
 
     name: str
     summary: str

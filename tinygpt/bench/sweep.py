@@ -175,14 +175,14 @@ def _progress(plan: Plan, tests: list[Test], limits: dict[int, MachineLimits]) -
 
 
 def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
-    """Return the record of a test, with llama-bench's keys and those of this module's docstring."""
+    """Return the record of a test, with llama-bench's keys and the keys of this module's docstring."""
     config, case, dtype, found = plan.config, test.case, test.dtype, test.measurement
     counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
     n_prompt, n_gen, n_depth = counts
     gpu, (commit, number) = meter_of(plan.device).gpu, build()
     passes = [_work(plan, test, run) for run in found.runs]
     rates = [tokens / seconds for seconds, tokens, *_ in passes]
-    # llama-bench's times are those of all tokens: a generation has one pass less than new tokens.
+    # llama-bench times all tokens: a generation has one pass less than new tokens.
     times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
     block_rate, head_rate = map(limits.tile_rates.get, work.tiles_of(dtype, plan.device))
     read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in passes)

@@ -1,4 +1,4 @@
-"""The least work of a pass through the model, and what the machine can do at most.
+"""The least work of a pass through the model, and the machine's limits.
 
 A multiplication and an addition count as two operations.
 """
@@ -31,7 +31,7 @@ class MachineLimits:
 
 
 def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimits:
-    """Measure the limits of so many threads, or of the GPU, in half a second."""
+    """Measure the limits of the threads, or of the GPU, in half a second."""
     kinds = sorted({*tiles_of(dtype, device)})
     if device == "cuda":
         from tinygpt.kernels.cuda.runtime import peak

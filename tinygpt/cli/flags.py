@@ -100,7 +100,7 @@ KV_CACHE = (
     "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, otherwise bfloat16"
 )
 SOFT_PROMPT = "a soft prompt in PEFT's layout"
-# An argument of LLM -> what add_argument takes.
+# An argument of LLM -> arguments of add_argument.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "model": _option("demo", str, None, CHECKPOINT),
     "dtype": _option("auto", dtype, None, f"{WEIGHTS}; auto is the dtype of a converted checkpoint, otherwise float32"),
@@ -148,7 +148,7 @@ def _spelled(name: str) -> str:
 
 
 def _add(group: argparse._ActionsContainer, name: str, **options: Any) -> None:
-    """Add a flag and its hidden aliases: those of ALIASES, and the name if the flag differs from it."""
+    """Add a flag and its hidden aliases: from ALIASES, and the name if the flag differs from it."""
     flag = flag_of(name)
     group.add_argument(*SHORT.get(name, ()), flag, dest=name, **options)
     aliases = [_spelled(alias) for alias in (name, *ALIASES.get(name, ())) if _spelled(alias) != flag]
@@ -158,7 +158,7 @@ def _add(group: argparse._ActionsContainer, name: str, **options: Any) -> None:
 
 
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
-    """Add a flag of the model; `changes` replace what add_argument takes."""
+    """Add a flag of the model; `changes` replace arguments of add_argument."""
     _add(group, name, **{**MODEL_FLAGS[name], **changes})
 
 

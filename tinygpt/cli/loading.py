@@ -134,7 +134,7 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
 
 
 def _without_banners() -> int:
-    """Make stdout a pipe, on which MPICH says in ten lines that a rank was killed. Return what rank 0 writes to.
+    """Make stdout a pipe, on which MPICH says in ten lines that a rank was killed. Return rank 0's descriptor.
 
     A process that outlives mpiexec reads the pipe and says it on stderr, in one sentence.
     """

@@ -136,7 +136,7 @@ def _command(name: str) -> Command:
 
 
 def _prepare_streams() -> None:
-    """Write UTF-8 on every system, and escape what UTF-8 cannot encode, such as file names, as JSON does too."""
+    """Write UTF-8 on every system, and escape text that UTF-8 cannot encode, such as file names, as JSON does."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -254,7 +254,7 @@ def read_prompts(path: Path, defaults: SamplingParams) -> list[PromptRecord]:
 
 
 def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) -> list[Result]:
-    """Return what the reader of each line returns. Raise RequestError that lists every line with an error."""
+    """Return the reader's result for each line. Raise RequestError that lists every line with an error."""
     results, problems = [], []
     for number, read in readers.items():
         try:

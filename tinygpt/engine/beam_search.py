@@ -94,7 +94,7 @@ class BeamSearch:
 
     def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] = lambda token_ids: False):
         self.rules = rules
-        self.beams = [Beam([], 0.0, [])]  # the running ones
+        self.beams = [Beam([], 0.0, [])]  # that run
         self._groups = [_Group(rules, is_stopped) for _ in range(rules.num_beam_groups)]
 
     def advance(self, candidates: Seq[Candidates]) -> None:

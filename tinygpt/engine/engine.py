@@ -41,7 +41,7 @@ class Engine:
         self._pending: set[RequestFuture] = set()  # the thread's alone
         self._failure: BaseException | None = None  # of the last step
         self._is_broken = False  # whether the failure ended the thread
-        self._queued: set[RequestFuture] = set()  # those that count against max_queue
+        self._queued: set[RequestFuture] = set()  # that count against max_queue
         self._pid = os.getpid()
         # Reentrant: garbage collection can close a generator, which cancels its future, at any line.
         self._lock = threading.RLock()
@@ -93,7 +93,7 @@ class Engine:
             self._queued.add(future)  # last: after an interrupt none may count that never ends
 
     def call(self, work: Callable[[], T]) -> T:
-        """Return what `work` returns, called by the engine's thread between two steps."""
+        """Return the result of `work`, which the engine's thread calls between two steps."""
         self.refuse_own_thread()
         future: ThreadFuture[T] = ThreadFuture()
         self._post(partial(future.settle, work))

@@ -20,8 +20,8 @@ _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), 
 
 
 class Mask(NamedTuple):
-    added: np.ndarray  # (V,) float32, added to the scores: 0 for those that may come, -inf for the others
-    count: int  # of those that may come
+    added: np.ndarray  # (V,) float32, added to the scores: 0 for tokens that may come, -inf for others
+    count: int  # of tokens that may come
 
 
 class Guidance:

@@ -95,7 +95,7 @@ class InputProcessor:
         return Prompt(given if isinstance(given, str) else None, token_ids)
 
     def read_ids(self, what: str, given: Any) -> list[int]:
-        """Return the ids of a prompt that nothing follows. `what` is wanted of them: "logits", for example."""
+        """Return the ids of a prompt that nothing follows. what: the result, such as "logits"."""
         given = text_or_ids(given)
         if not given:
             raise RequestError(f"{what} need at least one token id: the list is empty.")

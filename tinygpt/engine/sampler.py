@@ -159,7 +159,7 @@ _NO_IDS = _ids(())
 
 
 class Sampler:
-    """Samples each sequence's next token from its row of logits, whatever the other rows are, to the last bit."""
+    """Samples each sequence's next token from its row of logits, independent of other rows to the last bit."""
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner

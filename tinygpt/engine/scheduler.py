@@ -212,7 +212,7 @@ class StepInput:
     chunks: list[Chunk]
     drafts: Mapping[int, list[int]]  # by i, the tokens drafted to follow chunks[i]
     batch: Batch
-    last_rows: list[int]  # for chunks[i], the row of logits after its last token; those of its draft follow
+    last_rows: list[int]  # for chunks[i], the row of logits after its last token; its draft's rows follow
 
     @classmethod
     def of(cls, chunks: list[Chunk], drafts: Mapping[int, list[int]]) -> "StepInput":

@@ -51,9 +51,9 @@ class Sequence:
 
     slot: int | None = None  # of the KV cache, while it runs
     num_cached: int = 0  # positions in that slot
-    num_reused: int = 0  # of those, the ones that other sequences computed
+    num_reused: int = 0  # of these, computed by other sequences
     num_dropped: int = 0  # tokens that have left the window
-    is_proven: bool = False  # whether logits after the cached positions were finite, and so are those positions
+    is_proven: bool = False  # whether logits after the cached positions were finite, and so the positions are
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None

@@ -38,7 +38,7 @@ def check_encoding(name: str, data: bytes) -> None:
 
 
 def read_rows(name: str, path: str | Path) -> list[str]:
-    """Read a JSONL file's texts. Raise RequestError for one of less than two words."""
+    """Read a JSONL file's texts. Raise RequestError for a text of less than two words."""
     rows = []
     for row, place in _rows(name, path):
         text = row.get("text")

@@ -88,7 +88,7 @@ class World:
             _unlink_shared_memory()
 
     def broadcast(self, values: np.ndarray) -> None:
-        """Fill int32 values with those of rank 0. Other ranks sleep meanwhile."""
+        """Fill int32 values with rank 0's. Other ranks sleep meanwhile."""
         request = self._all.Ibcast(values, 0)
         if self.rank == 0:
             request.Wait()
@@ -120,7 +120,7 @@ class World:
         return self._all.Irecv(values, rank).Wait
 
     def allgather(self, ranks: list[int]) -> np.ndarray:
-        """Return what kernels call without the GIL to join rows of `ranks`, which share a stage's layers.
+        """Return the call that joins rows of `ranks`, which share a stage's layers, without the GIL.
 
         (3,) int64: the address of MPI_Allgather, its datatype for float32, and the communicator.
         """

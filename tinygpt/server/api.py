@@ -40,7 +40,7 @@ from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, to_
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
 
-LARGE = 8192  # bytes of a body; a thread reads a larger one, which would block the loop for milliseconds
+LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
 Result = TypeVar("Result")
@@ -371,7 +371,7 @@ class Api:
         return _json({"prompt": text})
 
     async def tokenizer_info(self) -> Response:
-        """Return what evaluation harnesses need to know of the tokenizer."""
+        """Return the facts of the tokenizer that evaluation harnesses need."""
         config, template = self.llm.config, self.config.chat_template
         ids = (
             (next(iter(config.eos_token_ids), None), config.bos_token_id) if self.names.has_tokenizer else (None, None)

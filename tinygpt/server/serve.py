@@ -91,7 +91,7 @@ def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start:
 
 
 def allow_all_descriptors() -> None:
-    """Raise the soft limit of open files, often 1024, to the hard one: each connection takes a descriptor."""
+    """Raise the soft limit of open files, often 1024, to the hard limit: each connection takes a descriptor."""
     with suppress(ImportError, OSError, ValueError):  # Windows has no such limit; macOS refuses some values
         import resource
 

@@ -25,7 +25,7 @@ from tinygpt.weights.stored.export import Part, can_be_written, layout_of, parts
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
 
-PREFIX = "base_model.model."  # what PEFT wraps the model in
+PREFIX = "base_model.model."  # PEFT's wrapper of the model
 
 
 @dataclass(frozen=True)

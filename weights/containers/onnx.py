@@ -1,4 +1,4 @@
-"""ONNX: a graph whose initializers are the weights, in the file or mapped from files next to it. Nothing of it runs."""
+"""ONNX: a graph whose initializers are the weights, in the file or in mapped files next to it. The graph never runs."""
 
 import math
 from collections import Counter

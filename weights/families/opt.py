@@ -94,7 +94,7 @@ OPT = ModelType(
     quirks=(FIRST_ROW, ONE_C_ATTN),
 )
 
-MAX_POSITIONS = 2**16  # the table's rows, whatever the size of the file
+MAX_POSITIONS = 2**16  # rows of the table, in a file of any size
 
 
 def sinusoids(shape: tuple[int, ...], pad_token_id: int | None) -> np.ndarray:

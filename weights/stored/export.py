@@ -96,7 +96,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
 
 
 def can_be_written(checkpoint: Checkpoint) -> bool:
-    """Return whether a config.json can say what the model is."""
+    """Return whether a config.json can describe the model."""
     return not checkpoint.config.structure or _family_layout(checkpoint) is not None
 
 

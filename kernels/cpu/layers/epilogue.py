@@ -119,5 +119,5 @@ def _prefetch_operand(out, tile):
     _prefetch_rows(out.values, tile)
 
 
-# A store that misses the caches delays the next ones.
+# A store that misses the caches delays later stores.
 prefetch_tile = overload_by_dtype({types.float32: _prefetch_array}, otherwise=_prefetch_operand)

@@ -337,7 +337,7 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
             both = [builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs]
             row = at(builder, times(builder, i, 4), 2 * j)
             b_rows, new = [row_at(row), row_at(at(builder, row, 1))], []
-            for n in range(2 * quads):  # registers of two columns; see _two_columns for where they lie
+            for n in range(2 * quads):  # registers of two columns, in the order of _two_columns
                 vector, place = divmod(n, 2 * QUADS)
                 half, place = divmod(place, QUADS)
                 columns = load_quad(builder, b_rows[half], vector * QUADS + place)

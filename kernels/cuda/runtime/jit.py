@@ -1,4 +1,4 @@
-"""Compilation of CUDA kernels, their files on disk, and what a machine needs for them."""
+"""Compilation of CUDA kernels, their files on disk, and a machine's requirements."""
 
 import functools
 import hashlib
@@ -61,7 +61,7 @@ class DiskCache:
 
 
 def describe(function: Callable) -> str:
-    """Return a function's name and place, and in brackets what it closes over."""
+    """Return a function's name and place, and its closure in brackets."""
     values = [cell.cell_contents for cell in function.__closure__ or ()]
     held = [describe(value.py_func) if hasattr(value, "py_func") else repr(value) for value in values]
     place = f"{function.__module__}.{function.__qualname__}:{function.__code__.co_firstlineno}"

@@ -191,7 +191,7 @@ def _mass_at(shared, i):
 
 @device_function
 def find_tie(row, value, number):
-    """Return the id with the score `value` after `number` others with it."""
+    """Return the id with the score `value` after `number` others."""
     return _first_passing(row, value, 0.0, int64(number), uint64(0))
 
 
