@@ -86,14 +86,9 @@ def test_min_tokens_hold_back_the_end(llm):
 
 
 def test_a_logits_processor_sees_each_beam(llm):
-    seen = []
-
-    def note(prompt_token_ids, new_token_ids, scores):
-        seen.append(tuple(new_token_ids))
-        return scores
-
-    params = SamplingParams(num_beams=3, n=3, max_tokens=4)
-    output = llm.generate([PROMPT], replace(params, logits_processors=[note]))[0]
+    seen, params = [], SamplingParams(num_beams=3, n=3, max_tokens=4)
+    note = {"logits_processors": lambda prompt, new, scores: seen.append(tuple(new)) or scores}
+    output = llm.generate([PROMPT], replace(params, **note))[0]
     assert plain(output) == plain(llm.generate([PROMPT], params)[0])
     assert {tuple(o.token_ids[:3]) for o in output.outputs} <= set(seen)
 

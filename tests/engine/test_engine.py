@@ -1,6 +1,7 @@
 """The LLM as its users see it, on the demo checkpoint: what comes out, what is refused, and what may be mixed."""
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -171,33 +172,18 @@ def test_best_of_returns_the_most_probable_per_token(llm, n):
     assert [sample.index for sample in output.outputs] == list(range(n))
 
 
-def test_stop_string_across_tokens_is_cut_off(llm):
-    whole = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=20))
-    pieces = [llm.tokenizer.decode([i]) for i in whole.token_ids]
-    before = len("".join(pieces[:5]))
-    stop = whole.text[before - 2 : before + 2]  # two characters on each side of a border
-    assert stop not in pieces
-    at = whole.text.index(stop)
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=20, stop=["never there", stop]))
-    assert (sample.text, sample.finish_reason, sample.stop_reason) == (whole.text[:at], "stop", stop)
-    kept = len(sample.token_ids)
-    assert sample.token_ids == whole.token_ids[:kept]
-    assert stop in "".join(pieces[:kept])
-    assert stop not in "".join(pieces[: kept - 1])
-
-
-@pytest.mark.parametrize("place", [0, 5])
-def test_stop_token_ids(llm, place):
+@pytest.mark.parametrize(("place", "field"), [(0, "stop_token_ids"), (5, "stop_token_ids"), (5, "eos_token_id")])
+def test_tokens_that_end_a_sample(llm, place, field):
     whole = generate_one(llm, PROMPTS[0]).token_ids
     stop = whole[place]
     kept = whole[: whole.index(stop) + 1]
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, stop_token_ids=[absent_in(whole), stop]))
+    absent = max({*range(EOS)} - {*whole})
+    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, **{field: [absent, stop]}))
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", stop)
     assert sample.text == llm.tokenizer.decode(kept[:-1])
-
-
-def absent_in(token_ids: list[int]) -> int:
-    return max({*range(EOS)} - {*token_ids})
+    ignoring = SamplingParams(max_tokens=12, ignore_eos=True, **{field: stop if field == "eos_token_id" else [stop]})
+    sample = generate_one(llm, PROMPTS[0], ignoring)
+    assert sample.token_ids == (whole if field == "eos_token_id" else kept)
 
 
 def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
@@ -209,16 +195,6 @@ def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run, "length", None)
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]]))
         assert (sample.token_ids, sample.finish_reason) == (run[:1], "stop")
-
-
-def test_eos_of_a_request(llm):
-    whole = generate_one(llm, PROMPTS[0]).token_ids
-    end = whole[5]
-    kept = whole[: whole.index(end) + 1]
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=[end, absent_in(whole)]))
-    assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", end)
-    sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, eos_token_id=end, ignore_eos=True))
-    assert sample.token_ids == whole
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
@@ -247,19 +223,6 @@ def test_logits(llm, length):
     np.testing.assert_array_equal(llm.logits(ids[:40]), kept[:40])
     llm.logits(ids[::-1])
     np.testing.assert_array_equal(logits, kept)  # not a view of what the next call overwrites
-
-
-@pytest.mark.parametrize("params", [GREEDY, WARM, SamplingParams(max_tokens=30, stop="he")], ids=["0", "1", "stop"])
-def test_a_stream_is_the_text_of_generate_bit_by_bit(llm, params):
-    whole = generate_one(llm, PROMPTS[0], params)
-    chunks = list(llm.stream(PROMPTS[0], params))
-    assert [chunk.token_id for chunk in chunks] == whole.token_ids
-    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [whole.finish_reason]
-    so_far = ""
-    for chunk in chunks:
-        so_far += chunk.text
-        assert whole.text.startswith(so_far)
-    assert so_far == whole.text
 
 
 def test_a_stream_comes_one_token_at_a_time_and_frees_its_slot_when_it_is_closed(llm):
@@ -357,6 +320,9 @@ IMPOSSIBLE = {
     "threads": [0, -1, True, "2", 1.5],
     "max_num_seqs": [0, -1, True, "2", 1.5, None],
     "max_model_len": [0, -1, True, "2", 1.5, 513],
+    "max_num_batched_tokens": [0],
+    "max_queue": [-1],
+    "prefix_cache_seqs": [-1, None],
     "device": ["tpu", "", None, ["cpu"]],
     "dtype": ["float64", "float16", "", None, ["float32"]],
     "kv_cache_dtype": ["int4", "", None, ["float32"]],
@@ -370,10 +336,9 @@ def test_impossible_arguments(name, value):
     assert repr(value) in str(caught.value)
 
 
-@pytest.mark.parametrize("field", [{"dtype": "int8"}, {"kv_cache_dtype": "bfloat16"}])
-def test_the_reference_computes_in_float32_alone(field):
-    with pytest.raises(RequestError, match=next(iter(field))):
-        LLM("demo", device="reference", **field)
+def test_a_step_holds_a_token_of_each_sequence():
+    with pytest.raises(RequestError, match="max_num_batched_tokens is 3 and max_num_seqs is 4"):
+        LLM("demo", max_num_seqs=4, max_num_batched_tokens=3)
 
 
 @pytest.mark.parametrize("prompt", [[], "", [11], [-1], [1.5], 5, None])
@@ -454,21 +419,11 @@ def test_a_request_that_fails_does_not_touch_a_stream_beside_it(damaged):
     assert tokens + [chunk.token_id for chunk in stream] == good
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda llm: llm.generate([1]),
-        lambda llm: llm.generate([]),
-        lambda llm: llm.generate_as_finished([[1]]),
-        lambda llm: llm.stream([1]),
-        lambda llm: llm.logits([1]),
-        lambda llm: llm.tokenizer,
-    ],
-    ids=["generate", "generate nothing", "generate_as_finished", "stream", "logits", "tokenizer"],
-)
-def test_a_closed_llm_refuses_everything(tiny_folder, use):
+def test_a_closed_llm_refuses_everything(tiny_folder):
     with LLM(str(tiny_folder)) as llm:
         assert llm.generate([3], max_tokens=1)
     llm.close()  # a second time does nothing
-    with pytest.raises(RequestError, match="closed"):
-        use(llm)
+    calls = (llm.generate, llm.generate_as_finished, llm.stream, llm.logits)
+    for use in (*(partial(call, [1]) for call in calls), lambda: llm.generate([]), lambda: llm.tokenizer):
+        with pytest.raises(RequestError, match="closed"):
+            use()

@@ -15,7 +15,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support import tiny_checkpoint
 from support.engines import batches_of
 from support.gate import Gate, paused
 from support.paths import ROOT, VOCAB_SIZE
@@ -49,12 +48,6 @@ def nothing_is_left_behind(request):
         assert (llm.engine._pending, llm.engine._queued) == (set(), set())
 
 
-def test_a_future_has_what_generate_gives(llm):
-    for prompt in ("Once", [5, 6, 7], ""):
-        future = llm.submit(prompt, params_for(1))
-        assert future.result(SECONDS).outputs == llm.generate(prompt, params_for(1))[0].outputs
-
-
 def test_64_threads_at_once_lose_nothing(llm):
     prompts = [[i, i + 1, i + 2] for i in range(64)]
     alone = [llm.generate([prompt], params_for(i))[0].outputs for i, prompt in enumerate(prompts)]
@@ -78,17 +71,6 @@ def test_callers_share_steps(llm, monkeypatch):
     for future in futures:
         future.result(SECONDS)
     assert [len(batch.slots) for batch in batches] == [4] * 10
-
-
-def test_generate_and_streams_run_beside_submitted_requests(llm):
-    alone = llm.generate([[3], [4]], params_for(5))
-    stream = llm.stream([9, 9], params_for(6))
-    tokens = [next(stream).token_id]
-    futures = [llm.submit([i], params_for(5)) for i in (3, 4)]
-    assert [o.outputs for o in llm.generate([[3], [4]], params_for(5))] == [o.outputs for o in alone]
-    assert [future.result(SECONDS).outputs for future in futures] == [o.outputs for o in alone]
-    tokens += [chunk.token_id for chunk in stream]
-    assert tokens == llm.generate([[9, 9]], params_for(6))[0].outputs[0].token_ids
 
 
 def test_chunks_as_they_are_made(llm):
@@ -224,20 +206,6 @@ def test_a_forgotten_llm_is_collected(small_demo):
 def test_impossible_requests_are_refused_at_once(llm, prompt, params, message):
     with pytest.raises(RequestError, match=message):
         llm.submit(prompt, params)
-
-
-def test_an_error_reaches_its_request_alone(tmp_path):
-    tensors = tiny_checkpoint.random_tensors()
-    tensors["transformer.wpe.weight"][3:] = np.nan
-    folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
-    params = SamplingParams(max_tokens=2, ignore_eos=True)
-    with LLM(str(folder), max_num_seqs=4) as llm:
-        good = llm.generate([[3]], params)[0].outputs[0].token_ids
-        with paused(llm):
-            futures = [llm.submit([3] * count, params) for count in (1, 3, 1)]
-        with pytest.raises(TinyGPTError, match="not finite"):
-            futures[1].result(SECONDS)
-        assert [futures[i].result(SECONDS).outputs[0].token_ids for i in (0, 2)] == [good, good]
 
 
 def raiser(error):

@@ -209,7 +209,6 @@ def test_llm_tokens_alone_and_in_any_batch(choice):
 
 
 def test_llms_that_run_at_the_same_time(choice):
-
     def run(_) -> list[tuple]:
         with LLM(**choice, threads=3) as llm:
             return tokens(llm.generate(prompts_for(llm)[:5], [params_for(i) for i in range(5)]))

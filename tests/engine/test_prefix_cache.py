@@ -12,8 +12,8 @@ from support.engines import batches_of, sizes
 from support.gate import paused
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import FailedRequestError, RequestError
-from tinygpt.outputs import CompletionOutput
+from tinygpt.errors import FailedRequestError
+from tinygpt.outputs import RequestOutput
 
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
@@ -52,6 +52,8 @@ params = st.builds(
     n=st.sampled_from([1, 1, 3]),
     best_of=st.sampled_from([None, None, 4]),
     logprobs=st.sampled_from([None, 0, 2]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    prompt_lookup_num_tokens=st.sampled_from([0, 3]),
     stop=st.sampled_from([None, "e", ["the ", "\x00"]]),
     repetition_penalty=st.sampled_from([1.0, 1.3]),
     frequency_penalty=st.sampled_from([0.0, 0.5]),
@@ -64,8 +66,8 @@ params = st.builds(
 visits = st.builds(Visit, prompts, params, st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
 
 
-def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
-    """Each visit's samples, None for one that was given up before its end."""
+def run(llm: LLM, visits: list[Visit]) -> list[RequestOutput | None]:
+    """Each visit's output, None for one that was given up before its end."""
     requests = [llm._inputs.request(visit.prompt, visit.params) for visit in visits]
     finished = set()
     for i, request in enumerate(requests):
@@ -80,7 +82,7 @@ def run(llm: LLM, visits: list[Visit]) -> list[list[CompletionOutput] | None]:
                 gone.add(i)
         llm.engine._steps.step()
         step += 1
-    return [request.output().outputs if i in finished else None for i, request in enumerate(requests)]
+    return [request.output() if i in finished else None for i, request in enumerate(requests)]
 
 
 @given(visits=st.lists(visits, min_size=1, max_size=8))
@@ -90,9 +92,11 @@ def test_whoever_else_comes_and_goes(alone, busy, visits):
     scheduler = busy.engine.scheduler
     assert (scheduler.running, len(scheduler.waiting)) == ([], 0)
     assert scheduler.slots.num_free == busy.engine.engine_config.max_num_seqs
-    for visit, outputs in zip(visits, got, strict=True):
-        if outputs is not None:
-            assert outputs == alone.generate([visit.prompt], visit.params)[0].outputs
+    for visit, output in zip(visits, got, strict=True):
+        if output is not None:
+            (expected,) = alone.generate([visit.prompt], visit.params)
+            assert (output.outputs, output.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
+            assert output.prompt_cumulative_logprob == expected.prompt_cumulative_logprob
 
 
 def num_computed(batches: list) -> int:
@@ -178,15 +182,3 @@ def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
                 bad.result(60)
             assert good.result(60).outputs == outputs
             assert llm.generate(prompt, GREEDY)[0].outputs == outputs
-
-
-def test_impossible_sizes():
-    for fields, message in (
-        ({"max_num_seqs": 4, "max_num_batched_tokens": 3}, "max_num_batched_tokens is 3 and max_num_seqs is 4"),
-        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
-        ({"prefix_cache_seqs": -1}, "prefix_cache_seqs is -1"),
-        ({"prefix_cache_seqs": None}, "prefix_cache_seqs is None"),
-        ({"max_queue": -1}, "max_queue is -1"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            LLM("demo", **fields)

@@ -156,12 +156,8 @@ def test_an_end_among_confirmed_tokens_is_the_end(target, llm):
 
 def test_users_functions_are_not_called_for_drafts(target, llm):
     seen = []
-
-    def note(prompt_token_ids, new_token_ids, scores):
-        seen.append(list(new_token_ids))
-        return scores
-
-    params = SamplingParams(max_tokens=10, logits_processors=note)
+    note = {"logits_processors": lambda prompt, new, scores: seen.append([*new]) or scores}
+    params = SamplingParams(max_tokens=10, **note)
     with LLM(str(target), draft_model=str(target)) as other:
         tokens = other.generate([PROMPT], params)[0].outputs[0].token_ids
     assert seen == [tokens[:i] for i in range(10)]

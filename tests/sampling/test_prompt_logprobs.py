@@ -1,12 +1,10 @@
-"""Log probabilities of prompts: the model's own, the same bits whatever else runs, and no work unless asked for."""
+"""Log probabilities of prompts: the model's own, and no work unless asked for; neighbours: test_prefix_cache.py."""
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from support import tiny_checkpoint
-from support.engines import batches_of, sizes
+from support.engines import batches_of
 from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_source import LOGIT_ROWS
@@ -77,39 +75,6 @@ def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small
         prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
         llm.generate(prompts, [asked(prompt_logprobs=0 if i % 3 else None) for i in range(6)])
         assert LOGIT_ROWS <= max(batch.logit_rows.size for batch in batches) <= llm.engine.engine_config.max_num_logits
-
-
-SIZES = [(2, 2, 0), (3, 7, 2), (6, 64, 3)]
-visits = st.tuples(
-    st.sampled_from([1, 2, 17, 40, 100]),
-    st.lists(st.integers(0, 3), max_size=2),
-    st.builds(
-        dict,
-        prompt_logprobs=st.sampled_from([None, 0, 2]),
-        max_tokens=st.integers(1, 6),
-        temperature=st.sampled_from([0.0, 1.0]),
-        logprobs=st.sampled_from([None, 1]),
-        n=st.sampled_from([1, 2]),
-        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
-    ),
-)
-
-
-@pytest.fixture(scope="module", params=SIZES, ids=str)
-def busy(request, small_demo):
-    with LLM(small_demo, **sizes(*request.param)) as llm:
-        yield llm
-
-
-@given(visits=st.lists(visits, min_size=1, max_size=6))
-@settings(max_examples=10)
-def test_neighbours_change_nothing(alone, busy, visits):
-    prompts = [PROMPT[:count] + tail for count, tail, _ in visits]
-    params = [asked(**fields) for _, _, fields in visits]
-    for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):
-        (expected,) = alone.generate([prompt], p)
-        assert (output.outputs, output.prompt_logprobs) == (expected.outputs, expected.prompt_logprobs)
-        assert output.prompt_cumulative_logprob == expected.prompt_cumulative_logprob
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])
