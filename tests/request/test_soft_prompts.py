@@ -210,14 +210,9 @@ def test_beams_and_scores(llm, tuned, name):
 
 
 def test_processors_see_the_users_ids_alone(alone, tuned):
-    seen = []
-
-    def note(prompt_token_ids, new_token_ids, scores):
-        seen.append(prompt_token_ids)
-        return scores
-
-    prompt = ids_of(9)
-    params = [params_of(name, max_tokens=2, logits_processors=note) for name in ("prompt", "prefix")]
+    seen, prompt = [], ids_of(9)
+    note = {"logits_processors": lambda prompt, new, scores: seen.append(prompt) or scores}
+    params = [params_of(name, max_tokens=2, **note) for name in ("prompt", "prefix")]
     alone.generate([prompt] * 2, params)
     assert seen == [prompt] * 4
 

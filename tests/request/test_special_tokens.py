@@ -5,20 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from support.paths import VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
-from tinygpt.tokenizer.tokenizer import Tokenizer
 
 END = "<|endoftext|>"
 TEXT = f"The end.{END}Once upon a time{END}"
 SHORT = SamplingParams(max_tokens=3)
-
-
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -96,11 +88,3 @@ def test_a_prompt_that_has_been_read_cannot_be_split(llm):
     assert llm.read_prompt(prompt) is prompt
     with pytest.raises(RequestError, match="has been read already: give its text"):
         llm.read_prompt(prompt, split_special_tokens=True)
-
-
-def test_a_special_token_that_the_model_does_not_have_is_named(llm, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "encode", lambda self, text, split: [5, llm.config.vocab_size])
-    monkeypatch.setattr(Tokenizer, "decode", lambda self, ids: "<pad>" * len(ids))
-    says = f"token id {VOCAB_SIZE} is outside .* ids 0 to {VOCAB_SIZE - 1}, and the text holds it as '<pad>'"
-    with pytest.raises(RequestError, match=says):
-        llm.generate("Once<pad>", SHORT)

@@ -68,8 +68,6 @@ def forbid_the_last(prompt_token_ids, new_token_ids, scores):
     return scores
 
 
-# A row and its neighbours.
-
 ids = st.integers(0, V - 1)
 some_ids = st.lists(ids, max_size=4)
 anything = st.fixed_dictionaries(
@@ -235,9 +233,6 @@ def test_a_plain_row_has_its_greatest_token_or_an_error_of_its_own(backend):
     tokens = sample(backend, logits, [sequence_of() for _ in logits])
     assert [token.token_id for token in tokens] == [0, -1, logits[2].argmax()]
     assert [token.error for token in tokens] == [None, NOT_FINITE.format(2), None]
-
-
-# Whole generations, against transformers.
 
 
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 7}
