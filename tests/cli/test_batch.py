@@ -66,7 +66,6 @@ def read_records(text):
 
 
 def record(record_id, prompt, model="demo", dtype="float32") -> bytes:
-    """A line of an earlier run's output."""
     fields = {"id": record_id, "model": model, "dtype": dtype, "prompt": prompt, "prompt_token_ids": [1]}
     return json.dumps(fields).encode() + b"\n"
 
@@ -85,8 +84,6 @@ def jobs(tmp_path, capsys):
 
 @pytest.fixture
 def no_model(monkeypatch):
-    """Fail as soon as a model is loaded."""
-
     def load(*arguments):
         raise AssertionError("a model was loaded")
 
@@ -136,9 +133,6 @@ def test_an_empty_file_gives_no_records(jobs, no_model):
     assert jobs.run() == 0
     assert jobs.output.read_bytes() == b""
     assert jobs.err == f"tinygpt: --input {jobs.input} holds no prompt, so there is nothing to do\n"
-
-
-# --- continued
 
 
 def test_a_second_run_does_nothing_until_a_prompt_is_added(jobs, monkeypatch):
@@ -240,9 +234,6 @@ def test_auto_must_come_to_the_dtype_of_the_records(jobs):
     assert jobs.output.read_bytes() == content
 
 
-# --- failed
-
-
 def test_a_prompt_that_fails_late_has_a_record_and_the_others_are_done(jobs):
     assert jobs.run() == 0
     whole = jobs.records()
@@ -279,9 +270,6 @@ def test_on_stdout_a_failure_is_a_record_too(jobs):
     assert jobs.run(output=False) == 1
     assert {name for name, record in read_records(jobs.out).items() if "error" in record} == {"lost"}
     assert jobs.err.endswith('tinygpt: error: 1 of 2 prompts failed: "error" in their records says why.\n')
-
-
-# --- refused
 
 
 BAD = [
@@ -401,9 +389,6 @@ def test_a_folder_whose_name_is_not_text(jobs, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["path"] == folder
 
 
-# --- progress
-
-
 def test_a_terminal_shows_a_progress_bar(jobs, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
@@ -481,9 +466,6 @@ def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
             assert jobs.records()[name]["prompt_token_ids"] == llm.read_prompt(text, split).token_ids
     ends = {name: record["prompt_token_ids"][-1] == EOS for name, record in jobs.records().items()}
     assert ends == {"said": not flags, "split": False, "not split": True}
-
-
-# --- The file of --output
 
 
 PROMPTS = [PromptRecord(*fields, None, SamplingParams()) for fields in ((1, 1, "The fox"), (2, "é", "It was"))]

@@ -80,9 +80,6 @@ def rewrite(file: Path, change=lambda header: None, shift: int = 0) -> None:
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-# The same bits.
-
-
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, is_tied):
@@ -107,9 +104,6 @@ def test_logits_and_tokens_are_those_of_quantising_at_load(tmp_path, dtype):
         outputs = [llm.generate("Once upon a time", params)[0].outputs[0] for llm in (at_load, mapped)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].text == outputs[1].text
-
-
-# What is written.
 
 
 def test_folder_holds_the_small_files_as_they_were(demo_int8):
@@ -172,9 +166,6 @@ def test_sizes_measured_before_do_as_the_text_does(tmp_path):
         parts = [tensor.file.data[tensor.offset : tensor.offset + size] for tensor in (one, other)]
         is_corrected = name.endswith("_bias") and not name.startswith("ln")
         assert (parts[0] == parts[1]) != is_corrected, name
-
-
-# The command.
 
 
 @pytest.mark.parametrize(
@@ -294,9 +285,6 @@ def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
     converted(source, tmp_path / "int8", "int8")
 
 
-# What an LLM takes.
-
-
 def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
     for model, expected in ((tiny_int8, "Int8Weight"), (source, "Float32Weight")):
         with LLM(str(model), max_num_seqs=1) as llm:
@@ -309,9 +297,6 @@ def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
 def test_another_dtype_or_device_is_refused(tiny_int8, dtype, device):
     with pytest.raises(RequestError, match=r"is converted to 'int8'|device 'reference' cannot read"):
         LLM(str(tiny_int8), dtype=dtype, device=device)
-
-
-# Damaged and foreign files.
 
 
 def with_bytes(change):

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from support.paths import ROOT
+from support.processes import run_process
 from tinygpt import hardware
 from tinygpt.cli import main as cli
 from tinygpt.cli.info import instructions
@@ -23,12 +22,15 @@ def report(capsys, monkeypatch) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_versions_and_threads(report):
+def test_versions_threads_and_the_cache(report):
     assert report["versions"]["numpy"] == np.__version__
     assert report["versions"]["python"].startswith(".".join(map(str, sys.version_info[:3])))
     assert report["threads"]["used"] == report["memory"]["threads"] == 2
     assert report["memory"]["read_bandwidth"] == 2e9
     assert report["threads"]["logical_cores"] == os.cpu_count()
+    folder = jit.kernel_cache().folder
+    assert report["cache"]["folder"] == str(folder)
+    assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
 
 
 def test_what_the_memory_allows(report):
@@ -52,12 +54,6 @@ def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
         assert told[dtype] == f"{step}, {target.vector_bytes * 8 // bits.get(step, 32)} products an instruction"
 
 
-def test_the_cache(report):
-    folder = jit.kernel_cache().folder
-    assert report["cache"]["folder"] == str(folder)
-    assert report["cache"]["kernels"] == len(list(folder.glob("*.kernel")))
-
-
 def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
     read, seconds = [], iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
     monkeypatch.setattr("numpy.bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
@@ -68,9 +64,8 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
 
 
 def test_the_command_as_users_run_it():
-    command = [sys.executable, "-m", "tinygpt", "doctor", "--threads", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "7"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    result = run_process("doctor", "--threads", "1", env=environment, text=True, check=True)
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
     assert "OMP_NUM_THREADS 7" in lines
     assert "tinygpt: measuring the memory's bandwidth\n" in result.stderr

@@ -115,9 +115,6 @@ def test_a_first_run_compiles_before_rates_are_measured(run, monkeypatch, num_co
     assert STATS.fullmatch(result.err).groups() == ("7", "7")
 
 
-# --- stdin
-
-
 def test_stdin_is_the_prompt_as_it_is(run, give_stdin):
     for words in ("", "-"):
         give_stdin("Il était\r\nune fois 🦊\n".encode())
@@ -136,9 +133,6 @@ def test_a_terminal_is_told_how_to_end_the_prompt(run, give_stdin, monkeypatch):
     give_stdin(b"Once")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     assert "Ctrl-D" in run("--max-tokens 1").err
-
-
-# --- JSON
 
 
 def test_json_is_one_record(run, llm):
@@ -176,9 +170,6 @@ def test_time_that_is_over_before_the_first_token(run):
         result = run(f"Once --seed 7 --max-time 1e-9 {how}")
         assert (result.code, result.out) == (0, "\n")
         assert result.err.startswith("tinygpt: prompt 0 tokens; generation 0 tokens; load ")
-
-
-# --- Guided texts
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ def info(capsys, folder: Path) -> dict:
 
 
 def text(capsys, *words: object) -> list[str]:
-    """The lines of stdout, with single spaces."""
     assert cli.main([*map(str, words)]) == 0
     return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
@@ -98,6 +97,11 @@ def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
     assert report["tensors"] == {}
     assert "model.safetensors" in report["files"]
     assert "no tokenizer" in report["tokenizer"]["error"]
+    assert cli.main(["info", str(folder)]) == 1
+    out, err = capsys.readouterr()
+    assert err.endswith('cannot be used: the report says why, under "refused".\n')
+    assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
+    assert "unknown" in out
 
 
 def test_tensors_that_are_not_the_configs(capsys, tmp_path):
@@ -225,18 +229,6 @@ def test_sizes_of_blocks_are_those_in_the_file(capsys, tmp_path):
     assert [(tensor["dtype"], tensor["size"]) for tensor in tensors.values()] == [("Q4_0", 36), ("Q6_K", 210)]
 
 
-def test_text_says_what_is_refused(capsys, folder):
-    tiny_checkpoint.write_config(folder, activation_function="selu")
-    assert cli.main(["info", str(folder)]) == 1
-    out, err = capsys.readouterr()
-    assert err.endswith('cannot be used: the report says why, under "refused".\n')
-    assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
-    assert "unknown" in out
-
-
-# --- Tokenizers
-
-
 DAMAGES = {  # what is wrong -> how it became so
     "vocab.json is not valid JSON": lambda folder: os.truncate(folder / "vocab.json", 99),
     "vocab.json lacks 'qq'": lambda folder: (folder / "merges.txt").write_text("#version: 0.2\nq q\n"),
@@ -291,7 +283,6 @@ def test_a_checkpoint_without_a_tokenizer_is_not_refused(folder, capsys, monkeyp
 
 
 def with_added(folder: Path, count: int) -> Path:
-    """The demo's tokenizer with tokens that the model has no row for."""
     return tiny_checkpoint.write_with_demo_tokenizer(folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)})
 
 

@@ -26,9 +26,6 @@ def call(capsys):
     return lambda *words: Outcome(capsys, [*words])
 
 
-# --- Commands and help
-
-
 def test_version(call):
     assert re.fullmatch(r"tinygpt \d+\.\d+\.\d+\n", call("--version").out)
 
@@ -87,9 +84,6 @@ def test_a_command_imports_no_other(command):
     assert not others & set(result.stdout.split())
 
 
-# --- Errors
-
-
 REFUSALS = [
     ("--top-k -2", "--top-k "),
     ("--temperature nan", "--temperature "),
@@ -125,6 +119,7 @@ REFUSALS = [
     ("--lora ./nowhere", "nowhere"),
     ("--draft-model ./nowhere", "nowhere"),
     ("--model ./nowhere", "nowhere"),
+    ("half a character: \ud83d", "lone surrogate"),
 ]
 
 
@@ -135,12 +130,6 @@ def test_an_impossible_request_is_refused_with_a_sentence(call, flags, says):
     assert result.err.startswith("tinygpt: error: ")
     assert says in result.err
     assert "Traceback" not in result.err
-
-
-def test_a_text_with_a_lone_surrogate_is_refused(call):
-    result = call("generate", "half a character: \ud83d")
-    assert (result.code, result.out) == (2, "")
-    assert "lone surrogate" in result.err
 
 
 def test_text_needs_a_tokenizer(call, tmp_path):
@@ -182,9 +171,6 @@ def test_any_error_is_a_sentence_and_an_exit_code(call, monkeypatch, error, code
         call("generate", "Once", "--debug")
 
 
-# --- Processes and their streams
-
-
 @pytest.mark.usefixtures("llm")  # its kernels are compiled
 def test_a_process_separates_stdout_and_stderr(small_demo):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -214,8 +200,7 @@ def test_a_name_that_is_not_text_is_still_reported():
 def test_a_closed_pipe_ends_the_run_quietly(small_demo):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--max-tokens", "8", "--model", small_demo]
-    result = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE)
+    result = run_process("generate", "Once", "--max-tokens", "8", "--model", small_demo, stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (cli.BROKEN_PIPE, b"")
 
@@ -224,10 +209,9 @@ def test_a_closed_pipe_ends_the_run_quietly(small_demo):
 @pytest.mark.parametrize("arguments", [["generate", "Once", "-n", "2"], ["info"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
-        command = [sys.executable, "-m", "tinygpt", *arguments, "--model", small_demo]
-        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        result = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, env=environment)
+        result = run_process(*arguments, "--model", small_demo, stdout=full, env=environment)
     assert result.returncode == cli.FAILED
     assert "tinygpt: error: stdout cannot be written (No space left on device)" in result.stderr.decode()
 
@@ -235,8 +219,7 @@ def test_a_full_stdout_is_one_sentence(arguments, unbuffered, small_demo):
 @FULL
 @pytest.mark.parametrize(("max_tokens", "code"), [("2", cli.DONE), ("9999", cli.USAGE)])
 def test_a_full_stderr_changes_nothing(max_tokens, code, small_demo):
-    command = [sys.executable, "-m", "tinygpt", "generate", "Once", "--seed", "1", "--model", small_demo]
+    command = ["generate", "Once", "--seed", "1", "--model", small_demo, "--max-tokens", max_tokens]
     with open("/dev/full", "wb") as full:
-        command += ["--max-tokens", max_tokens]
-        result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full)
+        result = run_process(*command, stderr=full)
     assert (result.returncode, bool(result.stdout.strip())) == (code, code == cli.DONE)

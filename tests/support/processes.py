@@ -102,5 +102,5 @@ class Result(Outcome):
 
 def run_process(*arguments, **options) -> subprocess.CompletedProcess:
     """`python -m tinygpt` as a user starts it."""
-    options = {"cwd": ROOT, "capture_output": True, **options}
+    options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.run([sys.executable, "-m", "tinygpt", *arguments], **options)
