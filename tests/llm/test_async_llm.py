@@ -19,7 +19,6 @@ def params_for(i: int) -> SamplingParams:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(llm):
-    """After every test each row is free and nobody waits."""
     yield
     with paused(llm):
         scheduler = llm.engine.scheduler

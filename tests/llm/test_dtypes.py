@@ -17,8 +17,6 @@ QUANTISED = ("bfloat16", "int8", "int4", INT8_CACHE)
 WINDOW = 400  # tokens
 
 
-# Quality.
-
 # In % of perplexity, on a text that the float32 model has written itself. Over a few hundred tokens the change of
 # perplexity is mostly chance (for int8, 0.5 % either way), so the mean KL divergence from float32 is held to these
 # limits: it is the logarithm of what the perplexity would grow by on a long one.
@@ -91,8 +89,6 @@ def test_outliers_leave_the_function_as_it_is(window, name, tmp_path):
         np.testing.assert_allclose(after.logits(window), before.logits(window), atol=1e-3)
 
 
-# Odd shapes.
-
 SHAPES = {
     "heads of 5, inner 83": {"n_embd": 35, "n_head": 7, "n_inner": 83},
     "heads of 22, inner 131": {"n_embd": 66, "n_head": 3, "n_inner": 131},
@@ -130,9 +126,6 @@ def test_logits_are_near_the_reference(shape, shape_folders):
         assert limit / 1000 < error < limit, dtype
 
 
-# The choice of a precision.
-
-
 def logits_of(token_ids: list[int], **choices: str) -> np.ndarray:
     with LLM("demo", max_num_seqs=1, **choices) as llm:
         return llm.logits(token_ids)
@@ -167,7 +160,6 @@ def test_an_int8_cache_is_the_references(small_demo):
         ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4' only"),
         ({"dtype": "float16"}, "dtype is 'float16' and .* only; did you mean bfloat16[?]$"),
         ({"dtype": np.float32}, "computes in 'float32', .* only"),
-        ({"dtype": None}, "dtype is None"),
         (
             {"dtype": "int8", "device": "reference"},
             "dtype is 'int8' and device 'reference' computes in 'float32' only.$",

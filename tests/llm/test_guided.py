@@ -131,7 +131,6 @@ def key(output):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_neighbours_change_nothing(llm, temperature):
-    """Guided by any field or by none: the same tokens and log probabilities alone and beside the others."""
     fields = {"temperature": temperature, "seed": 3, "logprobs": 2}
     params = [params_of(kind, **fields) for kind in GUIDED]
     params += [SamplingParams(max_tokens=30, **fields), SamplingParams(max_tokens=30)]

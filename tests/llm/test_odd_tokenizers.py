@@ -109,7 +109,8 @@ def test_token_ids_work_without_a_tokenizer(damaged):
 @pytest.mark.parametrize("way", [*WAYS.values(), *TASKS.values()], ids=[*WAYS, *TASKS])
 def test_a_text_with_a_token_that_has_no_row_is_refused_before_any_work(larger, way):
     before = larger.engine.throughput
-    with pytest.raises(RequestError, match=f"token id {VOCAB_SIZE} is outside .* and the text holds it as '{EXTRA}'"):
+    says = f"token id {VOCAB_SIZE} is outside .* ids 0 to {VOCAB_SIZE - 1}, and the text holds it as '{EXTRA}'"
+    with pytest.raises(RequestError, match=says):
         way(larger)
     assert larger.engine.throughput == before
 
@@ -128,7 +129,6 @@ def test_any_other_text_is_read(larger):
 
 
 def only(ids, **fields):
-    """Nothing but these, at random."""
     return SamplingParams(temperature=1.0, logit_bias=dict.fromkeys(ids, 100.0), seed=2, ignore_eos=True, **fields)
 
 

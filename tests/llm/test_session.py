@@ -22,13 +22,6 @@ def llm(small_demo):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def alone(small_demo):
-    """Keeps nothing from one call to the next."""
-    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
-
-
 @pytest.fixture
 def batches(llm, monkeypatch, single_steps):
     return batches_of(llm, monkeypatch)
@@ -63,7 +56,6 @@ actions = st.one_of(
 @given(script=st.lists(st.tuples(st.integers(0, 2), actions), max_size=14))
 @settings(max_examples=20)
 def test_any_turns_equal_the_whole_list_again(llm, alone, script):
-    """Whatever is extended, rewound, forked and pushed out of the cache by others: equal bits, nothing stale."""
     sessions, expected = [llm.session()], [[]]
     for which, (action, value) in script:
         i = which % len(sessions)

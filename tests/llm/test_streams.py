@@ -29,7 +29,6 @@ CASES = {
 
 
 def summed(chunks):
-    """What each sample's chunks add up to."""
     chunks, samples = list(chunks), []
     for index in sorted({chunk.index for chunk in chunks}):
         own = [chunk for chunk in chunks if chunk.index == index]
