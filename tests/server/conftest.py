@@ -28,7 +28,6 @@ def server(llm):
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(request):
-    """After every test all slots are free and no sample waits."""
     yield
     if "llm" in request.fixturenames:
         from support.serving import until

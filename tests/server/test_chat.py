@@ -177,6 +177,8 @@ def test_templates_from_the_files_of_a_checkpoint(tmp_path):
     several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}y"}]
     config.write_text(json.dumps({"chat_template": several, "bos_token": BOS}))
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == BOS + "y"
+    config.write_text(json.dumps({"chat_template": [5, {"name": "default"}]}))
+    assert ChatTemplate.from_folder(tmp_path) is None
     (tmp_path / "chat_template.jinja").write_text("z")
     assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "z"
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
@@ -197,11 +199,6 @@ def test_templates_from_the_files_of_a_checkpoint(tmp_path):
 def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source):
     with pytest.raises(CheckpointError, match="chat template cannot be read"):
         ChatTemplate(source, {})
-
-
-def test_a_list_of_templates_may_hold_anything(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [5, {"name": "default"}]}))
-    assert ChatTemplate.from_folder(tmp_path) is None
 
 
 def test_a_long_conversation_is_refused_before_it_is_searched(llm, monkeypatch):

@@ -107,7 +107,6 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, start
 
 
 def test_an_extra_that_is_not_installed():
-    """As on a machine with the package alone: the name of what is missing, and the command that brings it."""
     code = "import sys; sys.modules['uvicorn'] = None; from tinygpt.__main__ import main; sys.exit(main(['serve']))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")

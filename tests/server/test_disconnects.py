@@ -37,7 +37,6 @@ def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
 
 
 def test_a_client_that_leaves_the_queue(server, llm, gate):
-    """Nothing has been made for it, and the others go on."""
     others = [llm.submit([i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
     gate.allow(1)
     gate.wait_until_asked(2)  # the first step may have come before the last of them
@@ -59,7 +58,6 @@ def test_a_client_that_leaves_the_queue(server, llm, gate):
 
 
 def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
-    """No token has been made, and none is sent."""
     client = server.begin(prompt=[262] * 400, max_tokens=10)
     gate.wait_until_asked(1)
     client.close()
@@ -68,7 +66,6 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
 
 
 def test_others_go_on(server, llm, gate):
-    """Another request's text is the same after a disconnect."""
     gate.allow(float("inf"))
     asked = {"prompt": "The king", "seed": 5, "max_tokens": 30}
     alone = server.complete(**asked).json["choices"]

@@ -6,13 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 
 import pytest
 
-from support.gate import Gate
+from support.gate import Gate, Held
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
@@ -69,7 +68,6 @@ def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
 
 @contextmanager
 def process(*arguments):
-    """`tinygpt serve` as a user starts it, and its port."""
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True) as started:
@@ -120,24 +118,18 @@ def test_work_of_all_kinds_is_refused_before_its_prompt_is_read(llm, monkeypatch
 @pytest.mark.parametrize("ends", [True, False])
 def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypatch, ends):
     """ends: the thread does before the reply."""
-    embed, begun, proceed = llm.embed, threading.Event(), threading.Event()
-
-    def embed_when_allowed(*given):
-        begun.set()
-        assert proceed.wait(60)
-        return embed(*given)
-
-    monkeypatch.setattr(llm, "embed", embed_when_allowed)
+    embed = Held(llm.embed)
+    monkeypatch.setattr(llm, "embed", embed)
     monkeypatch.setattr(serve, "FLUSH_SECONDS", 0.1)
     with served(llm, drain_seconds=0.05) as server:
         client = server.begin("/v1/embeddings", input=["a", "b"])
-        assert begun.wait(60)
+        assert embed.called.wait(60)
         server.terminate()
         until(lambda: server.api.outbox.stopped)
         if ends:
-            proceed.set()
+            embed.release.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")
-        proceed.set()
+        embed.release.set()
 
 
 STUCK = """

@@ -8,7 +8,7 @@ import json
 import sys
 import threading
 
-from support.gate import Gate
+from support.gate import Gate, Held
 from support.serving import served, until
 from tinygpt import SamplingParams, field_rules
 from tinygpt.engine.guided import Guidance
@@ -85,7 +85,6 @@ both_paths = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/compl
 @both_paths
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
-    """Whole, and in a stream."""
     sent, field = SPELLINGS[name]
     [expected] = llm.generate(PROMPT, SamplingParams(**SAMPLED, **field))[0].outputs
     [choice] = asked_in(chatting, path, sent).json["choices"]
@@ -120,17 +119,11 @@ def test_without_the_package_the_sentence_says_so(server, monkeypatch):
 
 @pytest.fixture
 def compiling(monkeypatch):
-    """Grammars are compiled when `allowed` is set; `begun` is set when one would be."""
-    begun, allowed, check = threading.Event(), threading.Event(), Guidance.check
-
-    def wait_and_check(self, field, value):
-        begun.set()
-        assert allowed.wait(60)
-        check(self, field, value)
-
-    monkeypatch.setattr(Guidance, "check", wait_and_check)
-    yield begun, allowed
-    allowed.set()
+    """Grammars are compiled when it is released."""
+    held = Held(Guidance.check)
+    monkeypatch.setattr(Guidance, "check", lambda *given: held(*given))
+    yield held
+    held.release.set()
 
 
 def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
@@ -146,21 +139,19 @@ def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
 
 
 def test_others_are_served_while_a_grammar_is_compiled(server, compiling):
-    begun, allowed = compiling
     client = server.begin(prompt=PROMPT, guided_choice=CHOICES, stream=True)
-    assert begun.wait(60)
+    assert compiling.called.wait(60)
     assert server.complete(prompt="Once", max_tokens=2).status == 200
-    allowed.set()
+    compiling.release.set()
     assert "".join(event["choices"][0]["text"] for event in client.events()) in CHOICES
 
 
 def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compiling):
-    begun, allowed = compiling
     with llm.engine.wrapped(Gate) as gate:
         client = server.begin(prompt=PROMPT, guided_regex="[a-z ]+", max_tokens=400)
-        assert begun.wait(60)
+        assert compiling.called.wait(60)
         client.close()
-        allowed.set()
+        compiling.release.set()
         while server.ended()["status"] != 499:  # what others asked for may be logged only now
             pass
         gate.allow(1)
@@ -169,16 +160,11 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
 
 @pytest.fixture
 def endless(monkeypatch):
-    """The check of each grammar waits until `allowed` is set; `begun` is set by the first."""
-    begun, allowed = threading.Event(), threading.Event()
-
-    def wait(name, value):
-        begun.set()
-        assert allowed.wait(60)
-
-    monkeypatch.setattr(field_rules, "check_guide", wait)
-    yield begun
-    allowed.set()
+    """The check of each grammar waits until the test has ended."""
+    check = Held(lambda name, value: None)
+    monkeypatch.setattr(field_rules, "check_guide", check)
+    yield check.called
+    check.release.set()
 
 
 def test_endless_grammars_hold_up_no_other_request(server, endless):

@@ -124,7 +124,6 @@ def test_chat(llm):
 
 @pytest.mark.skipif(not CHECKOUT, reason="OPENAI_PYTHON names no folder with openai-python's source")
 def test_its_own_tests_pass():
-    """All of them, none skipped; they ask for models by these names."""
     files = [f"tests/api_resources/test_{name}.py" for name in ("completions", "models")]
     with LLM("demo") as llm, served(llm, served_model_names=SERVED_BY_ITS_TESTS) as server:
         command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *files]

@@ -111,7 +111,6 @@ def test_what_does_not_fit_is_told_with_the_numbers(server, body, param, numbers
 
 
 def test_a_soft_prompt_takes_positions_too(small_demo, tmp_path):
-    """In refusals, and in the default of max_tokens."""
     with LLM(small_demo) as plain:
         vectors = np.zeros((7, plain.config.n_embd), np.float32)
     save_file({"prompt_embeddings": vectors}, tmp_path / "tale.safetensors")

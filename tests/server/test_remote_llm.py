@@ -93,7 +93,6 @@ def test_asyncio(remote, llm):
 
 
 def test_methods_have_an_llms_parameters(remote):
-    """The same names, kinds, defaults and order."""
     for name in ("read_prompt", "generate", "generate_as_finished", "stream", "submit", "score", "embed", "close"):
         theirs, mine = (inspect.signature(getattr(kind, name)).parameters.values() for kind in (LLM, RemoteLLM))
         assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
@@ -256,7 +255,6 @@ def test_a_full_queue_is_told(server, llm, remote):
 
 
 def test_a_full_queue_is_waited_for(server, llm):
-    """More prompts than slots and queue hold: all are answered, each once."""
     with RemoteLLM(f"http://127.0.0.1:{server.port}", max_connections=7) as remote:
         outputs = remote.generate([[token_id] for token_id in range(100, 130)], SamplingParams(max_tokens=2))
     assert [output.prompt_token_ids for output in outputs] == [[token_id] for token_id in range(100, 130)]

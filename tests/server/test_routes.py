@@ -70,7 +70,6 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_scores_are_cosines_of_embeddings(server, llm, pooling):
-    """One text with each of several, and pairs."""
     firsts, seconds = ["a wolf", "Once upon a time"], ["a fox in the wood", "a wolf"]
     for given, pairs in (
         ("a wolf", [(firsts[0], second) for second in seconds]),

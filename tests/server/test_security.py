@@ -41,7 +41,6 @@ def test_each_key_opens(locked, key):
 
 
 def test_every_key_is_compared_in_constant_time(locked, monkeypatch):
-    """Also the keys after the matching one."""
     compared, compare = [], secrets.compare_digest
     monkeypatch.setattr(secrets, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
     assert locked.ask("/v1/models", authorization="Bearer first-key").status == 200

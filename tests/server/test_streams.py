@@ -7,17 +7,16 @@ import socket
 import pytest
 
 from support.gate import Gate
-from support.serving import served, until
+from support.serving import Reply, served, until
 from tinygpt.server import work
 from tinygpt.server.chat import ChatTemplate
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
 
 
-def events_of(body: bytes) -> list[dict]:
-    """Return the choices of a stream's events: ids and times differ from request to request."""
-    events = [part.removeprefix(b"data: ") for part in body.split(b"\n\n")]
-    return [json.loads(event)["choices"] for event in events if event.startswith(b"{")]
+def choices_of(reply: Reply) -> list[list[dict]]:
+    """By event: ids and times differ from request to request."""
+    return [event["choices"] for event in reply.events]
 
 
 def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
@@ -31,7 +30,7 @@ def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
 
     monkeypatch.setattr(server.loop, "call_soon_threadsafe", counted)
     reply = server.complete(**ASKED | {"temperature": 1, "seed": 1, "n": 4})
-    num_tokens = sum(len(choices) for choices in events_of(reply.body))
+    num_tokens = sum(map(len, choices_of(reply)))
     assert num_tokens > 60
     assert len(woken) < num_tokens / 2
 
@@ -101,11 +100,11 @@ async def answered(app, messages: list[dict], before_last=lambda: None) -> list[
 
 def test_behind_another_server_a_stream_is_the_same(server):
     message = {"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}
-    expected, loop = events_of(server.complete(**ASKED).body), server.loop
+    expected, loop = choices_of(server.complete(**ASKED)), server.loop
     sent = asyncio.run_coroutine_threadsafe(answered(server.app, [message]), loop).result(60)
     assert sent[0]["type"] == "http.response.start"
     assert [each["more_body"] for each in sent[1:]] == [True] * (len(sent) - 2) + [False]
-    assert events_of(b"".join(each["body"] for each in sent[1:])) == expected
+    assert choices_of(Reply(200, {}, b"".join(each["body"] for each in sent[1:]))) == expected
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
