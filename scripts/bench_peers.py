@@ -153,7 +153,6 @@ class Engines:
 
 
 def agreement(logits: list[float], reference: list[float]) -> str:
-    """Describe the distance of an engine's logits from the reference's."""
     top = "the same" if np.argmax(logits) == np.argmax(reference) else "another"
     largest = np.abs(np.subtract(logits, reference)).max()
     return f"{top} top-1, largest difference {largest:.2g} (logits' std {np.std(reference):.2g})"

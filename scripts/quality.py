@@ -195,7 +195,6 @@ EXTREMES: dict[str, Edit] = {
 
 
 def write_outliers(model: str, edit: Edit, token_ids: list[int], folder: Path) -> str:
-    """Write an edited copy of a checkpoint into a new folder."""
     checkpoint = open_checkpoint(model)
     shutil.copytree(checkpoint.path, folder, ignore=shutil.ignore_patterns("*.safetensors*", "*.bin*"))
     tensors = {part.short_name: np.array(part.array()) for part in parts_of(checkpoint)}

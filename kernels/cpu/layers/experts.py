@@ -119,7 +119,6 @@ def add_experts(team, x, mixture):
 
 @kernel
 def expert_block(team, experts, params, layer, x, buffers):
-    """x (N, C) += each row's experts, weighted."""
     if experts is None:
         return
     b, n, place = buffers.mixture, x.shape[0], experts.places[layer]

@@ -91,10 +91,10 @@ def layer_name(ours: str, layer: int) -> str:
 
 def smoothing_factors(weight: np.ndarray, sizes: np.ndarray, share: float) -> np.ndarray:
     """Return factors (K,) float32 of weight (N, K), whose channels have these sizes (K,)."""
-    sizes_of_weights = np.abs(weight)  # (N, K)
+    sizes_of_weights = np.abs(weight)
     rows = sizes_of_weights.max(axis=1, keepdims=True)  # (N, 1)
     sizes_of_weights /= np.where(rows > 0, rows, 1)
-    largest = sizes_of_weights.max(axis=0)  # (K,)
+    largest = sizes_of_weights.max(axis=0)
     largest = np.where(largest > 0, largest, 1)
     factors = np.maximum(sizes, LEAST) ** share / largest ** (1 - share)
     return rounded(factors / np.exp(np.log(factors).mean()))
