@@ -119,7 +119,6 @@ class Engines:
             worker.close()
 
     def last_logits(self) -> dict[str, list[float]]:
-        """Return each engine's logits after one prompt."""
         (ids,) = self._token_ids(1, AGREEMENT_PROMPT)
         found = {name: self._call(name, "last_logits", ids=ids) for name in list(self.workers)}
         return {name: logits for name, logits in found.items() if logits is not None}
@@ -223,7 +222,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
     parser.add_argument("--json", type=Path, help="every time measured; default: results.json in the work folder")
     parser.add_argument("--plot", type=Path, help="draw the decode rows into this .svg or .png file")
-    parser.add_argument("--prepare-only", action="store_true", help="install and convert everything, measure nothing")
     return parser.parse_args()
 
 
@@ -235,8 +233,6 @@ def main() -> None:
         os.environ.update(AVX2)  # for every process that is started
         peers = held_to_avx2(peers)
     setup = prepare(folder, arguments.model, peers, arguments.dtypes)
-    if arguments.prepare_only:
-        return
     results, kept = Results(), arguments.json or folder / "results.json"
     for dtype in arguments.dtypes:
         run(setup, dtype, arguments, folder / "logs", results, kept)

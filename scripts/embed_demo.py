@@ -64,7 +64,6 @@ def embed(source: Path, output: Path) -> None:
 
 
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
-    """Return the card of a training.json and the fields of a config.json."""
     tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)  # in the records of older runs
     derived = {"parameters": num_parameters / 1e6, "megabytes": 2 * num_parameters / 1e6}
     derived |= {"corpus_tokens": training["corpus_tokens"] / 1e6, "tokens_seen": tokens_seen / 1e6}

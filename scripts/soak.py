@@ -123,7 +123,6 @@ def resident_bytes(pids: list[int]) -> int:
 
 
 def num_left(llm: LLM | RemoteLLM, url: str | None) -> int:
-    """Return the samples that still run or wait."""
     time.sleep(0.5)  # cancelled samples leave after their step
     if url is None:
         return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)

@@ -272,7 +272,6 @@ class LlamaCpp(SteppingEngine):
         return self._logits(len(ids) - 1).tolist()
 
     def _make_context(self, sequences: int) -> None:
-        """Allocate the KV cache."""
         if self.context:
             self.cpp.llama_free(self.context)
         params = self.cpp.llama_context_default_params()

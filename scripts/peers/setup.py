@@ -161,7 +161,6 @@ def provide_folder(folder: Path, make: Callable[[Path], None]) -> Path:
 
 
 def provide_form(peer: Peer, python: Path, checkpoint: Path, dtype: str) -> Path:
-    """Return the folder that the engine reads."""
     if peer.source is None:
         return checkpoint
     source = checkpoint

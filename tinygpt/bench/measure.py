@@ -12,7 +12,6 @@ from tinygpt.hardware import forget_peak, peak_memory
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 
-# Kinds of time spans.
 PROMPT, GENERATION, TOGETHER, CHOICE = "prompt", "generation", "together", "choice"
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 

@@ -66,7 +66,6 @@ FORMATS = {
 
 
 def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()) -> str:
-    """Return a markdown table; `columns` maps the title of a column to its format."""
     return table(columns, (cells_of(record, columns.values()) for record in records), numbers)
 
 

@@ -105,7 +105,6 @@ class Run:
         return num_failed
 
     def answer_on_ray(self) -> int:
-        """As `answer`, by actors of a Ray cluster."""
         from tinygpt.on_ray.batch import outputs_on_ray, setup
 
         started = time.perf_counter()
@@ -136,7 +135,6 @@ class Run:
         return streams.read_lines(self.args.input, {record.line: partial(checked, record) for record in self.pending})
 
     def _write_all(self, dtype: str, prompts: "list[Prompt]", outputs: Iterable[Found]) -> int:
-        """Write a record of each output. Return the number of failed prompts."""
         args, num_truncated, num_unfinished, num_failed = self.args, 0, 0, 0
         num_answered = self.total - len(prompts)
         outputs = in_order(outputs) if args.keep_order else outputs
@@ -167,7 +165,6 @@ class Run:
 
 
 def in_order(outputs: Iterable[Found]) -> Iterator[Found]:
-    """Yield (index, result) by the index, which counts from 0."""
     early: dict[int, Any] = {}
     num_given = 0
     for index, found in outputs:

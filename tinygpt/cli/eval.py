@@ -55,13 +55,8 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "task",
-        type=str.lower,
-        choices=COLUMNS,
-        metavar="TASK",
-        help="ppl, lambada or rouge: what to measure, see below",
-    )
+    about = "ppl, lambada or rouge: what to measure, see below"
+    add("task", type=str.lower, choices=COLUMNS, metavar="TASK", help=about)
     about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
     add("file", metavar="FILE", type=Path, help=about)
     about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
@@ -230,7 +225,6 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 
 def _folder_for_transformers(model: str) -> Path:
-    """Return the folder of a checkpoint. Raise RequestError if transformers cannot read it."""
     from tinygpt.weights.containers.formats import INDEX
     from tinygpt.weights.containers.mapped_file import FILES
     from tinygpt.weights.open import open_checkpoint, resolve
@@ -253,7 +247,6 @@ def _folder_for_transformers(model: str) -> Path:
 
 
 def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    """Read --golden. Raise RequestError if it is of another model."""
     from tinygpt.evaluation.parity import load_goldens
 
     goldens = load_goldens(Path(args.golden))
@@ -288,8 +281,6 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
 
 
 def _read_prompts(path: Path, llm: "LLM") -> list[list[int]]:
-    """Return their token ids. Raise RequestError that lists every invalid line."""
-
     def ids_of(record: streams.PromptRecord) -> list[int]:
         return llm._read_ids("logits", llm.read_prompt(record.prompt, record.split_special_tokens).token_ids)
 

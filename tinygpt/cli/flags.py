@@ -139,7 +139,6 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field of SamplingParams or an argument of LLM."""
     return OTHER_NAMES.get(name, _spelled(name))
 
 
@@ -191,7 +190,6 @@ def one_of_both(name: str, argument: str | None, model: str | None) -> str | Non
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return LLM's arguments, from a command line with all MODEL_FLAGS."""
     given = {name: getattr(args, name) for name in MODEL_FLAGS}
     soft_prompts = dict(given.pop("soft_prompt") or ())
     return {**given, "soft_prompts": soft_prompts}
@@ -222,7 +220,6 @@ def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
-    """Return the SamplingParams of the flags. Raise RequestError for an impossible value."""
     return SamplingParams(**{name: getattr(args, name) for name in FLAGS}, **others)
 
 

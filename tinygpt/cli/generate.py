@@ -34,12 +34,8 @@ FULL = "The text is unchanged: use :rewind or :reset, or start with --overflow s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prompt",
-        nargs="*",
-        metavar="PROMPT",
-        help="words, joined by spaces; - is stdin (default: all of stdin, as it is)",
-    )
+    about = "words, joined by spaces; - is stdin (default: all of stdin, as it is)"
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
     add = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.").add_argument
     add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the prompt, as one argument (default: none)")
     add("-f", "--file", metavar="FILE", help="a text file that is the prompt, as it is; - is stdin (default: none)")
@@ -162,7 +158,6 @@ def _load(seconds: float, params: SamplingParams) -> str:
 
 
 def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:
-    """Answer `first`, if there is one, and the lines of stdin."""
     llm, load_seconds = load_llm(args)
     _ = llm.tokenizer  # raises if there is none
     session = llm.session()
@@ -215,7 +210,6 @@ class Turns:
         log(rates(self._llm.engine.throughput - before))
 
     def command(self, name: str) -> None:
-        """Run a line that begins with a colon."""
         if name == ":help":
             log(HELP)
         elif name == ":reset":

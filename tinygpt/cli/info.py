@@ -228,7 +228,6 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(args: argparse.Namespace) -> None:
-    """Print the report. Raise CheckpointError as `info` does."""
     from tinygpt.weights.open import resolve
 
     variables = {name: os.environ.get(name) for name in THREAD_POOLS}

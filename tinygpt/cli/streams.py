@@ -124,12 +124,10 @@ def print_json(report: Mapping[str, Any]) -> None:
 
 
 def print_fields(title: str, values: Mapping[str, Any]) -> None:
-    """Print a section with a line for each value."""
     print_table(title, [(name, _shown(value)) for name, value in values.items()])
 
 
 def print_table(title: str, rows: Iterable[Sequence[Any]]) -> None:
-    """Print a section with aligned rows."""
     cells = [[printable(str(value)) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     emit(printable(title))

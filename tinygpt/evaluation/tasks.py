@@ -164,7 +164,6 @@ def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, fl
 
 
 def new_scorer() -> Any:
-    """Return rouge-score's scorer. Raise RequestError if it is missing."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

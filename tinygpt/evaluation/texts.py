@@ -60,7 +60,6 @@ def read_articles(name: str, path: str | Path) -> list[Article]:
 
 
 def _rows(name: str, path: str | Path) -> list[tuple[dict[str, Any], str]]:
-    """Return each line's object and place."""
     rows = []
     for number, line in enumerate(read_text(name, path).split("\n"), 1):
         if line.strip():

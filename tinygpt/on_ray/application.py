@@ -46,8 +46,6 @@ class Arguments(BaseModel):
 @serve.deployment(health_check_period_s=5, graceful_shutdown_timeout_s=30)
 @serve.ingress()
 class Replica:
-    """The server's ASGI app with its LLM."""
-
     def __init__(self, arguments: Arguments):
         configure_logging("json")
         self._arguments = arguments
@@ -77,7 +75,6 @@ class Replica:
 
 
 def build(arguments: Arguments) -> Application:
-    """Return the application for `serve run`."""
     scaling = AutoscalingConfig(
         min_replicas=arguments.min_replicas,
         max_replicas=arguments.max_replicas,

@@ -115,7 +115,6 @@ class RankZeroDriver:
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
-        """Make room for the plans of a new model, within `order`."""
         self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
 
     def close_model(self) -> None:

@@ -30,7 +30,6 @@ def launched_rank() -> int | None:
 
 
 def is_first_of_host() -> bool:
-    """Return whether this process is the first of its host."""
     local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
     return not local
 

@@ -68,7 +68,6 @@ def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[Tok
 
 
 def content_of(token: Any) -> str:
-    """Return the text of a token. Raise CheckpointError."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str):
         raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")
@@ -106,7 +105,6 @@ def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
 
 
 def added_token(entry: dict[str, Any], token_id: int) -> Token:
-    """Return the added token of an entry. Raise CheckpointError."""
     if entry.get("id", token_id) != token_id:
         raise CheckpointError(
             f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files and {token_id} in "

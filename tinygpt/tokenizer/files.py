@@ -56,7 +56,6 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
 
 
 def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
-    """Raise CheckpointError if many tokens lack a merge."""
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
     if num_longer - len(pairs) <= FEW:  # each merge makes one token
         return
@@ -126,10 +125,7 @@ def _no_tokenizer(folder: Path) -> str:
 
 
 def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a tokenizer.json with merges as pairs and all added tokens. Raise CheckpointError.
-
-    options: of tokenizer_config.json.
-    """
+    """Return a tokenizer.json with merges as pairs and all added tokens; `options` are of tokenizer_config.json."""
     model = spec.get("model")
     if not isinstance(model, dict):
         raise CheckpointError(f"{path} has no tokenizer model; {how_to_replace(path)}.")

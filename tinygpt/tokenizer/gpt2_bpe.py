@@ -122,8 +122,6 @@ def read_vocabulary(model: dict[str, Any]) -> Vocabulary:
 
 
 class ByteTokens:
-    """Decoding of tokens that are bytes."""
-
     _bytes: dict[int, bytes]  # by token id
     special_ids: frozenset[int]
 
@@ -203,7 +201,6 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
 
 
 def _template_ids(processor: dict[str, Any] | None) -> list[list[int]]:
-    """Return the ids before and after each text."""
     if _type(processor) in (None, "ByteLevel"):
         return [[], []]
     if _type(processor) != "TemplateProcessing":

@@ -126,7 +126,6 @@ class StopStrings:
         return held
 
     def _complete_behind(self, num_seen: int, text: str) -> list[tuple[int, int, str]]:
-        """Return (end, -length, stop string) of matches that end in new text."""
         starts = ((text.find(stop, max(num_seen + 1 - len(stop), 0)), stop) for stop in self._stop)
         return [(start + len(stop), -len(stop), stop) for start, stop in starts if start >= 0]
 
