@@ -3,7 +3,7 @@
 A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,14 +69,14 @@ def attention_maps(
 class Warpers(NamedTuple):
     """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each. A default is off."""
 
-    temperature: np.ndarray | float = 1
-    top_k: np.ndarray | float = 0
-    top_p: np.ndarray | float = 1
-    top_p_rule: np.ndarray | float = 0  # TOP_P_RULES
-    min_p: np.ndarray | float = 0
-    typical_p: np.ndarray | float = 1
-    epsilon_cutoff: np.ndarray | float = 0
-    eta_cutoff: np.ndarray | float = 0
+    temperature: Any = 1
+    top_k: Any = 0
+    top_p: Any = 1
+    top_p_rule: Any = 0  # TOP_P_RULES
+    min_p: Any = 0
+    typical_p: Any = 1
+    epsilon_cutoff: Any = 0
+    eta_cutoff: Any = 0
 
 
 COMPILED = ("temperature", "top_k", "top_p", "min_p")
