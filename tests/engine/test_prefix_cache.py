@@ -166,7 +166,7 @@ def hide(before, after, scores):
     return np.zeros_like(scores)
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"logits_processors": hide}], ids=["greedy", "beams", "processor"])
+@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"logits_processors": hide}], ids=["", "beams", "hide"])
 @pytest.mark.parametrize("budget", [20, 64])
 def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
     """It spreads to earlier positions of its step, which a finite prompt begins with, too."""
