@@ -1,7 +1,6 @@
 """Streams: all chunks together are what `generate` gives: texts, tokens and log probabilities, of every sample."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -21,6 +20,7 @@ CASES = {
     "of the prompt": SamplingParams(**WARM, logprobs=1, prompt_logprobs=2),
     "of the prompt alone": SamplingParams(max_tokens=2, prompt_logprobs=0),
     "none": SamplingParams(**WARM),
+    "drafts": SamplingParams(max_tokens=24, logprobs=1, prompt_lookup_num_tokens=4),
     "several": SamplingParams(**WARM, n=3, logprobs=1, prompt_logprobs=1),
     "several that wait their turn": SamplingParams(**WARM, n=7, logprobs=1, prompt_logprobs=1),
     "several that end apart": SamplingParams(**WARM, n=4, stop=["e", "n"], logprobs=1),
@@ -66,11 +66,6 @@ def test_a_stream_of_asyncio_is_the_same(llm):
 
     for chunks, params in zip(asyncio.run(main()), CASES.values(), strict=True):
         assert summed(chunks) == summed(llm.stream(PROMPT, params))
-
-
-def test_spec_decode_changes_no_entry(llm):
-    params = SamplingParams(max_tokens=24, logprobs=1)
-    assert summed(llm.stream(PROMPT, replace(params, prompt_lookup_num_tokens=4))) == summed(llm.stream(PROMPT, params))
 
 
 def test_the_prompts_come_with_the_first_chunk(llm):

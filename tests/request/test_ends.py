@@ -110,9 +110,6 @@ def _only(scores, token_id):
     return scores
 
 
-# Loops against the definition: some pattern, often enough in a row, at the end.
-
-
 def detecting(max_pattern_size, min_count, min_pattern_size=1):
     fields = {"max_pattern_size": max_pattern_size, "min_count": min_count, "min_pattern_size": min_pattern_size}
     return SamplingParams(repetition_detection=fields)

@@ -353,8 +353,6 @@ def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(backend
     assert draw(backend, logits[1:2], temperature, top_k=40, top_p=0.9).tolist() == [-1]
 
 
-# The draw at its borders: on which of the candidates a number falls.
-
 GREATEST = np.nextafter(1.0, 0.0)  # of the numbers that are drawn
 NUMBERS, DRAWN = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST), [0, 0, 1, 2, 3, 3]  # of four equal weights
 
