@@ -1,13 +1,16 @@
-"""Records as tables, CSV and JSON, their comparison and their pictures."""
+"""Records as tables, CSV and JSON, their comparison, their pictures, and the work of a pass."""
 
 import csv
 import io
 import json
 
+import numpy as np
 import pytest
 
-from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, generation_record, prompt_record
-from tinygpt.bench import plot
+from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, TINY, generation_record, prompt_record
+from support.family_models import FAMILY_MODELS, write_family
+from support.moe_models import moe_arrays, write_moe
+from tinygpt.bench import plot, work
 from tinygpt.bench.report import (
     COLUMNS,
     FORMATS,
@@ -20,6 +23,8 @@ from tinygpt.bench.report import (
     to_markdown,
 )
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import ModelConfig, parameter_shapes
+from tinygpt.weights.open import open_checkpoint
 
 
 @pytest.fixture
@@ -122,3 +127,45 @@ def test_records_are_drawn(records, tmp_path, monkeypatch):
     assert ">int4</text>" in (tmp_path / "x.svg").read_text()
     plot.draw_records(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+# The work of a pass, counted by hand.
+
+
+def test_work_of_a_tiny_model():
+    # A layer: 4 x 12 + 4 x 4 + 4 x 6 + 6 x 4 weights, 12 + 4 + 6 + 4 biases, 2 norms of 8.
+    assert work.block_weights(TINY) == 2 * 112
+    assert work.num_parameters(TINY) == 2 * (112 + 26 + 16) + 10 * 4 + 5 * 4 + 8
+    assert work.weight_bytes(TINY, "float32") == 4 * (224 + 40)
+    assert work.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
+    assert work.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
+    assert work.kv_cache_bytes(TINY, "bfloat16", 7) == 7 * 2 * 2 * 4 * 2
+    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * (4 + 4)  # a scale of the one head
+    assert work.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
+    assert work.head_operations(TINY, 3) == 3 * 2 * 40
+
+
+def test_work_of_gpt2():
+    assert work.weight_bytes(ModelConfig(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
+    assert work.block_operations(ModelConfig(), 1, 0) == 2 * 84_934_656
+
+
+def test_an_untied_head_is_counted():
+    untied = ModelConfig(**{**vars(TINY), "tie_word_embeddings": False})
+    assert work.num_parameters(untied) - work.num_parameters(TINY) == 40
+    assert work.model_bytes(untied, "int4") - work.model_bytes(TINY, "int4") == 40
+    assert work.weight_bytes(untied, "int4") == work.weight_bytes(TINY, "int4")
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_parameters_of_other_families(name, tmp_path):
+    """All that are in the files, and zeros and ones for what they leave out; a table of positions begins at row 2."""
+    checkpoint = open_checkpoint(write_family(tmp_path, name))
+    count = sum(np.prod(shape) for shape in parameter_shapes(checkpoint.config).values())
+    tied = checkpoint.tensor("wte.weight").size if checkpoint.tied else 0
+    assert work.num_parameters(checkpoint.config) == count - tied
+
+
+def test_parameters_of_experts(tmp_path):
+    checkpoint = open_checkpoint(write_moe(tmp_path, moe_arrays()))
+    assert work.num_parameters(checkpoint.config) == sum(array.size for array in moe_arrays().values())

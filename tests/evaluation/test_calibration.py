@@ -57,8 +57,6 @@ def test_samples_are_spread_over_the_text():
         samples_of([], 512)
 
 
-# Files of SmoothQuant's generate_act_scales.py.
-
 TOOL_IDS = np.random.default_rng(0).integers(61, size=30).tolist()
 
 

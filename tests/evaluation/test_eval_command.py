@@ -137,9 +137,6 @@ def test_a_text_of_one_token_is_refused(llm):
         perplexity(llm, "a")
 
 
-# LAMBADA.
-
-
 @recorded
 def foreseen(token_ids: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
     """For each count: whether the last `count` tokens are what greedy decoding writes, and their log probability."""
@@ -178,9 +175,6 @@ def test_lambada_is_that_of_transformers(llm):
 def test_no_rows_are_refused(llm):
     with pytest.raises(RequestError, match="no rows"):
         lambada(llm, [])
-
-
-# The command.
 
 
 @pytest.fixture
@@ -280,10 +274,7 @@ def test_special_tokens_can_be_plain_text(run, llm, text_file):
 def test_lambada_names_each_protocol(run, rows_file):
     code, out, _ = run("lambada", rows_file, "--limit", 2)
     assert code == 0
-    assert [line.split("|")[2:4] for line in out.splitlines()[2:]] == [
-        [" last word ", " 2 "],
-        [" last token ", " 2 "],
-    ]
+    assert [line.split("|")[2:4] for line in out.splitlines()[2:]] == [[" last word ", " 2 "], [" last token ", " 2 "]]
     code, out, _ = run("lambada", rows_file, "--json")
     assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
 

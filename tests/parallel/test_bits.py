@@ -83,9 +83,8 @@ def folders(tmp_path_factory):
     def folder(name: str) -> str:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
-            made[name] = str(
-                write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
-            )
+            written = write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
+            made[name] = str(written)
         return made[name]
 
     return folder

@@ -55,10 +55,8 @@ def hosts():
 
 
 def received(name: str, device: str) -> int:
-    listed = subprocess.run(
-        ["ip", "netns", "exec", name, "cat", "/proc/net/dev"], check=True, capture_output=True, text=True
-    )
-    line = next(line for line in listed.stdout.splitlines() if device in line)
+    listed = subprocess.check_output(["ip", "netns", "exec", name, "cat", "/proc/net/dev"], text=True)
+    line = next(line for line in listed.splitlines() if device in line)
     return int(line.partition(":")[2].split()[0])
 
 

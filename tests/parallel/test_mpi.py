@@ -213,12 +213,7 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("rank", "how", "call"),
-    [
-        ("0", "raise", "submit"),
-        ("0", "kill", ""),
-        ("1", "raise", "generate"),
-    ],
+    ("rank", "how", "call"), [("0", "raise", "submit"), ("0", "kill", ""), ("1", "raise", "generate")]
 )
 def test_when_a_rank_ends_all_do(rank, how, call):
     process = start("-c", ENDLESS, rank, how, call, ranks=2)

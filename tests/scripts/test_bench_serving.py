@@ -53,10 +53,8 @@ def test_figures_by_hand():
 
 def test_server_and_library_take_turns(monkeypatch, capsys, tmp_path):
     pytest.importorskip("uvicorn", reason="needs a server: pip install -e '.[serve]'")
-    flags = (
-        "--clients 2 --rates 20 --seconds 0.2 --each 1 --repeats 1 --prompt-words 3 --new-tokens 4 --threads 1 --json"
-    )
-    monkeypatch.setattr(sys, "argv", ["bench_serving.py", *flags.split(), str(tmp_path / "x.json")])
+    flags = "--clients 2 --rates 20 --seconds 0.2 --each 1 --repeats 1 --prompt-words 3 --new-tokens 4 --threads 1"
+    monkeypatch.setattr(sys, "argv", ["bench_serving.py", *flags.split(), "--json", str(tmp_path / "x.json")])
     bench_serving.main()
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert [(row["load"], row["server"]) for row in rows] == [

@@ -309,8 +309,6 @@ def test_tritons_own_reader_takes_the_config():
     LLM(device="reference", **json.loads(config.parameters["llm"].string_value)).close()
 
 
-# --- Triton's own server, of nvidia-pytriton's wheel
-
 SECONDS = 120
 
 

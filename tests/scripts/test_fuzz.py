@@ -108,8 +108,6 @@ def test_a_request_that_sees_others_is_found(monkeypatch):
 
 def test_the_command_reports_each_format(tmp_path):
     command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "files", "--examples", "5", "--formats", "golden.npz"]
-    environment = {**os.environ, "PYTHONPATH": ""}
-    done = subprocess.run(
-        [*command, "lora"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    options = {"env": {**os.environ, "PYTHONPATH": ""}, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run([*command, "lora"], cwd=tmp_path, **options)
     assert (done.returncode, done.stdout.split("\n")) == (0, ["golden.npz: fine", "lora: fine", ""]), done.stderr

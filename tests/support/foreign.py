@@ -17,14 +17,8 @@ from support.torch_files import Call, Global, own_bytes
 
 Arrays = Mapping[str, np.ndarray]
 MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
-MODEL_ARGS = {
-    "n_layer": CONFIG["n_layer"],
-    "n_head": CONFIG["n_head"],
-    "n_embd": CONFIG["n_embd"],
-    "block_size": CONFIG["n_positions"],
-    "vocab_size": CONFIG["vocab_size"],
-    "dropout": 0.0,
-}
+MODEL_ARGS = {name: CONFIG[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
+MODEL_ARGS |= {"block_size": CONFIG["n_positions"], "dropout": 0.0}
 
 
 def linear(arrays: Arrays) -> dict[str, np.ndarray]:
@@ -71,14 +65,8 @@ def mingpt(folder: Path, arrays: Arrays) -> Path:
     return folder
 
 
-GGUF_MODULES = {
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "ln_1": "attn_norm",
-    "ln_2": "ffn_norm",
-}
+GGUF_MODULES = {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_1": "attn_norm"}
+GGUF_MODULES |= {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "ln_2": "ffn_norm"}
 GGUF_TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 GGUF_KEYS = {
     "general.architecture": (8, "gpt2"),
@@ -125,9 +113,8 @@ def tf_arrays(arrays: Arrays) -> dict[str, np.ndarray]:
 def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
     folder.mkdir(exist_ok=True)
     sizes = {name: CONFIG[name] for name in ("n_embd", "n_head", "n_layer")}
-    write_json(
-        folder / "hparams.json", {"n_vocab": CONFIG["vocab_size"], "n_ctx": CONFIG["n_positions"], **sizes, **hparams}
-    )
+    sizes |= {"n_vocab": CONFIG["vocab_size"], "n_ctx": CONFIG["n_positions"]}
+    write_json(folder / "hparams.json", sizes | hparams)
     write_bundle(folder / "model.ckpt", tf_arrays(arrays))
     return folder
 
@@ -235,16 +222,5 @@ def _write_onnx(folder: Path, name: str, arrays: Arrays, written: list) -> Path:
     return folder
 
 
-WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
-    "hugging_face": hugging_face,
-    "nanogpt": nanogpt,
-    "nanogpt_legacy": nanogpt_legacy,
-    "mingpt": mingpt,
-    "gguf": gguf,
-    "openai_tf": openai_tf,
-    "megatron": megatron,
-    "nemo": nemo,
-    "fastertransformer": fastertransformer,
-    "onnx": onnx,
-    "onnx_external": onnx_external,
-}
+_WRITERS = (hugging_face, nanogpt, nanogpt_legacy, mingpt, gguf, openai_tf, megatron, nemo, fastertransformer, onnx)
+WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {w.__name__: w for w in (*_WRITERS, onnx_external)}

@@ -131,12 +131,8 @@ def args(arrays: Arrays, form: Form, **settings: object) -> Namespace:
 
 
 def rank_file(arrays: Arrays, form: Form, rank: int = 0, stage: int = 0, **settings: object) -> dict:
-    file = {
-        "iteration": 7,
-        "args": args(arrays, form, **settings),
-        "optimizer": {"step": 3},
-        "rng_state": [Global("os environ")],
-    }
+    file = {"iteration": 7, "optimizer": {"step": 3}, "rng_state": [Global("os environ")]}
+    file["args"] = args(arrays, form, **settings)
     if form.version:
         file["checkpoint_version"] = float(form.version)
     for part in range(form.vpp):
@@ -180,11 +176,8 @@ VOCAB, MERGES = '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}', "#version: 0.2\
 def nemo_members(arrays: Arrays, form: Form, prefix: str = "model.", more: str = "") -> dict[str, bytes]:
     sizes = {"width": arrays["wpe.weight"].shape[1], "inner": arrays["h.0.mlp.c_fc.weight"].shape[1]}
     settings = NEMO_CONFIG.format(heads=form.heads, layers=_layers(arrays), tp=form.tp, pp=form.pp, more=more, **sizes)
-    members = {
-        "./model_config.yaml": settings.encode(),
-        "./0123_vocab.json": VOCAB.encode(),
-        "./0123_merges.txt": MERGES.encode(),
-    }
+    members = {"./0123_vocab.json": VOCAB.encode(), "./0123_merges.txt": MERGES.encode()}
+    members["./model_config.yaml"] = settings.encode()
     for rank in range(form.tp):
         for stage in range(form.pp):
             where = f"tp_rank_{rank:02}_pp_rank_{stage:03}/" if form.pp > 1 else f"mp_rank_{rank:02}/"

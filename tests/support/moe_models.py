@@ -12,9 +12,7 @@ V, T, C, H, F, L, E = 64, 32, 24, 4, 40, 4, 5
 EXPERT_LAYERS = (1, 3)
 MLP = {"c_fc.weight": (C, F), "c_fc.bias": (F,), "c_proj.weight": (F, C), "c_proj.bias": (C,)}
 LAYER = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C)}
-LAYER |= {"attn.c_proj.bias": (C,)} | {
-    f"{norm}.{kind}": (C,) for norm in ("ln_1", "ln_2") for kind in ("weight", "bias")
-}
+LAYER |= dict.fromkeys(("attn.c_proj.bias", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"), (C,))
 PREFIX = "mlp.deepspeed_moe."
 
 
@@ -51,11 +49,8 @@ def write_moe(
             for name in [name for name in state if name.startswith(f"{place}mlp.")]:
                 del state[name]
             state[f"{place}{PREFIX}gate.wg.weight"] = arrays[f"h.{i}.mlp.gate.weight"]
-        file = {
-            "module": state,
-            "args": args(dense, form, num_experts=[_count(arrays)], **settings),
-            "checkpoint_version": 3.0,
-        }
+        file = {"module": state, "checkpoint_version": 3.0}
+        file["args"] = args(dense, form, num_experts=[_count(arrays)], **settings)
         name = f"mp_rank_{rank:02}/model_states.pt" if in_folders else f"mp_rank_{rank:02}_model_states.pt"
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(own_bytes({**file, "optimizer": None, "global_steps": 9}))

@@ -20,9 +20,8 @@ def tensor(name: str, array: np.ndarray, encoding: str = "raw", **external: obje
             made.external_data.add(key=key, value=str(value))
     else:
         values = array.view(np.uint16) if array.itemsize == 2 else array
-        {"float32": made.float_data, "float64": made.double_data}.get(array.dtype.name, made.int32_data).extend(
-            values.ravel().tolist()
-        )
+        field = {"float32": made.float_data, "float64": made.double_data}.get(array.dtype.name, made.int32_data)
+        field.extend(values.ravel().tolist())
     return made
 
 

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-ALLGATHER = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_void_p, *[ctypes.c_int64] * 2, ctypes.c_void_p, *[ctypes.c_int64] * 3
-)
+_HALF = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+ALLGATHER = ctypes.CFUNCTYPE(ctypes.c_int, *_HALF, *_HALF, ctypes.c_int64)
 PATIENCE = 600  # seconds after which a rank that waits gives up: a test that hangs says nothing
 
 
@@ -117,9 +116,8 @@ class ThreadWorld:
     def allgather(self, ranks: list[int]) -> np.ndarray:
         with self._threads.lock:
             meeting = self._threads.groups.setdefault(tuple(ranks), Meeting(len(ranks)))
-        self._group = ThreadGroup(
-            self._threads, meeting, ranks.index(self.rank), len(ranks)
-        )  # kernels have its address
+        # Kernels have its address.
+        self._group = ThreadGroup(self._threads, meeting, ranks.index(self.rank), len(ranks))
         return np.array([ctypes.cast(self._group.function, ctypes.c_void_p).value, 0, 0], np.int64)
 
     def abort(self, status: int) -> NoReturn:

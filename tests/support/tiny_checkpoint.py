@@ -17,36 +17,16 @@ from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 
 V, T, C, F, LAYERS = 11, 6, 8, 20, 2
-CONFIG = {
-    "model_type": "gpt2",
-    "vocab_size": V,
-    "n_positions": T,
-    "n_embd": C,
-    "n_inner": F,
-    "n_layer": LAYERS,
-    "n_head": 2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+CONFIG = {"model_type": "gpt2", "vocab_size": V, "n_positions": T, "n_embd": C, "n_inner": F, "n_layer": LAYERS}
+CONFIG |= {"n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def shapes_of(n_embd: int, inner_size: int, n_layer: int, vocab_size: int, n_positions: int) -> dict[str, tuple]:
     """By name, the parameters but for the head, as they lie in a file: matrices of a Conv1D are (in, out)."""
     C, F = n_embd, inner_size
-    layer = {
-        "ln_1.weight": (C,),
-        "ln_1.bias": (C,),
-        "attn.c_attn.weight": (C, 3 * C),
-        "attn.c_attn.bias": (3 * C,),
-        "attn.c_proj.weight": (C, C),
-        "attn.c_proj.bias": (C,),
-        "ln_2.weight": (C,),
-        "ln_2.bias": (C,),
-        "mlp.c_fc.weight": (C, F),
-        "mlp.c_fc.bias": (F,),
-        "mlp.c_proj.weight": (F, C),
-        "mlp.c_proj.bias": (C,),
-    }
+    layer = {"ln_1.weight": (C,), "ln_1.bias": (C,), "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,)}
+    layer |= {"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)}
+    layer |= {"mlp.c_fc.weight": (C, F), "mlp.c_fc.bias": (F,), "mlp.c_proj.weight": (F, C), "mlp.c_proj.bias": (C,)}
     shapes = {"wte.weight": (vocab_size, C), "wpe.weight": (n_positions, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
     return shapes | {f"h.{i}.{name}": shape for i in range(n_layer) for name, shape in layer.items()}
 

@@ -458,11 +458,9 @@ class TestSpecialTokens:
     def test_flags_of_tokenizer_config_come_before_those_of_tokenizer_json(self, tmp_path):
         library = bpe([("a", "b")])
         library.add_special_tokens(["<s>", AddedToken("<m>", rstrip=True)])
+        first, second = {"content": "<s>", "lstrip": True}, {"content": "<m>", "rstrip": True}
         flags = {"special": True, "normalized": False}
-        listed = {
-            "257": {"content": "<s>", "lstrip": True, **flags},
-            "258": {"content": "<m>", "rstrip": True, **flags},
-        }
+        listed = {"257": first | flags, "258": second | flags}
         ours = save(library, tmp_path, tokenizer_config={"added_tokens_decoder": listed})
         theirs = hugging_face(tmp_path)
         assert ours.encode("a <s> <m> ") == [*ours.encode("a"), 257, *ours.encode(" "), 258]

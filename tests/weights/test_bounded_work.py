@@ -71,9 +71,6 @@ def test_a_safetensors_file_with_huge_dimensions(tmp_path):
     assert "impossible shape" in outcome("open_checkpoint(folder)", tmp_path)
 
 
-# LoRA configs
-
-
 def write_lora(folder, **fields):
     """An adapter of rank 1 for the tiny checkpoint, which lies in `folder` / "base"."""
     write_checkpoint(folder / "base")
@@ -109,9 +106,6 @@ def test_a_tensors_name_without_end(tmp_path):
     assert "names a tensor by" in outcome(MERGE, tmp_path)
 
 
-# Tokenizers
-
-
 def write_tokenizer(folder, added=None, **fields):
     characters = [*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])]
     model = {"type": "BPE", "vocab": {character: i for i, character in enumerate(characters)}, "merges": []}
@@ -140,8 +134,6 @@ def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
     write_tokenizer(tmp_path, **fields)
     assert expected in outcome("Tokenizer.from_folder(folder)", tmp_path)
 
-
-# What is no regular file, or none of the folder
 
 OPEN = "open_checkpoint(folder)"
 TOKENIZE = "Tokenizer.from_folder(folder)"

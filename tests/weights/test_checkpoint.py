@@ -326,9 +326,6 @@ def test_a_git_lfs_pointer_and_an_empty_file(tmp_path):
         MappedFile(path)
 
 
-# GPT-2s under other names.
-
-
 def other_name(name: str) -> str:
     return "gpt/" + name.replace("h.", "block").replace(".", "/")
 

@@ -47,9 +47,7 @@ def test_what_a_file_is_called_says_nothing(tmp_path):
         for name in ("model.safetensors", "weights", "x.gguf", "x.onnx", "pytorch_model.bin"):
             file = file.rename(file.with_name(name))
             same_bits(open_checkpoint(file), TENSORS)
-            is_strict = name == "pytorch_model.bin" and form.startswith(
-                "nanogpt"
-            )  # of which that holds the model alone
+            is_strict = name == "pytorch_model.bin" and form.startswith("nanogpt")  # it holds the model alone
             if name in FILES and not is_strict:
                 same_bits(open_checkpoint(file.parent), TENSORS)
         assert there.exists() == there.is_dir()
@@ -75,9 +73,6 @@ def test_no_page_of_an_opened_file_stays_in_memory(tmp_path, form):
     assert resident(checkpoint.files) == 0
     checkpoint.tensor("wte.weight").sum()
     assert resident(checkpoint.files) > 0
-
-
-# nanoGPT and minGPT
 
 
 def open_nanogpt(folder, arrays=TENSORS, save=own_bytes, **arguments):
@@ -131,9 +126,8 @@ def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
 
 def test_an_error_in_a_config_json_beside_is_not_laid_to_the_arguments(tmp_path):
     write_json(tmp_path / "config.json", {"activation_function": "odd"})
-    with pytest.raises(
-        CheckpointError, match=r"^model_args or config\.json cannot be used: activation_function is 'odd'"
-    ):
+    message = r"^model_args or config\.json cannot be used: activation_function is 'odd'"
+    with pytest.raises(CheckpointError, match=message):
         open_nanogpt(tmp_path)
 
 

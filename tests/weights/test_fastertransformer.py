@@ -1,4 +1,4 @@
-"""FasterTransformer's folders: parameters, settings, and refusals."""
+"""FasterTransformer's folders: parameters, settings, refusals, and tables of soft prompts."""
 
 from pathlib import Path
 
@@ -8,9 +8,13 @@ from safetensors.numpy import load_file
 
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
+from support.megatron_writer import tar_bytes
 from support.processes import Result
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, random_tensors
-from tinygpt.weights.config import HEAD, parameter_shapes
+from support.torch_files import torch_bytes
+from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.mapped_file import Container
 from tinygpt.weights.families.family import Source
 from tinygpt.weights.families.fastertransformer import _settings, _structure
@@ -57,10 +61,8 @@ def test_other_families(tmp_path, name, settings, gpus):
     sizes = {"head_num": config.n_head, "size_per_head": config.head_size, "num_layer": config.n_layer}
     checkpoint = open_checkpoint(fastertransformer(tmp_path / "there", arrays, gpus, **{**settings, **sizes}))
     assert checkpoint.config.structure == config.structure
-    assert (checkpoint.config.activation, checkpoint.config.n_positions) == (
-        config.activation,
-        6 if config.has_alibi else T,  # what the files say
-    )
+    assert checkpoint.config.activation == config.activation
+    assert checkpoint.config.n_positions == (6 if config.has_alibi else T)  # what the files say
     assert checkpoint.tied
     for parameter in parameter_shapes(config):
         np.testing.assert_array_equal(checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter)
@@ -68,9 +70,8 @@ def test_other_families(tmp_path, name, settings, gpus):
 
 def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
     source = open_checkpoint(write_family(tmp_path / "source", "bloom-6"))
-    there = fastertransformer(
-        tmp_path / "there", gpt2_arrays(source), **BLOOM, head_num=6, size_per_head=5, max_pos_seq_len=T
-    )
+    sizes = {"head_num": 6, "size_per_head": 5, "max_pos_seq_len": T}
+    there = fastertransformer(tmp_path / "there", gpt2_arrays(source), **BLOOM, **sizes)
     assert Result(capsys, "convert", [str(there), str(tmp_path / "back"), "--to", "safetensors"]).code == 0
     back, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source.path))
     assert back.keys() == first.keys()
@@ -163,15 +164,92 @@ def test_a_model_variant_stands_for_its_settings(variant, settings):
 def test_files_that_are_cut_lost_or_too_many(tmp_path):
     path = fastertransformer(tmp_path, TENSORS) / "model.layers.0.attention.dense.weight.0.bin"
     whole = path.read_bytes()
-    for data, sentence in (
-        (whole[:-1], "no whole float32"),
-        (whole[:-4], r"is \(63,\) and config\.ini asks for \(64,\)"),
-    ):
+    cuts = {1: "no whole float32", 4: r"is \(63,\) and config\.ini asks for \(64,\)"}
+    for size, sentence in cuts.items():
         path.unlink()
-        path.write_bytes(data)
+        path.write_bytes(whole[:-size])
         assert_refused(tmp_path, sentence)
     path.unlink()
     assert_refused(tmp_path, r"missing: model\.layers\.0\.attention\.dense\.weight")
     path.write_bytes(whole)
     (tmp_path / "model.odd.bin").write_bytes(b"1234")
     assert_refused(tmp_path, r"unexpected: model\.odd")
+
+
+# Soft prompts of NeMo's p-tuning, and as FasterTransformer's converter writes them.
+
+CONFIG = ModelConfig(vocab_size=23, n_positions=16, n_embd=8, n_layer=3, n_head=2)
+ROWS = {"sentiment": 5, "squad": 7, "spread": 3}
+TABLES = {task: np.random.default_rng(rows).standard_normal((rows, 8), np.float32) for task, rows in ROWS.items()}
+SETTINGS = """\
+task_templates:
+- {taskname: sentiment, total_virtual_tokens: 5, virtual_token_splits: [5], prompt_template: <|VIRTUAL_PROMPT_0|> {x}}
+- {taskname: squad, total_virtual_tokens: 7, virtual_token_splits: [7]}
+- {taskname: spread, total_virtual_tokens: 3, virtual_token_splits: [1, 2]}
+""".replace("{x}", "text")
+# What prompt_convert of nemo_ckpt_convert.py (NVIDIA/FasterTransformer df4a7534) added to a model's config.ini.
+CONFIG_INI = """\
+[gpt]
+head_num = 2
+weight_data_type = fp16
+num_tasks = 2
+prompt_learning_start_id = 50257
+prompt_learning_type = 3
+
+[task_0]
+task_name = sentiment
+prompt_length = 5
+
+[task_1]
+task_name = squad
+prompt_length = 7
+
+"""
+
+
+def write_nemo(folder: Path, *tasks: str, dtype: str = "float32", is_nested: bool = True) -> Path:
+    """As MegatronBasePromptLearningModel.state_dict and PromptTable have it, before 2022's change without nesting."""
+    table = {f"prompt_table.{task}.prompt_embeddings.weight": TABLES[task].astype(dtype) for task in tasks}
+    table |= {f"prompt_table.{task}.indices": np.arange(ROWS[task]) for task in tasks}
+    state = {"prompt_table": table} if is_nested else {f"prompt_table.{name}": one for name, one in table.items()}
+    members = {"./model_config.yaml": SETTINGS.encode(), "./model_weights.ckpt": torch_bytes(state)}
+    (folder / "tuned.nemo").write_bytes(tar_bytes(members))
+    return folder / "tuned.nemo"
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_nemo(tmp_path, dtype, is_nested):
+    path = write_nemo(tmp_path, "sentiment", "squad", dtype=dtype, is_nested=is_nested)
+    for task in ("sentiment", "squad"):
+        prompt = read_soft_prompt(path, CONFIG, task)
+        assert (prompt.kind, prompt.embeds.dtype) == ("prompt", np.float32)
+        np.testing.assert_array_equal(prompt.embeds, TABLES[task].astype(dtype))
+    one = read_soft_prompt(write_nemo(tmp_path, "squad"), CONFIG, "any name")
+    np.testing.assert_array_equal(one.embeds, TABLES["squad"])
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        (("sentiment", "squad"), "holds prompts of sentiment, squad: name the soft prompt so"),
+        ((), "holds prompts of no task"),
+        (("spread",), "cuts spread into 2 places of a text"),
+    ],
+)
+def test_a_nemo_without_the_task_before_a_text_is_refused(tmp_path, tasks, says):
+    with pytest.raises(CheckpointError, match=says):
+        read_soft_prompt(write_nemo(tmp_path, *tasks), CONFIG, "mine")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])  # whatever weight_data_type says
+def test_fastertransformers_prompt_table(tmp_path, dtype):
+    (tmp_path / "config.ini").write_text(CONFIG_INI)
+    path = tmp_path / "model.prompt_table.squad.weight.bin"
+    TABLES["squad"].astype(dtype).tofile(path)
+    np.testing.assert_array_equal(read_soft_prompt(path, CONFIG).embeds, TABLES["squad"].astype(dtype))
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="prompt_length is '7', and it must hold as many rows of 8"):
+        read_soft_prompt(path, CONFIG)
+    with pytest.raises(CheckpointError, match="prompt_length is '', and it must hold"):
+        read_soft_prompt(path.rename(tmp_path / "model.prompt_table.other.weight.bin"), CONFIG)

@@ -90,9 +90,8 @@ def write_bloom(folder, path, **others):
     """A GGUF file of the BLOOM in a folder; `others` are keys of it."""
     expected = open_checkpoint(folder)
     heads = expected.config.n_head
-    tensors = dict(
-        as_llama_cpp_has_it(name, array, heads) for name, array in load_file(folder / "model.safetensors").items()
-    )
+    arrays = load_file(folder / "model.safetensors")
+    tensors = dict(as_llama_cpp_has_it(name, array, heads) for name, array in arrays.items())
     config = expected.config
     sizes = {"block_count": config.n_layer, "context_length": config.n_positions, "embedding_length": config.n_embd}
     sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
@@ -221,15 +220,9 @@ def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
     assert read_gguf(again / "model.gguf").metadata["tokenizer.ggml.pre"] == "bloom"
 
 
-DAMAGED_TOKENIZERS = {
-    "tokens": (9, (5, [1, 2])),
-    "merges": (9, (5, [1, 2])),
-    "token_type": (9, (5, [1, 2])),
-    "bos_token_id": (4, 400),
-    "eos_token_id": (4, 400),
-    "model": (8, "llama"),
-    "pre": (8, "llama-bpe"),
-}
+DAMAGED_TOKENIZERS = dict.fromkeys(("tokens", "merges", "token_type"), (9, (5, [1, 2])))
+DAMAGED_TOKENIZERS |= dict.fromkeys(("bos_token_id", "eos_token_id"), (4, 400))
+DAMAGED_TOKENIZERS |= {"model": (8, "llama"), "pre": (8, "llama-bpe")}
 
 
 @pytest.mark.parametrize("key", DAMAGED_TOKENIZERS)

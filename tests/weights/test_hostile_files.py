@@ -36,9 +36,6 @@ def refuse(path, match=""):
     return str(error.value)
 
 
-# safetensors
-
-
 def safetensors_bytes(header, data=b"\0" * 64, size=None):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if size is None else size) + text + data
@@ -82,9 +79,6 @@ def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
 def test_sizes_in_config_json_that_lie_allocate_nothing(tmp_path):
     for field in ("n_embd", "n_inner", "vocab_size", "n_positions"):
         assert_refused(write_checkpoint(tmp_path, **{field: 2**31 - 2}), r"config\.json asks for")
-
-
-# pytorch_model.bin
 
 
 def need_torch():

@@ -201,9 +201,6 @@ def test_positions_of_opt_are_not_computed_as_they_are_merged(tmp_path):
         merge_lora(open_checkpoint(base), write_lora(tmp_path / "adapter", files, ["embed_positions"]))
 
 
-# GPT-2
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory) -> Case:
     return make_case(tmp_path_factory.mktemp("plain"), "gpt2", {"target_modules": ["c_attn", "wte"]})

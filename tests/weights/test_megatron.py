@@ -1,4 +1,4 @@
-"""Megatron-LM's and NeMo's checkpoints: every version, however many GPUs it was cut for, is one model to the bit."""
+"""Megatron-LM's, NeMo's and DeepSpeed's checkpoints: each version and cut is one model to the bit."""
 
 import io
 import shutil
@@ -9,10 +9,12 @@ import pytest
 
 from support.apart import outcome
 from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
+from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
+from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import random_checkpoint
 from tinygpt.weights.config import HEAD, ModelConfig
 from tinygpt.weights.containers.mapped_file import MappedFile
@@ -156,15 +158,8 @@ def test_sizes_are_those_that_the_settings_say(tmp_path, name, wanted):
     assert_refused(megatron(tmp_path, ARRAYS, form(), **{name: sizes[name]}), wanted)
 
 
-REFUSED = {
-    "swiglu": True,
-    "normalization": "RMSNorm",
-    "position_embedding_type": "rope",
-    "num_query_groups": 2,
-    "apply_residual_connection_post_layernorm": True,
-    "num_experts": 8,
-    "apply_layernorm_1p": True,
-}
+REFUSED = {"normalization": "RMSNorm", "position_embedding_type": "rope", "num_query_groups": 2, "num_experts": 8}
+REFUSED |= dict.fromkeys(("swiglu", "apply_residual_connection_post_layernorm", "apply_layernorm_1p"), True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -179,9 +174,6 @@ def test_a_version_that_is_not_known(tmp_path, version):
     state = rank_file(ARRAYS, form()) | {"checkpoint_version": version}
     (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
     assert_refused(tmp_path, r"checkpoint_version .* is not implemented")
-
-
-# NeMo
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (2, 2)])
@@ -245,11 +237,8 @@ def test_an_archive_whose_headers_claim_names_without_end(tmp_path, kind, size, 
 def test_names_and_sizes_in_extended_headers(tmp_path, kind):
     """A size beyond 8 GiB is in an extended header alone."""
     with tarfile.open(tmp_path / "x", "w:", format=kind, pax_headers={"comment": "of all\n11 path=x\n"}) as archive:
-        for name in (
-            "a",
-            f"{'b' * 90}/{'c' * 90}",
-            "d\u00e9/" if kind == tarfile.USTAR_FORMAT else "d\u00e9" * 200 + "/",
-        ):
+        accented = "d\u00e9" * (1 if kind == tarfile.USTAR_FORMAT else 200) + "/"
+        for name in ("a", f"{'b' * 90}/{'c' * 90}", accented):
             info = tarfile.TarInfo(name.rstrip("/"))
             info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
             info.size = 0 if info.isdir() else len(name)
@@ -267,3 +256,80 @@ def test_an_extended_header_whose_work_is_the_square_of_its_size(tmp_path, heade
     info.type, info.size = tarfile.XHDTYPE, len(header)
     (tmp_path / "x.nemo").write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + header + b"\0" * (-len(header) % 512))
     assert "without model_config.yaml" in outcome("open_checkpoint(folder)", tmp_path, 4, 300)
+
+
+# DeepSpeed's folders of ranks and experts.
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("in_folders", [False, True], ids=["files", "folders"])
+def test_every_parameter(tp, in_folders, tmp_path):
+    """Cut for any number of GPUs that its heads and MLPs can be."""
+    arrays = moe_arrays()
+    checkpoint = open_checkpoint(write_moe(tmp_path, arrays, tp, in_folders))
+    config = checkpoint.config
+    assert checkpoint.family == "Megatron-LM GPT with experts"
+    assert (config.expert_layers, config.num_experts, config.inner_size) == (EXPERT_LAYERS, E, F)
+    assert_holds(checkpoint, arrays)
+
+
+@pytest.mark.parametrize("name", ["model_optim_rng.pt", "model_rng.pt"])
+def test_experts_beside_files_of_megatrons_names(name, tmp_path):
+    write_moe(tmp_path, moe_arrays(), tp=2, in_folders=True)
+    for file in tmp_path.glob("mp_rank_*/model_states.pt"):
+        file.rename(file.with_name(name))
+    assert open_checkpoint(tmp_path).config.num_experts == E
+
+
+@pytest.mark.parametrize(("topk", "is_scaled"), [(1, False), (2, True)])
+def test_weights_of_several_experts_sum_to_1(topk, is_scaled, tmp_path):
+    config = open_checkpoint(write_moe(tmp_path, moe_arrays(), topk=topk)).config
+    assert (config.experts_per_token, config.norm_topk_prob) == (topk, is_scaled)
+
+
+def test_the_latest_of_several_steps(tmp_path):
+    write_moe(tmp_path / "global_step7", moe_arrays())
+    (tmp_path / "latest").write_text("global_step7\n")
+    assert open_checkpoint(tmp_path).config.num_experts == E
+
+
+def test_biases_that_were_never_added_are_left_out(tmp_path):
+    arrays = moe_arrays()
+    name = "h.1.mlp.experts.2.c_proj.bias"
+    checkpoint = open_checkpoint(write_moe(tmp_path, arrays | {name: np.ones(24, np.float32)}))
+    np.testing.assert_array_equal(checkpoint.tensor(name), 0)
+    assert "biases of experts' outputs are left out, as in training" in checkpoint.quirks
+
+
+def test_an_expert_that_is_lost_is_named(tmp_path):
+    write_moe(tmp_path, moe_arrays())
+    (tmp_path / "layer_1_expert_3_mp_rank_00_model_states.pt").unlink()
+    assert_refused(tmp_path, r"missing: .*layers\.3\.mlp\.experts\.3\.dense_h_to_4h\.weight")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"mlp_type": "residual"}, "MLP beside its experts"),
+        ({"topk": 9}, f"topk 9 of {E} experts"),
+        ({"topk": "two"}, "topk 'two'"),
+        ({"swiglu": True}, "swiglu is True"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(settings, message, tmp_path):
+    assert_refused(write_moe(tmp_path, moe_arrays(), **settings), message)
+
+
+def test_ranks_in_stages_of_a_pipeline_are_refused(tmp_path):
+    """Their layers are numbered within a stage, and so might be gates and experts, or not."""
+    write_moe(tmp_path, moe_arrays(), in_folders=True, pipeline_model_parallel_size=2)
+    for stage in (0, 1):
+        shutil.copytree(tmp_path / "mp_rank_00", tmp_path / f"mp_rank_00_{stage:03}")
+    shutil.rmtree(tmp_path / "mp_rank_00")
+    assert_refused(tmp_path, "in 2 stages of a pipeline, which is not implemented for experts")
+
+
+def test_adapters_of_models_that_transformers_does_not_have(tmp_path):
+    checkpoint = open_checkpoint(write_moe(tmp_path, moe_arrays()))
+    with pytest.raises(CheckpointError, match="is a Megatron-LM GPT with experts, for which PEFT has no adapters"):
+        merge_lora(checkpoint, tmp_path / "adapter")

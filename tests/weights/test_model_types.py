@@ -42,9 +42,8 @@ def test_safetensors_of_a_family_are_written_as_they_were(name, tmp_path, capsys
     ],
 )
 def test_any_wrapper(name, prefixes, tmp_path):
-    first, *others = (
-        open_checkpoint(write_family(tmp_path / str(i), name, prefix)) for i, prefix in enumerate(prefixes)
-    )
+    folders = (write_family(tmp_path / str(i), name, prefix) for i, prefix in enumerate(prefixes))
+    first, *others = map(open_checkpoint, folders)
     assert first.family == FAMILIES[FAMILY_MODELS[name]["model_type"]]
     for other in others:
         for key in first.stored:

@@ -29,8 +29,6 @@ def write_model(folder, tensors, nodes=None, inputs=PAST):
     return write(folder, onnx_nodes(tensors) if nodes is None else nodes, written, inputs)
 
 
-# Containers
-
 VALUES = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
 
 
@@ -128,9 +126,6 @@ def test_tensors_that_share_bytes_beyond_reason(tmp_path, spellings):
     shared = [w.tensor(f"a{i}", VALUES, "external", location="./" * (i % spellings) + "data") for i in range(200)]
     assert len(read_onnx(write(tmp_path, tensors=shared[:50])).tensors) == 50
     assert_refused(write(tmp_path, tensors=shared), "its tensors claim")
-
-
-# What exporters do
 
 
 def test_equal_tensors_that_were_merged_are_followed(tmp_path):

@@ -54,11 +54,8 @@ def test_what_torch_writes_with_objects_beside_the_weights(tmp_path, is_zip):
 
 
 def test_tensors_of_dtypes_that_are_no_weights(tmp_path):
-    tensors = {
-        "a": torch.ones(3),
-        "b": torch.ones(3, dtype=torch.float8_e4m3fn),
-        "c": torch.ones(2, dtype=torch.cfloat),
-    }
+    dtypes = {"a": torch.float32, "b": torch.float8_e4m3fn, "c": torch.cfloat}
+    tensors = {name: torch.ones(3, dtype=dtype) for name, dtype in dtypes.items()}
     torch.save({**tensors, "d": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
     container = read_training_checkpoint(tmp_path / "x.pt")
     assert container.tensors["a"].float32().tolist() == [1, 1, 1]

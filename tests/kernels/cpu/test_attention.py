@@ -5,7 +5,16 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from support.kernel_tools import bfloat16_bits, check, from_bits, random_values, same_bits, solo_team, unwritten
+from support.kernel_tools import (
+    as_float32,
+    bfloat16_bits,
+    check,
+    from_bits,
+    random_values,
+    same_bits,
+    solo_team,
+    unwritten,
+)
 from tinygpt.kernels import host
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.jit import jit
@@ -41,10 +50,6 @@ def write(k, v, qkv, positions, token_slots):
     for n in range(len(positions)):
         for head in range(k.shape[1]):
             write_token(n, head, k, v, qkv, positions[n], token_slots[n])
-
-
-def as_float32(array: np.ndarray) -> np.ndarray:
-    return array if array.dtype == np.float32 else from_bits(array)
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -51,9 +51,6 @@ def weights_of(shape, size) -> np.ndarray:
     return weight
 
 
-# bfloat16.
-
-
 @jit
 def round_all(x, bits, back):
     for i in range(x.size):
@@ -96,9 +93,6 @@ def test_what_is_not_finite_stays_so_in_bfloat16_weights():
     assert np.isnan(values[1, 2])
     assert (values[2, 3], values[3, 34]) == (np.inf, -np.inf)
     assert np.isfinite(values).sum() == values.size - 3
-
-
-# int8.
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -176,9 +170,6 @@ def check_activations(x: np.ndarray) -> None:
     same_bits(operand.scales[:, :, 0].copy(), largest / F32(127))
 
 
-# int4.
-
-
 @pytest.mark.parametrize("size", [F32(1e-18), F32(1), F32(1e18)])  # errors are squared, in float32
 @WEIGHTS
 def test_int4_weights(shape, size):
@@ -227,9 +218,6 @@ def plain_scales(groups: np.ndarray, share: np.float32) -> tuple[np.ndarray, np.
 
 def bits_of(x: np.ndarray) -> np.ndarray:
     return rounded(np.ascontiguousarray(x, F32).reshape(-1))[0].reshape(x.shape)
-
-
-# Grouped tiles.
 
 
 EXPANDS_INT8 = EXPANDS["int8"]
@@ -329,9 +317,6 @@ def test_grouped_tiles(dtype, rows, groups, ends):
     same_bits(case.run(), case.expected())
 
 
-# Pairs of bfloat16.
-
-
 @jit
 def bf16_tile(like, rows, vectors, a, lda, b, ldb, steps, c, ldc):
     tiles.panel_tile(like, rows, vectors, a, lda, b, ldb, steps, c, ldc, b, LINE_BYTES)
@@ -359,9 +344,6 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
         assert (np.abs(c[:rows] - expected) <= limit)[:, :columns].all()
         assert np.isnan(c[rows]).all()
         assert np.isnan(c[:, columns:]).all()
-
-
-# Layout.
 
 
 @pytest.mark.parametrize(("dtype", "k"), list(itertools.product(DTYPES, WIDTHS)))

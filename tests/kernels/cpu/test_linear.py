@@ -43,9 +43,6 @@ SLOW_INT4 = pytest.param("int4", marks=pytest.mark.slow)
 ONLY = np.int64(0)  # the one layer of these weights
 
 
-# Packing.
-
-
 @EVERY_DTYPE
 @pytest.mark.parametrize("shape", [*SHAPES, (2 * OUT_TILE + 3, SCALE_GROUP + 1)])
 def test_pack(shape, dtype):
@@ -81,9 +78,6 @@ def test_pack_writes_the_panels_it_is_asked_for():
 def test_weights_of_zero_stay_zero(dtype):
     values = unpacked(packed(np.zeros((3, 70), np.float32), dtype), dtype)
     assert not values.any()
-
-
-# Operands.
 
 
 @EVERY_DTYPE
@@ -154,9 +148,6 @@ def test_convert_multiplies_by_the_factors_of_its_layer():
 def assert_same_operand(operand, expected) -> None:
     for array, put in zip(operand, expected, strict=True):
         np.testing.assert_array_equal(array.view(np.uint8), put.view(np.uint8))
-
-
-# The product.
 
 
 class Layer(NamedTuple):

@@ -16,9 +16,8 @@ class Tensors:
     """A checkpoint of one layer, C = 24 and F = 70."""
 
     def __init__(self, activation: str = "gelu_tanh"):
-        self.config = ModelConfig(
-            n_embd=24, n_inner=70, n_layer=1, n_head=2, activation_function=SPELLED.get(activation, activation)
-        )
+        sizes = {"n_embd": 24, "n_inner": 70, "n_layer": 1, "n_head": 2}
+        self.config = ModelConfig(**sizes, activation_function=SPELLED.get(activation, activation))
         generator = np.random.default_rng(1)
         shapes = {"attn.c_attn": (72, 24), "mlp.c_fc": (70, 24), "ln_1": (24,), "ln_2": (24,)}
         self.tensors, self.released = {}, []
@@ -87,9 +86,6 @@ def test_nothing_is_smoothed_that_is_not_quantized(dtype):
     checkpoint = open_random("random:tiny")
     weight = checkpoint.tensor("h.0.mlp.c_proj.weight")
     assert (Smoothing(checkpoint, dtype).factors("mlp_proj", 0, weight) == 1).all()
-
-
-# Biases.
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])

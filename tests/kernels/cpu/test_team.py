@@ -359,9 +359,6 @@ def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
     team.close()
 
 
-# Ends.
-
-
 @pytest.mark.parametrize("end", ["close", "forget", "never used"])
 def test_a_team_that_ends_ends_its_threads_and_lets_go_of_arguments(end):
     gc.freeze()  # what other tests have left need not be searched

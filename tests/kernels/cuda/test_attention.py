@@ -11,7 +11,7 @@ import pytest
 
 from support.cuda_compile import compile_kernel
 from support.cuda_simulator import simulate
-from support.kernel_tools import bfloat16_bits, from_bits, unwritten
+from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.step import QUERY_TILE
@@ -146,20 +146,13 @@ class Attention:
 def query_tiles(step) -> list[int]:
     bounds = [0]
     for _, start, stop in step:
-        first = bounds[-1]
-        bounds += [
-            min(n, first + stop - start)
-            for n in range(first + QUERY_TILE, first + stop - start + QUERY_TILE, QUERY_TILE)
-        ]
+        first, end = bounds[-1], bounds[-1] + stop - start
+        bounds += [min(n, end) for n in range(first + QUERY_TILE, end + QUERY_TILE, QUERY_TILE)]
     return bounds
 
 
 def newest(sequences) -> list:
     return [(tokens, len(tokens.q) - 1, len(tokens.q)) for tokens in sequences]
-
-
-def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize(
@@ -221,13 +214,11 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(dtype, start, cuts):
 def test_a_sequence_of_nan_spoils_itself_alone(dtype):
     attention = Attention(dtype, 2, 16)
     sequences = attention.sequences((63, 65, 66))
-    expected = [
-        attention.decode(newest(sequences)),
-        attention.prefill([(t, len(t.q) - 3, len(t.q)) for t in sequences]),
-    ]
+    last = [(t, len(t.q) - 3, len(t.q)) for t in sequences]
+    expected = [attention.decode(newest(sequences)), attention.prefill(last)]
     for array in (sequences[1].q, sequences[1].k, sequences[1].v):
         array[...] = np.float32(np.nan)
-    actual = [attention.decode(newest(sequences)), attention.prefill([(t, len(t.q) - 3, len(t.q)) for t in sequences])]
+    actual = [attention.decode(newest(sequences)), attention.prefill(last)]
     for before, after in zip(expected, actual, strict=True):
         spoilt = len(before) // 3
         assert np.isnan(after[spoilt : 2 * spoilt]).all()
@@ -269,8 +260,6 @@ def test_later_scores_dwarf_earlier_ones(dtype):
     (early,) = attention.decode([(tokens, 63, 64)])
     assert np.abs(early - tokens.v[:64].mean(0)).max() < 2.0**-8
 
-
-# --- what they compile to
 
 NUMBERS, TABLE, SCALE = (1, 1, 1), np.zeros(1, np.int32), np.float32(1)
 

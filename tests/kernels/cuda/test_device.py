@@ -1,13 +1,27 @@
 """What may be missing where kernels are to run, and what a kernel is granted: with no GPU."""
 
+import itertools
+import subprocess
+import sys
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numba import cuda, float32, int32
 
+from support.cuda_compile import compile_kernel, llvm_of
+from support.paths import ROOT
+from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
+from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
+from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
 from tinygpt.kernels.cuda.runtime import jit
 from tinygpt.kernels.cuda.runtime.device import Device, let_kernels_begin_early
-from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_compilers
+from tinygpt.kernels.cuda.runtime.jit import DeviceError, DiskCache, describe, kernel, need_compilers
+from tinygpt.kernels.cuda.runtime.ptx import load_weights, mma_bfloat16
+from tinygpt.kernels.kernel_cache import KernelCache
 
 
 def missing(*arguments):
@@ -101,3 +115,124 @@ def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(mon
     assert old is plain
     assert size == len(new) == count
     assert {(edge.type, edge.from_port, edge.to_port) for edge in new} == {(1, 1, 0)}  # cuda.h: both PROGRAMMATIC
+
+
+# The toolchain that the compile checks of the other files rely on.
+
+
+@kernel
+def copy_words(out, words):
+    index = int32(cuda.grid(1)) * 4
+    loaded = load_weights(words, index)
+    for i in range(4):
+        out[index + i] = loaded[i]
+
+
+@kernel
+def partly_wanted(out, words, few):
+    lane = int32(cuda.threadIdx.x)
+    a, b, zero = words[lane], words[lane + 32], float32(0)
+    c = mma_bfloat16((a, b, a, b), (a, b), (zero, zero, zero, zero))
+    if lane < few:
+        out[lane] = c[0]
+
+
+@pytest.mark.toolchain
+def test_a_small_kernel_needs_little():
+    compiled = compile_kernel(copy_words, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
+    assert "ld.global.L1::no_allocate.v4" in compiled.ptx
+    assert compiled.registers <= 32
+    assert compiled.spilled == compiled.stack == 0
+
+
+@pytest.mark.toolchain
+def test_a_warp_multiplies_together_even_where_few_lanes_want_the_product():
+    """Without `convergent`, the compiler may move an mma to where its result is wanted: past the branch."""
+    arguments = np.zeros(4, np.float32), np.zeros(4, np.uint32), 3
+    (product,) = (line for line in llvm_of(partly_wanted, *arguments).splitlines() if "mma.sync" in line)
+    assert "convergent" in product
+    ptx = compile_kernel(partly_wanted, *arguments).ptx
+    assert ptx.count("mma.sync") == 1
+    assert ptx.index("mma.sync") < ptx.index("bra ")
+
+
+# Compiled kernels on disk: two are never taken for one another, nor one for two.
+
+EPILOGUES = (ADD, LOGITS, QKV, "gelu_tanh", "relu")
+
+
+def kernels():
+    for dtype, epilogue in itertools.product(("bfloat16", "int8"), EPILOGUES):
+        yield normed_linear_kernel(dtype, 768, epilogue)
+        yield from (gemm_kernel(dtype, tile, epilogue) for tile in TILES)
+        yield from (linear_kernel(dtype, tiles, epilogue) for tiles in (1, 2, 4))
+    yield from (linear_kernel("float32", 1, epilogue) for epilogue in EPILOGUES)
+    for dtype in ("float32", "bfloat16"):
+        yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
+        yield from (make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel))
+
+
+def test_each_kernel_has_a_description_of_its_own():
+    found = [describe(kernel.py_func) for kernel in kernels()]
+    assert len(found) > 100
+    assert len(set(found)) == len(found)
+    assert not any(" at 0x" in text for text in found)
+
+
+def test_a_description_is_the_same_in_another_process():
+    script = (
+        "from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel;"
+        "from tinygpt.kernels.cuda.runtime.jit import describe;"
+        "print(describe(gemm_kernel('int8', TILES[0], 'relu').py_func))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == describe(gemm_kernel("int8", TILES[0], "relu").py_func)
+
+
+class FakeKernel:
+    """As far as the cache sees numba-cuda's."""
+
+    def __init__(self, **states):
+        self.states = states
+
+    def _reduce_states(self):
+        return self.states
+
+    @classmethod
+    def _rebuild(cls, **states):
+        return cls(**states)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> DiskCache:
+    pytest.importorskip("numba_cuda", reason="needs pip install '.[cuda]'")
+    from numba import cuda
+    from numba.cuda import dispatcher
+
+    files = KernelCache(tmp_path)
+    monkeypatch.setattr(jit, "kernel_cache", lambda: files)
+    monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
+    monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
+    return DiskCache(linear_kernel("int8", 1, ADD).py_func)
+
+
+def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
+    assert cache.load_overload("types", None) is None
+    cache.save_overload("types", FakeKernel(name="compiled", size=3))
+    assert cache.load_overload("types", None).states == {"name": "compiled", "size": 3}
+    assert cache.load_overload("other types", None) is None
+    assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
+    assert len(KernelCache(tmp_path).names()) == 1
+
+
+def test_a_damaged_file_is_compiled_again(cache, tmp_path):
+    cache.save_overload("types", FakeKernel(name="compiled"))
+    (file,) = tmp_path.glob("*.kernel")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert cache.load_overload("types", None) is None
+
+
+def test_what_cannot_be_taken_apart_runs_all_the_same(cache, tmp_path, caplog):
+    cache.save_overload("types", FakeKernel(name=lambda: 0, stuck=(number for number in range(3))))
+    assert not KernelCache(tmp_path).names()
+    assert str(tmp_path) in caplog.text

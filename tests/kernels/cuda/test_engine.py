@@ -156,9 +156,8 @@ def test_too_little_memory_is_refused_by_arithmetic(model, monkeypatch):
     small = SimulatedDevice(free=1 << 16)
     small.zeros = small.array = lambda *_: pytest.fail("something was allocated")
     monkeypatch.setattr(devices, "the_device", lambda: small)
-    with pytest.raises(
-        RequestError, match=r"takes 0\.00 GiB of the GPU's memory \(weights .* free: lower max_num_seqs"
-    ):
+    message = r"takes 0\.00 GiB of the GPU's memory \(weights .* free: lower max_num_seqs"
+    with pytest.raises(RequestError, match=message):
         load(model)
 
 
@@ -167,9 +166,8 @@ def test_a_machine_without_a_gpu_is_refused(model, monkeypatch):
         raise DeviceError("CUDA finds no GPU.")
 
     monkeypatch.setattr(devices, "the_device", absent)
-    with pytest.raises(
-        RequestError, match=r"device is 'cuda' and cannot be used: CUDA finds no GPU\. Or use device 'cpu'"
-    ):
+    message = r"device is 'cuda' and cannot be used: CUDA finds no GPU\. Or use device 'cpu'"
+    with pytest.raises(RequestError, match=message):
         load(model)
 
 

@@ -86,9 +86,8 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
     tolerance = {"rtol": 2**-8, "atol": 1e-5}
     as_float = {"float32": lambda a: a, "bfloat16": from_bfloat16}[family]
     q, k, v = expected[:, :columns], expected[:, columns : 2 * columns], expected[:, 2 * columns :]
-    np.testing.assert_allclose(
-        as_float(places.q).reshape(3, heads, 32)[..., :size], q.reshape(3, heads, size), **tolerance
-    )
+    q_found = as_float(places.q).reshape(3, heads, 32)[..., :size]
+    np.testing.assert_allclose(q_found, q.reshape(3, heads, size), **tolerance)
     k_cache = as_float(places.k_cache).reshape(2, 3, heads, 64, 32)
     v_cache = as_float(places.v_cache).reshape(2, 3, heads, 64, 32)
     if family == "bfloat16":  # two positions side by side
