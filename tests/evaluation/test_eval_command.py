@@ -77,7 +77,6 @@ def strided(token_ids: np.ndarray, stride: int) -> np.ndarray:
 
 
 def text_of_size(llm: LLM, num_tokens: int) -> str:
-    """A passage's beginning of exactly so many tokens."""
     text = llm.tokenizer.decode(llm.tokenizer.encode(passage(num_tokens))[:num_tokens])
     assert len(llm.tokenizer.encode(text)) == num_tokens
     return text

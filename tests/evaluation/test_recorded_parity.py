@@ -11,11 +11,7 @@ from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.weights.config import ACTIVATIONS
 
 PROMPT, NEW = 6, 30
-DEMO_TEXTS = (
-    "Once upon a time, in a dark forest, there lived",
-    "The king said: \u201cNo!\u201d",
-    "caf\u00e9 \U0001f600",
-)
+TEXTS = ("Once upon a time, in a dark forest, there lived", "The king said: \u201cNo!\u201d", "caf\u00e9 \U0001f600")
 
 
 @pytest.fixture(params=["cpu", "reference"])
@@ -51,7 +47,7 @@ def test_greedy_tokens(llm_of, name):
     assert output.token_ids == greedy_of(name, prompt, NEW).tolist()
 
 
-@pytest.mark.parametrize("text", DEMO_TEXTS)
+@pytest.mark.parametrize("text", TEXTS)
 def test_demo(text):
     with LLM("demo") as llm:
         prompt = llm.tokenizer.encode(text)

@@ -99,7 +99,6 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
 
 
 def assert_same(mine, theirs):
-    """Two records of records of arrays."""
     assert type(mine) is type(theirs)
     if isinstance(mine, tuple):
         for pair in zip(mine, theirs, strict=True):

@@ -19,7 +19,6 @@ SECONDS = 120  # limit of a wait
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for the condition, at most SECONDS."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline

@@ -144,7 +144,6 @@ class Served(logging.Handler):
             self._log.put(record.fields)
 
     def terminate(self) -> None:
-        """As SIGTERM."""
         self._server.handle_exit(signal.SIGTERM, None)
 
     def start(self) -> None:

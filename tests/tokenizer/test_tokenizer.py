@@ -53,7 +53,6 @@ texts = st.one_of(
 
 @pytest.fixture(scope="module")
 def trained() -> Library:
-    """A small byte-level BPE trained on this file."""
     library = bpe()
     options = {"vocab_size": 700, "show_progress": False, "initial_alphabet": ALPHABET}
     trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], **options)

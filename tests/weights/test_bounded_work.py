@@ -137,32 +137,15 @@ def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
 
 OPEN = "open_checkpoint(folder)"
 TOKENIZE = "Tokenizer.from_folder(folder)"
-FILES = {
-    "generation_config.json": OPEN,
-    "model.safetensors": OPEN,
-    "model.safetensors.index.json": OPEN,
-    "pytorch_model.bin": OPEN,
-    "model.tinygpt.safetensors": OPEN,
-    "shard": OPEN,
-    "adapter_config.json": MERGE,
-    "adapter_model.safetensors": MERGE,
-    "adapter_model.bin": MERGE,
-    "soft prompt": "read_soft_prompt(folder + '/soft prompt', open_checkpoint().config)",
-    "tokenizer.json": TOKENIZE,
-    "tokenizer_config.json": TOKENIZE,
-    "added_tokens.json": TOKENIZE,
-    "vocab.txt": TOKENIZE,
-}
+FILES = dict.fromkeys(("generation_config.json", "model.safetensors", "model.safetensors.index.json"), OPEN)
+FILES |= dict.fromkeys(("pytorch_model.bin", "model.tinygpt.safetensors", "shard"), OPEN)
+FILES |= dict.fromkeys(("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"), MERGE)
+FILES |= dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "vocab.txt"), TOKENIZE)
+FILES["soft prompt"] = "read_soft_prompt(folder + '/soft prompt', open_checkpoint().config)"
 # The files beside, which are looked for first or are in the way.
-WITHOUT = {
-    "config.json": [],
-    "adapter_model.bin": ["adapter_model.safetensors"],
-    "pytorch_model.bin": ["model.safetensors"],
-    "model.safetensors.index.json": ["model.safetensors"],
-    "model.tinygpt.safetensors": ["model.safetensors"],
-    "shard": ["model.safetensors"],
-    "vocab.txt": ["tokenizer.json"],
-}
+WITHOUT = {"config.json": [], "adapter_model.bin": ["adapter_model.safetensors"], "vocab.txt": ["tokenizer.json"]}
+BESIDE_SAFETENSORS = ("pytorch_model.bin", "model.safetensors.index.json", "model.tinygpt.safetensors", "shard")
+WITHOUT |= {name: ["model.safetensors"] for name in BESIDE_SAFETENSORS}
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "character device"])

@@ -114,8 +114,6 @@ def write_bin(folder, data):
 
 
 class Call:
-    """Pickled as a call of `function` with `arguments`."""
-
     def __init__(self, function, *arguments):
         self.function, self.arguments = function, arguments
 

@@ -92,8 +92,8 @@ def test_the_greedy_text_of_a_file_is_the_same(ours, theirs, writer):
 def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
     """It rounds activations to 8 bits beside quantised weights, which are expanded here."""
     llama = load(theirs(kind))
-    checkpoint = open_checkpoint(theirs(kind))
-    assert kind in {getattr(tensor, "dtype", "") for tensor in _sources(checkpoint)}
+    stored = [getattr(tensor, "sources", (tensor,)) for tensor in open_checkpoint(theirs(kind)).stored.values()]
+    assert kind in {getattr(tensor, "dtype", "") for sources in stored for tensor in sources}  # as they lie in the file
     with LLM(theirs(kind)) as llm:
         ids = llm.tokenizer.encode(PROMPTS[0])
         _, logits = greedy(llama, ids)
@@ -126,9 +126,3 @@ def test_a_bloom_as_convert_writes_it(tmp_path, name, words):
         tokens, logits = greedy(llama, ids, 16)
         assert tokens == llm.generate([ids], max_tokens=16, ignore_eos=True)[0].outputs[0].token_ids
         np.testing.assert_allclose(llm.logits(ids)[-1], logits, rtol=0, atol=1e-2)
-
-
-def _sources(checkpoint):
-    """The tensors as they lie in the file."""
-    for tensor in checkpoint.stored.values():
-        yield from getattr(tensor, "sources", (tensor,))

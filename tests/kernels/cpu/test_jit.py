@@ -46,7 +46,6 @@ with compiled_kernels() as compiled:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A folder with a module, `tiny.py`."""
     (tmp_path / "tiny.py").write_text(MODULE)
     return tmp_path
 

@@ -158,12 +158,8 @@ def newest(sequences) -> list:
 @pytest.mark.parametrize(
     ("heads", "size", "dtype"),
     [
-        (3, 16, "float32"),
-        (1, 64, "float32"),
-        (1, 80, "float32"),
-        (3, 16, "bfloat16"),
-        (2, 64, "bfloat16"),
-        (1, 80, "bfloat16"),
+        *((*shape, dtype) for shape in ((3, 16), (1, 80)) for dtype in ("float32", "bfloat16")),
+        *((1, 64, "float32"), (2, 64, "bfloat16")),
     ],
 )
 def test_decode(heads, size, dtype):

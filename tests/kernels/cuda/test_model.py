@@ -44,8 +44,6 @@ class Random:
 
 
 class Model:
-    """One backend with a model, a cache and buffers."""
-
     def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
