@@ -129,9 +129,6 @@ def test_records_are_drawn(records, tmp_path, monkeypatch):
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-# The work of a pass, counted by hand.
-
-
 def test_work_of_a_tiny_model():
     # A layer: 4 x 12 + 4 x 4 + 4 x 6 + 6 x 4 weights, 12 + 4 + 6 + 4 biases, 2 norms of 8.
     assert work.block_weights(TINY) == 2 * 112

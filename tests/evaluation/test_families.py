@@ -66,9 +66,6 @@ def test_layers_cannot_be_compared_where_they_have_several_widths(tmp_path, caps
     assert "needs hidden states of one width" in result.err
 
 
-# GPT with experts: transformers' GPT-2 with its MLPs replaced.
-
-
 @pytest.mark.parametrize("per_token", [1, 2, 3])
 def test_logits_of_experts(per_token, device, tmp_path):
     ids = golden_ids(moe_models.T, vocab_size=moe_models.V)

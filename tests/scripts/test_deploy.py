@@ -183,8 +183,6 @@ def test_probes_need_no_key():
     assert {"/health", "/version", "/metrics"} <= OPEN_PATHS
 
 
-# --- Triton
-
 FINAL = 1
 
 

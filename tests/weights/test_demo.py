@@ -85,9 +85,6 @@ def test_the_demo_is_what_transformers_reads_in_it():
     np.testing.assert_array_equal(ours.tensor(f"h.{last}.mlp.c_fc.weight"), theirs.h[last].mlp.c_fc.weight.detach().T)
 
 
-# Random checkpoints: GPT-2's shapes, the same bits every time, and no files.
-
-
 @pytest.fixture(scope="module")
 def checkpoint() -> Checkpoint:
     return open_checkpoint("random:tiny")

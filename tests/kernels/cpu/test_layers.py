@@ -224,8 +224,6 @@ def test_embed(n, width, dtype):
     same_bits(x, np.where(token_ids[:, None] < 0, embeds, rows * factors) + wpe[positions])
 
 
-# The greatest score of a row.
-
 SIZES = (1, 7, 64, SCAN_BLOCK - 1, SCAN_BLOCK, SCAN_BLOCK + 1, 3 * SCAN_BLOCK + 5)
 ODD = np.array([0, -0.0, np.inf, -np.inf, np.nan, -np.nan, 1e-42, -1e-42, 3.4e38, -3.4e38], np.float32)
 
