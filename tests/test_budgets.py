@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of Python": 33_650,
     "modules": 203,
     "modules under 60 lines": 1,
-    "lines of tests": 33_050,
+    "lines of tests": 33_000,
     "lines of READMEs": 1_100,
     "words of prose for 100 lines of code": 150,
     "modules that `generate` imports": 120,
