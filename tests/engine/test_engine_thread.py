@@ -320,6 +320,7 @@ def run_program(program: str, model: str) -> None:
 import os, random, signal, sys, threading, time
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 llm = LLM(sys.argv[1], threads=2, max_num_seqs=4)
 short = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)
 long = SamplingParams(max_tokens=300, temperature=1.0, seed=1, ignore_eos=True)
