@@ -11,10 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import ModuleType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from tinygpt.errors import RequestError, invalid
-from tinygpt.grammar_process import COMPILE_SECONDS, GrammarServer, LimitError
+
+if TYPE_CHECKING:
+    from tinygpt.grammar_process import GrammarServer
 
 MAX_COUNT = 2**31 - 1
 
@@ -233,7 +235,6 @@ MAX_PARTS = 1000
 SPACES = {"whitespace_pattern": "[ ]?"}
 # By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-_server = GrammarServer()  # without a vocabulary
 
 
 def check_guide(name: str, value: Any) -> None:
@@ -244,6 +245,13 @@ def check_guide(name: str, value: Any) -> None:
         grammar_of(llguidance, name, value)
 
 
+@functools.cache
+def _validator() -> "GrammarServer":
+    from tinygpt.grammar_process import GrammarServer
+
+    return GrammarServer()  # without a vocabulary
+
+
 @functools.lru_cache(32)
 def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
     """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
@@ -252,7 +260,9 @@ def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
         refuse(name, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
     if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}{OPTIONS}"
-    problem, process = "", _server.grammar()
+    from tinygpt.grammar_process import COMPILE_SECONDS, LimitError  # sockets and subprocess: not needed for --help
+
+    problem, process = "", _validator().grammar()
     try:
         if name == "guided_regex":
             grammar = f"start: /{llguidance.regex_to_lark(value)}/"

@@ -10,7 +10,6 @@ import pytest
 
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams, grammar_process
-from tinygpt import field_rules as rules
 from tinygpt.engine import guided
 from tinygpt.engine.guided import Guidance, Mask
 from tinygpt.errors import RequestError, TinyGPTError
@@ -220,7 +219,7 @@ HOSTILE = {
 
 @pytest.fixture
 def impatient(monkeypatch):
-    for module in (rules, guided):
+    for module in (grammar_process, guided):
         monkeypatch.setattr(module, "COMPILE_SECONDS", 0.05)
     monkeypatch.setattr(grammar_process, "STEP_SECONDS", 0.05)
 

@@ -53,7 +53,7 @@ def test_a_grammar_is_checked_once(monkeypatch):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     schema = {"title": "asked for by no other test"}
     SamplingParams(guided_json=schema)
-    monkeypatch.setattr(field_rules._server, "grammar", None)
+    monkeypatch.setattr(field_rules._validator(), "grammar", None)
     SamplingParams(guided_json=schema)
 
 
