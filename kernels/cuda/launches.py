@@ -11,6 +11,7 @@ from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     ROW_TILE,
     Norm,
+    fused_block_bytes,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
@@ -38,7 +39,8 @@ def normed_linear(
     """A linear layer of a layer norm: one kernel if the rows are few."""
     # The head has too many blocks to repeat the norm in each.
     is_fused = params.dtype != "float32" and shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
-    if not is_fused or params.config.n_embd % STEP:
+    fits = fused_block_bytes(params.config.n_embd) <= workspace.device.shared_bytes
+    if not (is_fused and fits) or params.config.n_embd % STEP:
         layer_norm(params, norm, layer, x, shape, workspace, epilogue)
         linear(params, name, layer, target, workspace.normed, shape, workspace, epilogue)
         return
@@ -67,13 +69,12 @@ def linear(
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
     count, row_kind = rows_of(epilogue, shape)
     arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind
-    tile = pick_tile(count, weights.features, device.multiprocessors)
-    grid = tile.grid(count, weights.features)
-    is_many = count > MAX_TILES[dtype] * ROW_TILE
-    if dtype != "float32" and (is_many or (count > ROW_TILE and math.prod(grid) >= device.multiprocessors // 2)):
-        shared_bytes = tile.shared_bytes(dtype)
-        device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
-        return
+    if dtype != "float32" and count > ROW_TILE:
+        tile = pick_tile(count, weights.features, device)
+        grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
+        if count > MAX_TILES[dtype] * ROW_TILE or math.prod(grid) >= device.multiprocessors // 2:
+            device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+            return
     tiles = min(rounded_up(-(-count // ROW_TILE)), MAX_TILES[dtype])
     grid = weights.num_panels, -(-count // (tiles * ROW_TILE))
     device.launch(linear_kernel(dtype, tiles, epilogue), grid, LINEAR_THREADS, *arguments)

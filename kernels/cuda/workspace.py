@@ -12,6 +12,7 @@ from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes, padded_head
 from tinygpt.kernels.cuda.params import array_type, family_of, item_bytes, padded_columns, params_bytes
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.device import Graphs
+from tinygpt.kernels.cuda.runtime.jit import need_capability
 from tinygpt.kernels.cuda.sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
 from tinygpt.kernels.cuda.step import NUM_SIZES, QUERY_TILE, MaxShape, Parts
 
@@ -87,7 +88,8 @@ def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
 
 
 def check_memory(*sizes) -> None:
-    """Raise DeviceError, before a load, if the model exceeds the GPU's free memory. sizes: as of bytes_needed."""
+    """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed."""
+    need_capability(devices.the_device().capability, sizes[2])
     needed = bytes_needed(*sizes)
     free, total = devices.the_device().free_bytes(), sum(needed.values())
     if total > free:

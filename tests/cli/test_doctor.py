@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -61,6 +62,18 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
     assert hardware.read_bandwidth(3, size=8000) == 8000 / 0.5
     assert len(read) == 9
     assert sum(share.nbytes for share in read) == 3 * 8000
+
+
+@pytest.mark.parametrize(
+    ("capability", "answer"),
+    [((7, 5), "in float32; a later GPU is needed for bfloat16, int8"), ((8, 6), "in float32, bfloat16, int8")],
+)
+def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
+    device = SimpleNamespace(capability=capability)
+    monkeypatch.setattr("tinygpt.kernels.cuda.runtime.device.the_device", lambda: device)
+    monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9)
+    assert cli.main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"]["kernels"] == f"they run here {answer}"
 
 
 def test_the_command_as_users_run_it():

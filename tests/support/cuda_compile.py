@@ -28,22 +28,22 @@ def need_toolchain() -> None:
         pytest.importorskip(module, reason="needs pip install '.[cuda]': it compiles without a GPU")
 
 
-def compile_kernel(kernel, *arguments) -> Compiled:
+def compile_kernel(kernel, *arguments, architecture: tuple = ARCHITECTURE) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    return _compiled(kernel.py_func, tuple(map(_type_of, arguments)))
+    return _compiled(kernel, tuple(map(_type_of, arguments)), architecture)
 
 
 def llvm_of(kernel, *arguments) -> str:
     """What libNVVM is given."""
-    return _library(kernel.py_func, tuple(map(_type_of, arguments))).get_llvm_str()
+    return _library(kernel, tuple(map(_type_of, arguments)), ARCHITECTURE).get_llvm_str()
 
 
 @functools.cache
-def _compiled(function, signature: tuple) -> Compiled:
+def _compiled(kernel, signature: tuple, architecture: tuple) -> Compiled:
     """Several tests look at some kernels, which take seconds."""
-    library = _library(function, signature)
-    (ptx,) = library.get_asm_strs(cc=ARCHITECTURE)
-    log = _link(library.get_ltoir(cc=ARCHITECTURE))
+    library = _library(kernel, signature, architecture)
+    (ptx,) = library.get_asm_strs(cc=architecture)
+    log = _link(library.get_ltoir(cc=architecture), architecture)
     return Compiled(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
@@ -54,21 +54,22 @@ def _compiled(function, signature: tuple) -> Compiled:
 
 
 @functools.cache
-def _library(function, signature: tuple):
+def _library(kernel, signature: tuple, architecture: tuple):
     """As `cuda.compile` has it, which lowers a kernel once for its PTX and once for what is linked."""
     from numba.cuda import compiler, dispatcher
 
     # Device functions ask the driver which GPU they are for.
-    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=ARCHITECTURE)
-    options = {"cc": ARCHITECTURE, "device": False, "abi": "numba"}
-    library, _ = compiler._compile_pyfunc_with_fixup(function, signature, **options)
+    dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=architecture)
+    options = {"cc": architecture, "device": False, "abi": "numba"}
+    options["launch_bounds"] = kernel.targetoptions.get("launch_bounds")
+    library, _ = compiler._compile_pyfunc_with_fixup(kernel.py_func, signature, **options)
     return library
 
 
-def _link(ltoir: bytes) -> str:
+def _link(ltoir: bytes, architecture: tuple) -> str:
     from cuda.bindings import nvjitlink
 
-    options = ["-arch=sm_{}{}{}".format(*ARCHITECTURE), "-lto", "-verbose"]
+    options = ["-arch=sm_" + "".join(map(str, architecture)), "-lto", "-verbose"]
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
     nvjitlink.complete(handle)

@@ -30,6 +30,7 @@ class SimulatedDevice:
     """As kernels/cuda/runtime/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
 
     multiprocessors, name = 2, "a simulated GPU"
+    capability, shared_bytes = (9, 0), 227 << 10  # of an H100
 
     def __init__(self, free: int = 1 << 30):
         self._free = free

@@ -348,11 +348,14 @@ def _size_of(folders: list[Path]) -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+    from tinygpt.kernels.cuda.runtime.device import the_device
+    from tinygpt.kernels.cuda.runtime.jit import OLDEST, DeviceError
 
     try:
-        need_driver()
-        answer = "they run here"
+        capability = the_device().capability
+        answer = "they run here in " + ", ".join(dtype for dtype in OLDEST if capability >= OLDEST[dtype])
+        if missing := ", ".join(dtype for dtype in OLDEST if capability < OLDEST[dtype]):
+            answer += f"; a later GPU is needed for {missing}"
     except DeviceError as error:
         answer = str(error)
     return {"numba_cuda": _version_of("numba-cuda"), **_cuda_driver(), "kernels": answer}

@@ -8,6 +8,7 @@ the limit: 400 TFLOP/s, half of the rate of wgmma, whose sums might have other b
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from numba import cuda, float32, int32, int64, uint32
 
@@ -32,9 +33,11 @@ STAGES = 4  # steps of K in shared memory: three are on their way
 SUM_PAD = 8  # float32 between two rows of sums, which spreads a warp's writes over the banks
 WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
 
-# Estimates for a multiprocessor of an H200 in a clock: products of mma.sync, 62 % of the specified 2048; bytes of
-# shared memory; bytes of the L2 cache if all multiprocessors read (6 TB/s), and if one reads.
-PRODUCTS_A_CLOCK, SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 1270, 128, 27, 50
+# Estimates for a multiprocessor in a clock. Products of mma.sync by compute capability: 62 % of an H200's specified
+# 2048, and what is specified for an A100 and for GeForce. Bytes of shared memory; of an H200's L2 cache if all
+# multiprocessors read (6 TB/s), and if one reads.
+PRODUCTS_A_CLOCK = {(8, 0): 1024, (8, 6): 256, (9, 0): 1270, (12, 0): 256}  # and of what follows, up to the next
+SHARED_A_CLOCK, L2_A_CLOCK, L2_A_CLOCK_ALONE = 128, 27, 50
 COPY_BYTES = 16
 ROW_BYTES = STEP * 2  # of a token's step in shared memory
 ROW_COPIES = ROW_BYTES // COPY_BYTES
@@ -88,19 +91,21 @@ class Tile:
 TILES = (Tile(2, 2, 1, 2), Tile(4, 2, 1, 2), Tile(2, 4, 2, 2), Tile(2, 4, 2, 3), Tile(4, 2, 2, 6), Tile(2, 4, 4, 4))
 
 
-def pick_tile(tokens: int, features: int, multiprocessors: int = 132) -> Tile:
-    """Return the tile with the fewest clocks; of equals, the largest."""
-    return min(reversed(TILES), key=lambda tile: clocks(tile, tokens, features, multiprocessors))
+def pick_tile(tokens: int, features: int, device: Any) -> Tile:
+    """Return the tile with the fewest clocks of those in the device's shared memory; of equals, the largest."""
+    fitting = [tile for tile in reversed(TILES) if tile.shared_bytes("bfloat16") <= device.shared_bytes]
+    return min(fitting, key=lambda tile: clocks(tile, tokens, features, device))
 
 
-def clocks(tile: Tile, tokens: int, features: int, multiprocessors: int) -> float:
+def clocks(tile: Tile, tokens: int, features: int, device: Any) -> float:
     """Return the clocks of a grid's step of K in bfloat16, by the slowest of four limits."""
     blocks = math.prod(tile.grid(tokens, features))
-    rounds, copied = math.ceil(blocks / multiprocessors), tile.stage_bytes("bfloat16")
+    rounds, copied = math.ceil(blocks / device.multiprocessors), tile.stage_bytes("bfloat16")
+    products = PRODUCTS_A_CLOCK[max(known for known in PRODUCTS_A_CLOCK if known <= device.capability)]
     return max(
-        rounds * tile.tokens * tile.features * STEP / PRODUCTS_A_CLOCK,
+        rounds * tile.tokens * tile.features * STEP / products,
         rounds * (copied + tile.read_bytes()) / SHARED_A_CLOCK,
-        blocks * copied / (multiprocessors * L2_A_CLOCK),
+        blocks * copied / (device.multiprocessors * L2_A_CLOCK),
         rounds * copied / L2_A_CLOCK_ALONE,
     )
 

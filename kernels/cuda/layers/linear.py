@@ -51,6 +51,11 @@ def fused_shared_bytes(num_steps: int) -> int:
     return FUSED_TOKENS * (num_steps * STEP + SHARED_PAD) * 2
 
 
+def fused_block_bytes(columns: int) -> int:
+    """Return a block's shared memory in normed_linear_kernel, with its arrays of a fixed size."""
+    return fused_shared_bytes(columns // STEP) + 4 * (2 * columns + SEGMENTS * TILE_SIZE)
+
+
 @functools.cache
 def linear_kernel(dtype: str, tiles: int, epilogue: str):
     """target (n, width), or Heads for QKV, of inputs (n, num_steps * STEP); n: sizes[row_kind].

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cuda.runtime.jit import need_driver
+from tinygpt.kernels.cuda.runtime.ptx import HOPPER
 
 MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
 
@@ -42,8 +43,8 @@ class Device:
         self._stream, self._reading = cuda.stream(), cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
-        self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
-        self.name = gpu.name if isinstance(gpu.name, str) else gpu.name.decode()
+        self.name, self.capability = gpu.name, tuple(gpu.compute_capability[:2])
+        self.multiprocessors, self.shared_bytes = gpu.MULTIPROCESSOR_COUNT, gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free
@@ -109,7 +110,8 @@ class Device:
                 run()
             finally:
                 graph = _checked(driver.cuStreamEndCapture(stream))
-            let_kernels_begin_early(graph)
+            if self.capability >= HOPPER:
+                let_kernels_begin_early(graph)
             executable = _checked(driver.cuGraphInstantiate(graph, 0))
             _checked(driver.cuGraphDestroy(graph))
         return CapturedWork(executable, stream, self._lock)
@@ -161,7 +163,7 @@ class Graphs:
 
 
 def let_kernels_begin_early(graph: Any) -> None:
-    """Let each kernel begin when the one before calls `let_next_kernel_begin`."""
+    """Let each kernel begin when the one before calls `let_next_kernel_begin`, unless the driver refuses."""
     from cuda.bindings import driver
 
     *_, count = _checked(driver.cuGraphGetEdges(graph))
@@ -172,7 +174,9 @@ def let_kernels_begin_early(graph: Any) -> None:
     early.type = int(driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC)
     early.from_port = driver.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
     _checked(driver.cuGraphRemoveDependencies(graph, before, after, plain, count))
-    _checked(driver.cuGraphAddDependencies(graph, before, after, [early] * count, count))
+    (refused,) = driver.cuGraphAddDependencies(graph, before, after, [early] * count, count)
+    if refused.value:
+        _checked(driver.cuGraphAddDependencies(graph, before, after, plain, count))
 
 
 class CapturedWork:

@@ -15,14 +15,18 @@ from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
 INSTALL = 'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors
-OLDEST = (9, 0)  # compute capability, for cp.async.bulk
+# Compute capability: the oldest of CUDA 13; the first with mma of bfloat16 and cp.async.
+OLDEST = {"float32": (7, 5), "bfloat16": (8, 0), "int8": (8, 0)}
 SOURCES = Path(__file__).resolve().parents[1]
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
 
 
-def kernel(function):
-    """Compile a kernel, once on a machine. It may fuse a product and a sum: to agree to the bit, call `cuda.fma`."""
-    compiled = cuda.jit(function)
+def kernel(function, threads=None):
+    """Compile a kernel, once on a machine. It may fuse a product and a sum: to agree to the bit, call `cuda.fma`.
+
+    threads: of a block, if the compiler would otherwise give each too many registers.
+    """
+    compiled = cuda.jit(launch_bounds=threads)(function)
     compiled._cache = DiskCache(function)
     return compiled
 
@@ -86,10 +90,14 @@ def need_driver() -> None:
     if not driver.driver.is_available or not len(cuda.gpus):
         raise DeviceError("CUDA finds no NVIDIA GPU with a driver of version 580 or later.")
     need_compilers()
-    capability = cuda.get_current_device().compute_capability
-    if tuple(capability[:2]) < OLDEST:
-        found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST))
-        raise DeviceError(f"the GPU has compute capability {found} and the kernels need {needed} or more.")
+    need_capability(cuda.get_current_device().compute_capability)
+
+
+def need_capability(capability: tuple, dtype: str = "float32") -> None:
+    """Raise DeviceError if a GPU is too old for the kernels of a dtype."""
+    if tuple(capability[:2]) < OLDEST[dtype]:
+        found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST[dtype]))
+        raise DeviceError(f"dtype {dtype!r} needs compute capability {needed} or more, and the GPU has {found}.")
 
 
 def need_compilers() -> None:

@@ -17,6 +17,7 @@ FOUR_FLOATS = ir.LiteralStructType([FLOAT] * 4)
 WARP = 32
 LANE_BITS = 5
 ALL_LANES = 0xFFFFFFFF
+HOPPER = 9, 0  # compute capability; an older GPU runs one kernel after another
 MAX_WARPS = 32
 
 
@@ -172,13 +173,13 @@ def wait_for_copies(typing_context, pending):
 @intrinsic
 def let_next_kernel_begin(typing_context):
     """Let the next kernel of a graph run up to its `wait_for_kernel_before`."""
-    return _instruction(types.void(), "griddepcontrol.launch_dependents;", "~{memory}")
+    return _instruction(types.void(), "griddepcontrol.launch_dependents;", "~{memory}", since=HOPPER)
 
 
 @intrinsic
 def wait_for_kernel_before(typing_context):
     """Wait for earlier kernels' writes. Write nothing before."""
-    return _instruction(types.void(), "griddepcontrol.wait;", "~{memory}")
+    return _instruction(types.void(), "griddepcontrol.wait;", "~{memory}", since=HOPPER)
 
 
 @intrinsic
@@ -190,7 +191,7 @@ def prefetch(typing_context, array, index):
 def prefetch_run(typing_context, array, index, size):
     """Prefetch `size` bytes, 16 n, by one thread."""
     signature = types.void(array, index, types.int32)
-    return _instruction(signature, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}")
+    return _instruction(signature, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}", since=HOPPER)
 
 
 @intrinsic
@@ -205,13 +206,20 @@ def _load_128(instruction: str, array, index):
     return _instruction(types.UniTuple(uint32, 4)(array, index), asm, constraints, FOUR_WORDS)
 
 
-def _instruction(signature, asm: str, constraints: str, result=VOID, side_effect=True, is_convergent=False):
+def _instruction(
+    signature, asm: str, constraints: str, result=VOID, side_effect=True, is_convergent=False, since=(0, 0)
+):
     """Return an intrinsic of one instruction. An array and its index become an address, a tuple its elements.
 
     is_convergent: all lanes of a warp take part, so LLVM may not move it into a branch.
+    since: the compute capability without which it is left out
     """
 
     def generate(context, builder, signature, arguments):
+        from numba.cuda.core.targetconfig import ConfigStack  # numba-cuda's: Numba itself has none
+
+        if tuple(ConfigStack().top().compute_capability[:2]) < since:
+            return context.get_dummy_value()
         operands, kinds = [], signature.args
         for i, kind in enumerate(kinds):
             if isinstance(kind, types.Array):

@@ -3,6 +3,7 @@
 A filter sets the scores that it removes to -inf.
 """
 
+import functools
 import math
 
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
@@ -102,7 +103,7 @@ def _token_of(key):
     return int64(ALL_IDS) - (key & int64(ALL_IDS))
 
 
-@kernel
+@functools.partial(kernel, threads=DRAW_THREADS)
 def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, positions, scores, ids, token_ids):
     """Draw a token for each row with a temperature above 0, after `take_greatest`. Grid: R. Arrays: SamplingBuffers.
 

@@ -1,6 +1,7 @@
 """What may be missing where kernels are to run, and what a kernel is granted: with no GPU."""
 
 import itertools
+import re
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 from numba import cuda, float32, int32
 
 from support.cuda_compile import compile_kernel, llvm_of
+from support.cuda_device import INTS
 from support.paths import ROOT
 from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
@@ -20,7 +22,13 @@ from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
 from tinygpt.kernels.cuda.runtime import jit
 from tinygpt.kernels.cuda.runtime.device import Device, let_kernels_begin_early
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, DiskCache, describe, kernel, need_compilers
-from tinygpt.kernels.cuda.runtime.ptx import load_weights, mma_bfloat16
+from tinygpt.kernels.cuda.runtime.ptx import (
+    let_next_kernel_begin,
+    load_weights,
+    mma_bfloat16,
+    prefetch_run,
+    wait_for_kernel_before,
+)
 from tinygpt.kernels.kernel_cache import KernelCache
 
 
@@ -117,6 +125,25 @@ def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(mon
     assert {(edge.type, edge.from_port, edge.to_port) for edge in new} == {(1, 1, 0)}  # cuda.h: both PROGRAMMATIC
 
 
+@pytest.mark.toolchain
+def test_a_driver_that_refuses_such_edges_keeps_the_plain_ones(monkeypatch):
+    from cuda.bindings import driver
+
+    edges, refused = ["before"], driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    plain, kept = [driver.CUgraphEdgeData()], []
+
+    def add(graph, before, after, given, count):
+        kept[:] = given if given is plain else kept
+        return (driver.CUresult.CUDA_SUCCESS if given is plain else refused,)
+
+    ok = driver.CUresult.CUDA_SUCCESS
+    monkeypatch.setattr(driver, "cuGraphGetEdges", lambda graph, size=0: (ok, edges, ["after"], plain, 1))
+    monkeypatch.setattr(driver, "cuGraphRemoveDependencies", lambda *given: (ok,))
+    monkeypatch.setattr(driver, "cuGraphAddDependencies", add)
+    let_kernels_begin_early("graph")
+    assert kept == plain
+
+
 # The toolchain that the compile checks of the other files rely on.
 
 
@@ -143,6 +170,21 @@ def test_a_small_kernel_needs_little():
     assert "ld.global.L1::no_allocate.v4" in compiled.ptx
     assert compiled.registers <= 32
     assert compiled.spilled == compiled.stack == 0
+
+
+@kernel
+def begins_early(counts, words):
+    let_next_kernel_begin()
+    wait_for_kernel_before()
+    prefetch_run(words, 0, 64)
+    counts[0] = 1
+
+
+@pytest.mark.toolchain
+@pytest.mark.parametrize(("architecture", "count"), [((8, 6), 0), ((9, 0, "a"), 3), ((12, 0), 3)])
+def test_what_a_gpu_lacks_is_left_out(architecture, count):
+    ptx = compile_kernel(begins_early, INTS, np.zeros(4, np.uint32), architecture=architecture).ptx
+    assert len(re.findall(r"griddepcontrol|cp\.async\.bulk", ptx)) == count
 
 
 @pytest.mark.toolchain

@@ -171,6 +171,14 @@ def test_a_machine_without_a_gpu_is_refused(model, monkeypatch):
         load(model)
 
 
+def test_a_gpu_without_tensor_cores_computes_in_float32(model, device):
+    device.capability = (7, 5)
+    with pytest.raises(RequestError, match=r"'int8' needs compute capability 8\.0 or more, and the GPU has 7\.5"):
+        load(model, dtype="int8")
+    with load(model, dtype="float32") as llm:
+        assert llm.generate([[3]], SamplingParams(max_tokens=1))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,6 +2,7 @@
 
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tinygpt.kernels.cuda.layers.linear import linear_kernel
 pytestmark = pytest.mark.slow
 
 DTYPES = ("bfloat16", "int8")
+H200 = SimpleNamespace(multiprocessors=132, shared_bytes=227 << 10, capability=(9, 0))
 SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
 
 
@@ -116,8 +118,15 @@ def test_the_number_of_tokens_is_read_on_the_device():
     [(65, 768, (32, 32)), (1024, 768, (64, 96)), (1024, 2304, (128, 96)), (1024, 3072, (128, 128))],
 )
 def test_small_shapes_have_small_tiles(tokens, features, size):
-    tile = pick_tile(tokens, features)
+    tile = pick_tile(tokens, features, H200)
     assert (tile.tokens, tile.features) == size
+
+
+def test_a_tile_fits_in_a_small_devices_memory():
+    device = SimpleNamespace(**vars(H200) | {"shared_bytes": 99 << 10})  # as much as an RTX 50 has
+    tiles = {pick_tile(tokens, features, device) for tokens in (65, 512, 2048) for features in (768, 2304, 3072)}
+    assert len(tiles) > 1
+    assert max(tile.shared_bytes("bfloat16") for tile in tiles) <= device.shared_bytes
 
 
 @pytest.mark.parametrize("tile", TILES)

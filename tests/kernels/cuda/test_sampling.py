@@ -253,8 +253,10 @@ def test_registers_of_the_greatest():
 
 
 @pytest.mark.toolchain
-def test_registers_of_a_draw():
-    compiled = compile_kernel(draw_tokens, FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS)
+@pytest.mark.parametrize("architecture", [(9, 0, "a"), (12, 0)])
+def test_registers_of_a_draw(architecture):
+    arguments = FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
+    compiled = compile_kernel(draw_tokens, *arguments, architecture=architecture)
     assert compiled.registers * DRAW_THREADS <= 1 << 16
     assert compiled.spilled == compiled.stack == 0
     assert compiled.shared_bytes <= 16 << 10
