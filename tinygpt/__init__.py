@@ -4,15 +4,32 @@
 >>> LLM("demo").generate("Once upon a time", SamplingParams(max_tokens=16))
 """
 
-from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
-_HOMES = {"AsyncLLM": "async_llm", "RemoteLLM": "remote", "SamplingParams": "sampling_params"}  # others: llm
+__all__ = ["LLM", "AsyncLLM", "PromptType", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
 
+if TYPE_CHECKING:
+    from tinygpt.async_llm import AsyncLLM
+    from tinygpt.engine.prompts import PromptType
+    from tinygpt.llm import LLM, warmup
+    from tinygpt.remote import RemoteLLM
+    from tinygpt.sampling_params import SamplingParams
+else:
+    _HOMES = {
+        "AsyncLLM": "async_llm",
+        "PromptType": "engine.prompts",
+        "RemoteLLM": "remote",
+        "SamplingParams": "sampling_params",
+    }  # others: llm
 
-def __getattr__(name: str):
-    """Import a name on first use, so that `--help` never waits for NumPy or Numba."""
-    if name not in __all__:
-        raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
-    return getattr(import_module(f"tinygpt.{_HOMES.get(name, 'llm')}"), name)
+    def __getattr__(name: str):
+        """Import a name on first use, so that `--help` never waits for NumPy or Numba."""
+        from importlib import import_module
+
+        if name not in __all__:
+            raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
+        return getattr(import_module(f"tinygpt.{_HOMES.get(name, 'llm')}"), name)
+
+    def __dir__() -> list[str]:
+        return __all__

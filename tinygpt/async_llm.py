@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from tinygpt.engine.prompts import PromptType
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 
@@ -23,12 +24,12 @@ class AsyncLLM:
         self.llm = _load(arguments) if llm is None else llm
         self._is_owner = llm is None
 
-    async def generate(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
+    async def generate(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
         """Continue one prompt. Raise LLM.submit's errors."""
         return await asyncio.wrap_future(self.llm.submit(prompt, params, **fields))
 
     async def stream(
-        self, prompt: Any, params: SamplingParams | None = None, **fields: Any
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
     ) -> AsyncIterator[StreamChunk]:
         """Continue one prompt, token by token. Raise LLM.submit's errors with the first chunk."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()

@@ -14,7 +14,7 @@ from tinygpt.engine.engine import Engine, RequestFuture
 from tinygpt.engine.input_processor import InputProcessor, OnChunk, score_of
 from tinygpt.engine.model_runner import ModelRunner, Probe, check_pooling
 from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
-from tinygpt.engine.prompts import Prompt, params_list, params_or_fields, prompt_list
+from tinygpt.engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
 from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
@@ -125,7 +125,11 @@ class LLM:
         self.engine.check_open()
         return self._inputs.tokenizer
 
-    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+    def get_tokenizer(self) -> Tokenizer:
+        """Return `tokenizer`, as vLLM's method does."""
+        return self.tokenizer
+
+    def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode and check a text or token ids, for any call that takes a prompt.
 
         split_special_tokens: None is the LLM's.
@@ -134,7 +138,7 @@ class LLM:
         return self._inputs.read_prompt(prompt, split_special_tokens)
 
     def generate(
-        self, prompts: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+        self, prompts: Prompts, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the outputs in the prompts' order.
 
@@ -153,7 +157,7 @@ class LLM:
         return [outputs[i] for i in sorted(outputs)]
 
     def generate_as_finished(
-        self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
+        self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
 
@@ -165,7 +169,7 @@ class LLM:
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
+    def stream(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, checked at the call, token by token.
 
         Closing the iterator ends the request.
@@ -177,7 +181,7 @@ class LLM:
 
     def submit(
         self,
-        prompt: Any,
+        prompt: PromptType,
         params: SamplingParams | None = None,
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
@@ -195,7 +199,7 @@ class LLM:
         self.engine.submit_queued(future)
         return future
 
-    def num_truncated_tokens(self, prompt: Any, params: SamplingParams | None = None) -> int:
+    def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams | None = None) -> int:
         """Return how many tokens at the prompt's beginning its overflow would leave out."""
         self.engine.check_open()
         return self._inputs.num_truncated_tokens(_single_prompt(prompt), params_list(params, 1)[0])
@@ -210,7 +214,7 @@ class LLM:
         self.engine.check_open()
         return Session(self, [])
 
-    def logits(self, token_ids: Any) -> np.ndarray:
+    def logits(self, token_ids: PromptType) -> np.ndarray:
         """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
 
         Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
@@ -218,7 +222,7 @@ class LLM:
         token_ids = self._read_ids("logits", token_ids)
         return self.engine.call(partial(self._probe.logits, token_ids))
 
-    def hidden_states(self, token_ids: Any, before_norm: bool = False) -> np.ndarray:
+    def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
         """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
 
         Raise as `logits` does.
@@ -227,7 +231,7 @@ class LLM:
         layers = [*range(self.config.n_layer), -2 if before_norm else -1]
         return self.engine.call(partial(self._probe.hidden_states, token_ids, layers))
 
-    def attentions(self, token_ids: Any) -> np.ndarray:
+    def attentions(self, token_ids: PromptType) -> np.ndarray:
         """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
 
         Raise as `logits` does.
@@ -235,7 +239,7 @@ class LLM:
         token_ids = self._read_ids("attentions", token_ids)
         return self.engine.call(partial(self._probe.attentions, token_ids))
 
-    def embed(self, prompts: Any, pooling: str = "last") -> np.ndarray:
+    def embed(self, prompts: Prompts, pooling: str = "last") -> np.ndarray:
         """Return (len(prompts), C) float32: a vector of the last hidden states of each prompt.
 
         prompts: texts or lists of token ids. pooling: "last" token, or "mean" or "sum" over all.
@@ -249,8 +253,8 @@ class LLM:
 
     def score(
         self,
-        prompt: Any,
-        continuations: Any,
+        prompt: PromptType,
+        continuations: Prompts,
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
     ) -> list[ContinuationScore]:
@@ -306,11 +310,11 @@ class LLM:
         finally:
             future.cancel()
 
-    def _read_ids(self, what: str, token_ids: Any) -> list[int]:
+    def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
         self.engine.check_open()
         return self._inputs.read_ids(what, token_ids)
 
-    def _single_request(self, prompt: Any, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
+    def _single_request(self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
         self.engine.check_open()
         params = params_list(params, 1)[0]
         if on_chunk is not None and params.num_beams > 1:
@@ -334,7 +338,7 @@ def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
     return join(layout, world)
 
 
-def _single_prompt(prompt: Any) -> Any:
+def _single_prompt(prompt: Prompts) -> Any:
     prompts = prompt_list(prompt)
     if len(prompts) > 1:
         raise RequestError(f"{len(prompts)} prompts were given and this takes one: use generate.")

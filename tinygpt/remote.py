@@ -16,7 +16,16 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
-from tinygpt.engine.prompts import Prompt, checked_ids, params_list, params_or_fields, prompt_list
+from tinygpt.engine.prompts import (
+    Params,
+    Prompt,
+    Prompts,
+    PromptType,
+    checked_ids,
+    params_list,
+    params_or_fields,
+    prompt_list,
+)
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
 from tinygpt.outputs import (
     ContinuationScore,
@@ -85,14 +94,14 @@ class RemoteLLM:
             raise
         self.tokenizer = RemoteTokenizer(self._server, split_special_tokens)
 
-    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+    def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Return a prompt as LLM.read_prompt does; the server encodes a text."""
         if isinstance(prompt, str):
             return Prompt(prompt, self.tokenizer.encode(prompt, split_special_tokens))
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
 
     def generate(
-        self, prompts: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+        self, prompts: Prompts, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
     ) -> list[RequestOutput]:
         """Continue each prompt, as LLM.generate does. The first refusal ends all."""
         prompts = prompt_list(prompts)
@@ -101,14 +110,14 @@ class RemoteLLM:
         return [outputs[i] for i in sorted(outputs)]
 
     def generate_as_finished(
-        self, prompts: Any, params: Any = None, *, return_exceptions: bool = False, **fields: Any
+        self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
         prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._request(*pair) for pair in pairs], return_exceptions)
 
-    def stream(self, prompt: Any, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
+    def stream(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt as LLM.stream does. Closing the iterator ends the request."""
         request = self._request(prompt, params_or_fields(params, fields))
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
@@ -125,7 +134,7 @@ class RemoteLLM:
 
     def submit(
         self,
-        prompt: Any,
+        prompt: PromptType,
         params: SamplingParams | None = None,
         on_chunk: Callable[[StreamChunk], None] | None = None,
         **fields: Any,
@@ -137,7 +146,11 @@ class RemoteLLM:
         return self._server.start(self._server.generate, *request, on_chunk)
 
     def score(
-        self, prompt: Any, continuations: Any, soft_prompt: str | None = None, split_special_tokens: bool | None = None
+        self,
+        prompt: PromptType,
+        continuations: Prompts,
+        soft_prompt: str | None = None,
+        split_special_tokens: bool | None = None,
     ) -> list[ContinuationScore]:
         """Return log probabilities of continuations, as LLM.score does."""
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
@@ -148,7 +161,7 @@ class RemoteLLM:
             found += self._server.ask("/score_continuations", _scores, part)
         return found
 
-    def embed(self, prompts: Any, pooling: str = "last") -> "np.ndarray":
+    def embed(self, prompts: Prompts, pooling: str = "last") -> "np.ndarray":
         """Return (len(prompts), C) float32, as LLM.embed does."""
         import numpy as np
 
@@ -181,7 +194,7 @@ class RemoteLLM:
 
         return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
-    def _request(self, prompt: Any, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
+    def _request(self, prompt: PromptType, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
         """Return the prompt's text, if it is one, and the body."""
         [checked] = params_list(params, 1)
         text = prompt.text if isinstance(prompt, Prompt) else prompt if isinstance(prompt, str) else None

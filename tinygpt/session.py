@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tinygpt.engine.prompts import Prompt, params_or_fields, text_or_ids
+from tinygpt.engine.prompts import Prompt, PromptType, params_or_fields, text_or_ids
 from tinygpt.errors import RequestError
 from tinygpt.field_rules import integer, read_field
 from tinygpt.outputs import RequestOutput, StreamChunk
@@ -40,7 +40,7 @@ class Session:
     def __len__(self) -> int:
         return len(self._token_ids)
 
-    def extend(self, addition: Any, split_special_tokens: bool | None = None) -> None:
+    def extend(self, addition: PromptType, split_special_tokens: bool | None = None) -> None:
         """Add a text, encoded by itself, or token ids, or a prompt's dict.
 
         split_special_tokens: None is the LLM's.

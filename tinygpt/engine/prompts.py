@@ -20,6 +20,12 @@ class Prompt:
     token_ids: list[int]
 
 
+# A text, token ids, {"prompt": text or ids}, {"prompt_token_ids": ids}, or what read_prompt returned.
+PromptType = str | Iterable[int] | dict[str, Any] | Prompt
+Prompts = PromptType | Iterable[PromptType]
+Params = SamplingParams | Iterable[SamplingParams] | None  # for all prompts, or one for each
+
+
 @dataclass(frozen=True, eq=False)
 class VirtualTokens:
     token_ids: list[int]
@@ -29,15 +35,15 @@ class VirtualTokens:
         return len(self.token_ids)
 
 
-def prompt_list(prompts: Any) -> list:
+def prompt_list(prompts: Prompts) -> list:
     if isinstance(prompts, (str, Prompt, dict)):
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestError(
             f"is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids.", "prompts"
         )
-    prompts = list(prompts)
-    return [prompts] if prompts and all(map(_is_index, prompts)) else prompts
+    listed = list(prompts)
+    return [listed] if listed and all(map(_is_index, listed)) else listed
 
 
 def text_or_ids(given: Any) -> str | list[int]:
@@ -84,7 +90,7 @@ def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
     return SamplingParams(**fields)
 
 
-def params_list(params: Any, count: int) -> list[SamplingParams]:
+def params_list(params: Params, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     params = list(params) if isinstance(params, Iterable) else [params]
