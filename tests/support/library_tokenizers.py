@@ -50,6 +50,7 @@ def assert_equal(ours: Tokenizer, library: Library, text: str) -> None:
         library.encode_special_tokens = split_special_tokens
         ids = library.encode(text).ids
         assert ours.encode(text, split_special_tokens) == ids
+        assert ours.tokenize(text, split_special_tokens) == [*map(library.id_to_token, ids)]
         assert ours.decode(ids) == library.decode(ids, skip_special_tokens=False)
         assert ours.decode(ids, skip_special_tokens=True) == library.decode(ids, skip_special_tokens=True)
 

@@ -504,6 +504,17 @@ class TestOtherKinds:
         ids = list(range(ours.vocab_size))
         assert ours.decode([*ids, ours.vocab_size, 2**40]) == library.decode(ids, skip_special_tokens=False)
 
+    @pytest.mark.parametrize("kind", [*OTHER_KINDS, "GPT-2's"])
+    def test_the_vocabulary_is_spelled_as_the_packages(self, tmp_path, kind, trained):
+        library = trained if kind == "GPT-2's" else OTHER_KINDS[kind]()
+        ours, ids = save(library, tmp_path), [*range(library.get_vocab_size())]
+        assert ours.get_vocab() == library.get_vocab()
+        assert ours.convert_ids_to_tokens(ids) == [*map(library.id_to_token, ids)]
+        assert ours.convert_ids_to_tokens(ids[-1]) == library.id_to_token(ids[-1])
+        assert ours.convert_ids_to_tokens([2**40]) == [None]
+        assert ours.batch_decode([ids[:9], ids[-9:]]) == library.decode_batch([ids[:9], ids[-9:]], False)
+        assert ours.eos_token == ("<|endoftext|>" if kind == "GPT-2's" else None)
+
     def test_a_text_that_the_package_cannot_encode(self, tmp_path):
         write(tmp_path, "vocab.txt", "[CLS]\n[SEP]\n[PAD]\n[MASK]\nthe\n")
         tokenizer = Tokenizer.from_folder(tmp_path)

@@ -76,6 +76,7 @@ MAX_ADDED = 20_000  # characters of added tokens, which `re` may all try at each
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHERS = sorted(set(range(256)) - set(_PRINTABLE))
 _BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 # Bytes by character number; the last entry is for all further characters.
 _NO_BYTE = -1
 _BYTE_OF = np.full(max(map(ord, _BYTES)) + 2, _NO_BYTE, np.int16)
@@ -150,7 +151,8 @@ class ByteLevelBPE(ByteTokens):
         added = spec["added_tokens"]
         self._bytes, self._id_of_rank = vocabulary or read_vocabulary(spec["model"])
         self._encoding = _encoding(self._bytes, self._id_of_rank)
-        self._bytes |= {token["id"]: token_to_bytes(token["content"]) for token in added}
+        self._added = {token["id"]: token["content"] for token in added}
+        self._bytes |= {token_id: token_to_bytes(content) for token_id, content in self._added.items()}
         self.vocab_size = 1 + max(self._bytes)
         self.num_tokens = len(self._bytes)
         self.eos_token_id = next((token["id"] for token in added if token["content"] == spec["eos_token"]), None)
@@ -158,6 +160,11 @@ class ByteLevelBPE(ByteTokens):
         self._splitter = AddedTokenSplitter(added)
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
         self._before, self._after = _template_ids(spec.get("post_processor"))
+
+    def token(self, token_id: int) -> str | None:
+        if token_id in self._added or token_id not in self._bytes:
+            return self._added.get(token_id)
+        return "".join(map(_CHARACTERS.__getitem__, self._bytes[token_id]))
 
     def encode(self, text: str, split_special_tokens: bool) -> list[int]:
         ids = list(self._before)

@@ -5,7 +5,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
 from tinygpt.field_rules import BOOLEAN, read_field
@@ -35,6 +35,9 @@ class CharacterTokenizer(ByteTokens):
         if lacking:
             raise no_token_for(lacking)
         return [self._ids[character] for character in text]
+
+    def token(self, token_id: int) -> str | None:
+        return self.token_bytes(token_id).decode("utf-8", "surrogatepass") or None
 
 
 def is_characters(spec: dict[str, Any]) -> bool:
@@ -86,6 +89,9 @@ class LibraryTokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits
         return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id) if token_id < self.vocab_size else None
 
     def ids_from(self, first: int) -> list[int]:
         return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
@@ -186,6 +192,34 @@ class Tokenizer:
         for position, token_id in enumerate(ids):
             _check_token_id(token_id, position)
         return self._model.decode(ids, skip_special_tokens)
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Return the text of each sequence of token ids, as `decode` does."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def tokenize(self, text: str, split_special_tokens: bool | None = None) -> list[str]:
+        """Return the tokens of `encode`'s ids."""
+        return [str(self._model.token(token_id)) for token_id in self.encode(text, split_special_tokens)]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
+        """Return tokens as the vocabulary spells them, such as "Ġonce"; None for an unknown id. Raise RequestError."""
+        if isinstance(ids, Iterable):
+            return [*map(self.convert_ids_to_tokens, ids)]
+        _check_token_id(ids, 0)
+        return self._model.token(ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, as the vocabulary spells it."""
+        return {str(self._model.token(token_id)): token_id for token_id in self.ids_from(0)}
+
+    @property
+    def eos_token(self) -> str | None:
+        """The end-of-text token, or None."""
+        return None if self.eos_token_id is None else self._model.token(self.eos_token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return a token's bytes, none for an unknown id. Raise RequestError if tokens are not bytes."""
