@@ -1,14 +1,16 @@
-"""Bodies and replies of megabytes: a few errors are looked for, and long texts are read and written in a thread."""
+"""Bodies and replies of megabytes: a few errors are looked for, texts are read in a thread, and written in parts."""
 
+import asyncio
 import threading
 
 import pytest
 from pydantic import ValidationError
 
 from support.gate import Gate
-from tinygpt.server import completions
-from tinygpt.server.completions import MAX_LOGPROBS, Completion, Generation
+from tinygpt.server import completions, replies, work
+from tinygpt.server.completions import MAX_LOGPROBS
 from tinygpt.server.protocol import MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest
+from tinygpt.server.replies import json_parts, to_json, whole
 
 MANY = 5000
 FEW = 8  # errors: one for each type that a field may have, and for each part of an object
@@ -113,41 +115,67 @@ def test_the_samples_of_a_prompt_share_its_log_probabilities(server, monkeypatch
     assert [len(each) for each in found] == [3, 3, 3, 2, 2, 2]
 
 
-@pytest.mark.parametrize("large", [0, 1000])
-@pytest.mark.parametrize("stream", [False, True])
+MIXED = {
+    "text": "a\n\u00e9",
+    "lists": [[*range(100)], [], [None, -0.5]],
+    "objects": [{"of": {"lists": [1]}}] * 70,
+    "no": {},
+}
+
+
+def test_json_in_parts_is_json():
+    assert "".join(json_parts(MIXED)) == to_json(MIXED)
+    for items in ([], [MIXED], [MIXED] * 3):
+        assert "".join(json_parts({"a": 1, "b": (each for each in items)})) == to_json({"a": 1, "b": items})
+
+
+def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
+    monkeypatch.setattr(replies, "SLICE_SECONDS", -1.0)
+    order = []
+
+    def parts(name):
+        for _ in range(3):
+            order.append(name)
+            yield name
+
+    async def write_both():
+        await asyncio.gather(whole(parts("a")), whole(parts("b")))
+
+    asyncio.run(write_both())
+    assert order == [*"ababab"]
+
+
+MANY_WORDS = " the" * 300
+
+
 @pytest.mark.parametrize(
-    ("path", "kind", "body"),
+    ("path", "body"),
     [
-        ("/v1/completions", Completion, {"prompt_logprobs": 1, "max_tokens": 1}),
-        ("/v1/completions", Completion, {"logprobs": 1, "echo": True, "max_tokens": 0}),
-        ("/generate", Generation, {"prompt_logprobs": 1, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7}),
+        ("/v1/completions", {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7, "stream": True}),
+        ("/v1/completions", {"prompt": MANY_WORDS, "logprobs": 5, "echo": True, "max_tokens": 0, "n": 7}),
+        (
+            "/v1/completions",
+            {"prompt": MANY_WORDS, "logprobs": 5, "echo": True, "max_tokens": 0, "n": 7, "stream": True},
+        ),
+        ("/v1/completions", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}),
+        ("/generate", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}),
+        ("/generate", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True, "stream": True}),
+        ("/v1/embeddings", {"input": ["Once", "upon", "a", "time"] * 4}),
+        ("/tokenize", {"prompt": MANY_WORDS, "return_token_strs": True}),
+        ("/score_continuations", {"prompt": "Once", "continuations": ["a", MANY_WORDS]}),
     ],
 )
-def test_a_large_reply_is_written_in_a_thread(server, monkeypatch, path, kind, body, large, stream):
-    in_loop = []
+def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
+    monkeypatch.setattr(replies, "SLICE_SECONDS", -1.0)
+    in_turns, sizes = replies.in_turns, []
 
-    def noted(method, *given):
-        in_loop.append(threading.current_thread() is server.thread)
-        return method(*given)
+    async def noted(parts):
+        async for part in in_turns(parts):
+            sizes.append(len(part))
+            yield part
 
-    for name in ("reply", "all_events", "write", "end"):
-        method = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *given, method=method: noted(method, *given))
-    monkeypatch.setattr(completions, "LARGE", large)
-    assert server.ask(path, {"prompt": "Once upon", "stream": stream, **body}).status == 200
-    assert in_loop
-    assert set(in_loop) == {large > 0}
-
-
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_tokens_of_a_stream_are_written_in_the_loop_but_those_of_prompts(server, monkeypatch, field):
-    in_loop, write = [], Completion.write
-
-    def noted(*given):
-        in_loop.append(threading.current_thread() is server.thread)
-        return write(*given)
-
-    monkeypatch.setattr(Completion, "write", noted)
-    monkeypatch.setattr(completions, "LARGE", 0)
-    assert server.complete(prompt="Once upon", stream=True, max_tokens=4, **{field: 1}).events
-    assert set(in_loop) == {field == "logprobs"}
+    for module in (replies, work):
+        monkeypatch.setattr(module, "in_turns", noted)
+    assert server.ask(path, body).status == 200
+    assert 5 * max(sizes) < sum(sizes)

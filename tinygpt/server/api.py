@@ -4,7 +4,7 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
@@ -29,14 +29,13 @@ from tinygpt.server.completions import (
     Completion,
     Generation,
     Job,
-    built,
     ranked,
     scored,
     scoring_request,
     with_suffix,
 )
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, to_json
+from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_parts, to_json, whole
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
 
@@ -167,8 +166,8 @@ class Api:
             return EventStream(job, work, partial(self._end, request, work))
         outputs = await (run(job, request) if run else self._run(requests, request))
         if job.form.stream:
-            return Response(await built(job.all_events, outputs, job.num_logprobs), headers=SSE)
-        return Response(await built(job.reply, outputs, job.num_logprobs), media_type="application/json")
+            return Response(await whole(job.all_events(outputs)), headers=SSE)
+        return Response(await whole(job.reply(outputs)), media_type="application/json")
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""
@@ -323,8 +322,8 @@ class Api:
             written = vectors.tolist()
         else:
             written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
-        data = [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written)]
-        return _json(self._list(form, data, count))
+        data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
+        return await _large(self._list(form, data, count))
 
     async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
@@ -342,7 +341,7 @@ class Api:
         head = {"id": f"score-{secrets.token_hex(16)}", "created": int(time.time())}
         return _json(head | self._list(form, data, count_1 + count_2))
 
-    def _list(self, form: Any, data: list[Any], count: int) -> dict[str, Any]:
+    def _list(self, form: Any, data: Iterable[Any], count: int) -> dict[str, Any]:
         counts = {"prompt_tokens": count, "total_tokens": count}
         return {"object": "list", "model": form.model or self.model_name, "data": data, "usage": counts}
 
@@ -351,17 +350,17 @@ class Api:
         is_split = form.split_special_tokens is not False
         score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
-        return _json({"scores": [record_to_json(each) for [each] in found]})
+        return await _large({"scores": (record_to_json(each) for [each] in found)})
 
     async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
 
-        def reply() -> Response:
+        def read() -> dict[str, Any]:
             ids = self.llm.tokenizer.encode(form.prompt, bool(form.split_special_tokens))
             names = {"token_strs": [*map(self.names.name, ids)]} if form.return_token_strs else {}
-            return _json({"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names})
+            return {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names}
 
-        return await asyncio.to_thread(reply)
+        return await _large(await asyncio.to_thread(read))
 
     async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
@@ -422,6 +421,10 @@ async def _read(request: Request, read: Callable[[], Result]) -> Result:
 def _listed(given: Any) -> list[Any]:
     """Return the prompts of a text, a list of ids, or a list of either."""
     return given if isinstance(given, list) and not isinstance(given[0], int) else [given or ""]
+
+
+async def _large(value: dict[str, Any]) -> Response:
+    return Response(await whole(json_parts(value)), media_type="application/json")
 
 
 def _json(value: dict[str, Any]) -> Response:

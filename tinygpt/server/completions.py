@@ -1,11 +1,10 @@
 """Choices of checked completions and chats, whole and as events; max_tokens 0; suffix."""
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
@@ -20,22 +19,15 @@ from tinygpt.server.replies import (
     chat_logprobs,
     described,
     event,
-    in_parts,
+    json_parts,
     to_json,
     usage,
 )
-from tinygpt.wire import chunk_to_json, output_to_json
+from tinygpt.wire import chunk_to_json, output_to_json, record_to_json
 
 OBFUSCATED_SIZE = 64  # bytes
 MAX_LOGPROBS = 1_000_000  # of a reply, which has up to 70 bytes for each
-LARGE = 5000  # log probabilities: 10 ms and more
 Made = CompletionOutput | StreamChunk
-Built = TypeVar("Built")
-
-
-async def built(build: Callable[[Any], Built], given: Any, num_logprobs: int) -> Built:
-    """Return build(given), in a thread if that may block the loop."""
-    return await asyncio.to_thread(build, given) if num_logprobs > LARGE else build(given)
 
 
 @dataclass
@@ -60,8 +52,8 @@ class Job:
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
         num_samples, num_read = params.best_of or params.n, sum(len(prompt.token_ids) for prompt in self.prompts)
-        self.num_prompt_logprobs = num_samples * num_read * of_prompt
-        self.num_logprobs = self.num_prompt_logprobs + num_samples * len(self.prompts) * params.max_tokens * of_token
+        num_made = len(self.prompts) * params.max_tokens
+        self.num_logprobs = num_samples * (num_read * of_prompt + num_made * of_token)
         self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
@@ -79,44 +71,42 @@ class Job:
     def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
-    def reply(self, outputs: list[RequestOutput]) -> str:
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
         num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        tail = {"usage": self._usage(num_made), **self.end_of_reply(outputs)}
-        return in_parts(self.head, "choices", self.choices(outputs), tail)
+        choices, usage = self.choices(outputs), self._usage(num_made)
+        return json_parts({**self.head, "choices": choices, "usage": usage, **self.end_of_reply(outputs)})
 
     def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         return {}
 
-    def begin(self) -> bytes:
-        return b""
+    def begin(self) -> str:
+        return ""
 
-    def write(self, chunks: list[PromptChunk]) -> bytes:
-        written = []
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
         for i, chunk in chunks:
             self._num_made += chunk.token_id is not None
             choice = self.choice(i, chunk)
             # The text is empty for a part of a character.
             tells_prompt = choice.get("text") or "prompt_logprobs" in choice
             if chunk.text or chunk.finish_reason or self._tells_all or tells_prompt:
-                written.append(self._event(choice))
-        return b"".join(written)
+                yield self._event(choice)
 
-    def _event(self, choice: dict[str, Any] | None) -> bytes:
+    def _event(self, choice: dict[str, Any] | None) -> str:
         """choice: None in the event that has the usage alone."""
         has_usage = choice is None or self._tells_usage
         counts = f',"usage":{to_json(self._usage(self._num_made))}' if has_usage else ""
-        written = f"{self._event_head}{'' if choice is None else to_json(choice)}]{counts}}}\n\n"
+        written = f"{self._event_head}{'' if choice is None else ''.join(json_parts(choice))}]{counts}}}\n\n"
         if self._is_padded:
             padding = "x" * (-len(written + ',"obfuscation":""') % OBFUSCATED_SIZE)
             written = f'{written[:-3]},"obfuscation":"{padding}"}}\n\n'
-        return written.encode()
+        return written
 
-    def all_events(self, outputs: list[RequestOutput]) -> bytes:
-        """Return one event for each choice, of a reply without new tokens."""
-        return b"".join(map(self._event, self.choices(outputs))) + self.end(outputs) + DONE
+    def all_events(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        """Yield one event for each choice, of a reply without new tokens."""
+        return chain(map(self._event, self.choices(outputs)), self.end(outputs), [DONE])
 
-    def end(self, outputs: list[RequestOutput]) -> bytes:
-        return self._event(None) if self._ends_with_usage else b""
+    def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
+        return [self._event(None)] if self._ends_with_usage else []
 
     def _usage(self, num_made: int) -> dict[str, int]:
         return usage(sum(len(prompt.token_ids) for prompt in self.prompts), num_made)
@@ -142,9 +132,9 @@ class Chat(Job):
     def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         return {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
 
-    def begin(self) -> bytes:
+    def begin(self) -> str:
         delta = {"role": "assistant", "content": ""}
-        return b"".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
+        return "".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
 
 
 @dataclass
@@ -184,7 +174,7 @@ class Completion(Job):
         self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
         return super().choices(outputs)
 
-    def write(self, chunks: list[PromptChunk]) -> bytes:
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
         """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
         if self.params.prompt_logprobs is not None:
             self._found |= {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
@@ -197,16 +187,15 @@ class Completion(Job):
 class Generation(Job):
     """The request of a RemoteLLM, which reads the records of `wire`."""
 
-    def reply(self, outputs: list[RequestOutput]) -> str:
-        found = output_to_json(outputs[0])
-        ids = {"prompt_token_ids": found.pop("prompt_token_ids")}
-        return in_parts(ids, "outputs", found.pop("outputs"), found)
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        samples = (record_to_json(sample) for sample in outputs[0].outputs)
+        return json_parts(output_to_json(replace(outputs[0], outputs=[])) | {"outputs": samples})
 
-    def write(self, chunks: list[PromptChunk]) -> bytes:
-        return b"".join(event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+        return (event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
 
-    def end(self, outputs: list[RequestOutput]) -> bytes:
-        return f'data: {{"output":{self.reply(outputs)}}}\n\n'.encode()
+    def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
+        return chain(['data: {"output":'], self.reply(outputs), ["}\n\n"])
 
 
 def scoring_request(prompt: Prompt, params: SamplingParams, bos: int | None) -> tuple[Prompt, SamplingParams]:

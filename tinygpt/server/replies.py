@@ -1,10 +1,13 @@
 """Replies, events and refusals as JSON: token names, log probabilities, usage, and OpenAI's shape of an error."""
 
+import asyncio
 import codecs
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
+from types import GeneratorType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -17,25 +20,62 @@ from tinygpt.server.protocol import Strict
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
-DONE = b"data: [DONE]\n\n"
-PING = b": ping\n\n"
+DONE = "data: [DONE]\n\n"
+PING = ": ping\n\n"
 RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 503: "server_error"}
 RETRY = {"retry-after": "1"}  # seconds
 MAX_SHOWN = 100  # characters of a field name that the client made up
+SLICE_SECONDS, BLOCK = 0.002, 32  # of a turn; elements that are written at once
 to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 Logprobs = dict[int, float]
 PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
 
 
-def in_parts(head: dict[str, Any], name: str, parts: Iterable[dict[str, Any]], tail: dict[str, Any]) -> str:
-    """Return the JSON of {**head, name: parts, **tail}. One call for all parts would hold the GIL for seconds."""
-    return f'{to_json(head)[:-1]},"{name}":[{",".join(map(to_json, parts))}],{to_json(tail)[1:]}'
+def json_parts(value: Any) -> Iterator[str]:
+    """Yield the JSON of a value; one call would hold the GIL for seconds. A generator is a list."""
+    if isinstance(value, GeneratorType):
+        separator = "["
+        for each in value:
+            yield separator
+            yield from json_parts(each)
+            separator = ","
+        yield "[]" if separator == "[" else "]"
+    elif isinstance(value, list) and len(value) > BLOCK:
+        for start in range(0, len(value), BLOCK):
+            yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
+        yield "]"
+    elif isinstance(value, dict) and any(isinstance(each, list | dict | GeneratorType) for each in value.values()):
+        separator = "{"
+        for name, each in value.items():
+            yield f"{separator}{to_json(name)}:"
+            yield from json_parts(each)
+            separator = ","
+        yield "}"
+    else:
+        yield to_json(value)
 
 
-def event(value: dict[str, Any]) -> bytes:
-    return f"data: {to_json(value)}\n\n".encode()
+async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
+    """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
+    made, end = [], time.perf_counter() + SLICE_SECONDS
+    for part in parts:
+        made.append(part)
+        if time.perf_counter() > end:
+            yield "".join(made).encode()
+            await asyncio.sleep(0)
+            made, end = [], time.perf_counter() + SLICE_SECONDS
+    if made:
+        yield "".join(made).encode()
+
+
+async def whole(parts: Iterable[str]) -> bytes:
+    return b"".join([part async for part in in_turns(parts)])
+
+
+def event(value: dict[str, Any]) -> str:
+    return f"data: {to_json(value)}\n\n"
 
 
 def usage(num_read: int, num_made: int) -> dict[str, int]:

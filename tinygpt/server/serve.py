@@ -26,6 +26,7 @@ log = logging.getLogger("tinygpt.server")
 KEEP_ALIVE_SECONDS = 30
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 END_SECONDS = 5.0  # after that, for threads to end
+SWITCH_SECONDS = 0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
 BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
 OUT_OF_DESCRIPTORS, LOG_SECONDS = "socket.accept() out of system resource", 60.0  # asyncio's, and how often it is told
 
@@ -81,6 +82,7 @@ def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start:
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again at its end: status 0
         signal.signal(number, lambda *_: None)
     allow_all_descriptors()
+    sys.setswitchinterval(SWITCH_SECONDS)
     # Python waits for its threads at the end; faulthandler's does not need the GIL, and a full stderr cannot block it.
     seconds = min(drain_seconds + FLUSH_SECONDS + END_SECONDS, threading.TIMEOUT_MAX / 2)
     nowhere = os.open(os.devnull, os.O_WRONLY)

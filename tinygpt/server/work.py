@@ -25,8 +25,8 @@ from tinygpt.errors import TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.completions import Job, built
-from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error_body, event, from_engine
+from tinygpt.server.completions import Job
+from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
 
 log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -218,14 +218,15 @@ class EventStream(StreamingResponse):
         finally:
             self._end()
 
-    async def _events(self, job: Job, work: Work) -> AsyncIterator[bytes]:
+    async def _events(self, job: Job, work: Work) -> AsyncIterator[str | bytes]:
         last = DONE
         try:
             yield job.begin()
             async for chunks in work.chunks():
-                if part := PING if chunks is None else await built(job.write, chunks, job.num_prompt_logprobs):
+                async for part in in_turns([PING] if chunks is None else job.write(chunks)):
                     yield part
-            last = await built(job.end, await work.outputs(), job.num_logprobs) + DONE
+            async for part in in_turns(job.end(await work.outputs())):
+                yield part
         except ApiError as error:
             last = event(error_body(error)) + DONE
         except TinyGPTError as error:
