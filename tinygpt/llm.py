@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTq
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # `generate` has no use for it
+    from tinygpt.chat import Template
 
 # Requests that reach all kernels.
 WARMUP_REQUESTS = (
@@ -60,6 +63,8 @@ class LLM:
     soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
         soft_prompt.
     split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
+    chat_template: a file of Jinja's for `chat`, or "plain": the messages' texts, a line each, which the model
+        continues. None is the checkpoint's.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.
@@ -86,6 +91,7 @@ class LLM:
         lora: str | os.PathLike[str] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
         split_special_tokens: bool = False,
+        chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
     ):
@@ -97,7 +103,9 @@ class LLM:
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
         engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
-        self.checkpoint_path = source.checkpoint.folder
+        self.checkpoint_path, self._given_template = source.checkpoint.folder, chat_template
+        if chat_template is not None:
+            _ = self.chat_template  # RequestError for a file that is none
         self._inputs = InputProcessor(
             source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens
         )
@@ -128,6 +136,13 @@ class LLM:
     def get_tokenizer(self) -> Tokenizer:
         """Return `tokenizer`, as vLLM's method does."""
         return self.tokenizer
+
+    @cached_property
+    def chat_template(self) -> "Template | None":
+        """The template of `chat`, None if there is none. Raise CheckpointError if the checkpoint's is damaged."""
+        from tinygpt.chat import open_template
+
+        return open_template(self._given_template, self.checkpoint_path)
 
     def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode and check a text or token ids, for any call that takes a prompt.
@@ -168,6 +183,32 @@ class LLM:
         prompts, params = prompt_list(prompts), params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
+
+    def chat(
+        self, messages: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or a list of them, as `generate` continues prompts.
+
+        messages: [{"role": "user", "content": text}, ...], which the chat template makes a prompt.
+        Raise RequestError without a template: LLM(chat_template="plain") is for any model.
+        """
+        from tinygpt.chat import conversations
+
+        prompts = [self.read_messages(each) for each in conversations(messages)]
+        return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
+
+    def read_messages(self, messages: Any, chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
+        """Return the prompt of one conversation, for `stream` and `submit`. Texts cannot write special tokens.
+
+        chat_template_kwargs: further variables of the template.
+        """
+        from tinygpt.chat import chat_ids, conversations
+
+        self.engine.check_open()
+        if self.chat_template is None:
+            raise RequestError('this model has no chat template: give LLM(chat_template="plain"), or a file.')
+        (conversation,) = conversations([messages])
+        return self.read_prompt(chat_ids(self.chat_template, self.tokenizer, conversation, chat_template_kwargs))
 
     def stream(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
         """Continue one prompt, checked at the call, token by token.

@@ -3,12 +3,14 @@
 import json
 
 import pytest
+from jinja2.defaults import DEFAULT_FILTERS
 
+from support.golden_models import write_small_demo
 from support.serving import served
-from tinygpt import SamplingParams
+from tinygpt import LLM, SamplingParams
+from tinygpt.chat import MAX_CHARACTERS, MAX_TEXTS, Marks, PlainTemplate, chat_ids, open_template
+from tinygpt.chat_template import ChatTemplate
 from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.server.chat import MAX_CHARACTERS, MAX_TEXTS, ChatTemplate, Marks, chat_ids
-from tinygpt.server.protocol import ChatRequest
 
 SOURCE = """\
 {%- for message in messages %}
@@ -36,6 +38,7 @@ def test_the_template_makes_the_prompt(chat, llm):
     assert choice["message"] == {"role": "assistant", "content": sample.text, "refusal": None}
     assert (choice["finish_reason"], choice["token_ids"]) == ("length", sample.token_ids)
     assert reply["object"] == "chat.completion"
+    assert 0 <= reply["usage"].pop("prompt_tokens_details")["cached_tokens"] < len(ids)
     assert reply["usage"] == {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6}
     found = choice["logprobs"]["content"]
     expected = [entry[i] for i, entry in zip(sample.token_ids, sample.logprobs, strict=True)]
@@ -48,7 +51,7 @@ def test_a_stream_is_the_reply_in_pieces(chat):
     asked = {**ASKED, "temperature": 1, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 1}
     whole = chat(**asked).json
     events = chat(**asked, stream=True, stream_options={"include_usage": True}).events
-    assert events[-1]["usage"] == whole["usage"]
+    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {**whole["usage"], "prompt_tokens_details": None}
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     for choice in whole["choices"]:
         parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
@@ -149,7 +152,52 @@ def test_what_does_not_fit_is_told_in_the_fields_that_were_sent(chat, name):
 def test_a_checkpoint_without_a_template_says_so(server):
     reply = server.ask("/v1/chat/completions", ASKED)
     assert (reply.status, reply.error["code"]) == (400, "no_chat_template")
-    assert "/v1/completions" in reply.error["message"]
+    assert "--chat-template plain" in reply.error["message"]
+
+
+def test_a_base_model_answers_by_the_plain_template(llm):
+    with served(llm, chat_template=PlainTemplate()) as server:
+        reply = server.ask("/v1/chat/completions", {**ASKED, "return_token_ids": True}).json
+        assert reply["prompt_token_ids"] == llm.tokenizer.encode("Be brief.\n Who is there? ")
+        source = server.ask("/tokenizer_info").json["chat_template"]
+    assert ChatTemplate(source, {}).render(MESSAGES) == PlainTemplate().render(MESSAGES)
+
+
+def test_a_damaged_template_ends_chats_alone(tmp_path, caplog):
+    (write_small_demo(tmp_path) / "chat_template.jinja").write_text("{% for %}")
+    with LLM(str(tmp_path)) as llm, served(llm) as server:
+        assert [r.message for r in caplog.records if r.message.startswith("no chat")] != []
+        assert server.ask("/v1/chat/completions", ASKED).error["code"] == "no_chat_template"
+        assert server.complete(prompt="a", max_tokens=1).status == 200
+
+
+def test_the_body_of_trls_generation_is_rendered():
+    template = ChatTemplate(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}.{% endfor %}", {}
+    )
+    assert template.render(MESSAGES) == "Be brief.. Who is there? ."
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 10**(10**9) }}", "{{ 'a' * 10**9 }}", "{{ ([0] * 999999) * 999 }}", "{{ 2 ** messages | length }}"]
+)
+def test_a_template_computes_nothing_large_neither_when_it_is_read_nor_rendered(source):
+    template = ChatTemplate(source, {})
+    with pytest.raises(RequestError, match=r"messages is refused by .* may be too large"):
+        template.render(MESSAGES)
+
+
+def test_nothing_is_computed_when_a_template_is_read(monkeypatch):
+    calls = []
+    monkeypatch.setitem(DEFAULT_FILTERS, "center", lambda text, width: calls.append(width) or text)
+    template = ChatTemplate("{{ 'a' | center(9) }}{% if 'b' | center(8) %}{{ 'c' | center(7) ~ 'd' }}{% endif %}", {})
+    assert calls == []
+    assert template.render(MESSAGES) == "acd"
+    assert calls == [9, 8, 7]
+
+
+def test_small_products_are_computed():
+    assert ChatTemplate("{{ '-' * 3 }}{{ 2 * 3.5 }}{{ 4 * -1 }}", {}).render(MESSAGES) == "---7.0-4"
 
 
 @pytest.mark.parametrize(
@@ -170,30 +218,30 @@ def test_a_template_reaches_nothing_but_its_messages(source):
 
 
 def test_templates_from_the_files_of_a_checkpoint(tmp_path):
-    assert ChatTemplate.from_folder(tmp_path) is None
+    assert open_template(None, tmp_path) is None
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps({"chat_template": SOURCE, "bos_token": {"content": BOS}}))
-    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES, {"add_generation_prompt": True}) == TEXT
+    assert open_template(None, tmp_path).render(MESSAGES, {"add_generation_prompt": True}) == TEXT
     several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}y"}]
     config.write_text(json.dumps({"chat_template": several, "bos_token": BOS}))
-    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == BOS + "y"
+    assert open_template(None, tmp_path).render(MESSAGES) == BOS + "y"
     config.write_text(json.dumps({"chat_template": [5, {"name": "default"}]}))
-    assert ChatTemplate.from_folder(tmp_path) is None
+    assert open_template(None, tmp_path) is None
     (tmp_path / "chat_template.jinja").write_text("z")
-    assert ChatTemplate.from_folder(tmp_path).render(MESSAGES) == "z"
+    assert open_template(None, tmp_path).render(MESSAGES) == "z"
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(CheckpointError, match="chat template"):
-        ChatTemplate.from_folder(tmp_path)
+        open_template(None, tmp_path)
     (tmp_path / "chat_template.jinja").unlink()
     (folder := tmp_path / "model").mkdir()
     (folder / "chat_template.jinja").symlink_to(config)
     with pytest.raises(CheckpointError, match="is a link out of its folder"):
-        ChatTemplate.from_folder(folder)
+        open_template(None, folder)
 
 
 @pytest.mark.parametrize(
     "source",
-    ["{% break %}", "{{ f(a=1, a=2) }}", "{{ 10**5000 }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30],
+    ["{% break %}", "{{ f(a=1, a=2) }}", "{% for a in b %}" * 30 + "{% endfor %}" * 30],
     ids=lambda source: source[:20],
 )
 def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source):
@@ -202,8 +250,8 @@ def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source
 
 
 def test_a_long_conversation_is_refused_before_it_is_searched(llm, monkeypatch):
-    monkeypatch.setattr("tinygpt.server.chat.Marks", None)
+    monkeypatch.setattr("tinygpt.chat.Marks", None)
     message = {"role": "user", "content": "b" * (MAX_CHARACTERS // 2)}
-    form = ChatRequest.model_validate({"messages": [message, message, {"role": "user", "content": "a"}]})
+    messages = [message, message, {"role": "user", "content": "a"}]
     with pytest.raises(RequestError, match=f"messages holds {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"):
-        chat_ids(ChatTemplate(SOURCE, {}), llm.tokenizer, form)
+        chat_ids(ChatTemplate(SOURCE, {}), llm.tokenizer, messages)

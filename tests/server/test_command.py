@@ -12,6 +12,7 @@ import tinygpt.server.serve
 from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
+from tinygpt.chat import PlainTemplate
 from tinygpt.cli import loading
 from tinygpt.server.api import ServerConfig
 
@@ -66,6 +67,7 @@ def test_a_taken_port(run, monkeypatch):
         ("--max-logprobs -1", "max"),
         ("--max-queue -1 --port 0", "max"),
         ("--port 0 --model /no/where", "/no/where"),
+        ("--port 0 --chat-template /no/where", "--chat-template is '/no/where', which cannot be read"),
     ],
 )
 def test_what_cannot_be_served(run, arguments, part):
@@ -130,14 +132,17 @@ def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
     monkeypatch.setenv("TINYGPT_API_KEY", " from the environment\n")
     result = run(
         "--port 0 --served-model-name a b/c --max-model-len 64 --max-num-seqs 3 --max-queue 7 --drain-seconds 2 "
-        "--allowed-hosts Model.example --allowed-origins https://x --max-logprobs 4"
+        "--allowed-hosts Model.example --allowed-origins https://x --max-logprobs 4 "
+        "--chat-template plain --unknown-fields ignore"
     )
     assert result.code == 0
     [(state, _, drain_seconds)] = started
     sizes = state.llm.engine.engine_config
     assert (sizes.max_model_len, sizes.max_num_seqs, sizes.max_queue) == (64, 3, 7)
     names, keys, hosts = ("a", "b/c"), ("from the environment",), frozenset({"model.example"})
-    assert state.config == ServerConfig(names, keys, hosts, allowed_origins=("https://x",), max_logprobs=4)
+    others = {"allowed_origins": ("https://x",), "max_logprobs": 4, "ignores_unknown_fields": True}
+    assert state.config == ServerConfig(names, keys, hosts, **others)
+    assert isinstance(state.chat_template, PlainTemplate)
     assert drain_seconds == 2
     run("--port 0 --api-key one --api-key two")
     assert started[-1][0].config.api_keys == ("one", "two")

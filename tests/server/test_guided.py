@@ -11,9 +11,9 @@ import threading
 from support.gate import Gate, Held
 from support.serving import served, until
 from tinygpt import SamplingParams, field_rules
+from tinygpt.chat_template import ChatTemplate
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
-from tinygpt.server.chat import ChatTemplate
 
 PROMPT = "In the house lived"
 PERSON = {

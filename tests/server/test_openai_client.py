@@ -14,7 +14,8 @@ import openai
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM
-from tinygpt.server.chat import ChatTemplate
+from tinygpt.chat import PlainTemplate
+from tinygpt.chat_template import ChatTemplate
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
 # A folder with openai-python's source, whose own tests then run: its tests/api_resources.
@@ -45,6 +46,10 @@ def test_plain_and_streamed(client, expected):
     completion = client.completions.create(**ASKED, logprobs=2)
     assert completion.choices[0].text == expected
     assert completion.usage.completion_tokens == 8
+    again = client.completions.create(**ASKED | {"prompt": [5] * 40})
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
+    again = client.completions.create(**ASKED | {"prompt": [5] * 40})
+    assert again.usage.prompt_tokens_details.cached_tokens == 39
     assert len(completion.choices[0].logprobs.tokens) == 8
     with client.completions.create(**ASKED, stream=True) as stream:
         assert "".join(chunk.choices[0].text for chunk in stream) == expected
@@ -120,6 +125,26 @@ def test_chat(llm):
         assert client.chat.completions.create(**asked).choices[0].message.content == text
         with client.chat.completions.create(**asked, stream=True) as stream:
             assert "".join(chunk.choices[0].delta.content for chunk in stream) == text
+
+
+def test_responses(llm):
+    text = llm.generate("Once upon a time", max_tokens=6)[0].outputs[0].text
+    asked = {"model": "demo", "input": "Once upon a time", "max_output_tokens": 6, "temperature": 0}
+    with served(llm, chat_template=PlainTemplate()) as server:
+        with openai.OpenAI(base_url=server.url, api_key="none") as client:
+            assert client.responses.create(**asked).output_text == text
+            with client.responses.create(**asked, stream=True) as stream:
+                events = list(stream)
+            ended = asked | {"extra_body": {"stop_token_ids": [*range(400)], "ignore_eos": True}}
+            with client.responses.stream(**ended | {"max_output_tokens": 400}) as stream:
+                assert stream.get_final_response().status == "completed"
+
+        async def main(client):
+            return (await client.responses.create(**asked)).output_text
+
+        assert with_async_client(server, main) == text
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert (events[-1].type, events[-1].response.usage.output_tokens) == ("response.incomplete", 6)
 
 
 @pytest.mark.skipif(not CHECKOUT, reason="OPENAI_PYTHON names no folder with openai-python's source")

@@ -185,3 +185,18 @@ def test_a_request_that_fails_on_the_way_is_a_server_error(server, is_streamed):
     reply = server.complete(prompt="a", max_tokens=2, stream=is_streamed, **forbidding)
     error = json.loads(reply.body.split(b"\n\n")[-3][6:])["error"] if is_streamed else reply.error
     assert (reply.status, error["type"], error["param"]) == (200 if is_streamed else 500, "server_error", None)
+
+
+def test_unknown_fields_may_be_ignored(llm, server):
+    """Inside of others too; what is wrong otherwise is told as ever."""
+    body = {"prompt": "a", "max_tokens": 3, "temperature": 0, "logit_bias": {"5": -1}, "stop": ["x"]}
+    unknown = {"foo": [1], "bar": None, "stream_options": {"include_usage": False, "x": 1}}
+    with served(llm, ignores_unknown_fields=True) as lenient:
+        found = lenient.complete(**body, **unknown).json
+        assert found["choices"] == server.complete(**body).json["choices"]
+        for name in ("text for a number", "too cold", "no JSON", "no UTF-8"):
+            expected = server.ask("/v1/completions", BODIES[name][0].replace(b"{", b'{"prompt": "a", ', 1))
+            given = BODIES[name][0].replace(b"{", b'{"foo": 1, "prompt": "a", ', 1)
+            reply = lenient.ask("/v1/completions", given)
+            assert (reply.status, reply.error["param"]) == (400, expected.error["param"])
+        assert lenient.complete(foo=1, max_tokens=1).error["param"] == "prompt"

@@ -8,8 +8,8 @@ import pytest
 
 from support.gate import Gate
 from support.serving import Reply, served, until
+from tinygpt.chat_template import ChatTemplate
 from tinygpt.server import work
-from tinygpt.server.chat import ChatTemplate
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
 

@@ -178,6 +178,15 @@ def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOIN
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
+def add_chat_template(add: Callable[..., Any]) -> None:
+    """add: add_argument of a group."""
+    about = (
+        "a file with a Jinja template for chats, or plain: the messages' texts, a line each, which the model continues "
+        "(default: the model's own)"
+    )
+    add("--chat-template", metavar="FILE", help=about)
+
+
 def checkpoint_of(args: argparse.Namespace) -> str:
     return one_of_both("CHECKPOINT", args.checkpoint, args.model) or "demo"
 

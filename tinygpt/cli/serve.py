@@ -6,12 +6,11 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_group
+from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group
 from tinygpt.cli.streams import log
 from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
 
 if TYPE_CHECKING:
-    from tinygpt.llm import LLM
     from tinygpt.server.api import ServerConfig
 
 KEY_VARIABLE = "TINYGPT_API_KEY"
@@ -36,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "web pages from elsewhere that may read replies (default: none)"
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help=about)
     add("--max-logprobs", type=int, default=20, metavar="N", help="most logprobs of a request (default: %(default)s)")
+    add_chat_template(add)
+    about = "fields of a request that the server does not know: ignore or refuse (default: %(default)s)"
+    add("--unknown-fields", type=str.lower, choices=("ignore", "refuse"), default="refuse", help=about)
     about = "time for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
     add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=about)
     add("--enable-log-requests", action="store_true", help="log each body, and so its prompts (default: no text)")
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
     with listen(args.host, args.port) as listener:
-        llm, _ = loading.load_llm(args, max_queue=args.max_queue)
+        llm, _ = loading.load_llm(args, max_queue=args.max_queue, chat_template=args.chat_template)
         with llm:
             try:
                 _ = llm.tokenizer  # CheckpointError for a damaged one
@@ -60,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
                 log(f"only token ids are served: {error}")
             loading.warm_up(llm, args)
             configure_logging(args.log_format)
-            app = create_app(llm, _server_config(args, llm, listener.getsockname()[0]))
+            app = create_app(llm, _server_config(args, listener.getsockname()[0]))
             serve(app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}"))
 
 
@@ -77,11 +79,10 @@ def _check(args: argparse.Namespace) -> None:
         raise RequestError(f"--api-key, or the variable {KEY_VARIABLE}, is empty.")
 
 
-def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "ServerConfig":
+def _server_config(args: argparse.Namespace, address: str) -> "ServerConfig":
     """address: the numeric address of --host."""
     from tinygpt.server.api import ServerConfig
     from tinygpt.server.app import LOOPBACK
-    from tinygpt.server.chat import ChatTemplate
 
     keys, is_local = _keys(args), ip_address(address).is_loopback
     hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}
@@ -96,7 +97,7 @@ def _server_config(args: argparse.Namespace, llm: "LLM", address: str) -> "Serve
         allowed_origins=tuple(args.allowed_origins),
         max_logprobs=args.max_logprobs,
         enable_log_requests=args.enable_log_requests,
-        chat_template=ChatTemplate.from_folder(llm.checkpoint_path),
+        ignores_unknown_fields=args.unknown_fields == "ignore",
     )
 
 

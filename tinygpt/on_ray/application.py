@@ -15,7 +15,6 @@ from ray.util.metrics import Gauge
 from tinygpt.llm import LLM
 from tinygpt.server.api import ServerConfig
 from tinygpt.server.app import create_app
-from tinygpt.server.chat import ChatTemplate
 from tinygpt.server.serve import configure_logging
 
 
@@ -57,7 +56,6 @@ class Replica:
         config = ServerConfig(
             served_model_names=(a.served_model_name or a.model,),
             api_keys=() if a.api_key is None else (a.api_key,),
-            chat_template=ChatTemplate.from_folder(self._llm.checkpoint_path),
         )
         app = create_app(self._llm, config)
         self._metrics, self._gauges = app.state.api.metrics, {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,13 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 import tinygpt
+from tinygpt.chat import Template, chat_ids
 from tinygpt.engine.prompts import Prompt, encode
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server import protocol
-from tinygpt.server.chat import ChatTemplate, chat_ids
 from tinygpt.server.completions import (
     MAX_LOGPROBS,
     Chat,
@@ -36,9 +37,11 @@ from tinygpt.server.completions import (
 )
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_parts, to_json, whole
+from tinygpt.server.responses import Responses
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
 
+log = logging.getLogger("tinygpt.server")
 LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
@@ -54,6 +57,7 @@ class ServerConfig:
     api_keys: one of them must come with each request; empty: no key is needed.
     allowed_hosts: values of the Host header; None is any. allowed_origins: web pages that may read replies.
     enable_log_requests: log each body, and so its prompts.
+    chat_template: None is the LLM's. ignores_unknown_fields: of requests, which are refused otherwise.
     """
 
     served_model_names: tuple[str, ...]
@@ -63,7 +67,8 @@ class ServerConfig:
     max_body_bytes: int = 4 * 2**20
     max_logprobs: int = 20
     enable_log_requests: bool = False
-    chat_template: ChatTemplate | None = None
+    chat_template: Template | None = None
+    ignores_unknown_fields: bool = False
 
 
 class Api:
@@ -81,6 +86,11 @@ class Api:
             self.names = TokenNames(llm.tokenizer)
         except CheckpointError:
             self.names = TokenNames(None)
+        self.chat_template = config.chat_template
+        try:
+            self.chat_template = self.chat_template or llm.chat_template
+        except TinyGPTError as error:
+            log.warning(f"no chat, but all else: {error}")
 
     @cached_property
     def outbox(self) -> Outbox:
@@ -126,24 +136,38 @@ class Api:
 
     async def chat(self, form: protocol.ChatRequest, request: Request) -> Response:
         """Answer messages."""
-        template = self.config.chat_template
-        if template is None:
-            message = f"{self.model_name} has no chat template: use /v1/completions."
-            raise ApiError(400, message, code="no_chat_template")
-        if self.encode(""):
-            raise ApiError(400, f"{self.model_name} has a tokenizer that adds tokens to each text: use token ids.")
         if form.top_logprobs is not None and not form.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
-        ids = await asyncio.to_thread(chat_ids, template, self.llm.tokenizer, form)
-        prompts = await self._prompts([ids], form, request)
+        messages = [
+            {"role": each.role, "content": protocol.text_of(each)} | ({} if each.name is None else {"name": each.name})
+            for each in form.messages
+        ]
+        prompts = await self._conversation(messages, form, request)
         given = form.max_completion_tokens or form.max_tokens
         max_tokens = self._max_tokens(form, prompts, given, self.llm.max_model_len)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
         return await self._answer(Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names), request)
+
+    async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
+        """Answer a text or messages, as /v1/chat/completions does."""
+        prompts = await self._conversation(form.messages(), form, request)
+        max_tokens = self._max_tokens(form, prompts, form.max_output_tokens, self.llm.max_model_len)
+        params = await self._params(form, request, max_tokens=max_tokens)
+        head = self._head("resp", "response", form)
+        return await self._answer(Responses(head, form, prompts, params, self.names), request)
+
+    async def _conversation(self, messages: list[dict[str, str]], form: Any, request: Request) -> list[Prompt]:
+        if self.chat_template is None:
+            how = "start the server with --chat-template plain, or a file, or use /v1/completions"
+            raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
+        options, tokenizer = getattr(form, "chat_template_kwargs", None), self.llm.tokenizer
+        adds_prompt = getattr(form, "add_generation_prompt", True)
+        ids = await asyncio.to_thread(chat_ids, self.chat_template, tokenizer, messages, options, adds_prompt)
+        return await self._prompts([ids], form, request)
 
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
@@ -371,7 +395,7 @@ class Api:
 
     async def tokenizer_info(self) -> Response:
         """Return the facts of the tokenizer that evaluation harnesses need."""
-        config, template = self.llm.config, self.config.chat_template
+        config, template = self.llm.config, self.chat_template
         ids = (
             (next(iter(config.eos_token_ids), None), config.bos_token_id) if self.names.has_tokenizer else (None, None)
         )

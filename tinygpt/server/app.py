@@ -52,6 +52,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     for path, handle in (
         ("/v1/completions", api.completions),
         ("/v1/chat/completions", api.chat),
+        ("/v1/responses", api.responses),
         ("/generate", api.generate),
         ("/v1/embeddings", api.embeddings),
         ("/v1/score", api.score),
@@ -59,7 +60,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),
     ):
-        is_streamed = handle in (api.completions, api.chat, api.generate)
+        is_streamed = handle in (api.completions, api.chat, api.responses, api.generate)
         app.post(path, responses=REFUSED | (STREAMED if is_streamed else {}))(api.checked(handle))
     for path, handle in (
         ("/v1/models", api.models),

@@ -17,6 +17,7 @@ from tinygpt.server.replies import (
     PromptChunk,
     TokenNames,
     chat_logprobs,
+    counted,
     described,
     event,
     json_parts,
@@ -32,7 +33,7 @@ Made = CompletionOutput | StreamChunk
 
 @dataclass
 class Job:
-    """A checked request. head: the beginning of each reply and event.
+    """A checked request. head: the beginning of each reply and event. done: the end of a stream.
 
     Events of a stream: `begin`, then `write` for chunks that come together, then `end`.
     """
@@ -42,6 +43,7 @@ class Job:
     prompts: list[Prompt]
     params: SamplingParams
     names: TokenNames
+    done = DONE
 
     def __post_init__(self):
         options = self.form.stream_options or StreamOptions()
@@ -72,9 +74,8 @@ class Job:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
     def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-        choices, usage = self.choices(outputs), self._usage(num_made)
-        return json_parts({**self.head, "choices": choices, "usage": usage, **self.end_of_reply(outputs)})
+        choices, tail = self.choices(outputs), self.end_of_reply(outputs)
+        return json_parts({**self.head, "choices": choices, "usage": usage(outputs), **tail})
 
     def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         return {}
@@ -91,11 +92,12 @@ class Job:
             if chunk.text or chunk.finish_reason or self._tells_all or tells_prompt:
                 yield self._event(choice)
 
-    def _event(self, choice: dict[str, Any] | None) -> str:
+    def _event(self, choice: dict[str, Any] | None, counts: dict[str, Any] | None = None) -> str:
         """choice: None in the event that has the usage alone."""
-        has_usage = choice is None or self._tells_usage
-        counts = f',"usage":{to_json(self._usage(self._num_made))}' if has_usage else ""
-        written = f"{self._event_head}{'' if choice is None else ''.join(json_parts(choice))}]{counts}}}\n\n"
+        if counts is None and self._tells_usage:
+            counts = counted(sum(len(prompt.token_ids) for prompt in self.prompts), self._num_made)
+        tail = "" if counts is None else f',"usage":{to_json(counts)}'
+        written = f"{self._event_head}{'' if choice is None else ''.join(json_parts(choice))}]{tail}}}\n\n"
         if self._is_padded:
             padding = "x" * (-len(written + ',"obfuscation":""') % OBFUSCATED_SIZE)
             written = f'{written[:-3]},"obfuscation":"{padding}"}}\n\n'
@@ -103,13 +105,10 @@ class Job:
 
     def all_events(self, outputs: list[RequestOutput]) -> Iterator[str]:
         """Yield one event for each choice, of a reply without new tokens."""
-        return chain(map(self._event, self.choices(outputs)), self.end(outputs), [DONE])
+        return chain(map(self._event, self.choices(outputs)), self.end(outputs), [self.done])
 
     def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
-        return [self._event(None)] if self._ends_with_usage else []
-
-    def _usage(self, num_made: int) -> dict[str, int]:
-        return usage(sum(len(prompt.token_ids) for prompt in self.prompts), num_made)
+        return [self._event(None, usage(outputs))] if self._ends_with_usage else []
 
 
 def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:

@@ -241,9 +241,10 @@ class ChatMessage(Strict):
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+def text_of(message: Any) -> str:
+    """Return the text of a message, or of its parts."""
+    return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
 
 
 class ChatRequest(SamplingFields):
@@ -261,6 +262,49 @@ class ChatRequest(SamplingFields):
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return "messages" if field == "prompt" else super().name_of(field)
+
+
+class ResponsePart(Strict):
+    """A text of a message. The last two fields come with texts of earlier responses."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+class ResponseMessage(Strict):
+    """id and status come with messages of earlier responses."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[ResponsePart], Field(fail_fast=True)]
+    id: str | None = None
+    status: str | None = None
+
+
+class ResponsesRequest(SamplingFields):
+    """instructions: a first message of the system. Nothing is stored, and the output is one text."""
+
+    input: Text | Annotated[list[ResponseMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    instructions: str | None = None
+    max_output_tokens: Positive | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    n: None = None
+    logprobs: None = None
+    prompt_logprobs: None = None
+    return_token_ids: None = None
+    max_tokens: None = None
+
+    def messages(self) -> list[dict[str, str]]:
+        first = [] if self.instructions is None else [("system", self.instructions)]
+        given = [("user", self.input)] if isinstance(self.input, str) else [(m.role, text_of(m)) for m in self.input]
+        return [{"role": role, "content": text} for role, text in first + given]
+
+    def name_of(self, field: str) -> str | None:
+        names = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
+        return names.get(field) or super().name_of(field)
 
 
 class EmbeddingRequest(Form):

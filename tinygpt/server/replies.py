@@ -4,7 +4,7 @@ import asyncio
 import codecs
 import json
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import GeneratorType
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tinygpt.errors import NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
-from tinygpt.outputs import StreamChunk
+from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.server.protocol import Strict
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
@@ -78,8 +78,14 @@ def event(value: dict[str, Any]) -> str:
     return f"data: {to_json(value)}\n\n"
 
 
-def usage(num_read: int, num_made: int) -> dict[str, int]:
+def counted(num_read: int, num_made: int) -> dict[str, Any]:
     return {"prompt_tokens": num_read, "completion_tokens": num_made, "total_tokens": num_read + num_made}
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
+    counts = counted(sum(len(output.prompt_token_ids) for output in outputs), num_made)
+    return counts | {"prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}}
 
 
 class TokenNames:

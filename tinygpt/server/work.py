@@ -1,6 +1,7 @@
 """Work: the engine's share of one HTTP request, its events, and its end when the client leaves."""
 
 import asyncio
+import json
 import logging
 import time
 from collections import deque
@@ -13,7 +14,9 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -26,7 +29,7 @@ from tinygpt.llm import LLM
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.completions import Job
-from tinygpt.server.replies import BUG, DONE, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
+from tinygpt.server.replies import BUG, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
 
 log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -178,7 +181,10 @@ class JsonRoute(APIRoute):
 
         async def answer(request: Request) -> Response:
             if request.method == "POST":
-                request._body = await _read_body(request)  # FastAPI reads it from here
+                body = await _read_body(request)
+                ignores = request.app.state.api.config.ignores_unknown_fields
+                # FastAPI reads it from here.
+                request._body = _known_fields(self.body_field.field_info.annotation, body) if ignores else body
             return await handle(request)
 
         return answer
@@ -203,6 +209,18 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
+    """Return the body without fields that the form does not know. Raise RequestValidationError for other errors."""
+    try:
+        known = form.model_validate_json(body, extra="ignore")
+        return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        if found[0]["type"] == "json_invalid":
+            return body
+        raise RequestValidationError(found, body=json.loads(body)) from None
+
+
 class EventStream(StreamingResponse):
     """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
 
@@ -219,7 +237,7 @@ class EventStream(StreamingResponse):
             self._end()
 
     async def _events(self, job: Job, work: Work) -> AsyncIterator[str | bytes]:
-        last = DONE
+        last = job.done
         try:
             yield job.begin()
             async for chunks in work.chunks():
@@ -228,12 +246,12 @@ class EventStream(StreamingResponse):
             async for part in in_turns(job.end(await work.outputs())):
                 yield part
         except ApiError as error:
-            last = event(error_body(error)) + DONE
+            last = event(error_body(error)) + job.done
         except TinyGPTError as error:
-            last = event(error_body(from_engine(error))) + DONE
+            last = event(error_body(from_engine(error))) + job.done
         except Exception:
             log.exception("a bug ended a stream")
-            last = event(error_body(BUG)) + DONE
+            last = event(error_body(BUG)) + job.done
         yield last
 
 

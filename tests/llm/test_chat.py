@@ -1,0 +1,60 @@
+"""LLM.chat: conversations by a template, in turns of a list of messages."""
+
+import pytest
+
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
+
+USER = {"role": "user", "content": "Once upon a time"}
+TURNS = [USER, {"role": "assistant", "content": ", there was a dog."}, {"role": "user", "content": "The dog"}]
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(small_demo):
+    with LLM(small_demo, chat_template="plain") as llm:
+        yield llm
+
+
+def test_plain_is_the_texts_in_lines(llm):
+    [found], [expected] = llm.chat(TURNS, PARAMS), llm.generate("Once upon a time\n, there was a dog.\nThe dog", PARAMS)
+    assert found.prompt_token_ids == expected.prompt_token_ids
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    several = llm.chat([TURNS, [USER]], max_tokens=6, ignore_eos=True)
+    assert [output.outputs[0].token_ids for output in several] == [
+        expected.outputs[0].token_ids,
+        llm.generate("Once upon a time", PARAMS)[0].outputs[0].token_ids,
+    ]
+
+
+def test_a_prompt_of_messages_streams(llm):
+    prompt = llm.read_messages(TURNS)
+    assert "".join(chunk.text for chunk in llm.stream(prompt, PARAMS)) == llm.chat(TURNS, PARAMS)[0].outputs[0].text
+
+
+def test_a_message_spells_no_special_token(llm):
+    ids = llm.read_messages([{"role": "user", "content": "a<|endoftext|>b"}]).token_ids
+    assert ids == llm.tokenizer.encode("a<|endoftext|>b", split_special_tokens=True)
+
+
+def test_a_file_of_ones_own(small_demo, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}{{ m.name }}: {{ m.content }}{% endfor %}{{ end }}{{ bos_token }}")
+    with LLM(small_demo, chat_template=file) as llm:
+        ids = llm.read_messages([{**USER, "name": "Tim"}], {"end": "!"}).token_ids
+        assert ids == llm.tokenizer.encode("Tim: Once upon a time!")
+
+
+@pytest.mark.parametrize("messages", ["Once", [], [[]], [{"role": "user"}], [USER, "a"], [{**USER, "content": 5}], 5])
+def test_messages_are_checked(llm, messages):
+    with pytest.raises(RequestError, match=r'messages is .* must be a list of \{"role": ..., "content": ...\}'):
+        llm.chat(messages)
+
+
+def test_a_template_that_is_none(small_demo, tmp_path):
+    with LLM(small_demo) as llm, pytest.raises(RequestError, match=r"no chat template.*plain"):
+        llm.chat(TURNS)
+    (broken := tmp_path / "broken.jinja").write_text("{% for %}")
+    for given, says in ((tmp_path / "no.jinja", "No such file"), (broken, "cannot be read: "), (5, "must be 'plain'")):
+        with pytest.raises(RequestError, match=f"chat_template is .*{says}"):
+            LLM(small_demo, chat_template=given)
