@@ -87,10 +87,9 @@ def _bfloat16_products(size: int) -> Products:
 
     @device_function
     def pack_weights(packed, weights):
-        for step in range(STEPS):  # of 16 keys
-            for i in range(4):  # row i % 2, keys 8 (i // 2) on
-                k = i % 2 * 2 * TILES + 4 * step + i // 2 * 2
-                packed[4 * step + i] = pack_bfloat16(weights[k], weights[k + 1])
+        for i in range(4 * STEPS):  # step i // 4 of 16 keys, row i % 2, keys 8 (i // 2 % 2) on
+            k = i % 2 * 2 * TILES + i // 2 * 2
+            packed[i] = pack_bfloat16(weights[k], weights[k + 1])
 
     @device_function
     def weigh_values(sums, packed, v_cache, start, block, newest, lane):

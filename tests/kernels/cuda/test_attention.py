@@ -287,3 +287,11 @@ def test_all_fits_in_registers(size, dtype):
         # 16 a block of dims for keys and 16 for values; decode loops over the latter.
         products = 16 * (size // 32 + (1 if name == "decode" else size // 32))
         assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.toolchain
+def test_nothing_is_on_a_later_gpus_stack():
+    """libNVVM has another compiler for compute capability 10.0 and later, which unrolls fewer loops."""
+    for name, kernel_of in {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}.items():
+        kernel = kernel_of(64, "bfloat16")
+        assert compile_kernel(kernel, *arguments(name, "bfloat16"), architecture=(12, 0)).stack == 0
