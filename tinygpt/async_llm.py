@@ -2,12 +2,13 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.engine.prompts import PromptType
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.sampling_params import SamplingParams
+from tinygpt.sampling_params import GUIDED_FIELDS, SamplingParams
 
 if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
     from tinygpt.llm import LLM
@@ -26,7 +27,7 @@ class AsyncLLM:
 
     async def generate(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
         """Continue one prompt. Raise LLM.submit's errors."""
-        return await asyncio.wrap_future(self.llm.submit(prompt, params, **fields))
+        return await asyncio.wrap_future(await self._submit(prompt, params, fields))
 
     async def stream(
         self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
@@ -34,7 +35,7 @@ class AsyncLLM:
         """Continue one prompt, token by token. Raise LLM.submit's errors with the first chunk."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()
         post = partial(asyncio.get_running_loop().call_soon_threadsafe, chunks.put_nowait)
-        future = self.llm.submit(prompt, params, on_chunk=post, **fields)
+        future = await self._submit(prompt, params, {**fields, "on_chunk": post})
         ended = asyncio.wrap_future(future)
         ended.add_done_callback(lambda _: chunks.put_nowait(None))  # in the loop, after the last chunk
         try:
@@ -43,6 +44,17 @@ class AsyncLLM:
             ended.result()
         finally:
             future.cancel()
+
+    async def _submit(self, prompt: Any, params: SamplingParams | None, fields: dict[str, Any]) -> Future:
+        submit = partial(self.llm.submit, prompt, params, **fields)
+        if getattr(params, "guidance", None) is None and not fields.keys() & GUIDED_FIELDS:
+            return submit()
+        submitting = asyncio.get_running_loop().run_in_executor(None, submit)  # a grammar can take seconds
+        try:
+            return await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda found: found.exception() or found.result().cancel())
+            raise
 
     async def close(self) -> None:
         """Close the LLM if this object has made it."""

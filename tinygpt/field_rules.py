@@ -252,17 +252,23 @@ def _validator() -> "GrammarServer":
     return GrammarServer()  # without a vocabulary
 
 
-@functools.lru_cache(32)
 def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
     """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
+    grammar, problem = _grammar_and_problem(llguidance, name, value)
+    refuse(name, value, problem)
+    return grammar + OPTIONS
+
+
+@functools.lru_cache(32)
+def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple[str, str]:
     num_characters = sum(map(len, value))  # of a text, or of all choices
     if num_characters > MAX_CHARACTERS:
-        refuse(name, value, f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken")
+        return "", f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
     if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
-        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}{OPTIONS}"
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
     from tinygpt.grammar_process import COMPILE_SECONDS, LimitError  # sockets and subprocess: not needed for --help
 
-    problem, process = "", _validator().grammar()
+    grammar, problem, process = "", "", _validator().grammar()
     try:
         if name == "guided_regex":
             grammar = f"start: /{llguidance.regex_to_lark(value)}/"
@@ -278,8 +284,7 @@ def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
         problem = f"it {error}"
     except (ValueError, RecursionError) as error:
         problem = str(error)
-    refuse(name, value, problem)
-    return grammar + OPTIONS
+    return grammar, problem
 
 
 def refuse(name: str, value: Any, problem: str) -> None:

@@ -20,7 +20,6 @@ from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
-_channels: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 MAX_BYTES = 2**28  # of a process, which begins with 2**26 for 50 257 tokens; 48 KB of schema add 2**23
 # CPU time. 48 KB of schema take 0.16 s; a step within llguidance's limits takes 15 ms.
 COMPILE_SECONDS, STEP_SECONDS = 1.0, 0.5
@@ -54,7 +53,7 @@ class Grammar:
             try:
                 _send(self._channel, (seconds, dropped, name, args))
                 result, bug = _receive(self._channel)
-            except BaseException as error:  # Ctrl-C too: the next call would take this reply
+            except BaseException as error:  # Ctrl-C too, of `compile`: the next call would take this reply
                 self._channel.close()
                 if isinstance(error, OSError | EOFError):
                     raise LimitError(f"takes more than {seconds:g} s or {MAX_BYTES >> 20} MiB") from None
@@ -65,11 +64,12 @@ class Grammar:
 
 
 class Sample:
-    """A state of a grammar: its beginning, or a copy of another."""
+    """A state of a grammar: its beginning, which asks nothing of the process yet, or a copy of another."""
 
     def __init__(self, grammar: Grammar, copied: "Sample | None" = None):
         self.grammar, self._number = grammar, next(grammar.numbers)
-        self.ask("add", None if copied is None else copied._number)
+        if copied is not None:
+            self.ask("add", copied._number)
 
     def __del__(self):
         self.grammar.dropped.append(self._number)  # until the next call: a finalizer must not wait
@@ -97,7 +97,6 @@ class GrammarServer:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-        _channels.add(ours)
         return Grammar(channel=ours)
 
     def _start(self) -> None:
@@ -109,13 +108,6 @@ class GrammarServer:
             )
         self.close = weakref.finalize(self, _end, os.getpid(), self._control, self._process)
         _send(self._control, self._vocabulary)
-
-
-def end_all() -> None:
-    """End all calls with an error: a waiting thread would keep the interpreter from its end."""
-    for channel in list(_channels):
-        with suppress(OSError):  # of an ended process
-            channel.shutdown(socket.SHUT_RDWR)
 
 
 def _end(starter: int, control: socket.socket, process: subprocess.Popen) -> None:
@@ -173,13 +165,13 @@ class Matchers:
             return "it allows no text but the empty one"  # its end would never be noticed
         return ""
 
-    def add(self, sample: int, copied: int | None) -> None:
-        of = self._samples[copied]
+    def add(self, sample: int | None, copied: int | None) -> None:
+        of = self._state(copied)
         self._samples[sample] = State(of.matcher.deep_copy(), [*of.token_ids], of.is_alone)
 
     def take(self, sample: int, token_id: int) -> bool:
         """Append a token. Return whether the text can only end."""
-        state = self._samples[sample]
+        state = self._state(sample)
         state.token_ids.append(token_id)
         if not state.matcher.consume_token(token_id):
             self._begin_alone(state)
@@ -187,12 +179,17 @@ class Matchers:
 
     def mask(self, sample: int) -> tuple[bytes, str]:
         """Return a bit for each token that may come next and for the end, and an error or ""."""
-        state = self._samples[sample]
+        state = self._state(sample)
         packed = state.matcher.compute_bitmask()  # sets the error, too
         if state.matcher.is_error():
             self._begin_alone(state)
             packed = state.matcher.compute_bitmask()
         return packed, state.matcher.get_error()
+
+    def _state(self, sample: int | None) -> State:
+        if sample not in self._samples:
+            self.add(sample, None)
+        return self._samples[sample]
 
     def _begin_alone(self, state: State) -> None:
         if not state.is_alone:

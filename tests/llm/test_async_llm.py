@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from support.gate import paused
+from support.gate import Gate, Held, paused
 from support.paths import VOCAB_SIZE
 from tinygpt import AsyncLLM, SamplingParams
+from tinygpt.engine.guided import Guidance
 from tinygpt.errors import FailedRequestError, RequestError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -85,6 +86,26 @@ def test_a_stream_that_is_left_frees_its_slot(llm):
             assert sequence.finish_reason is None
 
     run(main())
+
+
+@pytest.mark.parametrize("fields", [{"guided_regex": "[a-z]"}, {"params": SamplingParams(guided_regex="[a-z]")}])
+def test_a_grammar_is_compiled_in_a_thread_and_a_cancelled_task_still_ends_its_request(llm, monkeypatch, fields):
+    check = Held(Guidance.check)
+    monkeypatch.setattr(Guidance, "check", lambda *given: check(*given))
+
+    async def main():
+        task = asyncio.ensure_future(AsyncLLM(llm).generate("a", **fields))
+        while not check.called.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        check.release.set()
+        assert (await AsyncLLM(llm).generate("a", **fields)).outputs[0].text.islower()
+
+    with llm.engine.wrapped(Gate) as gate:
+        gate.allow(2)
+        run(main())
 
 
 def test_errors_come_to_who_asked(llm):

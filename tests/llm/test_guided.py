@@ -2,6 +2,8 @@
 
 import json
 import re
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,10 +248,31 @@ def test_a_step_without_end_ends_its_request_alone(llm, monkeypatch):
 
 def test_a_grammar_is_compiled_again_if_its_process_has_ended(llm):
     expected = key(llm.generate(PROMPT, params_of("regex"))[0])
-    grammar_process.end_all()
+    llm._inputs._guidance.check(*params_of("regex").guidance)._channel.shutdown(socket.SHUT_RDWR)
     with pytest.raises(TinyGPTError, match="cannot be followed at position"):
         llm.generate(PROMPT, params_of("regex"))
     assert key(llm.generate(PROMPT, params_of("regex"))[0]) == expected
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_refused_grammar_is_refused_again_at_once(llm, monkeypatch):
+    for name in ("names by pattern", "a multiple") * 2:  # the one as it is validated, the other as it is compiled
+        with pytest.raises(RequestError, match="takes more than"):
+            llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
+        if name == "a multiple":
+            monkeypatch.setattr(grammar_process.GrammarServer, "grammar", None)
+
+
+def test_a_thread_that_submits_asks_nothing_of_a_compiled_grammar(llm, monkeypatch):
+    """Ctrl-C there, which breaks off an answer, would end the grammar of other requests."""
+    ask, threads = grammar_process.Grammar.ask, set()
+    expected = key(llm.generate(PROMPT, params_of("regex"))[0])
+    monkeypatch.setattr(
+        grammar_process.Grammar, "ask", lambda *given: threads.add(threading.current_thread()) or ask(*given)
+    )
+    assert key(llm.generate(PROMPT, params_of("regex"))[0]) == expected
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="a list of a process's limits is Linux's")

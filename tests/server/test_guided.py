@@ -7,6 +7,7 @@ pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not
 import json
 import sys
 import threading
+from select import select
 
 from support.gate import Gate, Held
 from support.serving import served, until
@@ -14,6 +15,7 @@ from tinygpt import SamplingParams, field_rules
 from tinygpt.chat_template import ChatTemplate
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
+from tinygpt.server.work import GRAMMAR_THREADS
 
 PROMPT = "In the house lived"
 PERSON = {
@@ -177,6 +179,17 @@ def test_endless_grammars_hold_up_no_other_request(server, endless):
         ("/detokenize", {"tokens": [1]}),
     ):
         assert server.ask(path, body).status == 200
+    for client in clients:
+        client.close()
+    server.forget()
+
+
+def test_a_grammar_is_served_next_to_endless_ones(server, endless, monkeypatch):
+    clients = [server.begin(prompt=PROMPT, guided_regex="x") for _ in range(GRAMMAR_THREADS - 1)]
+    assert endless.wait(60)
+    monkeypatch.undo()
+    assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
+    assert not select([client.socket for client in clients], [], [], 0)[0]
     for client in clients:
         client.close()
     server.forget()

@@ -36,21 +36,27 @@ class Guidance:
         self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)
         self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
-    def check(self, field: str, value: Any) -> None:
-        if self._grammar(field, value).has_ended:
+    def check(self, field: str, value: Any) -> Grammar:
+        """Return the grammar. Raise RequestError if it is none that can be followed."""
+        found = self._grammar(field, value)
+        if isinstance(found, Grammar) and found.has_ended:
             self._grammar.cache_clear()
-            self._grammar(field, value)
+            found = self._grammar(field, value)
+        if isinstance(found, str):
+            refuse(field, value, found)
+        return found
 
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
         eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
         end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
         spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
-        return Guide(self._grammar(*params.guidance), end_ids, spread)
+        return Guide(self.check(*params.guidance), end_ids, spread)
 
     def close(self) -> None:
         self._server.close()
 
-    def _compile(self, field: str, value: Any) -> Grammar:
+    def _compile(self, field: str, value: Any) -> Grammar | str:
+        """Return a grammar, or the reason why it is refused: to find it can take seconds."""
         try:
             import llguidance
         except ImportError:
@@ -58,10 +64,9 @@ class Guidance:
             raise RequestError(reason, field) from None
         text, grammar = grammar_of(llguidance, field, value), self._server.grammar()
         try:
-            refuse(field, value, grammar.ask(COMPILE_SECONDS, "compile", text))
+            return grammar.ask(COMPILE_SECONDS, "compile", text) or grammar
         except LimitError as error:
-            refuse(field, value, f"it {error}")
-        return grammar
+            return f"it {error}"
 
 
 class Guide:
@@ -82,7 +87,7 @@ class Guide:
             self._mask: Mask | None = None
             self.error: str | None = None  # the reason why nothing can come next
             self.is_over = False  # whether the text can only end here
-            self._sample = self._try(Sample, self._grammar)
+            self._sample = Sample(self._grammar)
 
     def take(self, token_id: int) -> None:
         with self._lock:

@@ -245,7 +245,7 @@ class Api:
     def stop_all(self) -> None:
         """End all work; each client is told why."""
         reason = "the server was shut down before this was finished: ask again."
-        self.outbox.stop(ApiError(503, reason, code="shutting_down"))
+        self.outbox.stopped = ApiError(503, reason, code="shutting_down")
         for work in list(self._works):
             work.cancel()
 

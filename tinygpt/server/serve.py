@@ -20,7 +20,6 @@ import uvicorn
 from fastapi import FastAPI
 
 from tinygpt.errors import RequestError
-from tinygpt.grammar_process import end_all
 
 log = logging.getLogger("tinygpt.server")
 KEEP_ALIVE_SECONDS = 30
@@ -88,7 +87,6 @@ def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     end_in_any_case = partial(faulthandler.dump_traceback_later, seconds, exit=True, file=nowhere)
     Server(app, drain_seconds, on_start, end_in_any_case).run(sockets=[listener])
-    end_all()
     log.info("the server has ended")
 
 

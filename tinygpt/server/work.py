@@ -3,15 +3,15 @@
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +26,7 @@ from tinygpt.engine.prompts import Prompt
 from tinygpt.engine.sequence import Progress
 from tinygpt.errors import TinyGPTError
 from tinygpt.llm import LLM
-from tinygpt.outputs import RequestOutput, StreamChunk
+from tinygpt.outputs import RequestOutput, StreamChunk, ThreadFuture
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.completions import Job
 from tinygpt.server.replies import BUG, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
@@ -37,8 +37,7 @@ PING_SECONDS = 15.0  # between comments of a stream, for proxies that close sile
 
 Requests = list[tuple[Prompt, SamplingParams]]
 Result = TypeVar("Result")
-# A grammar may take seconds, which no thread of other requests waits for.
-_grammar_threads = ThreadPoolExecutor(2, "tinygpt-grammars")
+GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
 
 
 class Outbox:
@@ -48,23 +47,16 @@ class Outbox:
         self.stopped: ApiError | None = None  # the reason that ends all work
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
-        self._waiting: WeakSet[asyncio.Future] = WeakSet()
+        self._room = asyncio.Semaphore(GRAMMAR_THREADS)
         llm.engine.after_step.append(self.flush)
 
     async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
-        future = self._loop.run_in_executor(_grammar_threads, call)
-        self._waiting.add(future)
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self.stopped is not None:
-                raise self.stopped from None
-            raise
-
-    def stop(self, reason: ApiError) -> None:
-        self.stopped = reason
-        for future in list(self._waiting):
-            future.cancel()
+        """Return call(), which may take seconds: no thread of other requests and no end of the server waits for it."""
+        await self._room.acquire()
+        future, free = ThreadFuture(), partial(self._loop.call_soon_threadsafe, self._room.release)
+        future.add_done_callback(lambda _: self._loop.is_closed() or free())
+        threading.Thread(target=future.settle, args=(call,), daemon=True).start()
+        return await asyncio.wrap_future(future)
 
     def post(self, queue: asyncio.Queue, prompt_index: int, chunk: StreamChunk | None) -> None:
         """chunk: None at the end of the prompt's request."""
