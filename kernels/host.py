@@ -77,6 +77,8 @@ class Warpers(NamedTuple):
     typical_p: Any = 1
     epsilon_cutoff: Any = 0
     eta_cutoff: Any = 0
+    top_n_sigma: Any = -1
+    xtc_threshold: Any = 1  # in a row whose draw of xtc_probability says so
 
 
 COMPILED = ("temperature", "top_k", "top_p", "min_p")
@@ -92,7 +94,7 @@ def is_rare_draw(warpers: Warpers) -> np.ndarray:
 def is_rare_edit(processors) -> np.ndarray:
     """Return a mask (P,) of rows that only the reference can process."""
     p = processors
-    is_rare = p.no_repeat_ngram_size > 0
+    is_rare = (p.no_repeat_ngram_size > 0) | np.array([dry is not None for dry in p.dry])
     for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
         is_rare = is_rare | (np.diff(bounds) > 0)
     return is_rare

@@ -94,6 +94,11 @@ def repetition(text: str) -> dict[str, int]:
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
 
+def _breakers(value: Any) -> tuple[str, ...]:
+    texts = DRY_BREAKERS if value is None else rules.as_texts(value)
+    return () if texts == ("none",) else texts  # llama.cpp's word
+
+
 def _seed(value: Any) -> int | None:
     seed = rules.as_integer(value, -1, MAX_SEED)
     return None if seed == -1 else seed
@@ -116,6 +121,9 @@ REPETITION = rules.optional(
         repetition,
     )
 )
+DRY_BREAKERS = ("\n", ":", '"', "*")
+LAST_N = rules.integer(-1, note=" (-1 is all, 0 is off)")
+BREAKERS = Rule("a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True)
 
 
 @_documented
@@ -124,9 +132,10 @@ class SamplingParams:
     """How to choose the tokens of a request. Raise RequestError, a ValueError, for a wrong value.
 
     Scores change in this order before a token is sampled, greedily or not: logit_bias, repetition_penalty,
-    frequency_penalty, presence_penalty, no_repeat_ngram_size, bad_words, min_tokens, allowed_token_ids,
-    suppress_tokens, logits_processors. With temperature above 0 tokens are then removed in this order: top_k, top_p,
-    min_p, typical_p, epsilon_cutoff, eta_cutoff; last, a guided text removes all tokens that may not come next.
+    frequency_penalty, presence_penalty, dry_multiplier, no_repeat_ngram_size, bad_words, min_tokens,
+    allowed_token_ids, suppress_tokens, logits_processors, and the tokens that may not come next in a guided text. With
+    temperature above 0 tokens are then removed in this order: top_n_sigma, before the division by the temperature;
+    top_k, top_p, min_p, typical_p, epsilon_cutoff, eta_cutoff, xtc_probability. (llama.cpp divides last.)
 
     Notes:
     - Greedy samples are equal: one is computed and returned n times.
@@ -146,6 +155,10 @@ class SamplingParams:
       after the temperature, and excludes the other two, as in its kernels. top_p_decay, top_p_min and
       top_p_reset_ids: Lee et al., "Factuality Enhanced Language Models" (2022). typical_p: Meister et al. (2022).
       eta_cutoff: Hewitt et al. (2022).
+    - DRY (dry_multiplier) takes dry_multiplier * dry_base**(n - dry_allowed_length) off the score of a token that would
+      repeat n earlier tokens and the one after them, within the last dry_penalty_last_n tokens, prompt included, and
+      since the last breaker. XTC: in a share xtc_probability of the draws, by the seed, all tokens that reach
+      xtc_threshold are removed but the least probable of them. Both, and top_n_sigma, are llama.cpp's.
     - If max_time ends a request while its prompt is read, prompt_logprobs has the first tokens alone.
     - A guided text may end (with EOS or stop_token_ids) exactly if its grammar allows it, and ends if nothing else may
       come, whatever min_tokens and ignore_eos say; or by max_tokens, max_time and stop. guided_regex has Rust's syntax
@@ -174,6 +187,15 @@ class SamplingParams:
         "openai", rules.one_of(PresenceRule), "RULE", "what it is subtracted for: openai or fastertransformer", SCORES
     )
     no_repeat_ngram_size: int = option(0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
+    dry_multiplier: float = option(
+        0.0, rules.between(0, 1e3, " (0 is off)"), "X", "DRY: the penalty of a token that goes on with a repeat", SCORES
+    )
+    dry_base: float = option(1.75, rules.between(1, 1e3), "X", "multiply it by X for each more token repeated", SCORES)
+    dry_allowed_length: int = option(2, rules.integer(0), "N", "repeats of fewer tokens have no penalty", SCORES)
+    dry_penalty_last_n: int = option(64, LAST_N, "N", "look for repeats in the last N tokens; -1 is all", SCORES)
+    dry_sequence_breakers: str | Iterable[str] | None = option(
+        None, BREAKERS, "TEXT", f"a text that ends a repeat; none: no text (default: {DRY_BREAKERS})", SCORES
+    )
     bad_words: str | Iterable[str] | None = option(None, rules.WORDS, "TEXT", "a text that may not occur", SCORES)
     bad_words_ids: Iterable[Iterable[int]] | None = option(
         None, rules.ID_LISTS, "ID,ID", "tokens that may not occur in a row", SCORES
@@ -204,6 +226,17 @@ class SamplingParams:
     eta_cutoff: float = option(
         0.0, rules.CUTOFF, "P", "as epsilon_cutoff, lower if the distribution is flat; 0 is off", WARPERS
     )
+    top_n_sigma: float = option(
+        -1.0,
+        rules.number(lambda n: -1 <= n < math.inf, "-1 or 0 (off), or a finite number above it"),
+        "N",
+        "keep tokens within N standard deviations of the highest score; -1 is off",
+        WARPERS,
+    )
+    xtc_probability: float = option(
+        0.0, rules.between(0, 1), "P", "XTC: of the most probable tokens keep the last, with probability P", WARPERS
+    )
+    xtc_threshold: float = option(0.1, rules.between(0, 1), "P", "those of at least P; above 0.5 is off", WARPERS)
     best_of: int | None = option(
         None, rules.optional(SAMPLES), "N", "samples to make; the n most probable per token are returned (default: n)"
     )

@@ -5,6 +5,8 @@ Filters compare probabilities in float32 and sum in float64. R rows, one for eac
 
 import numpy as np
 
+MAX_LOG = 88.7228391  # of a float32
+
 
 def process_logits(logits, processors):
     """Process rows of `logits` (R, V) float32 in place, in the order of `generate` and of vLLM's penalties."""
@@ -18,6 +20,7 @@ def process_row(scores, processors, i):
     add_bias(scores, p.bias_ids.part(i), p.biases.part(i))
     penalize_repetition(scores, token_ids, p.repetition_penalty[i])
     penalize_presence(scores, new_token_ids, p.frequency_penalty[i], p.presence_penalty[i])
+    penalize_repeats(scores, token_ids, p.dry[i])
     forbid_ngrams(scores, token_ids, p.no_repeat_ngram_size[i])
     for word in range(p.word_bounds[i], p.word_bounds[i + 1]):
         forbid_word(scores, token_ids, p.words.part(word))
@@ -40,6 +43,45 @@ def penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty
     present, counts = np.unique(new_token_ids, return_counts=True)
     scores[present] -= frequency_penalty * counts.astype(np.float32)
     scores[present] -= presence_penalty
+
+
+def penalize_repeats(scores, token_ids, dry):
+    """Subtract multiplier * base**(n - allowed_length) from a token that came after an earlier copy of the last n.
+
+    DRY, as llama.cpp's: the longest copy counts, n is at least allowed_length, and no copy spans a breaker.
+    """
+    if dry is None:
+        return
+    token_ids = token_ids[-dry.penalty_last_n :] if dry.penalty_last_n > 0 else token_ids
+    most, last = num_after_breaker(token_ids.tolist(), dry.breakers), token_ids.size - 1
+    lengths, ends = np.zeros(last, np.int64), np.arange(last)  # of the copy that ends at each token but the last
+    for n in range(most):
+        ends = ends[ends >= n]
+        ends = ends[token_ids[ends - n] == token_ids[last - n]]
+        lengths[ends] = n + 1
+        if not ends.size:
+            break
+    is_long = lengths >= dry.allowed_length
+    followers, index = np.unique(token_ids[1:][is_long], return_inverse=True)
+    longest = np.zeros(followers.size, np.int64)
+    np.maximum.at(longest, index, lengths[is_long])
+    is_penalized = [() not in dry.breakers.get(token_id, ()) for token_id in followers.tolist()]
+    base, exponents = np.float64(np.float32(dry.base)), longest[is_penalized] - dry.allowed_length
+    if base > 1:
+        exponents = np.minimum(exponents, int(MAX_LOG / np.log(base)))
+    with np.errstate(over="ignore"):
+        penalties = (np.float32(dry.multiplier) * base**exponents).astype(np.float32)
+        scores[followers[is_penalized]] -= penalties
+
+
+def num_after_breaker(token_ids, breakers):
+    """Return how many tokens follow the last breaker; breakers: a breaker's first token -> its others, as tuples."""
+    for i in reversed(range(len(token_ids))):
+        rests = breakers.get(token_ids[i], ())
+        found = [len(rest) for rest in rests if tuple(token_ids[i + 1 : i + 1 + len(rest)]) == rest]
+        if found:
+            return len(token_ids) - i - 1 - max(found)
+    return len(token_ids)
 
 
 def forbid_ngrams(scores, token_ids, size):
@@ -80,14 +122,29 @@ def filter_logits(logits, warpers):
         typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
         epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off
         eta_cutoff: the same with min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
+        top_n_sigma: standard deviations of the logits below the greatest one (Tang et al., 2024); 0 or less is off
+        xtc_threshold: of tokens with at least this probability the least probable one stays, of ties the highest id,
+            as in llama.cpp; above 0.5 is off
     """
     return np.stack([filter_row(row, *settings) for row, *settings in zip(logits, *warpers, strict=True)])
 
 
-def filter_row(logits, temperature, top_k, top_p, top_p_rule, min_p, typical_p, epsilon_cutoff, eta_cutoff):
+def filter_row(
+    logits,
+    temperature,
+    top_k,
+    top_p,
+    top_p_rule,
+    min_p,
+    typical_p,
+    epsilon_cutoff,
+    eta_cutoff,
+    top_n_sigma,
+    xtc_threshold,
+):
     if temperature == 0:
         return logits
-    scores = divide(logits, temperature)
+    scores = divide(_keep_within_sigmas(logits, top_n_sigma) if top_n_sigma > 0 else logits, temperature)
     if 0 < top_k < len(scores):
         scores = _keep_top_k(scores, int(top_k))
     if top_p < 1:
@@ -100,12 +157,27 @@ def filter_row(logits, temperature, top_k, top_p, top_p_rule, min_p, typical_p, 
         scores = _cut_off(scores, np.float32(epsilon_cutoff))
     if eta_cutoff:
         scores = _cut_off(scores, _eta(scores, np.float32(eta_cutoff)))
+    if xtc_threshold <= 0.5:
+        scores = _exclude_top(scores, np.float32(xtc_threshold))
     return scores
 
 
 def divide(logits, temperature):
     with np.errstate(over="ignore"):
         return logits / np.float32(temperature)
+
+
+def _keep_within_sigmas(scores, top_n_sigma):
+    alive = scores[scores > -np.inf].astype(np.float64)
+    return _keep(scores, scores >= np.float32(alive.max() - top_n_sigma * alive.std()))
+
+
+def _exclude_top(scores, threshold):
+    order = np.argsort(-scores, kind="stable")  # most probable first
+    count = np.sum(_probabilities(scores) >= threshold)
+    kept = np.ones(len(scores), bool)
+    kept[order[: max(count - 1, 0)]] = False
+    return _keep(scores, kept)
 
 
 def _keep_top_k(scores, top_k):
@@ -210,9 +282,9 @@ def top_logprobs(logits, token_id, n):
     return ids, values[ids], float(values[token_id])
 
 
-def uniform(seed, sample_index, position):
-    """Return the number in [0, 1) that decides one token: the first of Philox4x64-10 (Salmon et al., SC 2011)."""
-    key, counter = np.array([seed, sample_index], np.uint64), np.array([position, 0, 0, 0], np.uint64)
+def uniform(seed, sample_index, position, use=0):
+    """Return a number in [0, 1), the first of Philox4x64-10 (Salmon et al., SC 2011). use: 0 decides a token."""
+    key, counter = np.array([seed, sample_index], np.uint64), np.array([position, use, 0, 0], np.uint64)
     philox = np.random.Philox(key=key, counter=counter)
     return np.random.Generator(philox).random()
 

@@ -66,6 +66,18 @@ FLAGS = [
     ("--top-p-min 0.1 --top-p-reset-ids 11", {"top_p_min": 0.1, "top_p_reset_ids": (11,)}),
     ("--epsilon-cutoff 0.001 --eta-cutoff 0.002", {"epsilon_cutoff": 0.001, "eta_cutoff": 0.002}),
     (
+        "--dry-multiplier 0.8 --dry-base 2 --dry-allowed-length 3",
+        {"dry_multiplier": 0.8, "dry_base": 2, "dry_allowed_length": 3},
+    ),
+    (
+        "--dry-penalty-last-n -1 --dry-sequence-breaker a --dry-sequence-breakers b",
+        {"dry_penalty_last_n": -1, "dry_sequence_breakers": ("a", "b")},
+    ),
+    (
+        "--top-nsigma 1.5 --xtc-probability 0.5 --xtc-threshold 0.2",
+        {"top_n_sigma": 1.5, "xtc_probability": 0.5, "xtc_threshold": 0.2},
+    ),
+    (
         "--temperature 0 --num-beams 4 --length-penalty 2 --early-stopping never",
         {"temperature": 0.0, "num_beams": 4, "length_penalty": 2.0, "early_stopping": "never"},
     ),

@@ -18,6 +18,8 @@ ALIASES = {
     "top_k": ("topk",),
     "top_p": ("topp",),
     "typical_p": ("typical",),
+    "top_n_sigma": ("top_nsigma",),
+    "dry_sequence_breakers": ("dry_sequence_breaker",),
     "seed": ("random_seed",),
     "n": ("num_return_sequences", "num_samples"),
     "stop": ("stop_strings",),

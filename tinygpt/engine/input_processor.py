@@ -5,7 +5,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from tinygpt.engine.prompts import (
 )
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS
-from tinygpt.engine.sequence import Request, Sequence, copied
+from tinygpt.engine.sequence import Breakers, Request, Sequence, copied
 from tinygpt.errors import CheckpointError, RequestError, invalid
 from tinygpt.outputs import ContinuationScore, StreamChunk
 from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
@@ -36,6 +36,9 @@ from tinygpt.weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.stored.packed import PackedCheckpoint
+
+# Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
+MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
 
 OnChunk = Callable[[StreamChunk], None]
 
@@ -56,6 +59,8 @@ class InputProcessor:
         self._guidance: Guidance | None = None  # made for the first guided request
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
+        self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
+        self._find_breaker = lru_cache(NUM_BREAKERS)(self._token_sequences)
         try:
             self._tokenizer = load_tokenizer(checkpoint, split_special_tokens)
         except CheckpointError as error:  # token ids work without one
@@ -202,6 +207,7 @@ class InputProcessor:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
+        breakers = self._breakers(params) if params.dry_multiplier else {}
         return [
             Sequence(
                 prompt_token_ids=fitted.token_ids,
@@ -216,6 +222,7 @@ class InputProcessor:
                 soft_prompt=virtual,
                 prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
+                dry_breakers=breakers,
             )
             for index in range(count)
         ]
@@ -229,6 +236,29 @@ class InputProcessor:
                 raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
             self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
         return self._guidance
+
+    def _breakers(self, params: SamplingParams) -> Breakers:
+        if params.dry_sequence_breakers and self._tokenizer is None:
+            reason = f"needs a tokenizer: {self._tokenizer_error} Give an empty list."
+            raise RequestError(reason, "dry_sequence_breakers")
+        found = {}
+        for text in params.dry_sequence_breakers:
+            for first, rest in self._find_breaker(text[:MAX_BREAKER]):
+                found.setdefault(first, []).append(rest)
+        return found
+
+    def _token_sequences(self, text: str) -> set[tuple[int, tuple[int, ...]]]:
+        """Return the first token and the others of each way to write a text, as llama.cpp finds them."""
+        tokenizer, vocab_size = self.tokenizer, self._config.vocab_size
+        self._token_texts = self._token_texts or [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
+        rests = {text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST]) for n in range(1, len(text))}
+        ways = set()
+        for token_id, written in enumerate(self._token_texts):
+            if text in written:
+                ways.add((token_id, ()))
+            elif text[0] in written:
+                ways |= {(token_id, rest) for begun, rest in rests.items() if written.endswith(begun)}
+        return ways
 
     def _text_stream(self, params: SamplingParams) -> TextStream | None:
         if self._tokenizer is None:

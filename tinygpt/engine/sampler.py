@@ -13,8 +13,9 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.sequence import SampledToken, Sequence
+from tinygpt.engine.sequence import Breakers, SampledToken, Sequence
 from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.reference.sampling import uniform
 from tinygpt.sampling_params import SamplingParams
 
 NOT_FINITE = (
@@ -25,6 +26,7 @@ NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
+XTC = 1  # the use of a number that decides whether tokens are excluded
 TOP_P_RULES = {"hf": 0, "openai": 1, "fastertransformer": 2}
 
 
@@ -44,6 +46,16 @@ class Ragged(NamedTuple):
         return self.values[self.bounds[i] : self.bounds[i + 1]]
 
 
+class Dry(NamedTuple):
+    """SamplingParams' fields of this name, with the breakers in token ids."""
+
+    multiplier: float
+    base: float
+    allowed_length: int
+    penalty_last_n: int
+    breakers: Breakers
+
+
 class Processors(NamedTuple):
     """Logits processors of P rows of logits."""
 
@@ -54,6 +66,7 @@ class Processors(NamedTuple):
     frequency_penalty: np.ndarray  # (P,) float32
     presence_penalty: np.ndarray  # (P,) float32
     no_repeat_ngram_size: np.ndarray  # (P,) int64, 0 is none
+    dry: list[Dry | None]
     bias_ids: Ragged  # int32
     biases: Ragged  # float32, one for each of bias_ids
     words: Ragged  # int32, the ids of each forbidden word, of all rows
@@ -87,7 +100,11 @@ class SamplingState:
         is_ft = params.presence_penalty_rule == "fastertransformer"
         presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
         self.penalties = params.repetition_penalty, params.frequency_penalty, presence
-        has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size
+        self.dry = None
+        if params.dry_multiplier and params.dry_penalty_last_n:
+            sizes = params.dry_allowed_length, params.dry_penalty_last_n
+            self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.dry_breakers)
+        has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
         self._uses_history = bool(has_penalties or any(word.size > 1 for word in edits.words))
         self.is_processed = self._uses_history or edits.is_any
         self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
@@ -124,7 +141,8 @@ class SamplingState:
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
     given = {name: getattr(params, name) for name in Warpers._fields}
-    return tuple({**given, "top_p_rule": TOP_P_RULES[params.top_p_rule]}.values())
+    changed = {"top_p_rule": TOP_P_RULES[params.top_p_rule], "xtc_threshold": Warpers._field_defaults["xtc_threshold"]}
+    return tuple({**given, **changed}.values())
 
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
@@ -138,6 +156,7 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         frequency_penalty=frequency,
         presence_penalty=presence,
         no_repeat_ngram_size=np.array([s.params.no_repeat_ngram_size for s in states], np.int64),
+        dry=[s.dry for s in states],
         bias_ids=Ragged.of([s.edits.bias_ids for s in states]),
         biases=Ragged.of([s.edits.biases for s in states]),
         words=Ragged.of(words) if words else Ragged(_NO_IDS, np.zeros(1, np.int64)),
@@ -187,6 +206,7 @@ class Sampler:
         errors = self.process(logits, sequences)
         warpers, positions = gather_warpers(states), np.array([len(s) for s in sequences], np.uint64)  # (R,)
         _spare_top_k(warpers, sequences)
+        _draw_exclusions(warpers, sequences)
         token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
@@ -203,7 +223,8 @@ class Sampler:
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
         (state,) = self._updated_states([sequence])
-        return not (state.changes_scores or state.wants_logprobs or sequence.params.top_p_decay < 1)
+        params, changes = sequence.params, state.changes_scores or state.wants_logprobs
+        return not (changes or params.top_p_decay < 1 or params.xtc_probability)
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
@@ -272,6 +293,15 @@ def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
         mask = None if sequence.guide is None else sequence.guide.mask()
         if mask is not None and mask.count < warpers.top_k[r]:
             warpers.top_k[r] = 0
+
+
+def _draw_exclusions(warpers: Warpers, sequences: Seq[Sequence]) -> None:
+    """Turn XTC on in the rows whose own number, by seed, sample and position, is below xtc_probability."""
+    for r, sequence in enumerate(sequences):
+        params = sequence.params
+        share = params.xtc_probability
+        if share and uniform(sequence.seed, sequence.index, len(sequence), XTC) < share:
+            warpers.xtc_threshold[r] = params.xtc_threshold
 
 
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:

@@ -1,7 +1,7 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,7 @@ from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.stream import TextStream
 
 FinishReason = Literal["stop", "length"]
+Breakers = Mapping[int, list[tuple[int, ...]]]  # first token -> the others of each text of dry_sequence_breakers
 
 
 class SampledToken(NamedTuple):
@@ -39,6 +40,7 @@ class Sequence:
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
     prompt_logprobs: Any = None  # PromptLogprobs
     guide: Any = None  # Guide
+    dry_breakers: Breakers = field(default_factory=dict)
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)

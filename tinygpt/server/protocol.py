@@ -159,6 +159,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
+    dry_sequence_breakers: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     bad_words: Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
