@@ -24,7 +24,7 @@ def tracked() -> list[str]:
 PATHS = tracked()
 ENDINGS = {"/".join(path.split("/")[i:]) for path in PATHS for i in range(path.count("/") + 1)}
 FOLDERS = {ending.rsplit("/", i)[0] + "/" for ending in ENDINGS for i in range(1, ending.count("/") + 1)}
-READMES = [path for path in PATHS if path.endswith("README.md")]
+READMES = [path for path in PATHS if path.endswith(("README.md", "CHANGELOG.md"))]
 
 
 @pytest.mark.parametrize("readme", READMES)

@@ -39,7 +39,7 @@ class LostFileError(CheckpointError):
 
 
 def how_to_install(extra: str) -> str:
-    return f'pip install "tinygpt[{extra}]" (or pip install ".[{extra}]" in a clone)'
+    return f'pip install "tinygpt[{extra}]"'
 
 
 MAX_NAMED, MAX_SHOWN = 8, 200  # names, characters

@@ -97,7 +97,7 @@ def test_with_a_golden_file_and_without_transformers(capsys, monkeypatch, folder
     assert report["num_greedy_tokens"] == 4 * 6
     assert len(report["by_layer"]) == SIZES["n_layer"] + 1
     assert all(layer["largest"] < 1e-4 for layer in report["by_layer"])
-    advice = 'pip install "tinygpt[parity]" (or pip install ".[parity]" in a clone), or give --golden'
+    advice = 'pip install "tinygpt[parity]", or give --golden'
     assert advice in say_no(capsys, folder)
 
 

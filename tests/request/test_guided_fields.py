@@ -65,7 +65,7 @@ def test_a_text_is_guided_by_one_field():
 @pytest.mark.parametrize("name", ALL)
 def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    install = 'pip install "tinygpt[guided]" (or pip install ".[guided]" in a clone)'
+    install = 'pip install "tinygpt[guided]"'
     sentence = f"{name} needs the package llguidance, which is not installed: {install}."
     with LLM(small_demo) as llm:
         monkeypatch.setattr(llm.engine, "submit", None)

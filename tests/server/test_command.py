@@ -112,9 +112,7 @@ def test_an_extra_that_is_not_installed():
     code = "import sys; sys.modules['uvicorn'] = None; from tinygpt.__main__ import main; sys.exit(main(['serve']))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "")
-    sentence = (
-        'serve needs uvicorn, which comes with: pip install "tinygpt[serve]" (or pip install ".[serve]" in a clone).'
-    )
+    sentence = 'serve needs uvicorn, which comes with: pip install "tinygpt[serve]".'
     assert result.stderr == f"tinygpt: error: {sentence}\n"
 
 

@@ -14,7 +14,7 @@ from numba import cuda
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
-INSTALL = 'pip install "tinygpt[cuda]" (or pip install ".[cuda]" in a clone)'  # as tinygpt.errors
+INSTALL = 'pip install "tinygpt[cuda]"'  # as tinygpt.errors
 # Compute capability: the oldest of CUDA 13; the first with mma of bfloat16 and cp.async.
 OLDEST = {"float32": (7, 5), "bfloat16": (8, 0), "int8": (8, 0)}
 SOURCES = Path(__file__).resolve().parents[1]
