@@ -25,11 +25,12 @@ import tinygpt
 from tinygpt import errors, outputs, sampling_params
 from tinygpt.__main__ import main
 
-COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
 TEXT = "Once upon a time there was a king."
 RECORDS = {
     "generate --json": "generate Once --max-tokens 1 --json --device reference",
     "generate --input": "generate --input {prompts} --max-tokens 1 --device reference",
+    "score --json": "score Once --json --device reference",
     "eval ppl --json": "eval ppl {text} --json",
     "eval lambada --json": "eval lambada {rows} --json",
     "info --json": "info demo --json",
@@ -54,7 +55,7 @@ def sections() -> Iterator[tuple[str, Iterator[str]]]:
     yield "RemoteLLM", _members(tinygpt.RemoteLLM)
     for cls in (sampling_params.SamplingParams, sampling_params.RepetitionDetection):
         yield cls.__name__, _fields(cls)
-    for name in ("RequestOutput", "CompletionOutput", "RequestMetrics", "StreamChunk", "ContinuationScore"):
+    for name in ("RequestOutput", "CompletionOutput", "RequestMetrics", "StreamChunk", "ContinuationScore", "Word"):
         yield name, _fields(getattr(outputs, name))
     yield "errors", (n for n, e in sorted(vars(errors).items()) if isinstance(e, type) and issubclass(e, Exception))
     for title, arguments in RECORDS.items():

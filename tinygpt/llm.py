@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinygpt.engine.engine import Engine, RequestFuture
-from tinygpt.engine.input_processor import InputProcessor, OnChunk, score_of
+from tinygpt.engine.input_processor import InputProcessor, OnChunk
 from tinygpt.engine.model_runner import ModelRunner, Probe, check_pooling
 from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
 from tinygpt.engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
@@ -299,7 +299,7 @@ class LLM:
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
     ) -> list[ContinuationScore]:
-        """Score each continuation of the prompt by the model's own probabilities.
+        """Score each continuation of the prompt, and its tokens and words, by the model's own probabilities.
 
         prompt, continuations: texts or token ids. An empty prompt is the BOS token; it is read once.
         As in evaluation harnesses, white space at the prompt's end belongs to each continuation, and prompt and
@@ -311,7 +311,7 @@ class LLM:
         requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens)
         for _ in self._run(requests):
             pass
-        return [score_of(request) for request in requests]
+        return [self._inputs.score_of(request) for request in requests]
 
     def check_health(self) -> None:
         """Raise TinyGPTError if the engine's last step failed, RequestError once the LLM is closed."""

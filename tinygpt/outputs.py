@@ -1,5 +1,6 @@
 """The outputs of a request, futures of them, and a bar that counts finished requests."""
 
+import math
 import operator
 import os
 import sys
@@ -37,13 +38,25 @@ class CompletionOutput:
         )
 
 
+class Word(NamedTuple):
+    """Neighboring tokens up to the next white space, which belongs to the next word."""
+
+    text: str
+    logprob: float  # sum over its tokens
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class ContinuationScore:
-    """The probability of a continuation. is_greedy: whether greedy decoding would write it."""
+    """The probability of a continuation. is_greedy: whether greedy decoding would write it.
+
+    Log probabilities are natural, surprisals are in bits. Without a tokenizer, texts and results of them are None.
+    """
 
     token_ids: list[int]
     logprobs: list[float]  # of each token
     is_greedy: bool
+    tokens: list[str] | None = None  # the text that each token completes, "" within a character
 
     @property
     def cumulative_logprob(self) -> float:
@@ -52,6 +65,40 @@ class ContinuationScore:
     @property
     def mean_logprob(self) -> float:
         return self.cumulative_logprob / len(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        try:
+            return math.exp(-self.mean_logprob)
+        except OverflowError:
+            return math.inf
+
+    @property
+    def surprisals(self) -> list[float]:
+        return [bits(logprob) for logprob in self.logprobs]
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None also for a text of no bytes."""
+        num_bytes = len("".join(self.tokens or ()).encode())
+        return bits(self.cumulative_logprob) / num_bytes if num_bytes else None
+
+    @property
+    def words(self) -> list[Word] | None:
+        if self.tokens is None:
+            return None
+        groups: list[list[tuple[str, float]]] = []
+        for text, logprob in zip(self.tokens, self.logprobs, strict=True):
+            last = "".join(part for part, _ in groups[-1]) if groups else ""
+            if not groups or (last.strip() and (text[:1].isspace() or last[-1].isspace())):
+                groups.append([])
+            groups[-1].append((text, logprob))
+        return [Word("".join(t for t, _ in group), sum(p for _, p in group), len(group)) for group in groups]
+
+
+def bits(logprob: float) -> float:
+    """Return the surprisal of a natural log probability."""
+    return -logprob / math.log(2)
 
 
 @dataclass(frozen=True)

@@ -186,12 +186,14 @@ def heed_interrupts() -> None:
 
 
 @POSIX
-def test_ctrl_c_on_a_terminal():
+@pytest.mark.parametrize(("command", "end"), [(["generate", "--interactive"], ":quit"), (["chat"], "/quit")])
+def test_ctrl_c_on_a_terminal(command, end):
     """In a line it gives up the line, in a sample it ends the sample; neither ends the program."""
     import pty
 
     screen, child = pty.openpty()
-    command = [sys.executable, "-m", "tinygpt", "generate", *FLAGS, "--max-tokens", "100000", "--overflow", "slide"]
+    flags = ["--seed", "7", "--ignore-eos", "--max-tokens", "100000", "--overflow", "slide"]
+    command = [sys.executable, "-m", "tinygpt", *command, *flags]
     environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), child)
     process = subprocess.Popen(
@@ -219,7 +221,7 @@ def test_ctrl_c_on_a_terminal():
             time.sleep(0.2)  # what comes while a key is handled waits for the next key
             os.kill(process.pid, signal.SIGINT)
             read_until("> ")
-        os.write(screen, b":quit\n")
+        os.write(screen, f"{end}\n".encode())
         assert process.wait(60) == 0
     finally:
         process.kill()

@@ -51,7 +51,7 @@ def test_help_of_a_command(call, command):
     [
         ([], "tinygpt COMMAND [flags]"),
         (["genrate", "Once"], "unknown command genrate; did you mean generate?"),
-        (["frobnicate"], "unknown command frobnicate; give one of generate, serve"),
+        (["frobnicate"], "unknown command frobnicate; give one of generate, chat"),
         (["--model", "demo"], "unknown command --model; give one of"),
         (["generate", "Once", "--temprature", "1"], "unknown flag --temprature; did you mean --temperature?"),
         (["generate", "Once", "--frobnicate=3"], "unknown flag --frobnicate\n"),

@@ -1,5 +1,7 @@
 """Label scoring: the probabilities of teacher forcing, and token ids as evaluation harnesses have them."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,8 +9,10 @@ from hypothesis import strategies as st
 
 from support.engines import batches_of, log_softmax
 from support.paths import VOCAB_SIZE as V
+from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
+from tinygpt.outputs import ContinuationScore
 
 LABELS = [" man", " woman who lived in a", ", fish", " the"]
 PROMPT = "Once upon a time, in a house by the sea, there was a"
@@ -64,6 +68,52 @@ def test_where_the_border_vanishes_both_are_encoded_apart(llm):
     (score,) = llm.score(first, [second])
     assert score.token_ids == encode(second)
     np.testing.assert_allclose(score.logprobs, teacher_forced(llm, encode(first), encode(second))[0], rtol=0, atol=1e-5)
+
+
+def test_facts_of_a_score():
+    score = ContinuationScore([1, 2, 3], [-1.0, -2.0, -0.5], False, ["He", " wa", "s"])
+    assert score.perplexity == pytest.approx(math.exp(3.5 / 3))
+    assert score.surprisals == pytest.approx([1 / math.log(2), 2 / math.log(2), 0.5 / math.log(2)])
+    assert score.bits_per_byte == pytest.approx(3.5 / math.log(2) / 6)
+    assert score.words == [("He", -1.0, 1), (" was", -2.5, 2)]
+    assert ContinuationScore([1], [-math.inf], False, [""]).perplexity == math.inf
+    assert ContinuationScore([1], [-1000.0], False).perplexity == math.inf
+    assert ContinuationScore([1], [-1.0], False).words is ContinuationScore([1], [-1.0], False).bits_per_byte is None
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [
+        ([" ", " ", "a", "\n", "b"], ["  a", "\nb"]),
+        (["the ", "do", "g ", "ran"], ["the ", "dog ", "ran"]),
+        ([" ", "", "\u00e9", "t", "", "\u00e9"], [" \u00e9t\u00e9"]),
+        (["a", "\n"], ["a", "\n"]),
+        (["a", ",", " b", "."], ["a,", " b."]),
+        ([""], [""]),
+    ],
+)
+def test_tokens_are_merged_into_words(tokens, words):
+    score = ContinuationScore([0] * len(tokens), [-1.0] * len(tokens), False, tokens)
+    assert [word.text for word in score.words] == words
+    assert sum(word.num_tokens for word in score.words) == -sum(word.logprob for word in score.words) == len(tokens)
+
+
+@pytest.mark.parametrize("text", [PROMPT, "caf\u00e9 \u2014 \U0001f600\n", "a<|endoftext|> b"])
+def test_the_tokens_of_a_score_are_its_text(llm, text):
+    (score,) = llm.score("", [text])
+    assert len(score.tokens) == len(score.token_ids)
+    assert "".join(score.tokens) == text
+
+
+def test_a_score_may_end_within_a_character(llm):
+    (score,) = llm.score("a", [llm.tokenizer.encode("b\u2014")[:-1]])
+    assert score.tokens == ["b", *[""] * (len(score.token_ids) - 2), "\ufffd"]
+
+
+def test_without_a_tokenizer_scores_have_no_texts(tmp_path):
+    with LLM(str(write_checkpoint(tmp_path / "tiny"))) as llm:
+        (score,) = llm.score([1], [[2, 3]])
+    assert (score.tokens, score.words, score.bits_per_byte) == (None, None, None)
 
 
 @pytest.mark.parametrize("prompt", ["", "  "])

@@ -67,6 +67,18 @@ def test_a_plain_stream_has_an_event_for_each_text(server):
     assert {tuple(event["choices"][0]) for event in events[:-1]} == {("index", "text", "logprobs", "finish_reason")}
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+def test_an_echo_is_what_score_gives(server, llm, max_tokens):
+    """Of the whole text if BOS is sent in front of it; else its first token alone follows BOS."""
+    bos, ids = llm.config.bos_token_id, llm.tokenizer.encode(PROMPT)
+    asked = {"echo": True, "logprobs": 0, "max_tokens": max_tokens}
+    [whole, first, rest] = [*llm.score("", [PROMPT, ids[:1]]), *llm.score(ids[:1], [ids[1:]])]
+    echoed = server.complete(prompt=[bos, *ids], **asked).json["choices"][0]["logprobs"]["token_logprobs"]
+    assert echoed[1 : 1 + len(ids)] == whole.logprobs
+    echoed = server.complete(prompt=PROMPT, **asked).json["choices"][0]["logprobs"]["token_logprobs"]
+    assert echoed[: len(ids)] == first.logprobs + rest.logprobs
+
+
 def test_log_probabilities_are_the_engines(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, logprobs=3, prompt_logprobs=3))
     found = server.complete(prompt=PROMPT, logprobs=3, echo=True, **SAMPLED).json["choices"][0]["logprobs"]

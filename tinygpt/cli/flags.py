@@ -214,13 +214,15 @@ FLAGS = {  # the fields of SamplingParams that have a flag
 }
 
 
-def add_sampling_groups(parser: argparse.ArgumentParser) -> None:
+def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """defaults: of a command, by field."""
     for title in GROUPS:
         group = parser.add_argument_group(title)
         for name, field in FLAGS.items():
             if field.metadata["group"] != title:
                 continue
-            rule, about, default = field.metadata["rule"], field.metadata["help"], DEFAULTS.get(name, field.default)
+            rule, about = field.metadata["rule"], field.metadata["help"]
+            default = (DEFAULTS | defaults).get(name, field.default)
             options = {"action": "store_true"}
             if rule.parse is not None:
                 action = "append" if rule.repeats else "store"

@@ -3,14 +3,12 @@
 import argparse
 import contextlib
 import shlex
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 from tinygpt.cli.batch import record_line, run_batch
 from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
 from tinygpt.cli.loading import load_llm, warm_up
-from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
+from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text, stdin_lines
 from tinygpt.errors import RequestError, suggest
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
@@ -168,7 +166,7 @@ def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str
     log(f"type a text, and :help for more; {_load(load_seconds, params)}")
     if first:
         turns.write(first)
-    for line in _lines():
+    for line in stdin_lines("--interactive"):
         if line.strip() == ":quit":
             break
         if line.startswith(":"):
@@ -222,34 +220,6 @@ class Turns:
             log(f"the text ends with {self._session.text[-40:]!r}" if len(self._session) else "the text is empty")
         else:
             log(f"unknown command {name}{suggest(name, COMMANDS) or '; :help lists them'}")
-
-
-def _lines() -> Iterator[str]:
-    """Yield lines of stdin without their ends; on a terminal with editing and a history."""
-    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
-        raise RequestError("--interactive reads lines from stdin, which is closed.")
-    if sys.stdin.isatty():
-        yield from _typed_lines()
-        return
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise RequestError(f"line {number} of stdin is not UTF-8 text: convert it first.") from None
-
-
-def _typed_lines() -> Iterator[str]:
-    with contextlib.suppress(ImportError):  # Windows has none, and its terminals edit lines themselves
-        import readline  # noqa: F401, `input` uses it once it is imported
-    prompt = "> " if sys.stdout.isatty() else ""
-    while True:
-        try:
-            yield input(prompt)
-        except KeyboardInterrupt:  # the line is given up, as in a shell
-            emit()
-        except EOFError:
-            emit()
-            return
 
 
 GENERATE = Command(

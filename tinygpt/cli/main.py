@@ -17,7 +17,7 @@ from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTErr
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Modules are imported when their command runs, or when all commands are listed.
-COMMANDS = ("generate", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
 MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval"}  # of commands that share one; any other has its own
 DONE, FAILED, USAGE = 0, 1, 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it

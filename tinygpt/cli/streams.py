@@ -225,6 +225,37 @@ def read_text(name: str, path: str = STDIN) -> str:
         raise RequestError(f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
 
 
+def stdin_lines(reader: str) -> Iterator[str]:
+    """Yield lines of stdin without their ends; on a terminal with editing and a history.
+
+    reader: the command or flag, for errors.
+    """
+    if sys.stdin is None:  # the descriptor was closed, as by `<&-`
+        raise RequestError(f"{reader} reads lines from stdin, which is closed.")
+    if sys.stdin.isatty():
+        yield from _typed_lines()
+        return
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise RequestError(f"line {number} of stdin is not UTF-8 text: convert it first.") from None
+
+
+def _typed_lines() -> Iterator[str]:
+    with suppress(ImportError):  # Windows has none, and its terminals edit lines themselves
+        import readline  # noqa: F401, `input` uses it once it is imported
+    prompt = "> " if sys.stdout.isatty() else ""
+    while True:
+        try:
+            yield input(prompt)
+        except KeyboardInterrupt:  # the line is given up, as in a shell
+            emit()
+        except EOFError:
+            emit()
+            return
+
+
 @dataclass(frozen=True)
 class PromptRecord:
     """One line of a file of prompts."""
@@ -268,7 +299,7 @@ def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) ->
 
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
-    fields = _read_object(line)
+    fields = read_object(line)
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
         raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
@@ -287,7 +318,7 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     return PromptRecord(number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields)))
 
 
-def _read_object(line: bytes) -> dict[str, Any]:
+def read_object(line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line, object_pairs_hook=_without_duplicates)
     except RequestError:

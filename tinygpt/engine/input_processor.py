@@ -135,6 +135,19 @@ class InputProcessor:
         pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
         return [self._scoring_request(context, token_ids, virtual) for context, token_ids in pairs]
 
+    def score_of(self, request: Request) -> ContinuationScore:
+        wanted = request.sequences[0].prompt_logprobs
+        best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
+        tokens = None if self._tokenizer is None else self._texts(wanted.targets)
+        return ContinuationScore(wanted.targets, wanted.logprobs, wanted.targets == best, tokens)
+
+    def _texts(self, token_ids: list[int]) -> list[str]:
+        """Return the text that each token completes, and of a special token its name."""
+        stream, special_ids = self.tokenizer.detokenizer(), self.tokenizer.special_ids
+        texts = [stream.push(i) + (self.tokenizer.decode([i]) if i in special_ids else "") for i in token_ids]
+        texts[-1] += stream.finish()
+        return texts
+
     def _read_pair(
         self, before: str | list[int], after: str | list[int], split: bool | None
     ) -> tuple[list[int], list[int]]:
@@ -315,9 +328,3 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
             on_chunk(chunk._replace(index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
 
     return give
-
-
-def score_of(request: Request) -> ContinuationScore:
-    wanted = request.sequences[0].prompt_logprobs
-    best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
-    return ContinuationScore(wanted.targets, wanted.logprobs, is_greedy=wanted.targets == best)

@@ -1,0 +1,102 @@
+"""`tinygpt score`: how probable a model finds texts, their words and their tokens."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tinygpt.cli.flags import Command, add_group
+from tinygpt.cli.loading import load_llm
+from tinygpt.cli.streams import STDIN, counted, emit, print_table, read_lines, read_object, read_text
+from tinygpt.errors import RequestError
+from tinygpt.outputs import bits
+
+if TYPE_CHECKING:
+    from tinygpt.outputs import ContinuationScore
+
+Text = tuple[int | str, str]  # with its id
+EVERY_DAY = ("text", "prompt", "input", "json", "model", "dtype", "threads", "device")
+MAX_TITLE = 60  # characters
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(temperature=0.0)  # nothing is drawn
+    about = "texts, each in quotation marks; - is stdin (default: all of stdin, as it is)"
+    parser.add_argument("text", nargs="*", metavar="TEXT", help=about)
+    about = "a text that each TEXT follows, and that is not scored itself (default: none, the BOS token)"
+    parser.add_argument("-p", "--prompt", default="", metavar="TEXT", help=about)
+    about = 'a text on each line; if it ends in .jsonl, {"text": ...} and optionally id (default: none)'
+    parser.add_argument("--input", metavar="FILE", help=about)
+    about = "print one JSON object a line for each text (default: a table)"
+    parser.add_argument("--json", action="store_true", help=about)
+    add_group(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.text and args.input is not None:
+        raise RequestError("both a TEXT and --input were given: give one of them.")
+    texts = _read(args)
+    llm, _ = load_llm(args)
+    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
+    scores = llm.score(args.prompt, [text for _, text in texts], soft_prompt)
+    for (text_id, text), score in zip(texts, scores, strict=True):
+        if args.json:
+            about = {"id": text_id, "model": args.model, "dtype": llm.dtype, "text": text}
+            emit(json.dumps(about | record_of(score), ensure_ascii=False))
+        else:
+            print_table(_title(text, score), [("word", "bits", "tokens"), *_rows(score)])
+
+
+def _read(args: argparse.Namespace) -> list[Text]:
+    if args.input is None:
+        given = [text if text != STDIN else read_text("stdin") for text in args.text] or [read_text("stdin")]
+        return [*enumerate(given, 1)]
+    lines = read_text(f"--input {args.input}", args.input).splitlines()
+    if not args.input.endswith(".jsonl"):
+        return [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    readers = {number: partial(_record, number, line) for number, line in enumerate(lines, 1) if line.strip()}
+    return read_lines(args.input, readers)
+
+
+def _record(number: int, line: str) -> Text:
+    fields = read_object(line.encode())
+    if not isinstance(fields.get("text"), str) or type(fields.get("id", number)) not in (int, str):
+        raise RequestError('a line is {"text": ...}, and optionally id, a text or a whole number.')
+    return fields.get("id", number), fields["text"]
+
+
+def record_of(score: "ContinuationScore") -> dict[str, Any]:
+    """Return a score as JSON. Log probabilities are natural, surprisals are in bits."""
+    tokens = zip(score.token_ids, score.tokens, score.logprobs, score.surprisals, strict=True)
+    return {
+        "logprob": score.cumulative_logprob,
+        "perplexity": score.perplexity,
+        "bits_per_byte": score.bits_per_byte,
+        "is_greedy": score.is_greedy,
+        "tokens": [dict(zip(("id", "text", "logprob", "surprisal"), each, strict=True)) for each in tokens],
+        "words": [word._asdict() | {"surprisal": bits(word.logprob)} for word in score.words],
+    }
+
+
+def _title(text: str, score: "ContinuationScore") -> str:
+    shown = text if len(text) <= MAX_TITLE else f"{text[:MAX_TITLE]}..."
+    facts = f"{counted(len(score.token_ids), 'token')}, log probability {score.cumulative_logprob:.4f}"
+    return f"{shown!r}: {facts}, perplexity {score.perplexity:.4f}, {score.bits_per_byte:.4f} bits per byte"
+
+
+def _rows(score: "ContinuationScore") -> Iterator[tuple[str, str, str]]:
+    """Yield each word with its surprisal, and its tokens with theirs if it has several."""
+    pairs = iter(zip(score.tokens, score.surprisals, strict=True))
+    for word in score.words:
+        parts = [f"{_shown(text)} {surprisal:.2f}" for text, surprisal in (next(pairs) for _ in range(word.num_tokens))]
+        yield _shown(word.text), f"{bits(word.logprob):.2f}", " | ".join(parts if len(parts) > 1 else ())
+
+
+def _shown(text: str) -> str:
+    return text.strip() or repr(text)
+
+
+SCORE = Command(
+    "show how probable texts, their words and their tokens are", add_arguments, run, "[flags] [TEXT ...]", EVERY_DAY
+)
