@@ -37,8 +37,10 @@ def events_of(reply) -> list[dict]:
 def test_a_text_is_answered(respond, expected):
     found, output = respond().json, expected("Once upon a time")
     assert found["object"] == "response"
+    assert found["id"].startswith("resp_")  # LangChain tells responses by it
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     [item] = found["output"]
+    assert item["id"].startswith("msg_")
     assert (item["type"], item["role"], item["status"]) == ("message", "assistant", "incomplete")
     assert item["content"] == [
         {"type": "output_text", "text": output.outputs[0].text, "annotations": [], "logprobs": []}

@@ -16,6 +16,7 @@ SECONDS = os.environ.get("SCHEMATHESIS_SECONDS", "60")
 COMPUTING = (
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/responses",
     "/generate",
     "/v1/embeddings",
     "/v1/score",

@@ -128,7 +128,7 @@ class Api:
         params = await self._params(form, request, **others)
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
-        job = Completion(self._head("cmpl", "text_completion", form), form, prompts, params, self.names, first)
+        job = Completion(self._head("cmpl-", "text_completion", form), form, prompts, params, self.names, first)
         chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
         if max_tokens and (form.stream or not chooses):
             return await self._answer(job, request)
@@ -150,14 +150,14 @@ class Api:
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        return await self._answer(Chat(self._head("chatcmpl", kind, form), form, prompts, params, self.names), request)
+        return await self._answer(Chat(self._head("chatcmpl-", kind, form), form, prompts, params, self.names), request)
 
     async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
         prompts = await self._conversation(form.messages(), form, request)
         max_tokens = self._max_tokens(form, prompts, form.max_output_tokens, self.llm.max_model_len)
         params = await self._params(form, request, max_tokens=max_tokens)
-        head = self._head("resp", "response", form)
+        head = self._head("resp_", "response", form)
         return await self._answer(Responses(head, form, prompts, params, self.names), request)
 
     async def _conversation(self, messages: list[dict[str, str]], form: Any, request: Request) -> list[Prompt]:
@@ -291,7 +291,7 @@ class Api:
 
     def _head(self, prefix: str, kind: str, form: Any) -> dict[str, Any]:
         return {
-            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "id": prefix + secrets.token_hex(16),
             "object": kind,
             "created": int(time.time()),
             "model": form.model or self.model_name,
