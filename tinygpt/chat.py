@@ -26,10 +26,14 @@ Template = Union["ChatTemplate", "PlainTemplate"]
 class PlainTemplate:
     """The messages' texts, a line each, which the model continues: for models without a template."""
 
-    source = "{{ messages | map(attribute='content') | join('\\n') }}"
+    source = (
+        "{% for message in messages %}{{ '' if loop.first or message.role == 'assistant' else '\\n' }}"
+        "{{ message.content }}{% endfor %}"
+    )
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
-        return "\n".join(message["content"] for message in messages)
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        lines = ((i > 0 and each["role"] != "assistant", each["content"]) for i, each in enumerate(messages))
+        return "".join("\n" * is_new + text for is_new, text in lines)
 
 
 def open_template(given: str | os.PathLike[str] | None, folder: Path) -> Template | None:
@@ -141,8 +145,6 @@ def chat_ids(
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Return the token ids of messages with the fields role and content. Raise RequestError."""
-    if tokenizer.encode(""):
-        raise RequestError("is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages")
     options = dict(options or {})
     if "messages" in options:
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
@@ -152,6 +154,10 @@ def chat_ids(
     for field, given in (("messages", [each["content"] for each in messages]), ("chat_template_kwargs", texts)):
         if (count := sum(map(len, given))) > MAX_CHARACTERS:
             raise RequestError(f"holds {count} characters; at most {MAX_CHARACTERS} are taken.", field)
+    if isinstance(template, PlainTemplate):
+        return tokenizer.encode(template.render(messages), True)
+    if tokenizer.encode(""):
+        raise RequestError("is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages")
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     try:
         options = marks.guard(options) | {"add_generation_prompt": add_generation_prompt}

@@ -64,7 +64,7 @@ class LLM:
         soft_prompt.
     split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
     chat_template: a file of Jinja's for `chat`, or "plain": the messages' texts, a line each, which the model
-        continues. None is the checkpoint's.
+        continues, for any model. None is the checkpoint's.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.

@@ -1,11 +1,17 @@
-"""`tinygpt chat`: lines of a pipe, commands, and what is said of them. Terminals: test_interactive.py."""
+"""`tinygpt chat`: lines of a pipe and of a terminal, commands, and what is said of them."""
 
 import io
 import json
+import os
+import select
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
+from support.paths import ROOT
 from tinygpt import LLM
 from tinygpt.cli import chat
 from tinygpt.cli import main as cli
@@ -18,7 +24,7 @@ def talk(monkeypatch, capsys, llm):
     """Runs the command in this process, with these lines on stdin and `llm` for its model."""
 
     def run(*lines, flags=(), model=llm):
-        data = "".join(f"{line}\n" for line in lines).encode()
+        data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         monkeypatch.setattr(chat, "load_llm", lambda args, chat_template: (model, 0.25))
         code = cli.main(["chat", *FLAGS, *flags])
@@ -36,7 +42,7 @@ def answers(llm, *messages: str, first: str = "", seed: int = 7) -> list[str]:
         text = f"{text}\n{message}" if text else message
         [output] = llm.generate(text, **params, seed=seed + i)
         found.append(output.outputs[0].text)
-        text += "\n" + found[-1]
+        text += found[-1]
     return found
 
 
@@ -63,9 +69,36 @@ def test_the_models_template_is_in_use(talk, small_demo, tmp_path, llm):
 
 
 def test_reset_keeps_the_systems_message(talk, llm):
-    _, out, _ = talk("Once", "/reset", "The dog", flags=["--system", "Be brief."])
+    _, out, _ = talk("Once", "/reset", "/rewind", "The dog", flags=["--system", "Be brief."])
     first, second = (answers(llm, text, first="Be brief.", seed=7 + i) for i, text in enumerate(("Once", "The dog")))
     assert out == said(*first, *second)
+
+
+def test_rewind_takes_a_message_and_its_answer_back(talk, llm):
+    _, out, err = talk("Once", "And then", "/rewind", "The dog", "/rewind", "/rewind", "/rewind", "The cat")
+    first, second = answers(llm, "Once", "And then")
+    [third] = answers(llm, "The dog", first=f"Once{first}", seed=9)
+    [last] = answers(llm, "The cat", seed=10)
+    assert out == said(first, second, third, last)
+    counts = [line.rpartition(" has ")[2] for line in err.splitlines() if "the conversation has" in line]
+    assert counts == ["2 messages", "2 messages", "0 messages", "0 messages"]
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\n"], ids=["crlf", "lf"])
+def test_the_ends_of_lines_and_of_the_input(talk, llm, end):
+    assert (
+        talk(f" \u00e9t\u00e9 {end}".encode())[1]
+        == talk(" \u00e9t\u00e9 ".encode())[1]
+        == said(*answers(llm, " \u00e9t\u00e9 "))
+    )
+    assert talk()[1] == ""
+
+
+def test_a_line_that_is_no_text(talk):
+    code, out, err = talk("Once", b"caf\xe9\n")
+    assert code == 2
+    assert "line 2 of stdin is not UTF-8 text" in err
+    assert out == talk("Once")[1]
 
 
 def test_a_conversation_is_saved(talk, llm, tmp_path):
@@ -104,7 +137,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_its_text(talk, llm, monkeypatch):
     assert code == 0
     assert first != whole
     assert whole.startswith(first)
-    assert second == answers(llm, "And then", first=f"Once upon a time\n{first}", seed=8)[0].rstrip("\n")
+    assert second == answers(llm, "And then", first=f"Once upon a time{first}", seed=8)[0].rstrip("\n")
 
 
 def test_a_long_conversation_loses_its_beginning(talk, small_demo):
@@ -130,3 +163,51 @@ def test_what_no_message_could_do_is_refused_at_once(talk, flags, says):
     code, out, err = talk("Once", flags=flags)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def heed_interrupts() -> None:
+    """As on a terminal. What a shell runs in the background ignores them, and so does all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no pseudo-terminals")
+def test_ctrl_c_on_a_terminal():
+    """In a line it gives up the line, in an answer it ends the answer; neither ends the program."""
+    import pty
+
+    screen, child = pty.openpty()
+    flags = ["--seed", "7", "--ignore-eos", "--max-tokens", "100000", "--overflow", "slide"]
+    command = [sys.executable, "-m", "tinygpt", "chat", *flags]
+    environment = {**os.environ, "TERM": "dumb", "INPUTRC": os.devnull}
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), child)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, start_new_session=True, preexec_fn=heed_interrupts, **streams
+    )
+    os.close(child)
+    shown = ""
+
+    def read_until(text: str) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + 60
+        while text not in shown:
+            assert time.monotonic() < deadline, shown
+            if select.select([screen], [], [], 1)[0]:
+                shown += os.read(screen, 4096).decode(errors="replace")
+        shown = shown.partition(text)[2]
+
+    try:
+        read_until("> ")
+        for typed, seen in (("Given up", "Given up"), ("Once\n", "Once\r\n")):
+            os.write(screen, typed.encode())
+            read_until(seen)
+            if typed == "Once\n":
+                read_until(" ")
+            time.sleep(0.2)  # what comes while a key is handled waits for the next key
+            os.kill(process.pid, signal.SIGINT)
+            read_until("> ")
+        os.write(screen, b"/quit\n")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(screen)

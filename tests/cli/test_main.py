@@ -103,7 +103,6 @@ REFUSALS = [
     ("--echo --json", "--echo is for text"),
     ("--logprobs 2", "--logprobs is for records"),
     ("--prompt-logprobs 2 --no-stream", "--prompt-logprobs is for records"),
-    ("--interactive --json", "--json is not possible with --interactive"),
     ("--soft-prompt a=x --soft-prompt b=y", "several --soft-prompt"),
     ("--ray", "--ray is for the prompts of a file"),
     ("--num-beams 2", "num_beams"),

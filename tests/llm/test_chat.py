@@ -17,7 +17,7 @@ def llm(small_demo):
 
 
 def test_plain_is_the_texts_in_lines(llm):
-    [found], [expected] = llm.chat(TURNS, PARAMS), llm.generate("Once upon a time\n, there was a dog.\nThe dog", PARAMS)
+    [found], [expected] = llm.chat(TURNS, PARAMS), llm.generate("Once upon a time, there was a dog.\nThe dog", PARAMS)
     assert found.prompt_token_ids == expected.prompt_token_ids
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     several = llm.chat([TURNS, [USER]], max_tokens=6, ignore_eos=True)
@@ -25,6 +25,15 @@ def test_plain_is_the_texts_in_lines(llm):
         expected.outputs[0].token_ids,
         llm.generate("Once upon a time", PARAMS)[0].outputs[0].token_ids,
     ]
+
+
+def test_plain_is_for_tokenizers_that_add_tokens_too(llm, small_demo, tmp_path, monkeypatch):
+    encode = type(llm.tokenizer).encode
+    monkeypatch.setattr(type(llm.tokenizer), "encode", lambda self, text, *split: [5, *encode(self, text, *split)])
+    assert llm.read_messages(TURNS[:1]).token_ids == [5, *encode(llm.tokenizer, "Once upon a time")]
+    (file := tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    with LLM(small_demo, chat_template=file) as other, pytest.raises(RequestError, match="adds tokens to each text"):
+        other.read_messages(TURNS)
 
 
 def test_a_prompt_of_messages_streams(llm):

@@ -160,7 +160,9 @@ def test_a_base_model_answers_by_the_plain_template(llm):
         reply = server.ask("/v1/chat/completions", {**ASKED, "return_token_ids": True}).json
         assert reply["prompt_token_ids"] == llm.tokenizer.encode("Be brief.\n Who is there? ")
         source = server.ask("/tokenizer_info").json["chat_template"]
-    assert ChatTemplate(source, {}).render(MESSAGES) == PlainTemplate().render(MESSAGES)
+    messages = [*MESSAGES, {"role": "assistant", "content": "Me."}, {"role": "user", "content": "Who?"}]
+    assert ChatTemplate(source, {}).render(messages) == "Be brief.\n Who is there? Me.\nWho?"
+    assert PlainTemplate().render(messages) == "Be brief.\n Who is there? Me.\nWho?"
 
 
 def test_a_damaged_template_ends_chats_alone(tmp_path, caplog):

@@ -61,7 +61,7 @@ def test_messages_follow_the_instructions(respond, expected):
     part = {"type": "input_text", "text": "The dog"}
     messages = [{"role": "user", "content": "Hello"}, earlier, {"role": "user", "content": [part, part]}]
     found = respond(input=messages, instructions="Be brief.", metadata={"a": "b"}, store=True).json
-    text = expected("\n".join(["Be brief.", "Hello", earlier["content"][0]["text"], "The dogThe dog"])).outputs[0].text
+    text = expected(f"Be brief.\nHello{earlier['content'][0]['text']}\nThe dogThe dog").outputs[0].text
     assert found["output"][0]["content"][0]["text"] == text
     assert (found["instructions"], found["metadata"], found["store"]) == ("Be brief.", {"a": "b"}, False)
 

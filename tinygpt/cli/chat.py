@@ -18,7 +18,7 @@ from tinygpt.cli.flags import (
     with_seed,
 )
 from tinygpt.cli.loading import load_llm, warm_up
-from tinygpt.cli.streams import emit, log, stdin_lines
+from tinygpt.cli.streams import counted, emit, log, stdin_lines
 from tinygpt.errors import RequestError, invalid, suggest
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 EVERY_DAY = ("chat_template", "system", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "model", "dtype")
 HELP = """each line is a message, which the model answers
 Ctrl-C ends an answer and keeps its text
+/rewind     take back the last message and its answer
 /reset      begin a new conversation
 /save FILE  write the conversation as JSON, in OpenAI's form
 /quit       end, as Ctrl-D does"""
-COMMANDS = ("/reset", "/save", "/help", "/quit")
+COMMANDS = ("/rewind", "/reset", "/save", "/help", "/quit")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,9 +104,9 @@ class Conversation:
     def command(self, name: str, argument: str = "") -> None:
         if name == "/help":
             log(HELP)
-        elif name == "/reset":
-            self._messages = self._first
-            log("the conversation is empty")
+        elif name in ("/reset", "/rewind"):
+            self._messages = self._first if name == "/reset" else self._first + self._messages[len(self._first) : -2]
+            log(f"the conversation has {counted(len(self._messages), 'message')}")
         elif name == "/save" and argument:
             self._save(Path(argument).expanduser())
         elif name == "/save":
@@ -119,7 +120,7 @@ class Conversation:
         except OSError as error:
             log(f"{path} cannot be written: {error.strerror}")
         else:
-            log(f"{path} has {len(self._messages)} messages")
+            log(f"{path} has {counted(len(self._messages), 'message')}")
 
 
 CHAT = Command("talk to a model, line by line", add_arguments, run, "[flags]", EVERY_DAY)

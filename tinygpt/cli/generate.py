@@ -1,34 +1,22 @@
 """`tinygpt generate`: text on stdout for one prompt, or records for a file of prompts."""
 
 import argparse
-import contextlib
 import shlex
-from dataclasses import replace
 
 from tinygpt.cli.batch import record_line, run_batch
-from tinygpt.cli.flags import FLAGS, Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
+from tinygpt.cli.flags import Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
 from tinygpt.cli.loading import load_llm, warm_up
-from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text, stdin_lines
-from tinygpt.errors import RequestError, suggest
-from tinygpt.sampling_params import MAX_SEED, SamplingParams
+from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
+from tinygpt.errors import RequestError
+from tinygpt.sampling_params import SamplingParams
 
 EVERY_DAY = (
-    *("prompt", "prompt_text", "file", "input", "output", "json", "interactive", "echo"),
+    *("prompt", "prompt_text", "file", "input", "output", "json", "echo"),
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
     *("model", "dtype", "threads", "device"),
 )
 # Where a prompt may come from: the name of the argument -> how errors call it.
 SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "input": "--input"}
-
-HELP = """commands
-a line is added to the text, which then goes on from there; an empty line adds nothing
-each line after the first begins a new line of the text; to begin one with a colon, type a space before it
-Ctrl-C ends the sample and keeps its text
-:rewind     take back the last line and what followed it
-:reset      begin a new text
-:quit       end, as Ctrl-D does"""
-COMMANDS = (":rewind", ":reset", ":help", ":quit")
-FULL = "The text is unchanged: use :rewind or :reset, or start with --overflow slide."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keep-order": "write records in the order of --input (default: as they finish)",
         "--json": "print a JSON record (default: the text)",
         "--no-stream": "print the text once it is complete (default: as it is made)",
-        "--interactive": "read lines and continue the text after each; :help lists the commands (default: off)",
         "--echo": "print the prompt in front of the text (default: off)",
     }
     for flag, about in switches.items():
@@ -74,8 +61,6 @@ def run(args: argparse.Namespace) -> None:
     params = params_of(args, soft_prompt=args.soft_prompt[0][0] if args.soft_prompt else None)
     if args.input is not None:
         run_batch(args, params)
-    elif args.interactive:
-        run_interactive(args, with_seed(params), _given_prompt(args))
     else:
         prompt = _given_prompt(args)
         _run_prompt(args, read_text("stdin") if prompt is None else prompt, with_seed(params))
@@ -101,11 +86,6 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise RequestError(f"{flag_of(name)} is for records: give --json, or --input.")
     if args.input is None and len(args.soft_prompt or ()) > 1:
         raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
-    if args.interactive and STDIN in (*args.prompt, args.file):
-        raise RequestError("--interactive reads its lines from stdin: give the first one as a PROMPT, or none.")
-    not_interactive = [name for name in ("input", "json", "no_stream", "echo") if getattr(args, name)]
-    if args.interactive and not_interactive:
-        raise RequestError(f"{flag_of(not_interactive[0])} is not possible with --interactive.")
 
 
 def _given_prompt(args: argparse.Namespace) -> str | None:
@@ -153,73 +133,6 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
 
 def _load(seconds: float, params: SamplingParams) -> str:
     return f"load {seconds:.2f} s" + (f"; seed {params.seed}" if params.temperature else "")
-
-
-def run_interactive(args: argparse.Namespace, params: SamplingParams, first: str | None) -> None:
-    llm, load_seconds = load_llm(args)
-    _ = llm.tokenizer  # raises if there is none
-    session = llm.session()
-    session.extend([0])  # an empty session without BOS has nothing to go on from
-    session.stream(params).close()  # raises if the params are impossible for this model
-    warm_up(llm, args)
-    turns = Turns(llm, params)
-    log(f"type a text, and :help for more; {_load(load_seconds, params)}")
-    if first:
-        turns.write(first)
-    for line in stdin_lines("--interactive"):
-        if line.strip() == ":quit":
-            break
-        if line.startswith(":"):
-            turns.command(line.strip())
-        else:
-            turns.write(line)
-
-
-class Turns:
-    """The session, and the position at which each turn begins."""
-
-    def __init__(self, llm, params: SamplingParams):
-        self._llm, self._params, self._session = llm, params, llm.session()
-        self._starts: list[int] = []
-        self._num_turns = 0  # taken back turns count too
-
-    def write(self, line: str) -> None:
-        """Add a line and print the continuation, or log the reason why that is impossible."""
-        # Each turn has another seed: a turn that is taken back and tried again gives another text.
-        params = replace(self._params, seed=(self._params.seed + self._num_turns) % (MAX_SEED + 1))
-        start = len(self._session)
-        try:
-            self._session.extend(f"\n{line}" if start and line else line)
-            if count := self._llm.num_truncated_tokens(self._session.token_ids, params):
-                log(f"the first {count} tokens of the text exceed the model's positions and are truncated")
-            chunks = self._session.stream(params)
-        except RequestError as error:
-            self._session.rewind(start)
-            problem = error.named(flag_of(error.field)) if error.field in FLAGS else error
-            log(f"{problem} {FULL if start else ''}".rstrip())
-            return
-        self._starts.append(start)
-        self._num_turns += 1
-        before = self._llm.engine.throughput
-        with contextlib.closing(chunks), contextlib.suppress(KeyboardInterrupt):
-            for chunk in chunks:
-                emit(chunk.text, end="")
-        emit()
-        log(rates(self._llm.engine.throughput - before))
-
-    def command(self, name: str) -> None:
-        if name == ":help":
-            log(HELP)
-        elif name == ":reset":
-            self._session, self._starts = self._llm.session(), []
-            log("the text is empty")
-        elif name == ":rewind" and not self._starts:
-            log("there is no line to take back.")
-        elif name == ":rewind":
-            self._session.rewind(self._starts.pop())
-            log(f"the text ends with {self._session.text[-40:]!r}" if len(self._session) else "the text is empty")
-        else:
-            log(f"unknown command {name}{suggest(name, COMMANDS) or '; :help lists them'}")
 
 
 GENERATE = Command(

@@ -226,10 +226,7 @@ def read_text(name: str, path: str = STDIN) -> str:
 
 
 def stdin_lines(reader: str) -> Iterator[str]:
-    """Yield lines of stdin without their ends; on a terminal with editing and a history.
-
-    reader: the command or flag, for errors.
-    """
+    """Yield lines of stdin without their ends; on a terminal with editing and a history. reader: for errors."""
     if sys.stdin is None:  # the descriptor was closed, as by `<&-`
         raise RequestError(f"{reader} reads lines from stdin, which is closed.")
     if sys.stdin.isatty():
