@@ -55,7 +55,8 @@ def sections() -> Iterator[tuple[str, Iterator[str]]]:
     yield "RemoteLLM", _members(tinygpt.RemoteLLM)
     for cls in (sampling_params.SamplingParams, sampling_params.RepetitionDetection):
         yield cls.__name__, _fields(cls)
-    for name in ("RequestOutput", "CompletionOutput", "RequestMetrics", "StreamChunk", "ContinuationScore", "Word"):
+    records = "RequestOutput CompletionOutput RequestMetrics StreamChunk ContinuationScore Classification Word"
+    for name in records.split():
         yield name, _fields(getattr(outputs, name))
     yield "errors", (n for n, e in sorted(vars(errors).items()) if isinstance(e, type) and issubclass(e, Exception))
     for title, arguments in RECORDS.items():

@@ -20,10 +20,19 @@ from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from tinygpt.hardware import thread_count
 from tinygpt.kernels.host import Warpers
-from tinygpt.outputs import ContinuationScore, RequestOutput, StreamChunk, UseTqdm, as_finished, with_bar
+from tinygpt.outputs import (
+    Classification,
+    ContinuationScore,
+    RequestOutput,
+    StreamChunk,
+    UseTqdm,
+    as_finished,
+    with_bar,
+)
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.stored.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for it
     from tinygpt.chat import Template
@@ -109,6 +118,11 @@ class LLM:
         self._inputs = InputProcessor(
             source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens
         )
+        self._classifier = None
+        if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
+            from tinygpt.engine.classifier import read_heads  # rarely needed
+
+            self._classifier, self._inputs.note = read_heads(source.checkpoint)
         draft = None
         if draft_model is not None:
             draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
@@ -291,6 +305,25 @@ class LLM:
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
         vectors = [self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
+
+    def classify(self, prompts: Prompts) -> list[Classification]:
+        """Return the labels of each prompt by the head of a GPT2ForSequenceClassification, or ForTokenClassification.
+
+        prompts: texts or lists of token ids.
+        Raise RequestError, before any work, for a checkpoint without such a head, and as `logits` does.
+        """
+        self.engine.check_open()
+        classifier = self._classifier
+        if classifier is None:
+            raise RequestError(
+                f"{self.checkpoint_path} has no head that classifies: give a GPT2ForSequenceClassification or "
+                "GPT2ForTokenClassification, not converted."
+            )
+        found = []
+        for ids in [self._read_ids("classes", prompt) for prompt in prompt_list(prompts)]:
+            states = self.engine.call(partial(self._probe.hidden_states, ids, slice(-1, None)))  # (1, T, C)
+            found.append(classifier.classify(ids, states[0]))
+        return found
 
     def score(
         self,

@@ -102,6 +102,20 @@ def bits(logprob: float) -> float:
 
 
 @dataclass(frozen=True)
+class Classification:
+    """Labels of a prompt, K numbers and one label; or of each token, lists of T of them.
+
+    probs: softmax; sigmoids of a single label or of a multi-label problem; the logits of a regression.
+    """
+
+    prompt_token_ids: list[int]
+    logits: list
+    probs: list
+    label: str | list[str]  # the most probable
+    num_classes: int  # K
+
+
+@dataclass(frozen=True)
 class RequestMetrics:
     """Moments of a request, in seconds of time.perf_counter(); None if max_time was over before.
 

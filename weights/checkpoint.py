@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ class Checkpoint:
     """A model to load. Its tensors stay in their files until they are asked for.
 
     container, family: for messages; stored: by the names and shapes of `config.py`; tied: the head is the token
-    embedding; ignored: known, unused names; quirks: what was evened out; files: all with tensors.
+    embedding; ignored: known, unused names; heads: of other tasks, by GPT-2's names; quirks: what was evened out;
+    files: all with tensors.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     """
 
@@ -38,6 +39,7 @@ class Checkpoint:
     quirks: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
+    heads: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:

@@ -14,6 +14,7 @@ from tinygpt.weights.containers.formats import read_weights
 from tinygpt.weights.containers.mapped_file import StoredTensor
 from tinygpt.weights.errors import CheckpointError, listed, of_any_layer
 from tinygpt.weights.families.family import Family, NamedTensor, Rule, Source
+from tinygpt.weights.families.gpt2 import is_other_head
 from tinygpt.weights.families.table import family_of
 from tinygpt.weights.files import TENSOR_NAMES
 from tinygpt.weights.tensor import DefaultTensor, Tensor
@@ -61,6 +62,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         (*_made_up(rules), *family.quirks(source, config)),
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         partial(family.tokenizer, source),
+        {one.name: one.tensor for one in tensors if is_other_head(one.name)},
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from support import tiny_checkpoint
+from support import golden_models, tiny_checkpoint
 from support.paths import ROOT, VOCAB_SIZE
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
@@ -189,6 +189,13 @@ def test_the_result_is_named(source, tmp_path, capsys, flags, made, use):
     if "FP16" in flags:
         with np.load(tmp_path / made) as arrays:
             assert {arrays[name].dtype for name in arrays} == {np.dtype(np.float16)}
+
+
+def test_a_head_that_is_left_out_is_named(source, tmp_path, capsys):
+    folder = shutil.copytree(source, tmp_path / "source")
+    golden_models.add_tensors(folder, {"score.weight": (2, 3)})
+    assert cli.main(["convert", str(folder), str(tmp_path / "made")]) == 0
+    assert "left out, as no text is made with them: score.weight" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["DST -m demo", "demo --threads 1 DST", "-t 1 demo DST"])

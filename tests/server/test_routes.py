@@ -1,6 +1,7 @@
 """The smaller routes: models, tokenizer, embeddings, version, and the description of all of them."""
 
 import base64
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -8,7 +9,9 @@ import pytest
 
 import tinygpt
 from support.gate import Held
-from support.serving import until
+from support.golden_models import SMALL, add_tensors
+from support.serving import served, until
+from tinygpt import LLM
 
 
 def test_models_by_each_name(server, llm):
@@ -66,6 +69,21 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
     rows = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in coded["data"]]
     np.testing.assert_array_equal(np.stack(rows), expected)
     assert plain["usage"]["prompt_tokens"] == plain["usage"]["total_tokens"] > 0
+
+
+@pytest.mark.parametrize("head", ["score.weight", "classifier.weight"])
+def test_labels_are_the_librarys(small_demo, tmp_path, head):
+    folder = add_tensors(shutil.copytree(small_demo, tmp_path / "model"), {head: (3, SMALL["n_embd"])})
+    with LLM(str(folder), device="reference", split_special_tokens=True) as llm, served(llm) as server:
+        reply = server.ask("/classify", {"input": ["a wolf", "the king"]}).json
+        expected = llm.classify(["a wolf", "the king"])
+    shown = [{"index": i, "label": e.label, "probs": e.probs, "num_classes": 3} for i, e in enumerate(expected)]
+    assert (reply["object"], reply["data"]) == ("list", shown)
+    assert reply["usage"]["prompt_tokens"] == sum(len(each.prompt_token_ids) for each in expected)
+
+
+def test_labels_need_a_head(server):
+    assert "no head that classifies" in server.ask("/classify", {"input": "a wolf"}).error["message"]
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])

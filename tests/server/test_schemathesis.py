@@ -20,6 +20,7 @@ COMPUTING = (
     "/generate",
     "/v1/embeddings",
     "/v1/score",
+    "/classify",
     "/score_continuations",
 )
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

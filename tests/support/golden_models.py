@@ -48,6 +48,13 @@ def write_model(folder: Path, seed: str = "", **fields: Any) -> Path:
     return write_checkpoint(folder, _tensors(seed, fields), **fields)
 
 
+def add_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    """More tensors in the model.safetensors of a folder, which is returned."""
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {name: golden_array(name, shape) for name, shape in shapes.items()}, path)
+    return folder
+
+
 def write_small_demo(folder: Path) -> Path:
     """The demo's tokenizer and positions before a tiny model: its steps take a fraction of the demo's."""
     fields = {"vocab_size": VOCAB_SIZE, "n_positions": 512, "bos_token_id": EOS, "eos_token_id": EOS}

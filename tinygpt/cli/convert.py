@@ -138,6 +138,8 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
         write = partial(export.write_float8, folder, checkpoint, args.source)
     else:
         write = partial(packed.write_packed, folder, *_pack(args, checkpoint))
+    if checkpoint.heads:
+        log(f"left out, as no text is made with them: {', '.join(checkpoint.heads)}")
     log(f"writing {args.target}")
     try:
         file = write()

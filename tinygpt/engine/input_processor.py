@@ -1,5 +1,6 @@
 """InputProcessor: from a caller's prompt and params to a checked Request."""
 
+import logging
 import os
 import secrets
 import threading
@@ -37,6 +38,8 @@ from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
+logger = logging.getLogger(__name__)
+
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
 
@@ -57,6 +60,7 @@ class InputProcessor:
         self._config, self._engine_config = config, engine_config
         self._soft_prompts = SoftPrompts(soft_prompts, config)
         self._guidance: Guidance | None = None  # made for the first guided request
+        self.note: str | None = None  # logged with the first request
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
         self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
@@ -115,6 +119,9 @@ class InputProcessor:
     def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
         arrival = time.perf_counter()
         prompt, virtual, fitted = self._fit(prompt, params)
+        if self.note is not None:
+            logger.warning(self.note)
+            self.note = None
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
             rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))

@@ -325,16 +325,30 @@ class Api:
         finally:
             self._num_in_turn -= 1
 
-    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
-        """Return the embeddings, (N, C) float32, and the number of tokens."""
+    async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
+        """Return prompts that nothing follows, and the number of tokens."""
         prompts, limit = await self._prompts(_listed(given), form, request, field), self.llm.max_model_len
         if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
             message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
             raise ApiError(400, message, field, "context_length_exceeded")
         count = sum(len(prompt.token_ids) for prompt in prompts)
         request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
+        return prompts, count
+
+    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
+        """Return the embeddings, (N, C) float32, and the number of tokens."""
+        prompts, count = await self._inputs(given, form, request, field)
         vectors = await self._in_turn([partial(self.llm.embed, prompt, form.pooling) for prompt in prompts])
         return np.concatenate(vectors), count
+
+    async def classify(self, form: protocol.ClassifyRequest, request: Request) -> Response:
+        """Return the label of each text and its probabilities, or those of each token."""
+        prompts, count = await self._inputs(form.input, form, request, "input")
+        found = await self._in_turn([partial(self.llm.classify, prompt) for prompt in prompts])
+        names = "label", "probs", "num_classes"
+        data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
+        head = {"id": f"classify-{secrets.token_hex(16)}", "created": int(time.time())}
+        return await _large(head | self._list(form, data, count))
 
     async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
         """Return a vector for each text."""

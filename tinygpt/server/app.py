@@ -56,6 +56,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         ("/generate", api.generate),
         ("/v1/embeddings", api.embeddings),
         ("/v1/score", api.score),
+        ("/classify", api.classify),
         ("/score_continuations", api.score_continuations),
         ("/tokenize", api.tokenize),
         ("/detokenize", api.detokenize),

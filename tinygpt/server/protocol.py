@@ -308,13 +308,16 @@ class ResponsesRequest(SamplingFields):
         return names.get(field) or super().name_of(field)
 
 
-class EmbeddingRequest(Form):
+class ClassifyRequest(Form):
     input: Text | TokenIds | Texts | IdLists
+    user: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class EmbeddingRequest(ClassifyRequest):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
-    user: str | None = None
     pooling: Pooling = "last"
-    add_special_tokens: bool | None = None
 
 
 class ScoreRequest(Form):

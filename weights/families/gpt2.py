@@ -39,9 +39,13 @@ def is_causal_mask(canonical_name: str) -> bool:
     return bool(_CAUSAL_MASK.fullmatch(canonical_name))
 
 
+def is_other_head(canonical_name: str) -> bool:
+    return canonical_name.startswith(_OTHER_HEADS)
+
+
 def is_ignored(canonical_name: str) -> bool:
     """Of causal masks, and heads of other tasks."""
-    return is_causal_mask(canonical_name) or canonical_name.startswith(_OTHER_HEADS)
+    return is_causal_mask(canonical_name) or is_other_head(canonical_name)
 
 
 def is_gpt2(fields: Mapping[str, Any]) -> bool:
