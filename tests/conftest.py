@@ -18,7 +18,7 @@ from tinygpt.weights import open as checkpoints
 # A statement of a test file with one of these words asks a library of the extra `parity`.
 LIBRARIES = re.compile(
     r"@recorded|support\.oracles|HAS_TRANSFORMERS|needs_transformers"
-    r"|(import |from |skip\(.)(torch|transformers|peft|openai)\b"
+    r"|(import |from |skip\(.)(torch|transformers|peft|openai|nbclient)\b"
 )
 NEEDED_BY_FILE = re.compile(
     r"^(\w+ = )?pytest\.importorskip\(.(torch|transformers|peft|openai)\b|^pytestmark = needs_transformers",

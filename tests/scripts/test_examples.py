@@ -1,0 +1,86 @@
+"""The examples of scripts/examples run as they stand, with the demo, and print what they promise."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.foreign import nanogpt
+from support.paths import ROOT
+from support.recorded import HAS_TRANSFORMERS
+from support.tiny_checkpoint import random_tensors
+
+EXAMPLES = ROOT / "scripts" / "examples"
+
+
+def run(name: str, folder: Path, *arguments: str) -> list[str]:
+    """Return the lines of an example's stdout. PYTHONPATH has the checkout."""
+    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys; sys.argv = {[str(EXAMPLES / name), *arguments]!r}; {code}"
+    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_is_short_and_named(path):
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") < 40
+    assert path.name in ast.get_docstring(ast.parse(text))
+    assert path.name in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def test_stories_have_their_beginning(tmp_path):
+    lines = run("stories.py", tmp_path, "The little dog")
+    assert len({line for line in lines if line.startswith("The little dog")}) >= 3
+
+
+def test_the_likelier_sentence_comes_first(tmp_path):
+    lines = run("sentence_probability.py", tmp_path, "time a upon Once", "Once upon a time")
+    assert [line.split(None, 2)[2] for line in lines] == ["Once upon a time", "time a upon Once"]
+    assert float(lines[0].split()[1]) < float(lines[1].split()[1])
+
+
+def test_a_bar_is_as_long_as_the_surprise(tmp_path):
+    lines = [line.split() for line in run("surprise_of_words.py", tmp_path, "Once upon a zebra")]
+    assert [word for word, *_ in lines] == ["Once", "upon", "a", "zebra"]
+    assert [len("".join(bar)) for _, _, *bar in lines] == [round(2 * float(bits)) for _, bits, *_ in lines]
+
+
+def test_guided_objects_are_of_the_schema(tmp_path):
+    pytest.importorskip("llguidance")
+    pets = [ast.literal_eval(line) for line in run("guided_json.py", tmp_path)]
+    assert len(pets) == 3
+    for pet in pets:
+        assert re.fullmatch("[A-Z][a-z]{2,9}", pet["name"])
+        assert (1 <= pet["age"] <= 20, pet["animal"] in ("cat", "dog", "bird")) == (True, True)
+
+
+def test_openais_client_is_answered(tmp_path):
+    pytest.importorskip("openai", reason="openai, of the extra `parity`, is not installed")
+    completion, chat, *_ = run("openai_client.py", tmp_path)
+    assert completion
+    assert chat
+
+
+def test_nanogpt_becomes_a_folder_and_a_gguf(tmp_path):
+    checkpoint = nanogpt(tmp_path / "out", random_tensors(prefix=""))
+    checkpoint.with_name("config.json").write_text(json.dumps({"activation_function": "gelu_new"}))
+    lines = [line.partition("] ") for line in run("nanogpt_export.py", tmp_path, str(checkpoint), "exported")]
+    readers = ["ckpt.pt", "safetensors", "model.gguf"] + ["transformers"] * HAS_TRANSFORMERS
+    assert [name for _, _, name in lines] == readers
+    assert len({ids for ids, _, _ in lines}) == 1
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="nbclient, of the extra `parity`, is not installed")
+    nbformat = pytest.importorskip("nbformat")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells)  # in the repository
+    nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert sum(bool(cell.get("outputs")) for cell in notebook.cells) > 5
