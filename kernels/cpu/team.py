@@ -195,14 +195,16 @@ def begin_step(team):
 
 @kernel
 def join_step(team):
-    """Wait a while for a new step. Return whether it came."""
-    published = address(team.board) + PUBLISHED * EIGHT
+    """Wait a while for a new step. Return whether it came. On busy cores the thread looks once in many time slices."""
+    published, begun = address(team.board) + PUBLISHED * EIGHT, ticks()
     for spins in range(IDLE_SPINS):
         first = atomic_load(published)
         if first != team.own[JOINED]:
             team.own[JOINED] = team.own[PHASE] = first
             return True
         _relax(spins)
+        if spins > SPINS and ticks() - begun > TURN:
+            break
     return False
 
 
