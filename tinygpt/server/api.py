@@ -13,8 +13,7 @@ from weakref import WeakSet
 
 import numpy as np
 from fastapi import Request
-from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 import tinygpt
 from tinygpt.chat import Template, chat_ids
@@ -36,7 +35,7 @@ from tinygpt.server.completions import (
     with_suffix,
 )
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_parts, to_json, whole
+from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, json_reply, whole
 from tinygpt.server.responses import Responses
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
@@ -101,7 +100,7 @@ class Api:
 
         @wraps(handle)
         async def answer(form: Any, request: Request) -> Response:
-            self._check_model(form.model)
+            self.check_model(form.model)
             if getattr(form, "add_special_tokens", None) is False and self.names.has_tokenizer and self.encode(""):
                 message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
                 raise ApiError(400, message, "add_special_tokens")
@@ -279,7 +278,7 @@ class Api:
             raise ApiError(400, message, field, "context_length_exceeded")
         return given
 
-    def _check_model(self, name: str | None) -> None:
+    def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.config.served_model_names:
             listed = ", ".join(self.config.served_model_names)
             message = f"the model {name!r} does not exist: this server has {listed}."
@@ -348,7 +347,7 @@ class Api:
         names = "label", "probs", "num_classes"
         data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
         head = {"id": f"classify-{secrets.token_hex(16)}", "created": int(time.time())}
-        return await _large(head | self._list(form, data, count))
+        return await json_large(head | self._list(form, data, count))
 
     async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
         """Return a vector for each text."""
@@ -361,7 +360,7 @@ class Api:
         else:
             written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
-        return await _large(self._list(form, data, count))
+        return await json_large(self._list(form, data, count))
 
     async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
@@ -377,7 +376,7 @@ class Api:
         cosines = np.clip(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1)  # (N,)
         data = [{"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist())]
         head = {"id": f"score-{secrets.token_hex(16)}", "created": int(time.time())}
-        return _json(head | self._list(form, data, count_1 + count_2))
+        return json_reply(head | self._list(form, data, count_1 + count_2))
 
     def _list(self, form: Any, data: Iterable[Any], count: int) -> dict[str, Any]:
         counts = {"prompt_tokens": count, "total_tokens": count}
@@ -388,68 +387,7 @@ class Api:
         is_split = form.split_special_tokens is not False
         score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
-        return await _large({"scores": (record_to_json(each) for [each] in found)})
-
-    async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
-        """Return a text's token ids."""
-
-        def read() -> dict[str, Any]:
-            ids = self.llm.tokenizer.encode(form.prompt, bool(form.split_special_tokens))
-            names = {"token_strs": [*map(self.names.name, ids)]} if form.return_token_strs else {}
-            return {"count": len(ids), "max_model_len": self.llm.max_model_len, "tokens": ids, **names}
-
-        return await _large(await asyncio.to_thread(read))
-
-    async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
-        """Return the text of token ids."""
-        if (highest := max(form.tokens, default=0)) >= (size := self.llm.config.vocab_size):
-            raise ApiError(400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens")
-        text = await asyncio.to_thread(self.llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
-        return _json({"prompt": text})
-
-    async def tokenizer_info(self) -> Response:
-        """Return the facts of the tokenizer that evaluation harnesses need."""
-        config, template = self.llm.config, self.chat_template
-        ids = (
-            (next(iter(config.eos_token_ids), None), config.bos_token_id) if self.names.has_tokenizer else (None, None)
-        )
-        eos, bos = (None if i is None else self.llm.tokenizer.decode([i]) for i in ids)
-        names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
-        sizes = {"vocab_size": config.vocab_size, "model_max_length": self.llm.max_model_len}
-        return _json(names | sizes | {"chat_template": template.source if template else None})
-
-    async def models(self) -> Response:
-        """List the names of the model."""
-        return _json({"object": "list", "data": [self._card(name) for name in self.config.served_model_names]})
-
-    async def model(self, model: str, request: Request) -> Response:
-        """Return the model by one of its names; DELETE is refused for a served name, and deletes nothing."""
-        is_served = model in self.config.served_model_names
-        if request.method == "DELETE" and is_served:
-            raise ApiError(403, f"{model!r} is the model that this server was started with.", "model")
-        if request.method == "DELETE":
-            return _json({"id": model, "object": "model", "deleted": False})
-        self._check_model(model)
-        return _json(self._card(model))
-
-    def _card(self, name: str) -> dict[str, Any]:
-        sizes = {"max_model_len": self.llm.max_model_len, "max_logprobs": self.config.max_logprobs}
-        card = {"id": name, "object": "model", "created": self.started, "owned_by": "tinygpt"}
-        return card | {"root": self.model_name, "parent": None} | sizes
-
-    async def health(self) -> Response:
-        """Return whether new requests are taken."""
-        if self.is_draining:
-            return JSONResponse({"status": "draining"}, 503, {"connection": "close"})
-        return _json({"status": "ok"})
-
-    async def prometheus(self) -> Response:
-        """Return the metrics."""
-        return Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
-
-    async def version(self) -> Response:
-        """Return the version of tinygpt."""
-        return _json({"version": tinygpt.__version__})
+        return await json_large({"scores": (record_to_json(each) for [each] in found)})
 
 
 async def _read(request: Request, read: Callable[[], Result]) -> Result:
@@ -459,11 +397,3 @@ async def _read(request: Request, read: Callable[[], Result]) -> Result:
 def _listed(given: Any) -> list[Any]:
     """Return the prompts of a text, a list of ids, or a list of either."""
     return given if isinstance(given, list) and not isinstance(given[0], int) else [given or ""]
-
-
-async def _large(value: dict[str, Any]) -> Response:
-    return Response(await whole(json_parts(value)), media_type="application/json")
-
-
-def _json(value: dict[str, Any]) -> Response:
-    return Response(to_json(value), media_type="application/json")

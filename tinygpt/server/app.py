@@ -28,6 +28,7 @@ from tinygpt.errors import suggest
 from tinygpt.llm import LLM
 from tinygpt.server import protocol
 from tinygpt.server.api import Api, ServerConfig
+from tinygpt.server.facts import Facts
 from tinygpt.server.replies import BUG, ApiError, from_validation, respond
 from tinygpt.server.work import JsonRoute
 
@@ -46,6 +47,7 @@ STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     """Return an app for any ASGI server. The caller closes the LLM."""
     api = Api(llm, config)
+    facts = Facts(api)
     app = FastAPI(title="tinygpt", version=tinygpt.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.api = api
@@ -58,20 +60,20 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         ("/v1/score", api.score),
         ("/classify", api.classify),
         ("/score_continuations", api.score_continuations),
-        ("/tokenize", api.tokenize),
-        ("/detokenize", api.detokenize),
+        ("/tokenize", facts.tokenize),
+        ("/detokenize", facts.detokenize),
     ):
         is_streamed = handle in (api.completions, api.chat, api.responses, api.generate)
         app.post(path, responses=REFUSED | (STREAMED if is_streamed else {}))(api.checked(handle))
     for path, handle in (
-        ("/v1/models", api.models),
-        ("/tokenizer_info", api.tokenizer_info),
-        ("/health", api.health),
-        ("/version", api.version),
+        ("/v1/models", facts.models),
+        ("/tokenizer_info", facts.tokenizer_info),
+        ("/health", facts.health),
+        ("/version", facts.version),
     ):
         app.get(path, responses=REFUSED)(handle)
-    app.get("/metrics", responses=REFUSED, response_class=PlainTextResponse)(api.prometheus)
-    app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(api.model)
+    app.get("/metrics", responses=REFUSED, response_class=PlainTextResponse)(facts.prometheus)
+    app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(facts.model)
     app.get("/", include_in_schema=False)(page)
     app.openapi = partial(_openapi, app)
     app.add_middleware(Gate, api=api, paths=frozenset(route.path for route in app.routes))

@@ -74,6 +74,14 @@ async def whole(parts: Iterable[str]) -> bytes:
     return b"".join([part async for part in in_turns(parts)])
 
 
+def json_reply(value: dict[str, Any]) -> Response:
+    return Response(to_json(value), media_type="application/json")
+
+
+async def json_large(value: dict[str, Any]) -> Response:
+    return Response(await whole(json_parts(value)), media_type="application/json")
+
+
 def event(value: dict[str, Any]) -> str:
     return f"data: {to_json(value)}\n\n"
 
