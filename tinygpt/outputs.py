@@ -5,7 +5,7 @@ import operator
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass
 from queue import SimpleQueue
@@ -94,6 +94,23 @@ class ContinuationScore:
                 groups.append([])
             groups[-1].append((text, logprob))
         return [Word("".join(t for t, _ in group), sum(p for _, p in group), len(group)) for group in groups]
+
+
+class Logprob(NamedTuple):
+    """vLLM's entry of a token. rank: from 1; None below the most probable tokens that were asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+def ranked(logprobs: Mapping[int, float], count: int, decode: Callable[[list[int]], str]) -> dict[int, Logprob]:
+    """Return vLLM's entries of an element of `logprobs` or `prompt_logprobs`.
+
+    count: the request's number of log probabilities, -1 for all. decode: the tokenizer's.
+    """
+    numbered = enumerate(logprobs.items(), 1)
+    return {i: Logprob(value, n if n <= count or count < 0 else None, decode([i])) for n, (i, value) in numbered}
 
 
 def bits(logprob: float) -> float:

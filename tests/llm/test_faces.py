@@ -10,6 +10,7 @@ import pytest
 from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
+from tinygpt.outputs import ranked
 
 PROMPT = "Once upon a time"
 
@@ -129,3 +130,18 @@ def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
     assert tokenizer([PROMPT, ""]) == {"input_ids": [ids, []], "attention_mask": [[1] * len(ids), []]}
     split = tokenizer("<|endoftext|>", split_special_tokens=True)["input_ids"]
     assert split == tokenizer.encode("<|endoftext|>", split_special_tokens=True) != [EOS]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, -1])
+def test_log_probabilities_with_rank_and_text_as_vllms(llm, ids, count):
+    params = {"max_tokens": 4, "temperature": 1.0, "seed": 3}
+    sample = llm.generate(ids, logprobs=count, **params)[0].outputs[0]
+    [everything] = llm.generate(ids, logprobs=-1, **params)
+    entries = zip(sample.logprobs, everything.outputs[0].logprobs, strict=True)
+    for entry, whole in entries:
+        found = ranked(entry, count, llm.tokenizer.decode)
+        assert {i: each.logprob for i, each in found.items()} == entry
+        assert all(each.decoded_token == llm.tokenizer.decode([i]) for i, each in found.items())
+        before = {i: sum((value, -j) > (entry[i], -i) for j, value in whole.items()) for i in [*entry][:20]}
+        expected = {i: 1 + n if n < count or count < 0 else None for i, n in before.items()}
+        assert {i: found[i].rank for i in expected} == expected
