@@ -100,10 +100,9 @@ def versions() -> dict[str, Any]:
     device = devices.the_device()  # first: its error says how to install numba-cuda
     from cuda.bindings import driver, nvjitlink
 
-    gpu = cuda.get_current_device()
     return {
-        "GPU": gpu.name if isinstance(gpu.name, str) else gpu.name.decode(),
-        "compute capability": gpu.compute_capability,
+        "GPU": device.name,
+        "compute capability": device.capability,
         "multiprocessors": device.multiprocessors,
         "free GiB": round(device.free_bytes() / 2**30, 1),
         "driver's CUDA": driver.cuDriverGetVersion()[1],

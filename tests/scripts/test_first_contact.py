@@ -9,7 +9,7 @@ import pytest
 
 from scripts.gpu import first_contact
 from support.cuda_compile import compile_kernel
-from support.cuda_device import SimulatedDevice, why_no_gpu
+from support.cuda_device import SimulatedDevice, on_a_gpu, why_no_gpu
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM
 from tinygpt.kernels.cuda.runtime import device as devices
@@ -17,7 +17,7 @@ from tinygpt.kernels.cuda.runtime.peak import read_kernel
 
 SMALL = {
     "mma": first_contact.mma,
-    "grant": lambda device: first_contact.grant(device, kib=1),
+    "grant": lambda device: first_contact.grant(device, kib=60),
     "graph": lambda device: first_contact.graph(device, nodes=3, blocks=2, threads=32),
     "read": lambda device: first_contact.read(device, kib=64, loads=2),
     "gemv": lambda device: first_contact.gemv(device, weights=9 * 128, widths=(64, 128)),
@@ -34,6 +34,20 @@ def device(monkeypatch) -> SimulatedDevice:
 @pytest.mark.parametrize("item", SMALL)
 def test_a_simulated_gpu_passes(device, item):
     SMALL[item](device)
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("item", SMALL)
+def test_a_gpu_passes(item):
+    SMALL[item](devices.the_device())
+
+
+@on_a_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", first_contact.LIMITS)
+def test_a_gpu_passes_with_a_small_model(dtype, tmp_path):
+    first_contact.decode(str(write_one_layer(tmp_path, 40)), dtype, prompt=20, steps=9, repeats=1)
 
 
 def test_a_product_that_is_wrong_is_no_result(device, monkeypatch):

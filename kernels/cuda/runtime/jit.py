@@ -1,4 +1,9 @@
-"""Compilation of CUDA kernels, their files on disk, and a machine's requirements."""
+"""Compilation of CUDA kernels, their files on disk, and a machine's requirements.
+
+Three modules use what numba-cuda does not promise: this one the dispatcher's `_cache`, `_Kernel._rebuild` and
+`_reduce_states`, `serialize`, `cudadrv.libs` and `cudadrv.nvvm`; ptx.py `intrinsic`, llvmlite's builder, `cgutils` and
+`ConfigStack`; device.py `compile`, `_codelibrary.get_cufunc`, `device_memset` and `config`.
+"""
 
 import functools
 import hashlib

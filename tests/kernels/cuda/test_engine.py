@@ -82,6 +82,16 @@ def test_tokens_are_the_references_on_a_gpu(model, fields):
 
 @on_a_gpu
 @pytest.mark.gpu
+def test_a_gpu_says_what_it_is():
+    device = devices.the_device()
+    assert "GPU" in device.name or "NVIDIA" in device.name
+    assert device.capability >= (7, 5)
+    assert device.shared_bytes >= 64 << 10
+    assert device.multiprocessors > 0
+
+
+@on_a_gpu
+@pytest.mark.gpu
 def test_two_models_run_in_two_threads_on_a_gpu():
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=2)
     with LLM("demo", device="cuda", dtype="bfloat16") as one, LLM("demo", device="cuda", dtype="int8") as other:

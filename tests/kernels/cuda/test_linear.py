@@ -14,6 +14,7 @@ from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     Norm,
+    fused_block_bytes,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
@@ -231,6 +232,7 @@ def test_everything_stays_in_registers(dtype, epilogue):
             assert compiled.spilled == compiled.stack == 0
             assert compiled.registers <= registers
             assert compiled.ptx.count("mma.sync") == 8
+            assert compiled.shared_bytes + fused_shared_bytes(columns // 64) == fused_block_bytes(columns)
             assert loads_at_once(compiled.ptx) >= columns // 64
 
 

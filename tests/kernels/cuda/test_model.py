@@ -188,3 +188,16 @@ def test_what_is_not_given_is_zero():
     parts = PARTS.split(whole)
     assert parts["seeds"].tolist() == [2**63 + 1, 5]
     assert parts["rows"].tolist() == [-1, 0, 0]
+
+
+def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):
+    launched, launch = [], device.launch
+    monkeypatch.setattr(device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b))
+    checkpoint, logits = Random(n_embd=64, n_layer=1), []
+    for shared_bytes in (227 << 10, 1 << 10):
+        device.shared_bytes = shared_bytes
+        logits.append(cuda_model(checkpoint, "bfloat16").forward([[3]], [0], [1]))
+    assert (logits[0] == logits[1]).all()
+    names = [kernel.py_func.__name__ for kernel in launched]
+    assert names.count("normed_linear") == 2  # QKV and c_fc, once
+    assert names.count("layer_norm") == 1 + 3  # before the head, and of the second model each
