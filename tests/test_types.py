@@ -37,6 +37,10 @@ llm.generate(dicts, [SamplingParams(), SamplingParams(stop="x")])
 llm.generate(np.array([1, 2]))
 llm.generate(llm.read_prompt("x"), max_tokens=3)
 prompt: PromptType = {"prompt_token_ids": [1]}
+class Pet:
+    @classmethod
+    def model_json_schema(cls) -> dict[str, object]: return {}
+SamplingParams(guided_json=Pet, logit_bias={5: 1}, stop_token_ids={3, 4}, bad_words_ids=[[1, 2]])
 llm.generate(3)  # wrong
 llm.generate([3.5])  # wrong
 llm.generate("x", 7)  # wrong

@@ -289,7 +289,7 @@ class SamplingParams:
         None, rules.ALTERNATIVES, "TEXT", "exactly this text; given several times, one of them", GUIDED
     )
     guided_regex: str | None = option(None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED)
-    guided_json: str | Mapping[str, Any] | None = option(
+    guided_json: str | Mapping[str, Any] | type[Any] | None = option(
         None, rules.JSON_SCHEMA, "SCHEMA", 'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
     )
     guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "this grammar, Lark's or GBNF", GUIDED)
