@@ -95,6 +95,6 @@ def is_rare_edit(processors) -> np.ndarray:
     """Return a mask (P,) of rows that only the reference can process."""
     p = processors
     is_rare = (p.no_repeat_ngram_size > 0) | np.array([dry is not None for dry in p.dry])
-    for bounds in (p.word_bounds, p.allowed_ids.bounds, p.forbidden_ids.bounds):
+    for bounds in (p.allowed_ids.bounds, p.forbidden_ids.bounds):
         is_rare = is_rare | (np.diff(bounds) > 0)
     return is_rare

@@ -22,8 +22,6 @@ def process_row(scores, processors, i):
     penalize_presence(scores, new_token_ids, p.frequency_penalty[i], p.presence_penalty[i])
     penalize_repeats(scores, token_ids, p.dry[i])
     forbid_ngrams(scores, token_ids, p.no_repeat_ngram_size[i])
-    for word in range(p.word_bounds[i], p.word_bounds[i + 1]):
-        forbid_word(scores, token_ids, p.words.part(word))
     allow(scores, p.allowed_ids.part(i))
     scores[p.forbidden_ids.part(i)] = -np.inf
 
@@ -92,12 +90,6 @@ def forbid_ngrams(scores, token_ids, size):
     begun = token_ids[token_ids.size - size + 1 :]
     repeated = np.all(windows[:, :-1] == begun, axis=1)
     scores[windows[repeated, -1]] = -np.inf
-
-
-def forbid_word(scores, token_ids, word):
-    begun = word[:-1]
-    if token_ids.size >= begun.size and np.array_equal(token_ids[token_ids.size - begun.size :], begun):
-        scores[word[-1]] = -np.inf
 
 
 def allow(scores, token_ids):

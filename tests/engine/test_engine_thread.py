@@ -152,11 +152,8 @@ def test_samples_share_the_lists_of_their_request_until_it_ends(llm):
         gate.wait_until_asked(3)
         (edits,) = sampler._edits.values()
         assert {id(sequence.sampling_state.edits) for sequence in llm.engine.scheduler.running} == {id(edits)}
-        assert [ids.tolist() for ids in (edits.allowed_ids, edits.suppressed_ids, edits.words[0])] == [
-            [5, 6],
-            [7],
-            [6, 6],
-        ]
+        lists = edits.allowed_ids, edits.suppressed_ids, edits.last_ids[(6,)]
+        assert [ids.tolist() for ids in lists] == [[5, 6], [7], [6]]
         del edits
         gate.allow(9)
         future.result(SECONDS)

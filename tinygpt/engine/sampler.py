@@ -69,8 +69,6 @@ class Processors(NamedTuple):
     dry: list[Dry | None]
     bias_ids: Ragged  # int32
     biases: Ragged  # float32, one for each of bias_ids
-    words: Ragged  # int32, the ids of each forbidden word, of all rows
-    word_bounds: np.ndarray  # (P + 1,) int64: the i-th row has words[word_bounds[i]:word_bounds[i + 1]]
     allowed_ids: Ragged  # int32; empty: all may come
     forbidden_ids: Ragged  # int32
 
@@ -82,13 +80,18 @@ class Edits:
         self.params = params  # alive, so that no others have its `id`
         self.bias_ids = _ids(token_id for token_id, _ in params.logit_bias)
         self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
-        self.words = [_ids(word) for word in params.bad_words_ids if word not in {(i,) for i in eos_token_ids}]
+        last: dict[tuple[int, ...], dict[int, None]] = {}
+        for *beginning, token_id in params.bad_words_ids:
+            if beginning or token_id not in eos_token_ids:
+                last.setdefault(tuple(beginning), {})[token_id] = None
+        self.last_ids = {beginning: _ids(ids) for beginning, ids in last.items()}  # of bad words, by all ids before it
+        self.beginning_sizes = {*map(len, last)}
         self.allowed_ids = _ids(dict.fromkeys(params.allowed_token_ids or ()))
         self.suppressed_ids = _ids(dict.fromkeys(params.suppress_tokens))
         ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
         ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
         self.forbidden_at_first = np.concatenate((self.suppressed_ids, ends))  # until there are min_tokens
-        self.is_any = bool(self.words or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size)
+        self.is_any = bool(last or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size)
 
 
 class SamplingState:
@@ -105,7 +108,7 @@ class SamplingState:
             sizes = params.dry_allowed_length, params.dry_penalty_last_n
             self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.dry_breakers)
         has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
-        self._uses_history = bool(has_penalties or any(word.size > 1 for word in edits.words))
+        self._uses_history = bool(has_penalties or any(edits.beginning_sizes))
         self.is_processed = self._uses_history or edits.is_any
         self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
         self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
@@ -135,8 +138,12 @@ class SamplingState:
 
     @property
     def forbidden_ids(self) -> np.ndarray:
-        is_first = self._num_new < self.params.min_tokens
-        return self.edits.forbidden_at_first if is_first else self.edits.suppressed_ids
+        """The suppressed tokens, and the last token of each forbidden word that the text ends with but for it."""
+        edits, size = self.edits, len(self._history)
+        ids = edits.forbidden_at_first if self._num_new < self.params.min_tokens else edits.suppressed_ids
+        begun = [tuple(self._history[size - count :]) for count in edits.beginning_sizes if count <= size]
+        found = [edits.last_ids[beginning] for beginning in begun if beginning in edits.last_ids]
+        return np.concatenate((ids, *found)) if found else ids
 
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
@@ -147,7 +154,6 @@ def warpers_of(params: SamplingParams) -> tuple[float, ...]:
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
     repetition, frequency, presence = np.array([s.penalties for s in states], np.float32).T.copy()
-    words = [word for s in states for word in s.edits.words]
     return Processors(
         rows=np.array(rows, np.int64),
         token_ids=Ragged.of([s.token_ids for s in states]),
@@ -159,8 +165,6 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         dry=[s.dry for s in states],
         bias_ids=Ragged.of([s.edits.bias_ids for s in states]),
         biases=Ragged.of([s.edits.biases for s in states]),
-        words=Ragged.of(words) if words else Ragged(_NO_IDS, np.zeros(1, np.int64)),
-        word_bounds=np.cumsum([0, *(len(s.edits.words) for s in states)]),
         allowed_ids=Ragged.of([s.edits.allowed_ids for s in states]),
         forbidden_ids=Ragged.of([s.forbidden_ids for s in states]),
     )

@@ -23,7 +23,6 @@ def ragged(arrays, dtype=np.int32):
 
 def processors_of(rows):
     """Return Processors of rows, each a dict of settings; a missing one is off."""
-    words = [word for row in rows for word in row.get("words", [])]
     return Processors(
         rows=np.array([row["row"] for row in rows]),
         token_ids=ragged([row.get("token_ids", []) for row in rows]),
@@ -32,10 +31,9 @@ def processors_of(rows):
         frequency_penalty=np.array([row.get("frequency_penalty", 0) for row in rows], np.float32),
         presence_penalty=np.array([row.get("presence_penalty", 0) for row in rows], np.float32),
         no_repeat_ngram_size=np.array([row.get("no_repeat_ngram_size", 0) for row in rows]),
+        dry=[None] * len(rows),
         bias_ids=ragged([list(row.get("bias", {})) for row in rows]),
         biases=ragged([list(row.get("bias", {}).values()) for row in rows], np.float32),
-        words=ragged(words) if words else Ragged(np.zeros(0, np.int32), np.zeros(1, np.int64)),
-        word_bounds=np.cumsum([0, *(len(row.get("words", [])) for row in rows)]),
         allowed_ids=ragged([row.get("allowed", []) for row in rows]),
         forbidden_ids=ragged([row.get("forbidden", []) for row in rows]),
     )
@@ -72,7 +70,6 @@ CASES = [
     {"frequency_penalty": 0.3, "num_prompt_tokens": 7},
     {"presence_penalty": -1.7, "num_prompt_tokens": 7},
     {"no_repeat_ngram_size": 3},
-    {"words": [[7], [3, 1, 0], [1, 30]]},
     {"allowed": [2, 3, 3, 28]},
     {"forbidden": [0, 5, 5, 36]},
 ]
@@ -100,7 +97,6 @@ def rows_of_processors(draw):
     token_ids = draw(st.lists(IDS, max_size=90))
     rare = {
         "no_repeat_ngram_size": draw(st.integers(0, 4)),
-        "words": draw(st.lists(st.lists(IDS, min_size=1, max_size=3), max_size=4)),
         "allowed": draw(st.just([]) | st.lists(IDS, max_size=9)),
         "forbidden": draw(st.lists(IDS, max_size=3)),
     }
