@@ -7,6 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
+DTYPE_ALIASES = {
+    **dict.fromkeys(("f32", "fp32", "float"), "float32"),
+    **dict.fromkeys(("f16", "fp16", "half"), "float16"),
+    "bf16": "bfloat16",
+}
 STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
 # Every spelling of an implemented function, and the function.
 ACTIVATIONS = {
@@ -17,6 +22,12 @@ ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     "tanh": "tanh",
 }
+
+
+def dtype_name(value: Any) -> str:
+    """Return our name of a dtype that is named as in another program, or is torch's own."""
+    name = str(value).strip().lower().removeprefix("torch.")
+    return DTYPE_ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,10 @@ TOKENIZER_FILES = (
 )
 CONFIG_FILES = ("config.json", "generation_config.json")
 TENSOR_NAMES = "tensor_names.json"  # transformers' names by the files' names, if they differ
+# PEFT's, in its order; early versions wrote the last.
+ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+# Of files of weights, and of no Hub id.
+SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
 MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # in a file's place in a clone without Git LFS
@@ -32,6 +36,12 @@ def how_to_replace(path: Path, what: str = "it") -> str:
     if any((folder / name).exists() for name in (PACKED_FILE, PREPARED_FILE)):
         return "convert the original checkpoint again"
     return f"download {what} again"
+
+
+def looks_local(name: str) -> bool:
+    """Return whether a name is a path, there or not, and no name on the Hub such as owner/name/file.gguf."""
+    is_file = Path(Path(name).parts[0]).is_dir() if name.count("/") > 1 else name.lower().endswith(SUFFIXES)
+    return name.startswith(("/", "./", "../", "~")) or "\\" in name or is_file
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -1,23 +1,21 @@
-"""From the name that a user gives to the checkpoint; a Hub id goes through huggingface_hub."""
+"""From the name that a user gives to the checkpoint; `hub` downloads those of the Hub."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
-from tinygpt.weights.adapters.files import CONFIG as ADAPTER_CONFIG
 from tinygpt.weights.adapters.files import refuse_adapter
 from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError, describe, listed
-from tinygpt.weights.files import CONFIG_FILES, PACKED_FILE, TENSOR_NAMES, TOKENIZER_FILES
+from tinygpt.weights.files import PACKED_FILE, looks_local
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 DEMO = Path(__file__).resolve().parent / "demo"
-# Of files of weights, and of no Hub id.
-SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 
 
 def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | PackedCheckpoint:
-    """Open "demo", a local folder or file, converted or not, a Hub id, or "random:SHAPE".
+    """Open "demo", a local folder or file, converted or not, a Hub name, or "random:SHAPE".
 
     Raise one CheckpointError for all that is wrong.
     """
@@ -32,7 +30,10 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
 
 
 def resolve(model: str | os.PathLike[str]) -> Path:
-    """Return the path of "demo", a local folder or file, or a Hub id, which is downloaded. Raise CheckpointError."""
+    """Return the path of "demo", a local folder or file, or of a Hub model, which is downloaded. Raise CheckpointError.
+
+    A Hub model is an id such as "gpt2", id@revision, id/folder, id/file.gguf, id:q8_0, or one of these as a URL.
+    """
     if not isinstance(model, (str, os.PathLike)) or not str(model):
         raise CheckpointError(f"model is {model!r} and must be 'demo', a local folder or file, or a Hub id.")
     if _is_demo(model):
@@ -42,12 +43,24 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     try:
         path = _local_path(model)
         if path is None:
+            from tinygpt.weights.hub import download  # rarely needed
+
             path = download(str(model))
         refuse_adapter(path, str(model))
         _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error
     return path.parent if path.name == PACKED_FILE else path
+
+
+def with_revision(model: str, revision: str) -> str:
+    """Return the name of a revision of a Hub model. Raise CheckpointError for another model, or a second revision."""
+    from tinygpt.weights.hub import parse
+
+    is_hub = not (_is_demo(model) or is_random(model)) and _local_path(model) is None
+    if not is_hub or parse(model).revision is not None:
+        raise CheckpointError(f"revision is {revision!r} and the model is {model}: a Hub model has one revision.")
+    return str(replace(parse(model), revision=revision))
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:
@@ -61,8 +74,7 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
         return path
     if path.exists():
         raise CheckpointError(f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder or a file.")
-    is_local = text.startswith(("/", "./", "../", "~")) or text.lower().endswith(SUFFIXES)
-    if not isinstance(model, str) or is_local or text.count("/") > 1 or "\\" in text:
+    if not isinstance(model, str) or looks_local(text):
         raise CheckpointError(f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
     return None
 
@@ -80,46 +92,3 @@ def _check_is_checkpoint(folder: Path) -> None:
         f"{folder} is no checkpoint: it must hold config.json, {' or '.join(FILES)}, and the tokenizer's files, and "
         f"{describe(folder)}.{hint}"
     )
-
-
-def download(repo_id: str) -> Path:
-    """Return the local folder of a Hub checkpoint. Raise CheckpointError.
-
-    Safetensors are preferred to pytorch_model.bin. Of an adapter, only the configuration is fetched.
-    """
-    from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
-
-    folder = Path()
-    for name in FILES:
-        folder = _fetch(repo_id, [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES, name, name + INDEX])
-        if (folder / name).exists():
-            break
-        if (folder / (name + INDEX)).exists():
-            _fetch(repo_id, sorted(set(shard_of_each_tensor(folder / (name + INDEX)).values())))
-            break
-    if not any((folder / name).exists() for name in ("config.json", ADAPTER_CONFIG)):
-        raise CheckpointError(f"{repo_id} on the Hub has no config.json: it is no checkpoint that can be loaded.")
-    return folder
-
-
-def _fetch(repo_id: str, names: list[str]) -> Path:
-    import huggingface_hub  # slow to import, and only a Hub id needs it
-    from huggingface_hub import constants, utils
-
-    is_offline = constants.HF_HUB_OFFLINE
-    cannot = "HF_HUB_OFFLINE forbids downloads" if is_offline else f"{constants.ENDPOINT} cannot be reached"
-    log_in = "log in with `hf auth login`"
-    reasons = {  # by classes of errors, the narrower ones first
-        utils.HFValidationError: "is neither a local folder nor a Hub id such as 'openai-community/gpt2'",
-        utils.GatedRepoError: f"on the Hub asks for consent to its terms: accept them there and {log_in}",
-        utils.RepositoryNotFoundError: "is no local folder and there is no such model on the Hub, or it is private: "
-        f"check the spelling, or {log_in}",
-        utils.LocalEntryNotFoundError: f"is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; "
-        f"{cannot}",
-    }
-    try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=names))
-    except Exception as error:  # the network library's own errors differ with huggingface_hub's version
-        failed = f"cannot be downloaded from the Hub ({error}): try again"
-        reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), failed)
-        raise CheckpointError(f"{repo_id!r} {reason}.") from error

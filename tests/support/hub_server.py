@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,7 +13,7 @@ LARGE = (".safetensors", ".bin", ".h5")  # kept elsewhere by the Hub, which redi
 
 
 class HubServer:
-    """Serves `folders` by repository id while it is entered as a context.
+    """Serves `folders` by repository id, or id@branch, while it is entered as a context.
 
     `gated` ids show themselves but not their files. `requests` lists what was asked for: ("GET", "/path").
     """
@@ -55,13 +56,21 @@ class _Handler(BaseHTTPRequestHandler):
         repo = next((repo for repo in hub.folders if rest == repo or rest.startswith(repo + "/")), None)
         if repo is None:
             self._fail(401, "RepoNotFound")
-        elif kind == "/api/models/":
-            self._describe(repo, hub.folders[repo], is_tree="/tree/" in rest)
+            return
+        found = re.fullmatch(r"/(revision|tree|resolve)/([^/?]+)/?(.*)", rest.removeprefix(repo))
+        what, revision, name = found.groups() if found else ("", "main", "")
+        branches = [key for key in hub.folders if key.startswith(f"{repo}@")]
+        branch = next((key for key in branches if revision in (key.partition("@")[2], _commit(key))), None)
+        if branch is None and revision not in ("main", COMMIT):
+            self._fail(404, "RevisionNotFound")
+            return
+        folder, self.commit = hub.folders[branch or repo], _commit(branch) if branch else COMMIT
+        if kind == "/api/models/":
+            self._describe(repo, folder, is_tree=what == "tree")
         elif repo in hub.gated:
             self._fail(401, "GatedRepo")
         else:
-            name = rest.removeprefix(repo + "/").removeprefix(f"resolve/{COMMIT}/").removeprefix("resolve/main/")
-            self._file(hub.folders[repo] / name, None if kind == "/cdn/" else f"{hub.url}/cdn/{repo}/{name}")
+            self._file(folder / name, None if kind == "/cdn/" else f"{hub.url}/cdn{path}")
 
     do_HEAD = do_GET
 
@@ -70,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         value = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": _digest(p)} for n, p in files.items()]
         if not is_tree:
             siblings = [{"rfilename": name} for name in files]
-            value = {"id": repo, "modelId": repo, "sha": COMMIT, "private": False, "siblings": siblings}
+            value = {"id": repo, "modelId": repo, "sha": self.commit, "private": False, "siblings": siblings}
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
 
     def _file(self, path: Path, elsewhere: str | None) -> None:
@@ -80,9 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
         etag, data = f'"{_digest(path)}"', path.read_bytes()
         if elsewhere and path.name.endswith(LARGE):
             linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data)), "Location": elsewhere}
-            self._send(302, b"", {"X-Repo-Commit": COMMIT, **linked})
+            self._send(302, b"", {"X-Repo-Commit": self.commit, **linked})
         else:
-            self._send(200, data, {"X-Repo-Commit": COMMIT, "ETag": etag})
+            self._send(200, data, {"X-Repo-Commit": self.commit, "ETag": etag})
 
     def _fail(self, status: int, code: str) -> None:
         self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
@@ -94,6 +103,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(data)
+
+
+def _commit(branch: str) -> str:
+    return hashlib.sha1(branch.encode()).hexdigest()
 
 
 def _digest(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 import contextlib
 import io
+import json
 import os
+import subprocess
 import sys
 import warnings
 
@@ -10,11 +12,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from support.apart import told
-from support.hub_server import HubServer
+from support.hub_server import HubServer, _commit
+from support.paths import DEMO, ROOT
+from support.processes import run_process
 from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
 from support.torch_files import torch_bytes
+from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.files import looks_local
+from tinygpt.weights.open import open_checkpoint, with_revision
 
 BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
 UNWANTED = ("tf_model.h5", "README.md", ".gitattributes", "onnx/model.safetensors", "training_args.bin")
@@ -48,7 +54,8 @@ def open_models(tell, folder, environment, models):
             except CheckpointError as error:
                 answers.append({"error": str(error)})
             else:
-                files = sorted(path.name for path in checkpoint.path.iterdir())
+                path = checkpoint.path
+                files = [path.name] if path.is_file() else sorted(path.name for path in path.iterdir())
                 answers.append({"files": files, "bias": checkpoint.tensor("ln_f.bias").tolist()})
     tell((answers, stderr.getvalue()))
 
@@ -148,6 +155,120 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
     assert "cannot be reached" in unreachable
 
 
+def values(home, endpoint, models, **environment):
+    """The first element of ln_f.bias in each model."""
+    return [found.get("bias", [found])[0] for found in opened_all(home, endpoint, models, **environment)[0]]
+
+
+def of_value(folder, value):
+    """A checkpoint whose ln_f.bias is this number."""
+    write_checkpoint(folder)
+    tensors = random_tensors()
+    tensors["transformer.ln_f.bias"][:] = value
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def gguf_folder(folder, files):
+    """GGUF files by name, whose ln_f.bias is a number."""
+    folder.mkdir()
+    (folder / "README.md").write_text("x")
+    for name, value in files.items():
+        made = folder.parent / f"{folder.name}-{value}"
+        assert (
+            main(["convert", str(of_value(folder.parent / f"of-{value}", value)), str(made), "--to", "gguf", "-q"]) == 0
+        )
+        (folder / name).parent.mkdir(exist_ok=True)
+        next(made.glob("*.gguf")).rename(folder / name)
+    return folder
+
+
+def test_a_revision_a_folder_and_a_url(tmp_path):
+    folders = {"owner/tiny": of_value(tmp_path / "main", 1), "owner/tiny@v1": of_value(tmp_path / "v1", 2)}
+    of_value(tmp_path / "main" / "step-5", 3)
+    names = {
+        "owner/tiny": 1,
+        "owner/tiny@v1": 2,
+        f"owner/tiny@{_commit('owner/tiny@v1')}": 2,
+        "owner/tiny/step-5": 3,
+        "https://huggingface.co/owner/tiny": 1,
+        "https://huggingface.co/owner/tiny/tree/v1": 2,
+        "https://huggingface.co/owner/tiny/tree/main/step-5/": 3,
+        "https://huggingface.co/owner/tiny/blob/v1/model.safetensors": 2,
+        "hf://owner/tiny@v1": 2,
+    }
+    home = tmp_path / "home"
+    with HubServer(folders) as hub:
+        assert values(home, hub.url, names) == [*names.values()]
+        (wrong,), _ = opened_all(home, hub.url, ["owner/tiny@v2"])
+        assert "'owner/tiny' on the Hub has no revision 'v2'" in wrong["error"]
+        hub.requests.clear()
+        assert values(home, hub.url, names, HF_HUB_OFFLINE="1") == [*names.values()]
+        assert hub.requests == []
+
+
+def test_a_gguf_file_by_its_name_or_its_quantization(tmp_path):
+    files = {"tiny.Q8_0.gguf": 1, "tiny.Q4_K_M.gguf": 2, "f32/tiny-f32.gguf": 3}
+    folders = {"owner/tiny-GGUF": gguf_folder(tmp_path / "many", files)}
+    folders["owner/one"] = gguf_folder(tmp_path / "one", {"only.gguf": 4})
+    names = {
+        "owner/tiny-GGUF:q8_0": 1,
+        "owner/tiny-GGUF/tiny.Q4_K_M.gguf": 2,
+        "owner/tiny-GGUF/f32": 3,
+        "owner/one": 4,
+        "https://huggingface.co/owner/tiny-GGUF/resolve/main/tiny.Q8_0.gguf?download=true": 1,
+    }
+    home = tmp_path / "home"
+    with HubServer(folders) as hub:
+        assert values(home, hub.url, names) == [*names.values()]
+        assert "README.md" not in hub.downloaded()
+        wrong, _ = opened_all(home, hub.url, ["owner/tiny-GGUF", "owner/tiny-GGUF:q4_k", "owner/one/no.gguf"])
+        several, none, absent = (answer["error"] for answer in wrong)
+        assert "owner/tiny-GGUF has 3 GGUF files among f32/tiny-f32.gguf, tiny.Q4_K_M.gguf" in several
+        assert "has 0 files of 'q4_k' among" in none
+        assert absent == "owner/one on the Hub has no no.gguf."
+        assert values(home, hub.url, names, HF_HUB_OFFLINE="1") == [*names.values()]
+
+
+def test_an_adapter_by_its_id(tmp_path):
+    write_json(made(tmp_path / "lora") / "adapter_config.json", {"peft_type": "LORA", "r": 1})
+    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"wanted")
+    (tmp_path / "lora" / "README.md").write_text("x")
+    code = "from tinygpt.weights.adapters.files import existing_path; print(*existing_path('o/a').iterdir(), sep='\\n')"
+    with HubServer({"o/a": tmp_path / "lora"}) as hub:
+        env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
+        result = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+        found = sorted(line.rpartition("/")[2] for line in result.stdout.split())
+        assert found == ["adapter_config.json", "adapter_model.safetensors"]
+        listed = run_process("info", "--cached", "--json", env=env)
+        (model,) = json.loads(listed.stdout)["models"]
+        assert (model["id"], model["revisions"], model["files"]) == ("o/a", ["main"], 2)
+        assert b"o/a" in run_process("info", "--cached", env=env).stdout
+
+
+@pytest.mark.parametrize("model", ["demo", "random:tiny", "gpt2@main", str(DEMO)])
+def test_a_revision_is_one_of_a_hub_model(model):
+    with pytest.raises(CheckpointError, match="revision is 'v1' and the model is"):
+        with_revision(model, "v1")
+
+
+def test_a_revision_is_part_of_the_name():
+    assert with_revision("owner/tiny/f32", "v1") == "owner/tiny@v1/f32"
+    assert with_revision("https://huggingface.co/gpt2", "v1") == "gpt2@v1"
+
+
+@pytest.mark.parametrize("name", ["no/such/model.gguf", "./owner/tiny", "~/tiny", "model.gguf", "a\\b", "/a/b/c"])
+def test_a_path_is_no_name_on_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "no")
+    assert looks_local(name)
+
+
+def made(folder):
+    folder.mkdir()
+    return folder
+
+
 def test_an_adapter_is_told_where_it_belongs(tmp_path):
     """Of its files only those are downloaded that say what it is."""
     folders = {"owner/lora": tmp_path / "lora", "owner/other": tmp_path / "other"}
@@ -160,7 +281,7 @@ def test_an_adapter_is_told_where_it_belongs(tmp_path):
         assert hub.downloaded() == ["adapter_config.json"]
     assert lora == (
         "owner/lora is an adapter of the type 'LORA', and no checkpoint: give the checkpoint that it was trained for, "
-        "'gpt2', as the model, and its local folder as --lora."
+        "'gpt2', as the model, and owner/lora as --lora."
     )
     assert other.endswith("as the model, and no adapter, as such ones are not implemented.")
 

@@ -9,16 +9,14 @@ from typing import Any
 from tinygpt.weights.containers.mapped_file import STORED_AS, Container, StoredTensor
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError, describe, listed, shown
-from tinygpt.weights.files import read_json_object
+from tinygpt.weights.files import ADAPTER_CONFIG as CONFIG
+from tinygpt.weights.files import ADAPTER_FILES as FILES
+from tinygpt.weights.files import looks_local, read_json_object
 
-CONFIG, MODEL_CONFIG = "adapter_config.json", "config.json"
+MODEL_CONFIG = "config.json"
 SOFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 MAX_CONFIG = 2**18  # bytes: each regular expression takes time; GPT-2 1.5B's names are 6 000
 MAX_NAME = 500  # characters of a tensor's name, whose parts are matched
-
-
-# In PEFT's order; early versions wrote the second.
-FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ def refuse_adapter(path: Path, given: str) -> None:
     config = _read_config(folder)
     kind, base = config.get("peft_type"), config.get("base_model_name_or_path")
     place = {"LORA": "--lora", **dict.fromkeys(SOFT_PROMPTS, "--soft-prompt")}.get(str(kind))
-    use = f"its local folder as {place}" if place else "no adapter, as such ones are not implemented"
+    use = f"{given} as {place}" if place else "no adapter, as such ones are not implemented"
     base = f", {shown(base)}," if base else ""
     raise CheckpointError(
         f"{given} is an adapter of the type {shown(kind)}, and no checkpoint: give the checkpoint that it was trained "
@@ -83,7 +81,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def existing_path(given: str | os.PathLike[str]) -> Path:
-    """Raise CheckpointError if the path does not exist."""
+    """Return the path, of a Hub adapter after its download. Raise CheckpointError if it does not exist."""
     if not isinstance(given, (str, os.PathLike)) or not str(given):
         raise CheckpointError(f"the adapter is {given!r} and must be the path of a folder.")
     try:
@@ -92,7 +90,11 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
             return path
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
-    raise CheckpointError(f"there is no {given}: adapters are downloaded by `hf download ID --local-dir FOLDER`.")
+    if not isinstance(given, str) or "/" not in given or looks_local(given):
+        raise CheckpointError(f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'.")
+    from tinygpt.weights.hub import download_adapter  # rarely needed
+
+    return download_adapter(given)
 
 
 def check_floating(file: Path, tensors: Mapping[str, StoredTensor]) -> Mapping[str, StoredTensor]:
