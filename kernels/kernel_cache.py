@@ -103,7 +103,7 @@ def open_cache(name: str) -> KernelCache:
     spare = Path(tempfile.gettempdir(), f"tinygpt{user}", name)
     is_usable = not _make_private(spare)
     use = f"using {spare.parent}" if is_usable else "this run keeps them in memory"
-    note = f"compiled kernels cannot be kept in {base} ({reason}); {use}. Set NUMBA_CACHE_DIR to choose another folder."
+    note = f"compiled kernels cannot be kept in {base} ({reason}); {use}. Set TINYGPT_CACHE_DIR to another folder."
     logger.warning("%s", note)
     return KernelCache(spare if is_usable else None, note)
 
@@ -118,8 +118,8 @@ def fingerprint(sources: Path, build: Any) -> str:
 
 
 def user_cache() -> Path:
-    if os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(os.environ["NUMBA_CACHE_DIR"]).absolute()
+    if folder := os.environ.get("TINYGPT_CACHE_DIR") or os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(folder).absolute()
     home = Path(os.path.expanduser("~"))  # "~" for a user without a home; Path.home() raises
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "tinygpt" / "cache"

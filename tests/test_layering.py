@@ -39,6 +39,8 @@ LIBRARIES = {
     "tinygpt.bench": {"matplotlib"},
     "tinygpt.evaluation": {"torch", "transformers", "lm_eval", "rouge_score"},
     "tinygpt.cli.info": {"llvmlite"},
+    "tinygpt.cli.main": {"shtab"},
+    "tinygpt.cli.settings": {"yaml"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}

@@ -22,10 +22,11 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tinygpt
-from tinygpt import errors, outputs, sampling_params
+from tinygpt import aliases, errors, outputs, sampling_params
 from tinygpt.__main__ import main
 
 COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
+COMMANDS += ("completion",)
 TEXT = "Once upon a time there was a king."
 RECORDS = {
     "generate --json": "generate Once --max-tokens 1 --json --device reference",
@@ -47,6 +48,10 @@ def sections() -> Iterator[tuple[str, Iterator[str]]]:
     """Yield (title, words of the section)."""
     for command in COMMANDS:
         yield f"tinygpt {command}", _flags(command)
+    others = {ours: names.replace(" ", "/") for ours, names in aliases.NAMES.items()}
+    yield "names in other programs", (f"{ours}={names}" for ours, names in others.items())
+    yield "flags with values of other programs", iter(aliases.REWRITTEN)
+    yield "ignored flags", iter(sorted({*aliases.WITH_VALUE, *aliases.WITHOUT_VALUE}))
     yield "tinygpt", iter(tinygpt.__all__)
     yield "warmup", iter([_signature(tinygpt.warmup)])
     with tinygpt.LLM("demo", device="reference") as llm:

@@ -6,7 +6,7 @@ import math
 import operator
 import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -48,6 +48,26 @@ def read_field(name: str, value: Any, rule: Rule) -> Any:
         return rule.read(value)
     except (TypeError, ValueError, OverflowError):
         raise invalid(name, value, rule.allowed) from None
+
+
+def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return keywords, of which those of other programs have our `names`. Raise RequestError if two name one thing."""
+    if given.keys() <= {*names}:
+        return given
+    from tinygpt.aliases import renamed  # rarely needed
+
+    return renamed(given, names)
+
+
+def accept_other_names(function: Callable) -> Callable:
+    """Wrap a function so that its keywords may have the names of other programs."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    @functools.wraps(function)
+    def wrapped(*args, **given):
+        return function(*args, **own_names(given, names))
+
+    return wrapped
 
 
 def need(is_right: bool) -> None:

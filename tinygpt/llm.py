@@ -18,6 +18,7 @@ from tinygpt.engine.prompts import Params, Prompt, Prompts, PromptType, params_l
 from tinygpt.engine.sequence import Request
 from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
+from tinygpt.field_rules import accept_other_names
 from tinygpt.hardware import thread_count
 from tinygpt.kernels.host import Warpers
 from tinygpt.outputs import (
@@ -32,6 +33,8 @@ from tinygpt.outputs import (
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.weights.config import dtype_name
+from tinygpt.weights.open import with_revision
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for it
@@ -74,6 +77,7 @@ class LLM:
     split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
     chat_template: a file of Jinja's for `chat`, or "plain": the messages' texts, a line each, which the model
         continues, for any model. None is the checkpoint's.
+    revision: a commit, branch or tag of a Hub model, as in "gpt2@main".
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.
@@ -83,6 +87,7 @@ class LLM:
     steps; a forked child makes its own LLM.
     """
 
+    @accept_other_names
     def __init__(
         self,
         model: str = "demo",
@@ -103,7 +108,10 @@ class LLM:
         chat_template: str | os.PathLike[str] | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        revision: str | None = None,
     ):
+        dtype, kv_cache_dtype = dtype_name(dtype), dtype_name(kv_cache_dtype)
+        model = model if revision is None else with_revision(model, revision)
         ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
         num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
         sizes = EngineConfig(
@@ -427,6 +435,7 @@ def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto
     """
     from tinygpt.kernels.cpu.jit import kernel_cache
 
+    dtype = dtype_name(dtype)
     load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
     before = kernel_cache().num_compiled
     with LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm:

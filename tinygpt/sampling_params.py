@@ -46,12 +46,13 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def _documented(cls: _Class) -> _Class:
-    """Add the fields to the docstring, and refuse unknown ones with RequestError."""
+    """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
     init, names = cls.__init__, [field.name for field in fields(cls)]
     cls.__doc__ += "".join(f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls))
 
     @functools.wraps(init)
     def __init__(self, /, *args, **given):
+        given = rules.own_names(given, names)
         for name in given:
             if name not in names:
                 hint = suggest(name, names) or "; help(SamplingParams) has all names."
@@ -240,7 +241,7 @@ class SamplingParams:
     best_of: int | None = option(
         None, rules.optional(SAMPLES), "N", "samples to make; the n most probable per token are returned (default: n)"
     )
-    num_beams: int = option(1, BEAM_COUNT, "N", "beams; 1 is off, and more need temperature 0", BEAMS)
+    num_beams: int = option(1, BEAM_COUNT, "N", "beams; 1 is off, and more take temperature 0", BEAMS)
     length_penalty: float = option(1.0, rules.between(-10, 10), "X", "above 0 favors long texts, below 0 short", BEAMS)
     early_stopping: bool | Literal["never"] = option(
         False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS

@@ -2,20 +2,13 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
 
 from tinygpt.weights.containers.mapped_file import FILES
 from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.files import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILES,
-    CONFIG_FILES,
-    SUFFIXES,
-    TENSOR_NAMES,
-    TOKENIZER_FILES,
-)
+from tinygpt.weights.files import ADAPTER_CONFIG, ADAPTER_FILES, CONFIG_FILES, SUFFIXES, TENSOR_NAMES, TOKENIZER_FILES
 
 URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
 # owner/name@revision/path:quant, or of a page, owner/name/tree/revision/path?query.
@@ -25,17 +18,16 @@ NAME = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class HubName:
+class HubName(NamedTuple):
     """A repository, with a revision, a folder or file in it, and a quantization such as q8_0 of a GGUF file."""
 
     repo_id: str
     revision: str | None = None
-    path: str | None = None
-    quant: str | None = None
+    path: str = ""
+    quant: str = ""
 
     def __str__(self) -> str:
-        parts = {"@": self.revision, "/": self.path, ":": self.quant}
+        parts = {"@": quote(self.revision or "", safe=""), "/": self.path, ":": self.quant}
         return self.repo_id + "".join(f"{mark}{part}" for mark, part in parts.items() if part)
 
 
@@ -45,7 +37,8 @@ def parse(text: str) -> HubName:
     match = NAME.fullmatch(text[url.end() if url else 0 :])
     if match is None:
         raise CheckpointError(f"{text!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2'.")
-    return HubName(**{name: part or None for name, part in match.groupdict().items()})
+    revision = match["revision"] and unquote(match["revision"])  # a slash in it is %2F
+    return HubName(match["repo_id"], revision, match["path"] or "", match["quant"] or "")
 
 
 def download(text: str) -> Path:
@@ -55,16 +48,14 @@ def download(text: str) -> Path:
     """
     from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
 
-    name = parse(text)
-    if name.quant or (name.path or "").lower().endswith(".gguf"):
+    name, beside = parse(text), [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
+    if name.path.lower().endswith(SUFFIXES):
+        inside = name.path.rpartition("/")[0]
+        beside = [] if name.path.lower().endswith(".gguf") else [f"{inside}/{each}".lstrip("/") for each in beside]
+        return _existing(name, [name.path, *beside])
+    inside, folder = name.path and f"{name.path}/", Path()
+    if name.quant:
         return _gguf(name)
-    is_file = name.path is not None and name.path.lower().endswith(SUFFIXES)
-    place = name.path.rpartition("/")[0] if is_file else name.path
-    inside = f"{place}/" if place else ""
-    beside = [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
-    if is_file:
-        return _existing(name, _fetch(name, [name.path, *(inside + each for each in beside)]) / name.path)
-    folder = Path()
     for file in FILES:
         folder = _fetch(name, [inside + each for each in (*beside, file, file + INDEX)]) / inside
         if (folder / file).exists():
@@ -81,11 +72,11 @@ def download(text: str) -> Path:
 def download_adapter(text: str) -> Path:
     """Return the local folder of a PEFT adapter. Raise CheckpointError."""
     name = parse(text)
-    inside = f"{name.path}/" if name.path else ""
-    return _existing(name, _fetch(name, [inside + file for file in (ADAPTER_CONFIG, *ADAPTER_FILES)]) / inside)
+    return _existing(name, [f"{name.path}/{file}".lstrip("/") for file in (ADAPTER_CONFIG, *ADAPTER_FILES)])
 
 
-def _existing(name: HubName, path: Path) -> Path:
+def _existing(name: HubName, files: Iterable[str]) -> Path:
+    path = _fetch(name, files) / name.path
     if not path.exists():
         raise CheckpointError(f"{name.repo_id} on the Hub has no {name.path}.")
     return path
@@ -93,19 +84,14 @@ def _existing(name: HubName, path: Path) -> Path:
 
 def _gguf(name: HubName) -> Path:
     """Return the one GGUF file that the name may mean."""
-    if name.path and name.path.lower().endswith(".gguf"):
-        return _existing(name, _fetch(name, [name.path]) / name.path)
-    inside = f"{name.path}/" if name.path else ""
+    inside = name.path and f"{name.path}/"
     files = [file for file in _files(name) if file.lower().endswith(".gguf") and file.startswith(inside)]
     wanted = re.compile(rf"(?<![a-z0-9]){name.quant}(?![a-z0-9_])", re.IGNORECASE)
     found = [file for file in files if not name.quant or wanted.search(file)]
     if len(found) == 1:
         return _fetch(name, found) / found[0]
-    if not files:
-        place = f" in {name.path}" if name.path else ""
-        raise CheckpointError(f"{name.repo_id} on the Hub has no config.json{place} and no GGUF file: no checkpoint.")
-    which = f"{len(found)} files of {name.quant!r}" if name.quant else f"{len(files)} GGUF files"
-    raise CheckpointError(f"{name.repo_id} has {which} among {listed(files)}: give one, as {name.repo_id}/{files[0]}.")
+    listing = f"it may mean {len(found)} of the GGUF files {listed(files)}: name one" if files else "no GGUF file"
+    raise CheckpointError(f"{name} on the Hub has no config.json, and {listing}.")
 
 
 def _files(name: HubName) -> Sequence[str]:
@@ -127,16 +113,11 @@ def cached_models() -> list[dict[str, Any]]:
         repos = scan_cache_dir().repos
     except CacheNotFound:
         return []
-    return [
-        {
-            "id": repo.repo_id,
-            "revisions": sorted({ref for at in repo.revisions for ref in (at.refs or {at.commit_hash})}),
-            "size": repo.size_on_disk,
-            "files": repo.nb_files,
-        }
-        for repo in sorted(repos, key=lambda repo: repo.repo_id)
-        if repo.repo_type == "model"
-    ]
+    found = []
+    for repo in sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id):
+        revisions = sorted({ref for at in repo.revisions for ref in (at.refs or {at.commit_hash})})
+        found.append({"id": repo.repo_id, "revisions": revisions, "size": repo.size_on_disk, "files": repo.nb_files})
+    return found
 
 
 def _fetch(name: HubName, patterns: Iterable[str]) -> Path:

@@ -1,7 +1,6 @@
 """From the name that a user gives to the checkpoint; `hub` downloads those of the Hub."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from tinygpt.weights.adapters.files import refuse_adapter
@@ -60,7 +59,7 @@ def with_revision(model: str, revision: str) -> str:
     is_hub = not (_is_demo(model) or is_random(model)) and _local_path(model) is None
     if not is_hub or parse(model).revision is not None:
         raise CheckpointError(f"revision is {revision!r} and the model is {model}: a Hub model has one revision.")
-    return str(replace(parse(model), revision=revision))
+    return str(parse(model)._replace(revision=revision))
 
 
 def _is_demo(model: str | os.PathLike[str]) -> bool:

@@ -286,7 +286,7 @@ BAD = [
     ({"prompt": "a", "prompt_token_ids": [1]}, "one field prompt"),
     ({"prompt": 5}, "one field prompt"),
     ('{"prompt": "a", "prompt": "b"}', '"prompt" is there more than once'),
-    ({"prompt": "a", "temp": 1, "temperature": 0}, '"temperature" is there more than once'),
+    ({"prompt": "a", "temp": 1, "temperature": 0}, "temp and temperature name one thing"),
     ('{"prompt": "a", "logit_bias": {"1": 2, "1": 3}}', '"1" is there more than once'),
     ({"prompt": "a", "logit_bias": {"1" * 5000: 2}}, "logit_bias"),
     ({"prompt": "a", "logit_bias": {"eleven": 1}}, "logit_bias"),

@@ -29,7 +29,7 @@ def test_help_shows_the_default_of_every_flag(run):
 
 
 def test_help_shows_the_flags_of_every_day(run):
-    flag = re.compile(r"^  (?:-\w (?:\w+)?, )?(--[\w-]+)", re.MULTILINE)
+    flag = re.compile(r"^  (?:-\w(?: \w+)?, )?(--[\w-]+)", re.MULTILINE)
     shown, all_of_them = ({*flag.findall(run(tier).out)} for tier in ("--help", "--help-all"))
     assert shown >= {"--prompt", "--max-tokens", "--temperature", "--model", "--dtype", "--input", "--output"}
     assert 18 <= len(shown) <= 24
@@ -123,13 +123,13 @@ def test_a_flag_is_its_field(arguments, given):
         ("--random-seed 4 --beam_width 2 --len_penalty 2", "--seed 4 --num-beams 2 --length-penalty 2"),
         ("--stop-strings a --stop b", "--stop a --stop b"),
         ("--torch_dtype bf16 --kv_cache_dtype FP32", "--dtype bfloat16 --kv-cache-dtype float32"),
-        ("--tensor-parallel-size 2 --pipeline_para_size 3", "--tensor-parallel 2 --pipeline-parallel 3"),
+        ("--tensor-parallel-size 2 --pipeline_para_size 3", "--tensor-parallel 2 -pp 3"),
         ("--split_special_tokens --parallel 4 --verbose", "--no-special-tokens --max-num-seqs 4 --debug"),
     ],
 )
 def test_flags_of_other_programs_are_aliases(run, others, ours):
     assert parse(*others.split()) == parse(*ours.split())
-    assert not re.search(r"--(n-predict|temp|topk|num-samples|json-schema|verbose)\b", run("--help-all").out)
+    assert not re.search(r"--(n-predict|temp|topk|num-samples|json-schema|hf-file)\b|-tp\b", run("--help-all").out)
 
 
 def test_flags_and_words_may_stand_in_any_order():
@@ -146,14 +146,16 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tinygpt.llm.LLM", stop)
-    flags = "--max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
+    flags = (
+        "--revision v1 --max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
+    )
     more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
     assert run(f"Once --threads 1 --no-special-tokens {flags} {more}").code == 130
     model = {"model": "demo", "dtype": "int8", "device": "cpu", "threads": 1, "kv_cache_dtype": "float32"}
     sizes = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": 9, "prefix_cache_seqs": 2}
     others = {"draft_model": "d", "num_speculative_tokens": 7, "lora": "a", "soft_prompts": {"n": "p=q"}}
     # Another number of ranks would start processes: parallel/test_mpi.py.
-    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True}
+    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True, "revision": "v1"}
     assert given == model | sizes | others | ranks
 
 

@@ -105,7 +105,7 @@ REFUSALS = [
     ("--prompt-logprobs 2 --no-stream", "--prompt-logprobs is for records"),
     ("--soft-prompt a=x --soft-prompt b=y", "several --soft-prompt"),
     ("--ray", "--ray is for the prompts of a file"),
-    ("--num-beams 2", "num_beams"),
+    ("--num-beams 2 --temperature 0.5", "--temperature is 0.5 and must be 0 with num_beams"),
     ("--stride 4", "--stride is for the overflow 'slide'"),
     ("--overflow slid", "overflow"),
     ("--early-stopping maybe", "early"),
@@ -143,7 +143,7 @@ def test_text_needs_a_tokenizer(call, tmp_path):
     ("error", "code", "says"),
     [
         (RequestError("is 3 and must be 4.", "top_k"), 2, "error: --top-k is 3 and must be 4.\n"),
-        (RequestError("is 3 and must be 1.", "tensor_parallel_size"), 2, "error: --tensor-parallel is 3 and"),
+        (RequestError("is 3 and must be 1.", "tensor_parallel_size"), 2, "error: --tensor-parallel-size is 3 and"),
         (RequestError("is bad.", "no_flag"), 2, "error: no_flag is bad.\n"),
         (MemoryError(), 1, "not enough memory"),
         (KeyboardInterrupt(), 130, "interrupted"),

@@ -158,7 +158,11 @@ def test_an_int8_cache_is_the_references(small_demo):
     ("choices", "message"),
     [
         ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4' only"),
-        ({"dtype": "float16"}, "dtype is 'float16' and .* only; did you mean bfloat16[?]$"),
+        (
+            {"dtype": "float16"},
+            "dtype is 'float16' and .* only; the nearest are 'bfloat16', of .*, and 'float32', which",
+        ),
+        ({"dtype": "half"}, "dtype is 'float16' and .* only; the nearest are"),
         ({"dtype": np.float32}, "computes in 'float32', .* only"),
         (
             {"dtype": "int8", "device": "reference"},

@@ -53,8 +53,21 @@ def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
         RequestError, match=r"unknown sampling field 'frobnicate'; help\(SamplingParams\) has all names"
     ):
         llm.generate(PROMPT, frobnicate=3)
-    with pytest.raises(RequestError, match=r"sampling_params is called params here"):
-        llm.generate(PROMPT, sampling_params=SamplingParams())
+    with pytest.raises(RequestError, match=r"sampling_params is given beside params"):
+        llm.generate(PROMPT, SamplingParams(), sampling_params=SamplingParams())
+    with pytest.raises(TypeError, match="nonsense"):
+        LLM("demo", nonsense=3)
+
+
+def test_other_programs_names_of_arguments(llm):
+    params = SamplingParams(max_tokens=3)
+    expected = text_of(llm.generate(PROMPT, params)[0])
+    assert text_of(llm.generate(PROMPT, sampling_params=params)[0]) == expected
+    assert text_of(llm.generate(PROMPT, max_new_tokens=3, do_sample=False)[0]) == expected
+    with LLM(
+        model_name_or_path="random:tiny", n_ctx=32, torch_dtype="torch.bfloat16", device_map="auto", enforce_eager=True
+    ) as other:
+        assert (other.max_model_len, other.dtype) == (32, "bfloat16")
 
 
 def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):

@@ -321,7 +321,7 @@ def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
     ("words", "status", "said"),
     [
         (["generate", "--nonsense", "x"], 2, "--nonsense"),
-        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel is 5"),
+        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel-size is 5"),
         (["generate", "--help"], 0, "usage: tinygpt generate"),
     ],
 )

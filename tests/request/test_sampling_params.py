@@ -329,3 +329,35 @@ def test_it_stays_an_ordinary_frozen_dataclass():
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 5
     assert list(inspect.signature(SamplingParams).parameters) == list(ACCEPTED)
+
+
+@pytest.mark.parametrize(
+    ("others", "ours"),
+    [
+        (
+            {"max_new_tokens": 3, "num_return_sequences": 2, "temperature": 1},
+            {"max_tokens": 3, "n": 2, "temperature": 1},
+        ),
+        ({"repeat_penalty": 1.2, "end_id": 5}, {"repetition_penalty": 1.2, "eos_token_id": 5}),
+        ({"do_sample": True}, {"temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
+        ({"do_sample": False, "temperature": 0.5}, {"temperature": 0.0}),
+        ({"use_cache": True, "pad_token_id": 0, "n_predict": 4}, {"max_tokens": 4}),
+    ],
+)
+def test_names_of_other_programs(others, ours):
+    assert SamplingParams(**others) == SamplingParams(**ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"max_new_tokens": 3, "max_tokens": 3}, "max_new_tokens and max_tokens name one thing: give one of them."),
+        ({"ckpt_path": "x"}, "unknown sampling field 'ckpt_path'"),
+        ({"do_sample": 3}, "unknown sampling field 'do_sample'"),
+        ({"max_new_tokens": "x"}, "max_tokens is 'x' and must be"),
+    ],
+)
+def test_names_of_other_programs_that_are_refused(given, says):
+    with pytest.raises(RequestError, match=re.escape(says)):
+        SamplingParams(**given)

@@ -59,7 +59,7 @@ def test_the_image_serves_as_another_user_and_keeps_what_is_made_once():
     args = served_with(*json.loads(found["CMD"]))
     assert (args.host, args.port) == ("0.0.0.0", int(found["EXPOSE"]))
     assert int(found["USER"]) > 0
-    for name in ("HF_HOME", "NUMBA_CACHE_DIR"):
+    for name in ("HF_HOME", "TINYGPT_CACHE_DIR"):
         assert environment_of_image()[name].startswith(found["VOLUME"] + "/")
     assert f":{args.port}/health" in found["HEALTHCHECK"]
 
@@ -163,7 +163,7 @@ def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
     # In the container the folder is the mount point itself, so nothing of the volume lies above it.
     seen = tmp_path / "cache"
     (volume / mount["subPath"]).rename(seen)
-    monkeypatch.setenv("NUMBA_CACHE_DIR", environment_of_image()["NUMBA_CACHE_DIR"].replace("/cache", str(seen), 1))
+    monkeypatch.setenv("TINYGPT_CACHE_DIR", environment_of_image()["TINYGPT_CACHE_DIR"].replace("/cache", str(seen), 1))
     assert open_cache("kernels").folder == seen / "kernels" / "kernels"
 
 

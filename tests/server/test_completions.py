@@ -134,6 +134,13 @@ def test_several_prompts_of_every_kind(server, llm):
         assert texts_of == [choice["text"] for choice in choices]
 
 
+def test_names_of_other_programs(server):
+    ours = {"prompt": "Once", "max_tokens": 3, "repetition_penalty": 1.3, "seed": 1, "temperature": 0.0, "top_k": 5}
+    others = {"prompt": "Once", "n_predict": 3, "repeat_penalty": 1.3, "random_seed": 1, "do_sample": False, "topk": 5}
+    first, second = (server.complete(**body).json["choices"] for body in (ours, others))
+    assert first == second
+
+
 def test_no_prompt_begins_at_bos(server, llm):
     [output] = llm.generate("", SamplingParams(max_tokens=4))
     for prompt in (None, ""):

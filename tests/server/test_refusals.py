@@ -15,6 +15,7 @@ from tinygpt import LLM, SamplingParams
 BODIES = {
     "unknown field": (b'{"foo": 1}', "foo"),
     "unknown field inside": (b'{"stream_options": {"x": 1}}', "stream_options"),
+    "two names of one thing": (b'{"n_predict": 3, "max_tokens": 3}', "n_predict"),
     "an unknown field with a long name": (b'{"' + b"a" * 5000 + b'": 1}', "a" * 100 + "..."),
     "a wrong type inside": (b'{"stream_options": {"include_usage": 1}}', "stream_options"),
     "no object of any kind": (b'{"response_format": 5}', "response_format"),

@@ -273,7 +273,7 @@ def test_model_names_that_are_no_checkpoint(tmp_path):
     for model, sentence in {
         tmp_path / "absent": "there is no folder",
         "~nobody-of-this-name/x": "cannot be read",
-        "a/b/c": "there is no folder",
+        "./a/b/c": "there is no folder",
         tmp_path / ("long" * 100): "cannot be read|there is no folder",  # as pathlib has it
         tmp_path / "empty": "it is empty",
         nested: r"it holds checkpoint-5/, tf_model\.h5\. Its subfolders checkpoint-5 look like checkpoints",

@@ -20,6 +20,7 @@ from support.torch_files import torch_bytes
 from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.files import looks_local
+from tinygpt.weights.hub import parse
 from tinygpt.weights.open import open_checkpoint, with_revision
 
 BIAS = random_tensors()["transformer.ln_f.bias"].tolist()
@@ -224,8 +225,8 @@ def test_a_gguf_file_by_its_name_or_its_quantization(tmp_path):
         assert "README.md" not in hub.downloaded()
         wrong, _ = opened_all(home, hub.url, ["owner/tiny-GGUF", "owner/tiny-GGUF:q4_k", "owner/one/no.gguf"])
         several, none, absent = (answer["error"] for answer in wrong)
-        assert "owner/tiny-GGUF has 3 GGUF files among f32/tiny-f32.gguf, tiny.Q4_K_M.gguf" in several
-        assert "has 0 files of 'q4_k' among" in none
+        assert "it may mean 3 of the GGUF files f32/tiny-f32.gguf, tiny.Q4_K_M.gguf, tiny.Q8_0.gguf: name" in several
+        assert "owner/tiny-GGUF:q4_k on the Hub has no config.json, and it may mean 0 of the GGUF files" in none
         assert absent == "owner/one on the Hub has no no.gguf."
         assert values(home, hub.url, names, HF_HUB_OFFLINE="1") == [*names.values()]
 
@@ -255,6 +256,8 @@ def test_a_revision_is_one_of_a_hub_model(model):
 def test_a_revision_is_part_of_the_name():
     assert with_revision("owner/tiny/f32", "v1") == "owner/tiny@v1/f32"
     assert with_revision("https://huggingface.co/gpt2", "v1") == "gpt2@v1"
+    name = parse(with_revision("owner/tiny", "a/b"))
+    assert (name.repo_id, name.revision, name.path) == ("owner/tiny", "a/b", "")
 
 
 @pytest.mark.parametrize("name", ["no/such/model.gguf", "./owner/tiny", "~/tiny", "model.gguf", "a\\b", "/a/b/c"])

@@ -7,13 +7,13 @@ from pathlib import Path
 from tinygpt.bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
 from tinygpt.bench.studies import STUDIES
 from tinygpt.cli import loading
-from tinygpt.cli.flags import CHECKPOINT, MODEL_FLAGS, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
+from tinygpt.cli.flags import CHECKPOINT, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
 from tinygpt.cli.streams import check_writable, counted, emit, log, table_format, write_results
 from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
 
-# Flags have no argparse default: a flag that has no meaning next to another is refused.
-CASES = {"batch_sizes": (1, 8), "prompt_lengths": (128,), "new_tokens": (64,), "kv_cache_dtype": "auto"}
-RUNS = {"dtype": ("auto",), "threads": (None,), "repetitions": 5}
+# A flag that has no meaning next to another is refused.
+CASES = ("batch_sizes", "prompt_lengths", "new_tokens", "kv_cache_dtype")
+RUNS = ("dtype", "threads", "repetitions")
 OF_PRESETS = ("small", "text", "remote")
 NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_PRESETS, "plot")
 
@@ -21,20 +21,21 @@ NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model", "LIST is one or several, separated by commas.")
     add = model.add_mutually_exclusive_group().add_argument
-    add("-m", "--model", help=f"{CHECKPOINT} (default: demo)")
+    add("-m", "--model", default="demo", help=f"{CHECKPOINT} (default: demo)")
     add("--random", metavar="SHAPE", help="random weights, shaped as 124M, 355M, 774M, 1.5B or tiny (default: none)")
-    model.add_argument("--dtype", type=dtypes, metavar="LIST", help=MODEL_FLAGS["dtype"]["help"])
-    add_flag(model, "kv_cache_dtype", default=None)
+    add_flag(model, "dtype", type=dtypes, metavar="LIST", default=("auto",))
+    add_flag(model, "kv_cache_dtype")
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")
     device = '"cpu"; "cuda": an NVIDIA GPU, timed by its own clock (default: cpu)'
-    add_flag(model, "device", choices=("cpu", "cuda"), default=None, help=device)
+    add_flag(model, "device", choices=("cpu", "cuda"), help=device)
     for name in RANK_FLAGS:
         add_flag(model, name)
     about = "each combination is measured, with each dtype and number of threads."
     add = parser.add_argument_group("cases", about).add_argument
-    add("--batch-sizes", type=whole_numbers, metavar="LIST", help="sequences at once (default: 1,8)")
-    add("--prompt-lengths", type=whole_numbers, metavar="LIST", help="tokens (default: 128)")
-    add("--new-tokens", type=whole_numbers, metavar="LIST", help="tokens to generate, 0 or at least 2 (default: 64)")
+    add("--batch-sizes", type=whole_numbers, default=(1, 8), metavar="LIST", help="sequences at once (default: 1,8)")
+    add("--prompt-lengths", type=whole_numbers, default=(128,), metavar="LIST", help="tokens (default: 128)")
+    about = "tokens to generate, 0 or at least 2 (default: 64)"
+    add("--new-tokens", type=whole_numbers, default=(64,), metavar="LIST", help=about)
     add("--repetitions", type=int, metavar="N", help="runs of each case, after a warm-up (default: 5, or the preset's)")
     about = "in place of the cases above; they have their own."
     add = parser.add_argument_group("published studies", about).add_argument
@@ -79,7 +80,9 @@ def _check_flags(args: argparse.Namespace) -> None:
         if args.threads is not None and len(args.threads) > 1:
             raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
     if loading.has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
-        raise RequestError("--tensor-parallel and --pipeline-parallel are for cases on the CPU alone.")
+        raise RequestError("--tensor-parallel-size and --pipeline-parallel-size are for cases on the CPU alone.")
+    if args.random is not None and args.checkpoint is not None:
+        raise RequestError(f"--random {args.random} and MODEL {args.checkpoint} are two models: give one of them.")
     if args.device == "cuda":
         _refuse(args, ("threads", "remote"), "--device cuda measures a GPU in this process")
         if args.preset == "cpu-study":
@@ -97,7 +100,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 
 def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
-    given = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) not in (None, False)]
+    given = [f"--{name.replace('_', '-')}" for name in names if name in args.given]
     if given:
         raise RequestError(f"{why}: omit {', '.join(given)}.")
 
@@ -111,8 +114,6 @@ def _prepare(args: argparse.Namespace) -> None:
         args.threads = (rank_threads(None, process_world()),)
     threads = args.threads or (None,)
     loading.set_thread_pools(None if None in threads else max(threads))
-    args.device = args.device or "cpu"
-    args.model = args.model or "demo"
     if args.random is not None:
         from tinygpt.weights.checkpoint import PREFIX, SHAPE_OF, SHAPES
 
@@ -126,15 +127,12 @@ def _prepare(args: argparse.Namespace) -> None:
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    for name, default in {**CASES, **RUNS}.items():
-        if getattr(args, name) is None:
-            setattr(args, name, default)
     from tinygpt.bench.plot import draw_records
     from tinygpt.bench.sweep import make_plan, run_plan
 
-    cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, args.repetitions
+    cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, 5 if args.repetitions is None else args.repetitions
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(args.model, args.dtype, args.threads, *cases, ranks, args.device, args.kv_cache_dtype)
+    plan = make_plan(args.model, args.dtype, args.threads or (None,), *cases, ranks, args.device, args.kv_cache_dtype)
     log(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
@@ -150,7 +148,7 @@ def _run_preset(args: argparse.Namespace) -> None:
 
     threads = None if args.threads is None else args.threads[0]
     how = args.repetitions, args.small, args.text, args.remote, args.device
-    study, options = STUDIES[args.preset], Options(args.model, args.dtype or RUNS["dtype"], threads, *how)
+    study, options = STUDIES[args.preset], Options(args.model, args.dtype, threads, *how)
     log(f"{study.name} with {args.model}")
     records, notes = [], ["Interrupted: cases are missing."]
     try:
@@ -190,4 +188,4 @@ def _write(args: argparse.Namespace, records: list[Record], markdown: str | None
         log(f"the results are in {args.output}")
 
 
-BENCH = Command("measure the speed of prefill and decode, next to the limits of the machine", add_arguments, run)
+BENCH = Command("measure prefill and decode next to the limits of the machine", add_arguments, run, "[flags] [MODEL]")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group, one_of_both
+from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group
 from tinygpt.cli.loading import set_thread_pools
 from tinygpt.cli.streams import log, progress
 from tinygpt.errors import RequestError, TinyGPTError, invalid
@@ -59,7 +59,9 @@ def run(args: argparse.Namespace) -> None:
     """Write DST, complete or not at all. Raise RequestError, before any work, if it exists."""
     if args.model is not None and args.target is None:
         args.source, args.target = None, args.source
-    args.source = one_of_both("SRC", args.source, args.model)
+    elif args.model is not None:
+        raise RequestError(f"SRC is {args.source} and --model is {args.model}: give one of them.")
+    args.source = args.source or args.model
     if args.source is None or args.target is None:
         raise RequestError("a checkpoint and the folder to make are needed: tinygpt convert [flags] SRC DST.")
     target = Path(args.target).expanduser().absolute()
@@ -217,6 +219,6 @@ CONVERT = Command(
     run,
     "[flags] SRC DST",
 )
-WARMUP = Command(
-    "compile the kernels for a model and dtype ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up
-)
+
+
+WARMUP = Command("compile kernels ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up, "[flags] [MODEL]")

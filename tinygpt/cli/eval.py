@@ -56,7 +56,7 @@ PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     about = "ppl, lambada or rouge: what to measure, see below"
-    add("task", type=str.lower, choices=COLUMNS, metavar="TASK", help=about)
+    add("task", type=str.lower, choices=tuple(COLUMNS), metavar="TASK", help=about)
     about = 'text in UTF-8; for lambada, lines of {"text": ...}; for rouge, of {"article": ..., "highlights": ...}'
     add("file", metavar="FILE", type=Path, help=about)
     about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
@@ -178,7 +178,6 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_parity(args: argparse.Namespace) -> None:
     """Print the comparison. Raise TinyGPTError if a difference exceeds the tolerance."""
-    args.model = flags.checkpoint_of(args)
     _check_parity(args)
     set_thread_pools(args.threads)
     folder = _folder_for_transformers(args.model) if args.golden is None else None
@@ -323,11 +322,11 @@ def _print_differences(title: str, names: Iterable[str], found: "Iterable[Differ
 
 
 EVAL = flags.Command(
-    "measure a checkpoint's quality: perplexity, LAMBADA, ROUGE", add_arguments, run, "[flags] {ppl,lambada,rouge} FILE"
+    "measure quality: perplexity, LAMBADA, ROUGE", add_arguments, run, "[flags] {ppl,lambada,rouge} FILE [MODEL]"
 )
 PARITY = flags.Command(
     "compare logits and greedy tokens with transformers, or with a stored golden file",
     _add_parity_arguments,
     _run_parity,
-    "[flags] [CHECKPOINT]",
+    "[flags] [MODEL]",
 )

@@ -6,46 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinygpt.errors import RequestError
 from tinygpt.sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
-from tinygpt.weights.config import DTYPES
+from tinygpt.weights.config import DTYPES, dtype_name
 
-# Names in llama.cpp, vLLM, transformers, nanoGPT and FasterTransformer, of flags (--help does not list them) and JSONL.
-ALIASES = {
-    "max_tokens": ("n_predict", "predict", "max_new_tokens", "output_len"),
-    "min_tokens": ("min_new_tokens",),
-    "temperature": ("temp",),
-    "top_k": ("topk",),
-    "top_p": ("topp",),
-    "typical_p": ("typical",),
-    "top_n_sigma": ("top_nsigma",),
-    "dry_sequence_breakers": ("dry_sequence_breaker",),
-    "seed": ("random_seed",),
-    "n": ("num_return_sequences", "num_samples"),
-    "stop": ("stop_strings",),
-    "num_beams": ("beam_width",),
-    "length_penalty": ("len_penalty",),
-    "guided_json": ("json_schema",),
-    "guided_grammar": ("grammar",),
-    "model": ("model_name_or_path",),
-    "dtype": ("torch_dtype",),
-    "max_num_seqs": ("parallel",),
-    "draft_model": ("model_draft", "speculative_model"),
-    "num_speculative_tokens": ("draft_max",),
-    "tensor_parallel_size": ("tensor_para_size",),
-    "pipeline_parallel_size": ("pipeline_para_size",),
-}
-DTYPE_ALIASES = {
-    **dict.fromkeys(("f32", "fp32", "float"), "float32"),
-    **dict.fromkeys(("f16", "fp16", "half"), "float16"),
-    "bf16": "bfloat16",
-}
 SHORT = {"model": ["-m"], "threads": ["-t"], "max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
-OTHER_NAMES = {
-    "tensor_parallel_size": "--tensor-parallel",
-    "pipeline_parallel_size": "--pipeline-parallel",
-    "split_special_tokens": "--no-special-tokens",
-}
+OTHER_NAMES = {"split_special_tokens": "--no-special-tokens", "prompt_text": "--prompt"}
 RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")  # of every command that loads a model on the CPU
 
@@ -57,7 +22,7 @@ class Command:
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], Any]
     run: Callable[[argparse.Namespace], None]
-    arguments: str = "[flags]"
+    arguments: str = "[flags]"  # with MODEL, a word that is --model
     everyday: tuple[str, ...] = ()  # names that --help shows; --help-all shows the others too; (): all
     rare: str = ""  # said of the others
 
@@ -65,14 +30,8 @@ class Command:
 CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
 
 
-def dtype(text: str) -> str:
-    """Return the name of a dtype in lower case, with the aliases of other programs resolved."""
-    name = text.strip().lower()
-    return DTYPE_ALIASES.get(name, name)
-
-
 def dtypes(text: str) -> tuple[str, ...]:
-    return tuple(map(dtype, text.split(",")))
+    return tuple(map(dtype_name, text.split(",")))
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
@@ -105,8 +64,8 @@ SOFT_PROMPT = "a soft prompt in PEFT's layout"
 # An argument of LLM -> arguments of add_argument.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "model": _option("demo", str, None, CHECKPOINT),
-    "dtype": _option("auto", dtype, None, f"{WEIGHTS}; auto is the dtype of a converted checkpoint, otherwise float32"),
-    "kv_cache_dtype": _option("auto", dtype, "DTYPE", KV_CACHE),
+    "dtype": _option("auto", dtype_name, None, f"{WEIGHTS}; auto: a converted checkpoint's, otherwise float32"),
+    "kv_cache_dtype": _option("auto", dtype_name, "DTYPE", KV_CACHE),
     "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)"),
     "device": _option("cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'),
     "max_num_seqs": _option(32, int, "N", "samples that run at once; others wait"),
@@ -126,12 +85,13 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         "one, and the default is the first",
         action="append",
     ),
+    "revision": _option(None, str, "NAME", "a commit, branch or tag of a Hub --model, as in id@NAME"),
     "draft_model": _option(
         None, str, "MODEL", "a smaller model with the same tokens that drafts: fewer steps, the same text"
     ),
     "num_speculative_tokens": _option(4, int, "N", "tokens of a draft"),
     "tensor_parallel_size": _option(1, int, "N", "processes that share each layer, up to 4; mpiexec starts them"),
-    "pipeline_parallel_size": _option(1, int, "N", "stages that share the layers, each of --tensor-parallel processes"),
+    "pipeline_parallel_size": _option(1, int, "N", "stages that share the layers, each of as many processes"),
     "split_special_tokens": {
         "action": "store_true",
         "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers "
@@ -141,26 +101,13 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
 
 
 def flag_of(name: str) -> str:
-    return OTHER_NAMES.get(name, _spelled(name))
-
-
-def _spelled(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _add(group: argparse._ActionsContainer, name: str, **options: Any) -> None:
-    """Add a flag and its hidden aliases: from ALIASES, and the name if the flag differs from it."""
-    flag = flag_of(name)
-    group.add_argument(*SHORT.get(name, ()), flag, dest=name, **options)
-    aliases = [_spelled(alias) for alias in (name, *ALIASES.get(name, ())) if _spelled(alias) != flag]
-    if aliases:
-        hidden = {key: options[key] for key in ("type", "action", "metavar") if key in options}
-        group.add_argument(*aliases, dest=name, help=argparse.SUPPRESS, default=argparse.SUPPRESS, **hidden)
+    return OTHER_NAMES.get(name, f"--{name.replace('_', '-')}")
 
 
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add a flag of the model; `changes` replace arguments of add_argument."""
-    _add(group, name, **{**MODEL_FLAGS[name], **changes})
+    options = {**MODEL_FLAGS[name], **changes}
+    group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options)
 
 
 def add_group(
@@ -173,10 +120,9 @@ def add_group(
     return group
 
 
-def add_checkpoint(parser: argparse._ActionsContainer, about: str = f"{CHECKPOINT} (default: demo)") -> None:
-    """Add CHECKPOINT, --model, which means the same, and --json; `checkpoint_of` returns the given one."""
-    parser.add_argument("checkpoint", nargs="?", metavar="CHECKPOINT", help=about)
-    add_flag(parser, "model", default=None, help="the same, as in all commands")
+def add_checkpoint(parser: argparse._ActionsContainer, **changes: Any) -> None:
+    """Add --model and --json."""
+    add_flag(parser, "model", **changes)
     parser.add_argument("--json", action="store_true", help="print one JSON object (default: text)")
 
 
@@ -187,17 +133,6 @@ def add_chat_template(add: Callable[..., Any]) -> None:
         "(default: the model's own)"
     )
     add("--chat-template", metavar="FILE", help=about)
-
-
-def checkpoint_of(args: argparse.Namespace) -> str:
-    return one_of_both("CHECKPOINT", args.checkpoint, args.model) or "demo"
-
-
-def one_of_both(name: str, argument: str | None, model: str | None) -> str | None:
-    """Return the argument `name` or --model. Raise RequestError if both are given."""
-    if argument is not None and model is not None:
-        raise RequestError(f"{name} is {argument} and --model is {model}: give one of them.")
-    return argument if model is None else model
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -229,10 +164,14 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
                 options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
             if rule.repeats and "several times" not in about:
                 about += "; may be given several times"
-            _add(group, name, default=default, help=_with_default(about, default), **options)
+            shown = _with_default(about, default)
+            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, default=default, help=shown, **options)
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
+    """Return the params. Without a --temperature, beams set it to 0 in `args`, too."""
+    if args.num_beams > 1 and "temperature" not in args.given:
+        args.temperature = 0.0
     return SamplingParams(**{name: getattr(args, name) for name in FLAGS}, **others)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tinygpt
-from tinygpt.cli.flags import Command, add_checkpoint, add_flag, checkpoint_of, one_of_both
+from tinygpt.cli.flags import Command, add_checkpoint, add_flag
 from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
 from tinygpt.cli.streams import log, print_fields, print_json, print_table, size_text
 from tinygpt.errors import CheckpointError, NoTokenizerError
@@ -35,17 +35,37 @@ PACKAGES += ("tokenizers", "transformers", "torch", "numba-cuda")
 FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvnni", "amx-int8", "amx-bf16", "neon")
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_checkpoint(parser)
+    about = "list the models of the Hub that are in the cache, and read none (default: off)"
+    parser.add_argument("--cached", action="store_true", help=about)
+
+
 def run(args: argparse.Namespace) -> None:
     """Print the report. Raise CheckpointError before it without a checkpoint, and after it for an unusable one."""
+    if args.cached:
+        _print_cached(args)
+        return
     from tinygpt.weights.containers.formats import reader_of
     from tinygpt.weights.open import resolve
 
-    path = resolve(checkpoint_of(args))
+    path = resolve(args.model)
     if path.is_file():
         reader_of(followed(path))  # raises for a file in no format of weights
     report = describe(path)
     print_json(report) if args.json else _print_text(report)
     check_report(report)
+
+
+def _print_cached(args: argparse.Namespace) -> None:
+    from tinygpt.weights.hub import cached_models
+
+    models = cached_models()
+    if args.json:
+        print_json({"models": models})
+        return
+    rows = [(at["id"], ", ".join(at["revisions"]), size_text(at["size"]), f"{at['files']} files") for at in models]
+    print_table("cached models of the Hub", rows or [("none",)])
 
 
 def check_report(report: dict[str, Any]) -> None:
@@ -223,7 +243,7 @@ def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    add_checkpoint(parser, "a checkpoint to report on too")
+    add_checkpoint(parser, default=None, help="a checkpoint to report on too (default: none)")
     add_flag(parser, "threads")
 
 
@@ -232,8 +252,7 @@ def _run_doctor(args: argparse.Namespace) -> None:
 
     variables = {name: os.environ.get(name) for name in THREAD_POOLS}
     set_thread_pools(args.threads)
-    model = one_of_both("CHECKPOINT", args.checkpoint, args.model)
-    described = None if model is None else describe(resolve(model))
+    described = None if args.model is None else describe(resolve(args.model))
     report = examine(thread_count(args.threads), variables)
     if described is not None:
         kept = ("path", "container", "family", "quirks", "content_hash", "converted_to", "refused")
@@ -382,13 +401,13 @@ def _cuda_driver() -> dict[str, Any]:
 
 INFO = Command(
     "show a checkpoint's config, tensors, tokenizer and hashes, and every reason not to load it",
-    add_checkpoint,
+    add_arguments,
     run,
-    "[flags] [CHECKPOINT]",
+    "[flags] [MODEL]",
 )
 DOCTOR = Command(
     "report on the machine, the kernels and the packages, for a bug report",
     _add_doctor_arguments,
     _run_doctor,
-    "[flags] [CHECKPOINT]",
+    "[flags] [MODEL]",
 )

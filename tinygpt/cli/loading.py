@@ -123,8 +123,8 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
     if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
         missing = "mpi4py" if mpiexec else "mpiexec"
         raise RequestError(
-            f"--tensor-parallel is {layout.tensor_size} and --pipeline-parallel is {layout.pipeline_size}, which "
-            f"needs {missing}: it comes with {how_to_install('mpi')}."
+            f"--tensor-parallel-size is {layout.tensor_size} and --pipeline-parallel-size is {layout.pipeline_size}, "
+            f"which needs {missing}: it comes with {how_to_install('mpi')}."
         )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -6,19 +6,24 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
 import tinygpt
 from tinygpt.cli.flags import Command, flag_of
 from tinygpt.cli.loading import has_ranks, start_ranks
-from tinygpt.cli.streams import MessageHandler, log, logging_to_stderr, print_error
-from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, suggest
+from tinygpt.cli.streams import MessageHandler, emit, log, logging_to_stderr, print_error
+from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Modules are imported when their command runs, or when all commands are listed.
 COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
-MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval"}  # of commands that share one; any other has its own
+COMMANDS += ("completion",)
+COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
+CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
+# Of commands that share one; any other has its own.
+MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval", "completion": "main"}
 DONE, FAILED, USAGE = 0, 1, 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
@@ -40,13 +45,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     with _silence(bool(launched_rank())):  # rank 0 reports a malformed command line for all
         args = parse(words)
-    with logging_to_stderr(args.debug, getattr(args, "log_format", "text")):
+    with logging_to_stderr(args.log_level, getattr(args, "log_format", "text")):
         try:
+            if args.ignored:
+                log(f"nothing here depends on {', '.join(args.ignored)}")
             start_ranks(args, words)
             _command(args.command).run(args)
             return DONE
         except (Exception, KeyboardInterrupt) as error:
-            if args.debug:
+            if args.log_level == "debug":
                 raise
             with _silence(has_ranks(args) and not is_first_of_host()):  # one rank of each host reports it
                 return _report(error, args)
@@ -65,12 +72,18 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
+    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):  # `run MODEL PROMPT`, as in ollama
+        words = ["run", "--model", *words[1:]]
+    words = [*COMMAND_ALIASES.get(words[0], words[:1]), *words[1:]] if words else words
     if not words or words[0] not in COMMANDS:
         _explain_commands(words)
     parser = command_parser(words[0], "--help-all" in words)
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    end = words.index("--") if "--" in words else len(words)  # words after -- are text
-    rest = [_with_hyphens(word, flags) for word in words[1:end]] + [*words[end:]]
+    rest, given, ignored = _own_words(words[1:], parser)
+    if "config" in given or (words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)):
+        from tinygpt.cli.settings import set_defaults
+
+        config = parser.parse_known_args(rest)[0].config if "config" in given else None
+        set_defaults(parser, lambda flag: _own_words([flag], parser)[0], given, config)
     # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
     read = parser.parse_known_args if "--" in words else parser.parse_known_intermixed_args
     args, unknown = read(rest)
@@ -79,9 +92,48 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if flag is None:
             parser.error(f"unexpected argument {unknown[0]!r}")
         name = flag.partition("=")[0]
-        parser.error(f"unknown flag {name}{suggest(name, flags)}")
-    args.command = words[0]
+        parser.error(f"unknown flag {name}{suggest(name, parser._option_string_actions)}")
+    args.command, args.given, args.ignored = words[0], given, ignored
+    if getattr(args, "checkpoint", None) is not None:
+        if "model" in given:
+            parser.error(f"{args.checkpoint} and --model name one thing: give one of them")
+        args.model = args.checkpoint
+        given.add("model")
+    if getattr(args, "hf_file", None):
+        args.model = f"{args.model}/{args.hf_file}"
     return args
+
+
+def _own_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], set[str], list[str]]:
+    """Return the words with our flags, the destinations of these, and the flags that are ignored.
+
+    Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
+    """
+    flags, rest = parser._option_string_actions, [*words]
+    found, ignored, typed = [], [], {}
+    while rest:
+        word = rest.pop(0)
+        if word == "--":  # words after it are text
+            found += [word, *rest]
+            break
+        name = word.partition("=")[0]
+        flag = name.replace("_", "-") if name.startswith("--") else name
+        own = [flag + word[len(name) :]] if flag in flags else [word]
+        if word.startswith("-") and flag not in flags:
+            from tinygpt.aliases import translated
+
+            try:
+                own = translated(flag + word[len(name) :], rest, flags)
+            except OSError as error:
+                parser.error(f"{name}: {error.filename} cannot be read: {error.strerror}")
+            ignored += [name] if own == [] else []
+            own = [word] if own is None else own
+        found += own
+        for action in filter(None, (flags.get(each.partition("=")[0]) for each in own)):
+            is_once = action.nargs != 0 and not isinstance(action, argparse._AppendAction)
+            if typed.setdefault(action, name) != name and is_once:
+                parser.error(f"{typed[action]} and {name} name one thing: give one of them")
+    return found, {action.dest for action in typed}, ignored
 
 
 def _explain_commands(words: Sequence[str]) -> NoReturn:
@@ -106,10 +158,21 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     command = _command(name)
     parser = _parser(f"tinygpt {name}", command.arguments, command.summary, EPILOG)
     command.add_arguments(parser)
-    parser.add_argument("--help-all", action="help", help="show every flag and exit")
-    about = "show the log, and the traceback of an error (default: off)"
-    parser.add_argument("--debug", action="store_true", help=about)
-    parser.add_argument("--verbose", dest="debug", action="store_true", help=argparse.SUPPRESS)
+    add = parser.add_argument
+    if "[MODEL]" in command.arguments:
+        add("checkpoint", nargs="?", metavar="MODEL", help="the same as --model (default: its value)")
+    add("--help-all", action="help", help="show every flag and exit")
+    if name in CONFIGURED:
+        about = "YAML or TOML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
+        add("--config", metavar="FILE", help=about)
+    if any(action.dest == "model" for action in parser._actions):
+        add("--hf-file", help=argparse.SUPPRESS)  # of the repository that --model names
+    about = "least level of messages on stderr: debug, info, warning or error (default: info)"
+    add("--log-level", type=str.lower, choices=("debug", "info", "warning", "error"), default="info", help=about)
+    level = partial(add, action="store_const", dest="log_level", default=argparse.SUPPRESS)
+    level("-q", "--quiet", const="error", help="errors alone (default: off)")
+    about = "all messages, and the traceback of an error (default: off)"
+    level("-v", "--verbose", "--debug", const="debug", help=about)
     if command.everyday and not is_all:
         shown = (*command.everyday, "help", "help_all")
         rare = [a for a in parser._actions if a.dest not in shown and a.help != argparse.SUPPRESS]
@@ -122,13 +185,6 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
 def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
-
-
-def _with_hyphens(word: str, flags: Sequence[str]) -> str:
-    """Return --max_tokens, as other programs spell it, as --max-tokens; a prompt stays as it is."""
-    name, equals, value = word.partition("=")
-    flag = name.replace("_", "-")
-    return flag + equals + value if flag in flags else word
 
 
 def _command(name: str) -> Command:
@@ -176,3 +232,23 @@ def _sentence(error: BaseException, args: argparse.Namespace) -> str:
         place = f": {str(error.filename)!r}" if error.filename is not None else ""
         return f"{error.strerror or error}{place}."
     return f"unexpected {type(error).__name__}: {error} (run it again with --debug to see where)."
+
+
+def _complete(args: argparse.Namespace) -> None:
+    try:
+        import shtab
+    except ImportError:
+        raise RequestError(f"completion needs shtab, which comes with: {how_to_install('completion')}.") from None
+    parser = argparse.ArgumentParser("tinygpt")
+    commands = parser.add_subparsers()
+    for name in COMMANDS:
+        commands.add_parser(name, parents=[command_parser(name)], add_help=False, help=_command(name).summary)
+    emit(shtab.complete(parser, args.shell))
+
+
+COMPLETION = Command(
+    "print a script that completes commands and flags in a shell",
+    lambda parser: parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='as in eval "$(... bash)"'),
+    _complete,
+    "{bash,zsh,tcsh}",
+)

@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from tinygpt.cli.flags import ALIASES, with_seed
+from tinygpt.cli.flags import with_seed
 from tinygpt.errors import RequestError, TinyGPTError, suggest
+from tinygpt.field_rules import own_names
 from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
 from tinygpt.weights.errors import printable
 
@@ -30,7 +31,6 @@ EXAMPLE = json.dumps({"prompt": "Once upon a time"})
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 _PARAMS_FIELDS = tuple(name for name in SAMPLING_FIELDS if name != "logits_processors")  # JSON has no functions
 _FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
-_FIELD_OF_ALIAS = {alias: name for name, aliases in ALIASES.items() for alias in aliases if name in _PARAMS_FIELDS}
 
 messages = logging.getLogger("tinygpt.cli")
 log, print_error = messages.info, messages.error
@@ -72,12 +72,12 @@ class MessageHandler(logging.Handler):
 
 
 @contextmanager
-def logging_to_stderr(is_debug: bool = False, log_format: str = "text") -> Iterator[None]:
-    """Show the package's log on stderr during the block, from level INFO or DEBUG on."""
+def logging_to_stderr(log_level: str = "info", log_format: str = "text") -> Iterator[None]:
+    """Show the package's log on stderr during the block, from a level on."""
     root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format)
     level = root.level
     root.addHandler(handler)
-    root.setLevel(logging.DEBUG if is_debug else logging.INFO)
+    root.setLevel(log_level.upper())
     try:
         yield
     finally:
@@ -93,7 +93,8 @@ def progress(noun: str, done: str = "done") -> Callable[..., Iterator[Any]]:
 
         logged = time.perf_counter()
         # disable=None: no bar if stderr is not a terminal.
-        bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=None)
+        disable = None if messages.isEnabledFor(logging.INFO) else True
+        bar = tqdm(items, total=total, initial=initial, unit=f" {noun}s", disable=disable)
         for number, item in enumerate(bar, initial + 1):
             yield item
             now = time.perf_counter()
@@ -312,6 +313,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
     if isinstance(biases := fields.get("logit_bias"), dict):  # keys are texts in JSON; int() refuses 5000 digits
         is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
         fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
+    if fields.get("num_beams", 1) != 1:
+        fields.setdefault("temperature", 0.0)  # a search draws nothing
     return PromptRecord(number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields)))
 
 
@@ -328,7 +331,7 @@ def read_object(line: bytes) -> dict[str, Any]:
         raise RequestError(f"not JSON that can be read: {error}.") from None
     if not isinstance(fields, dict):
         raise RequestError(f"not a JSON object; a line is as {EXAMPLE}.")
-    return _without_duplicates([(_FIELD_OF_ALIAS.get(name, name), value) for name, value in fields.items()])
+    return own_names(fields, _FIELDS)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

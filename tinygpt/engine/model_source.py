@@ -127,6 +127,8 @@ def load_backend(device: str, dtype: str) -> ModuleType:
     if dtype not in ("auto", *backend.DTYPES):
         allowed = ", ".join(map(repr, backend.DTYPES))
         hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
+        if dtype == "float16":
+            hint = "; the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
         raise RequestError(f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype")
     try:
         backend.check_device()

@@ -77,11 +77,14 @@ def _is_index(item: Any) -> bool:
 
 
 def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
-    """Return `params`, or the SamplingParams of these fields, if a call was given keywords."""
+    """Return `params`, or the SamplingParams of these fields, if a call was given keywords.
+
+    vLLM's name of params is a field, too.
+    """
+    if params is None and "sampling_params" in fields:
+        params = fields.pop("sampling_params")
     if not fields:
         return params
-    if "sampling_params" in fields:
-        raise RequestError("sampling_params is called params here: give params=SamplingParams(...).")
     if params is not None:
         raise RequestError(
             f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "

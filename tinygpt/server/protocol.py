@@ -4,6 +4,7 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import reduce
 from operator import or_
@@ -14,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from typing_extensions import TypeAliasType
 
 from tinygpt.errors import RequestError
+from tinygpt.field_rules import own_names
 from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.wire import UNSENDABLE
 
@@ -71,10 +73,14 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
-        """Drop all unknown fields but one: an error of each of 300 000 would take seconds."""
-        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+        """Read other programs' names, and drop all unknown fields but one: 300 000 errors would take seconds."""
+        if not isinstance(given, dict):
             return given
         names = cls.fields_by_name()
+        with suppress(RequestError):  # of two names for one thing, the other program's is unknown
+            given = own_names(given, names)
+        if len(given) <= len(names):
+            return given
         unknown = next(name for name in given if name not in names)
         return {name: value for name, value in given.items() if name in names or name == unknown}
 

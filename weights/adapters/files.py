@@ -10,8 +10,7 @@ from tinygpt.weights.containers.mapped_file import STORED_AS, Container, StoredT
 from tinygpt.weights.containers.safetensors import read_safetensors
 from tinygpt.weights.errors import CheckpointError, describe, listed, shown
 from tinygpt.weights.files import ADAPTER_CONFIG as CONFIG
-from tinygpt.weights.files import ADAPTER_FILES as FILES
-from tinygpt.weights.files import looks_local, read_json_object
+from tinygpt.weights.files import ADAPTER_FILES, looks_local, read_json_object
 
 MODEL_CONFIG = "config.json"
 SOFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
@@ -40,9 +39,11 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
     if config.get("peft_type") not in peft_types:
         given, wanted = shown(config.get("peft_type")), ", ".join(peft_types)
         raise CheckpointError(f"{path} is an adapter of the type {given} and must be one of {wanted}.")
-    file = next((path / name for name in FILES if (path / name).exists()), None)
+    file = next((path / name for name in ADAPTER_FILES if (path / name).exists()), None)
     if file is None:
-        raise CheckpointError(f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(FILES)}.")
+        raise CheckpointError(
+            f"{path} holds no weights ({describe(path)}); wanted is one of {', '.join(ADAPTER_FILES)}."
+        )
     tensors = _read(file).tensors
     if (longest := max(map(len, tensors), default=0)) > MAX_NAME:
         raise CheckpointError(f"{file} names a tensor by {longest} characters, as no module is named.")
@@ -60,7 +61,7 @@ def _read(file: Path) -> Container:
 def refuse_adapter(path: Path, given: str) -> None:
     """Raise CheckpointError if the folder or file is an adapter."""
     folder = path if path.is_dir() else path.parent
-    is_meant = path.is_dir() or path.name in (CONFIG, *FILES)
+    is_meant = path.is_dir() or path.name in (CONFIG, *ADAPTER_FILES)
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = _read_config(folder)

@@ -1,0 +1,162 @@
+"""Values of flags from the command line, the environment, a file, and our defaults, in this order; other names."""
+
+import sys
+
+import pytest
+
+from support.processes import Outcome
+from tinygpt.cli import main as cli
+from tinygpt.cli.flags import params_of
+
+
+@pytest.fixture
+def call(capsys):
+    return lambda *words: Outcome(capsys, [*words])
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text: str, name: str = "config.yaml") -> str:
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_the_nearest_source_of_a_value_holds(config, monkeypatch):
+    words = ["serve", "--config", config("model: of-file\nport: 1\ndtype: int4\nmax-num-seqs: 3")]
+    monkeypatch.setenv("TINYGPT_MODEL", "of-environment")
+    monkeypatch.setenv("TINYGPT_PORT", "2")
+    args = cli.parse([*words, "--port", "3"])
+    found = (args.model, args.port, args.dtype, args.max_num_seqs, args.max_queue)
+    assert found == ("of-environment", 3, "int4", 3, 512)
+    assert cli.parse([*words, "of-line"]).model == "of-line"
+
+
+def test_variables_of_each_command(monkeypatch):
+    values = {"MODEL": "m", "HOST": "0.0.0.0", "PORT": "1", "DTYPE": "BF16", "THREADS": "2", "LOG": "error"}
+    for name, value in values.items():
+        monkeypatch.setenv(f"TINYGPT_{name}", value)
+    serve = cli.parse(["serve"])
+    assert (serve.host, serve.port, serve.log_level) == ("0.0.0.0", 1, "error")
+    for words in (["serve"], ["generate"], ["warmup"], ["eval", "ppl", "file"], ["doctor"]):
+        args = cli.parse(words)
+        assert (args.model, args.threads) == ("m", 2)
+    bench = cli.parse(["bench"])
+    assert (bench.model, bench.dtype, bench.threads) == ("m", ("bfloat16",), (2,))
+    assert cli.parse(["convert", "a", "b"]).model is None
+
+
+FILE = """
+temp: 0.5
+stop: [a, b]
+ignore-eos: true
+echo: false
+logit_bias: 11=-4
+guided_json: {type: object}
+seed: null
+gpu-memory-utilization: 0.9
+"""
+
+
+def test_a_file_has_values_of_every_kind(config):
+    args = cli.parse(["generate", "x", "--config", config(FILE)])
+    params = params_of(args)
+    assert (params.temperature, params.stop, params.ignore_eos, args.echo) == (0.5, ("a", "b"), True, False)
+    assert (params.logit_bias, params.guided_json, params.seed) == (((11, -4.0),), '{"type": "object"}', None)
+    assert cli.parse(["generate", "--config", config(FILE), "--stop", "c"]).stop == ["c"]
+    bench = cli.parse(["bench", "--config", config("batch-sizes: [1, 4]\nnew-tokens: 8")])
+    assert (bench.batch_sizes, bench.new_tokens) == ((1, 4), (8,))
+    serve = cli.parse(["serve", "--config", config("allowed-hosts: [a, b]")])
+    assert serve.allowed_hosts == ["a", "b"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_a_file_may_be_toml(config):
+    args = cli.parse(["generate", "--config", config('model = "m"\nstop = ["a"]\ntop-k = 3', "c.toml")])
+    assert (args.model, args.stop, args.top_k) == ("m", ["a"], 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("prot: 1", "unknown key prot; did you mean --port?"),
+        ("config: x", "unknown key config"),
+        ("port: many", "argument --port: invalid int value: 'many'"),
+        ("log-format: xml", "argument --log-format: invalid choice: 'xml'"),
+        ("enable-log-requests: 1", "argument --enable-log-requests: invalid value: 1 (must be true or false)"),
+        ("- port", "must map names of flags to values"),
+        ("{", "cannot be read: while parsing"),
+    ],
+)
+def test_a_wrong_file_is_a_usage_error(call, config, text, says):
+    result = call("serve", "--config", file := config(text))
+    assert (result.code, result.out) == (2, "")
+    assert f"--config {file}" in result.err
+    assert says in result.err
+
+
+def test_other_wrong_settings(call, monkeypatch):
+    assert "--config ./no.yaml cannot be read: [Errno 2] No such file" in call("serve", "--config", "./no.yaml").err
+    monkeypatch.setenv("TINYGPT_THREADS", "all")
+    assert "TINYGPT_THREADS: argument -t/--threads: invalid int value: 'all'" in call("generate", "x").err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("generate x -n 1 --max-tokens 100", "-n and --max-tokens name one thing"),
+        ("generate x --temp 1 --temperature 1", "--temp and --temperature name one thing"),
+        ("generate x --num-samples 2 --num_return_sequences 2", "--num-samples and --num_return_sequences name"),
+        ("serve demo --model demo", "demo and --model name one thing"),
+        ("info demo -m demo", "demo and --model name one thing"),
+        ("generate x --grammar-file ./no.gbnf", "--grammar-file: no.gbnf cannot be read: No such file"),
+        ("generate x --n-gpu-layers 3 --nonsense", "unknown flag --nonsense"),
+        ("serve --uds x", "unknown flag --uds"),
+    ],
+)
+def test_two_names_of_one_thing_are_refused(call, words, says):
+    result = call(*words.split())
+    assert result.code == 2
+    assert says in result.err
+
+
+def test_a_flag_that_is_given_twice_counts_by_its_end():
+    assert cli.parse(["generate", "x", "--seed", "1", "--seed", "2"]).seed == 2
+    assert cli.parse(["generate", "x", "--stop", "a", "--stop-strings", "b"]).stop == ["a", "b"]
+
+
+def test_beams_take_temperature_0_unless_one_is_given():
+    assert params_of(cli.parse(["generate", "x", "--num-beams", "3"])).temperature == 0
+    args = cli.parse(["generate", "x", "--num-beams", "1"])
+    assert params_of(args).temperature == args.temperature == 0.8
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "warmup", "info", "doctor", "parity", "eval ppl file"])
+def test_a_model_is_a_word(command):
+    assert cli.parse([*command.split(), "gpt2"]).model == "gpt2"
+    assert cli.parse([*command.split(), "-hf", "gpt2", "--hf-file", "a.gguf"]).model == "gpt2/a.gguf"
+
+
+def test_commands_of_other_programs():
+    assert cli.parse(["run", "gpt2", "Once", "upon"]).model == "gpt2"
+    assert cli.parse(["run", "gpt2", "Once", "upon"]).prompt == ["Once", "upon"]
+    assert cli.parse(["run", "-m", "gpt2", "Once"]).prompt == ["Once"]
+    assert cli.parse(["complete", "--quick", "Once"]).prompt_text == "Once"
+    assert cli.parse(["list"]).cached
+
+
+@pytest.mark.parametrize("quiet", [["-q"], ["--log-level", "error"], []])
+def test_quiet(call, quiet, monkeypatch):
+    result = call("generate", "Once", "--max-tokens", "2", "-ngl", "3", *quiet)
+    assert result.code == 0
+    assert bool(result.out)
+    assert (result.err == "") == bool(quiet)
+    assert ("nothing here depends on -ngl" in result.err) == (not quiet)
+
+
+def test_a_shell_completes_commands_and_flags(call):
+    shtab = pytest.importorskip("shtab")
+    result = call("completion", "bash")
+    assert (result.code, result.err) == (0, ""), shtab
+    assert {"generate", "serve", "--max-tokens", "--batch-sizes"} <= {*result.out.replace("'", " ").split()}
