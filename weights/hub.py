@@ -142,5 +142,5 @@ def _fetch(name: HubName, patterns: Iterable[str]) -> Path:
     except Exception as error:  # the network library's own errors differ with huggingface_hub's version
         failed = f"cannot be downloaded from the Hub ({error}): try again"
         reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), failed)
-        raise CheckpointError(f"{name.repo_id!r} {reason}.") from error
+        raise CheckpointError(f"{str(name)!r} {reason}.") from error
     return Path(folder)

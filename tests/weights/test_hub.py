@@ -202,7 +202,7 @@ def test_a_revision_a_folder_and_a_url(tmp_path):
     with HubServer(folders) as hub:
         assert values(home, hub.url, names) == [*names.values()]
         (wrong,), _ = opened_all(home, hub.url, ["owner/tiny@v2"])
-        assert "'owner/tiny' on the Hub has no revision 'v2'" in wrong["error"]
+        assert "'owner/tiny@v2' on the Hub has no revision 'v2'" in wrong["error"]
         hub.requests.clear()
         assert values(home, hub.url, names, HF_HUB_OFFLINE="1") == [*names.values()]
         assert hub.requests == []
