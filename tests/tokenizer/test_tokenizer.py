@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from support.library_tokenizers import (
 from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.tokenizer import gpt2_bpe
 from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_ranks, token_to_bytes, tokens_to_bytes
 from tinygpt.tokenizer.tokenizer import LibraryTokenizer, Tokenizer
 
@@ -69,6 +71,12 @@ class TestText:
     @given(texts)
     def test_trained_tokenizer(self, ours, trained, text):
         assert_equal(ours, trained, text)
+
+    @given(texts)
+    def test_a_text_in_parts(self, ours, trained, text):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpt2_bpe, "PARTS", re.compile(gpt2_bpe.PARTS.pattern.replace("65536", "1"), re.DOTALL))
+            assert_equal(ours, trained, text)
 
     @given(texts)
     def test_round_trip(self, ours, text):

@@ -5,6 +5,7 @@ adjacent *pair* with the lowest rank; tiktoken the tokens whose *joined bytes* h
 whole. They agree on a trainer's list: merging the characters of each token ends in it. Others run on `tokenizers`.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, count, pairwise, repeat
 from typing import Any, NamedTuple
@@ -68,6 +69,8 @@ WORDS = (
     r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++"
     r"|\s++\z|(?=\s\s)(?:\s{1000}(?=\s))*+(?:\s(?=\s))*+|\s"
 )
+# Parts that begin as a word does: a list of a million ids would hold the GIL for tenths of a second.
+PARTS = re.compile(r".{65536}.*?\S(?= \S)|.+", re.DOTALL)
 
 OTHER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
 MAX_TEMPLATE = 1000  # tokens on either side of a text
@@ -178,7 +181,8 @@ class ByteLevelBPE(ByteTokens):
     def _encode_plain(self, text: str) -> list[int]:
         if self._prefix_space and not text.startswith(" "):
             text = " " + text
-        ids = [*map(self._id_of_rank.get, self._encoding.encode_ordinary(text))]
+        parts = map(self._encoding.encode_ordinary, PARTS.findall(text))
+        ids = [id for part in parts for id in map(self._id_of_rank.get, part)]
         if None in ids:
             lacking = sorted({c for c in text if not self._id_of_rank.keys() >= {*c.encode()}})
             raise no_token_for(lacking)
