@@ -5,6 +5,7 @@ import re
 import secrets
 from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -44,10 +45,10 @@ def open_template(given: str | os.PathLike[str] | None, folder: Path) -> Templat
     if given == PLAIN:
         return PlainTemplate()
     config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    options = read_json_object(config) if config.exists() else {}
     if given is not None:
         source = _given_source(given)
-    options = read_json_object(config) if config.exists() else {}
-    if given is None:
+    else:
         source = read_text(file) if file.exists() else options.get("chat_template")
     if isinstance(source, list):  # several templates with names
         source = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
@@ -171,17 +172,14 @@ def chat_ids(
     return marks.encode(text, tokenizer.encode)
 
 
-def conversations(messages: Any) -> list[list[dict[str, Any]]]:
+def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
     """Return one or several conversations as a list of them. Raise RequestError for anything else."""
-    given = list(messages) if isinstance(messages, Sequence) and not isinstance(messages, str) else []
-    several = [given] if given and isinstance(given[0], Mapping) else given
-    for each in several:
-        is_list = isinstance(each, Sequence) and not isinstance(each, str)
-        if not (is_list and each and all(map(_is_message, each))):
-            raise invalid("messages", each, 'a list of {"role": ..., "content": ...}, both texts')
-    if not several:
-        raise invalid("messages", messages, 'a list of {"role": ..., "content": ...}, both texts')
-    return [[dict(message) for message in each] for each in several]
+    with suppress(TypeError, LookupError):  # of anything but lists
+        given = [*messages]
+        several = [given] if isinstance(given[0], Mapping) else [[*each] for each in given]
+        if all(each and all(map(_is_message, each)) for each in several):
+            return several
+    raise invalid("messages", messages, 'a list of {"role": ..., "content": ...}, both texts')
 
 
 def _is_message(message: Any) -> bool:
