@@ -1,6 +1,6 @@
 """The interface of a backend, and names that backends share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,10 +12,28 @@ KINDS = ("weight", "bias")
 LINEARS = {"c_attn": "attn.c_attn", "attn_proj": "attn.c_proj", "c_fc": "mlp.c_fc", "mlp_proj": "mlp.c_proj"}
 NORM_BEFORE = {"c_attn": "ln_1", "c_fc": "ln_2"}  # the layer norm before a linear layer
 NORMS = tuple(NORM_BEFORE.values())
+# Kinds of points in a layer: the residual stream, (N, C); heads, (N, H, D); summands; the MLP's units, (N, F).
+LOOKS = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "pre", "post", "mlp_out", "resid_post")
+SCORES = ("attn_scores", "pattern")  # (n, H, T) of one sequence
 
 
 class DeviceError(Exception):
     """This machine cannot run a backend or a model."""
+
+
+class Look(Protocol):
+    """A caller inside a step: its arrays at some points, as they come by.
+
+    points: kinds, of LOOKS or SCORES, with layers; changes: whether it writes anywhere; first: the layer that the step
+    begins with, after a "resid_post" to which it writes the stream.
+    """
+
+    points: Set[tuple[str, int]]
+    changes: bool
+    first: int
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        """See the step's rows (N, ...), or a sequence's: the step goes on with what is written to them."""
 
 
 class Backend(Protocol):
@@ -28,6 +46,8 @@ class Backend(Protocol):
     MAX_STEP_TOKENS: int  # N that fills the device
     PACKED: Any  # the module that stores Params, or None
     QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
+    SEEN: tuple[str, ...]  # the kinds that a Look sees
+    CHANGED: tuple[str, ...]  # those of them that it may write to
 
     def check_device(self) -> None: ...
 
@@ -48,7 +68,7 @@ class Backend(Protocol):
     def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int: ...
     def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any: ...
 
-    def forward(self, params, batch: Batch, kv_cache, workspace) -> Any:
+    def forward(self, params, batch: Batch, kv_cache, workspace, look: Look | None = None) -> Any:
         """Run a step. Return logits (R, V) float32, valid until the next step."""
 
     def multi_step(
@@ -62,11 +82,8 @@ class Backend(Protocol):
     def stop_early(self, workspace, is_wanted: bool) -> None:
         """Make the current step the last, from any thread."""
 
-    def trace(self, params, batch: Batch, kv_cache, workspace) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C), float32.
-
-        The states are Hugging Face's, with the input of ln_f before the last one.
-        """
+    def final_norm(self, params, x: np.ndarray) -> np.ndarray:
+        """Return ln_f of x (N, C), or x if the model has none."""
 
     def sample(self, logits, warpers, seeds, sample_indices, positions) -> np.ndarray: ...
 

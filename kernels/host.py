@@ -45,25 +45,24 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
         return np.stack([row - np.log(np.exp(row).sum()) for row in rows])
 
 
-def attention_maps(
-    queries: np.ndarray, keys: np.ndarray, scales: list[float], slopes: tuple[float, ...] = ()
-) -> np.ndarray:
-    """Return softmax(scale q·k) (L, H, T, T) of queries (L, T, C) and a KV cache's keys (L, H, T, D)."""
-    layers, heads, length, _ = keys.shape
-    maps = np.zeros((layers, heads, length, length), np.float32)
-    is_past = np.tri(length, dtype=bool)
-    back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
+def attention_scores(q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()) -> np.ndarray:
+    """Return scale q·k (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D)."""
+    heads, length, _ = keys.shape
     decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
-    for layer in range(layers):
-        q = queries[layer].reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
-        scores = q @ decode(keys[layer]).swapaxes(1, 2)  # (H, T, T)
-        scores *= np.float32(scales[layer])
-        if slopes:
-            scores -= np.float32(slopes)[:, None, None] * back
-        scores[:, ~is_past] = -np.inf
-        np.exp(scores - scores.max(-1, keepdims=True), out=maps[layer])
-        maps[layer] /= maps[layer].sum(-1, keepdims=True)
-    return maps
+    q = q.reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
+    scores = q @ decode(keys).swapaxes(1, 2)  # (H, T, T)
+    scores *= np.float32(scale)
+    if slopes:
+        back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
+        scores -= np.float32(slopes)[:, None, None] * back
+    scores[:, ~np.tri(length, dtype=bool)] = -np.inf
+    return scores
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
 
 
 class Warpers(NamedTuple):

@@ -7,10 +7,11 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "PromptType", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
+__all__ = ["LLM", "AsyncLLM", "Edit", "PromptType", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
 
 if TYPE_CHECKING:
     from tinygpt.async_llm import AsyncLLM
+    from tinygpt.edits import Edit
     from tinygpt.engine.prompts import PromptType
     from tinygpt.llm import LLM, warmup
     from tinygpt.remote import RemoteLLM
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "AsyncLLM": "async_llm",
+        "Edit": "edits",
         "PromptType": "engine.prompts",
         "RemoteLLM": "remote",
         "SamplingParams": "sampling_params",

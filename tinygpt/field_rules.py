@@ -198,6 +198,16 @@ def _functions(value: Any) -> tuple[Callable, ...]:
     return functions
 
 
+def _edits(value: Any) -> tuple:
+    if value is None or (isinstance(value, tuple) and not value):
+        return ()
+    from tinygpt.edits import Edit  # not needed for --help
+
+    edits = (value,) if isinstance(value, Edit) else tuple(value)
+    need(all(isinstance(edit, Edit) for edit in edits))
+    return edits
+
+
 def _alternatives(value: Any) -> tuple[str, ...]:
     need(not isinstance(value, str))  # its letters are not meant
     return _some(tuple(map(as_unicode, value)))
@@ -235,6 +245,7 @@ ID_LISTS = Rule("a list of lists of token ids, none of them empty, or None", _id
 NAME = optional(Rule("the name of a soft prompt that the LLM was given", as_unicode))
 EMBEDDINGS = optional(Rule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
 FUNCTIONS = Rule("a function or a list of functions, or None", _functions)
+EDITS = Rule("an Edit or a list of them, or None", _edits)
 ALTERNATIVES = optional(Rule("a list of texts, none of them empty", _alternatives, repeats=True))
 REGEX = optional(Rule("a regular expression", as_unicode))
 GRAMMAR = optional(Rule("the text of a grammar", as_unicode))

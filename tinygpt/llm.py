@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +37,8 @@ from tinygpt.weights.config import dtype_name
 from tinygpt.weights.open import with_revision
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
-if TYPE_CHECKING:  # `generate` has no use for it
+if TYPE_CHECKING:  # `generate` has no use for them
+    from tinygpt.activations import ActivationCache
     from tinygpt.chat import Template
 
 # Requests that reach all kernels.
@@ -78,6 +79,7 @@ class LLM:
     chat_template: a file of Jinja's for `chat`, or "plain": the messages' texts, a line each, which the model
         continues, for any model. None is the checkpoint's.
     revision: a commit, branch or tag of a Hub model, as in "gpt2@main".
+    max_capture_bytes: of the activations that a request captures; more are refused.
     tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
         `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
         it until it ends. threads are each rank's.
@@ -109,22 +111,29 @@ class LLM:
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         revision: str | None = None,
+        max_capture_bytes: int = 2**30,
     ):
         dtype, kv_cache_dtype = dtype_name(dtype), dtype_name(kv_cache_dtype)
         model = model if revision is None else with_revision(model, revision)
         ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
         num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
-        sizes = EngineConfig(
-            max_num_seqs, prefix_cache_seqs, max_model_len, max_num_batched_tokens, max_queue, num_speculative_tokens
-        )
+        limits = max_num_batched_tokens, max_queue, num_speculative_tokens, max_capture_bytes
+        sizes = EngineConfig(max_num_seqs, prefix_cache_seqs, max_model_len, *limits)
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
         engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
         self.checkpoint_path, self._given_template = source.checkpoint.folder, chat_template
         if chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
+        opened = model, dtype, device, kv_cache_dtype, lora
+        points = cache(partial(_points, source.backend, source.config, source.kv_cache_dtype, opened))
         self._inputs = InputProcessor(
-            source.config, engine_config, source.checkpoint, soft_prompts, split_special_tokens
+            source.config,
+            engine_config,
+            source.checkpoint,
+            soft_prompts,
+            split_special_tokens,
+            points if ranks is None else None,
         )
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
@@ -139,7 +148,6 @@ class LLM:
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
-            opened = model, dtype, device, kv_cache_dtype, lora
             runner = ranks.new_runner(source, opened, engine_config, threads)
         self._probe = Probe(runner, engine_config)
         self.engine = Engine(runner, engine_config, draft, owner=self)
@@ -277,13 +285,37 @@ class LLM:
         self.engine.check_open()
         return Session(self, [])
 
-    def logits(self, token_ids: PromptType) -> np.ndarray:
+    def logits(self, token_ids: PromptType, edits: Any = ()) -> np.ndarray:
         """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
 
+        edits: an Edit or a list of them.
         Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
         """
-        token_ids = self._read_ids("logits", token_ids)
-        return self.engine.call(partial(self._probe.logits, token_ids))
+        (found,), _ = self._look("logits", [token_ids], (), edits)
+        return found
+
+    def run_with_cache(self, prompts: Prompts, names: Any = None, edits: Any = ()) -> "tuple[Any, ActivationCache]":
+        """Return logits (B, T, V) of B prompts and their activations, as TransformerLens does; no BOS is prepended.
+
+        names: of points as "blocks.0.hook_resid_pre", with *, or short as "z" for every layer's; a function of a name;
+            None is all but hook_result. edits: an Edit or a list of them, whose effect is seen.
+        Prompts of different lengths have lists of arrays, without padding: both of lists, one for each prompt.
+        Raise RequestError, before any work, for an unknown name or more than max_capture_bytes.
+        """
+        from tinygpt.activations import ActivationCache
+
+        logits, found = self._look("activations", prompt_list(prompts), names, edits)
+        is_even = len({len(one) for one in logits}) == 1
+        return np.stack(logits) if is_even else logits, ActivationCache(found, self)
+
+    def logit_lens(self, stream: Any) -> np.ndarray:
+        """Return logits (..., V) of a residual stream (..., C): ln_f and the head, with the model's own bits."""
+        self.engine.check_open()
+        stream = np.asarray(stream, np.float32)
+        if not stream.size or stream.shape[-1] != self.config.n_embd:
+            raise RequestError(f"has shape {stream.shape} and must end in {self.config.n_embd}.", "stream")
+        rows = stream.reshape(-1, self.config.n_embd)
+        return self.engine.call(partial(self._probe.logits_of, rows)).reshape(*stream.shape[:-1], -1)
 
     def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
         """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
@@ -329,8 +361,8 @@ class LLM:
             )
         found = []
         for ids in [self._read_ids("classes", prompt) for prompt in prompt_list(prompts)]:
-            states = self.engine.call(partial(self._probe.hidden_states, ids, slice(-1, None)))  # (1, T, C)
-            found.append(classifier.classify(ids, states[0]))
+            states = self.engine.call(partial(self._probe.last_states, ids))  # (T, C)
+            found.append(classifier.classify(ids, states))
         return found
 
     def score(
@@ -339,6 +371,7 @@ class LLM:
         continuations: Prompts,
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
+        edits: Any = (),
     ) -> list[ContinuationScore]:
         """Score each continuation of the prompt, and its tokens and words, by the model's own probabilities.
 
@@ -346,10 +379,11 @@ class LLM:
         As in evaluation harnesses, white space at the prompt's end belongs to each continuation, and prompt and
         continuation are encoded together; apart, if that changes the prompt's tokens, or if either is token ids.
         soft_prompt: the name of a soft prompt before the prompt. split_special_tokens: None is the LLM's.
+        edits: an Edit or a list of them, whose "new" is after the prompt.
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
-        requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens)
+        requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens, edits)
         for _ in self._run(requests):
             pass
         return [self._inputs.score_of(request) for request in requests]
@@ -392,6 +426,15 @@ class LLM:
         finally:
             future.cancel()
 
+    def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
+        """Return logits (T, V) and Activations of each prompt."""
+        given, edits = [self._read_ids(what, prompt) for prompt in prompts], SamplingParams(edits=edits).edits
+        is_plain = not edits and isinstance(names, tuple) and not names
+        sizes = [(len(ids), len(ids), len(given)) for ids in given]
+        looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]
+        logits = [self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)]
+        return logits, [one and one.activations(ids) for ids, one in zip(given, looks, strict=True)]
+
     def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
         self.engine.check_open()
         return self._inputs.read_ids(what, token_ids)
@@ -405,6 +448,20 @@ class LLM:
             reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
+
+
+def _points(backend: Any, config: Any, kv_cache_dtype: str, opened: tuple) -> Any:
+    from tinygpt.points import Points
+
+    return Points(config, backend.SEEN, backend.CHANGED, partial(_tensor, opened), kv_cache_dtype)
+
+
+def _tensor(opened: tuple, name: str) -> np.ndarray:
+    """Return a parameter of the checkpoint, opened anew: the engine keeps packed weights alone."""
+    checkpoint = ModelSource.open(*opened).checkpoint
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise RequestError(f"{name} is packed in this converted checkpoint: load the one that it was made from.")
+    return checkpoint.tensor(name)
 
 
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:

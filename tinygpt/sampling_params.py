@@ -33,6 +33,7 @@ DRAFTS = "speculative decoding, for fewer steps with the same result"
 POSITIONS = "more tokens than positions"
 LOGS = "probabilities, in JSON records"
 INPUTS = "vectors in front of the prompt"  # no flags
+INSIDE = "activations"  # no flags
 GROUPS = ("sampling", END, SCORES, GUIDED, WARPERS, BEAMS, DRAFTS, POSITIONS, LOGS)  # the order of --help
 
 # f(prompt_token_ids, new_token_ids, scores (V,) float32) -> scores (V,)
@@ -286,6 +287,10 @@ class SamplingParams:
     prompt_embeds: Any = option(
         None, rules.EMBEDDINGS, None, "embeddings (P, n_embd) of tokens without an id", INPUTS, repr=False
     )
+    capture: str | Iterable[str] | None = option(
+        None, rules.TEXTS, None, 'activations to return: names as "blocks.0.hook_resid_pre", with *, or "z"', INSIDE
+    )
+    edits: Any = option(None, rules.EDITS, None, "changes of activations", INSIDE, repr=False)
     guided_choice: Iterable[str] | None = option(
         None, rules.ALTERNATIVES, "TEXT", "exactly this text; given several times, one of them", GUIDED
     )
@@ -314,6 +319,11 @@ class SamplingParams:
             raise RequestError(f"and {guided[1]} are given together: a text is guided by one of them.", guided[0])
         if self.guidance is not None:
             rules.check_guide(*self.guidance)
+        if self.capture or self.edits:
+            self._need("num_beams", self.num_beams == 1, "1 with capture or edits")
+            self._need("overflow", self.overflow != "slide", "another one with capture or edits, by position")
+            if self.soft_prompt is not None or self.prompt_embeds is not None:
+                raise RequestError("cannot be given with a soft prompt or prompt_embeds.", "capture or edits")
         if self.num_beams > 1:
             self._check_beams()
             return

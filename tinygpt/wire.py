@@ -14,7 +14,7 @@ from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, Str
 from tinygpt.sampling_params import ALL, SamplingParams
 
 ALWAYS_SENT = ("max_tokens", "temperature")  # the server has other defaults
-UNSENDABLE = ("logits_processors", "prompt_embeds")
+UNSENDABLE = ("logits_processors", "prompt_embeds", "capture", "edits")
 MOMENTS = ("scheduled", "first_token", "finished")
 # Log probabilities: JSON has strings in place of token ids and minus infinity.
 LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")

@@ -11,12 +11,12 @@ from tinygpt.kernels.cpu.kv_cache import KVCache
 from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.experts import expert_block, has_experts, mlp_row
-from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear, linear_to_operand
+from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear
+from tinygpt.kernels.cpu.layers.look import ATTENDED, HEADS, MIDDLE, STREAM, first_layer, inner_linear, look
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
 from tinygpt.kernels.cpu.layers.rows import (
     ONE_LAYER,
     embed_rows,
-    keep_rows,
     norm_before,
     norm_behind,
     norm_if_any,
@@ -28,9 +28,14 @@ from tinygpt.kernels.cpu.team import begin_step, join_step
 from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
 
 
-def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> np.ndarray:
+def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> np.ndarray:
     fill(workspace.buffers, batch)
-    workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
+    if look is None:
+        workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
+    else:
+        from tinygpt.kernels.cpu.look import run  # rarely needed
+
+        run(take_steps, params, batch, kv_cache, workspace, look)
     return workspace.buffers.logits[: batch.logit_rows.size]
 
 
@@ -47,16 +52,17 @@ def take_steps(team, leads, params, kv_cache, buffers):
         step, x = step_of(buffers), buffers.x[: buffers.sizes[0]]
         layers, every = params.attention_scales.size, buffers.every[: x.shape[0]]
         embed(team, params, x, step, buffers)
-        for layer in range(layers):
-            keep_rows(team, buffers.hidden, layer, x)
+        for layer in range(first_layer(buffers.look), layers):
+            look(team, buffers.look, STREAM, layer)
             attention_block(team, params, layer, x, step, kv_cache, buffers)
             norm_behind(team, buffers.stream, x, every, params.ln_1, layer, params.epsilon)
+            look(team, buffers.look, MIDDLE, layer)
             if has_experts(params.experts, layer):
                 expert_block(team, params.experts, params, layer, x, buffers)
             else:
                 mlp_block(team, params, layer, x, buffers)
             norm_behind(team, buffers.stream, x, every, params.ln_2, layer, params.epsilon)
-        keep_rows(team, buffers.hidden, layers, x)
+        look(team, buffers.look, STREAM, layers)
         head(team, params, x, step, buffers)
         choose_greatest(team, step, buffers.choices, buffers.logits[: step.logit_rows.size])
         to_take -= 1
@@ -79,9 +85,10 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
     norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
-    keep_rows(team, b.queries, layer, qkv)
+    look(team, b.look, HEADS, layer)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)
+    look(team, b.look, ATTENDED, layer)
     quantize_activations(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)
 
@@ -91,7 +98,8 @@ def mlp_block(team, params, layer, x, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     b, n, row, activation = buffers, x.shape[0], mlp_row(params.experts, layer), params.activation
     norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)
-    linear_to_operand(team, b.inner, b.normed, params.c_fc, row, params.embd_segments, activation, n)  # (N, F)
+    c_fc, no_factors, segments = params.c_fc, params.attn_proj.factors, params.embd_segments
+    inner_linear(team, b.look, b.inner, b.normed, c_fc, no_factors, row, layer, segments, activation, n)  # (N, F)
     add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)
 
 

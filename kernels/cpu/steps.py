@@ -1,4 +1,4 @@
-"""Other ways to run the page: several decode steps in a call, and a step that keeps hidden states."""
+"""Several decode steps in a call, and the final layer norm by itself."""
 
 from collections.abc import Iterable, Iterator
 
@@ -42,16 +42,6 @@ def _drawn(
         if workspace.buffers.choices.stop_early[0]:
             break
         batch = batch.next_step(token_ids)
-
-
-def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    layers, n, c = params.attention_scales.size, batch.token_ids.size, workspace.buffers.x.shape[1]
-    width = workspace.buffers.attended.shape[1]  # C, or a rank's part of it
-    hidden, queries = np.empty((layers + 2, n, c), np.float32), np.empty((layers, n, width), np.float32)
-    fill(workspace.buffers, batch)
-    workspace.team.run(take_steps, params, kv_cache, workspace.buffers._replace(hidden=hidden, queries=queries))
-    hidden[-1] = final_norm(params, hidden[-2])
-    return hidden, queries
 
 
 def final_norm(params: Params, x: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The buffers of a step, allocated for the largest one, and the threads that share it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +47,7 @@ class Buffers(NamedTuple):
     mixture: "Mixture"
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...
-    hidden: np.ndarray  # (L + 2, N, C), or (0, 0, 0): not kept
-    queries: np.ndarray  # (L, N, C), or (0, 0, 0): not kept
+    look: Any  # a Look, or None
     step: Step
     choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
@@ -74,6 +73,7 @@ class Mixture(NamedTuple):
 class Workspace:
     buffers: Buffers
     team: TeamThreads
+    looking: dict[int, Buffers] = field(default_factory=dict)  # with a Look, by the layer that a step begins with
 
 
 def new_workspace(
@@ -82,7 +82,7 @@ def new_workspace(
     """config: a ModelConfig, or a rank's Part, whose `allgather` is a field of Ranks."""
     n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
     width, narrow, head_dtype = config.n_head * config.head_size, bool(config.embed_dim), head_dtype_of(dtype)
-    x, attended, nothing = zeros((n, c)), zeros((n, width)), np.empty((0, 0, 0), np.float32)
+    x, attended = zeros((n, c)), zeros((n, width))
     buffers = Buffers(
         x=x,
         stream=Float32Operand(x),
@@ -98,8 +98,7 @@ def new_workspace(
         mixture=_new_mixture(config, n if config.expert_layers else 0, dtype),
         logits=zeros((r, config.vocab_size)),
         every=np.arange(n, dtype=np.int32),
-        hidden=nothing,
-        queries=nothing,
+        look=None,
         step=Step(
             token_ids=np.zeros(n, np.int32),
             embeds=zeros((n, e)),
@@ -120,7 +119,7 @@ def new_workspace(
         sizes=np.zeros(3, np.int64),
         ranks=None if allgather is None else _new_ranks(config, n, allgather),
     )
-    scratch = max(SCRATCH, scratch_size(config.head_size), c, e)
+    scratch = max(SCRATCH, scratch_size(config.head_size), c, e, config.inner_size)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
 
 

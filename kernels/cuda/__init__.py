@@ -5,7 +5,7 @@ from tinygpt.kernels.cuda.model import forward
 from tinygpt.kernels.cuda.params import check_model, load_params
 from tinygpt.kernels.cuda.runtime.device import check_device
 from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample
-from tinygpt.kernels.cuda.steps import multi_step, stop_early, trace
+from tinygpt.kernels.cuda.steps import final_norm, multi_step, stop_early
 from tinygpt.kernels.cuda.workspace import check_memory, new_workspace
 from tinygpt.kernels.reference import top_logprobs
 
@@ -13,6 +13,8 @@ DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
 QUEUES_STEPS = True
+CHANGED = ("resid_pre", "resid_mid", "resid_post")
+SEEN = ("q", *CHANGED)
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from tinygpt.kernels.cuda.params import STEP, Params, family_of, padded_columns
 from tinygpt.kernels.cuda.runtime.ptx import WARP
 from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
 from tinygpt.kernels.cuda.workspace import Workspace
+from tinygpt.kernels.host import from_bfloat16
 
 DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
 MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of ROW_TILE tokens in a block of `linear`
@@ -116,3 +117,18 @@ def width_of(params: Params, epilogue: str) -> int:
     if epilogue == LOGITS:
         return params.config.vocab_size
     return params.config.n_embd if epilogue == ADD else padded_columns(params.config.inner_size)
+
+
+def show(look, kv_cache: KVCache, workspace: Workspace, batch, kind: str, layer: int) -> None:
+    """Show a Look the stream (N, C), and take it back, or the queries (N, H, D)."""
+    w, c, count = workspace, kv_cache, batch.token_ids.size
+    if (kind, layer) not in look.points:
+        return
+    if kind != "q":
+        rows = w.device.read(w.x[: count * c.num_heads * c.head_size]).reshape(count, -1)
+        look(kind, layer, rows)
+        if look.changes:
+            w.device.write(w.x, rows)
+        return
+    q = w.device.read(w.q[: count * c.num_heads * c.padded_head]).reshape(count, c.num_heads, c.padded_head)
+    look(kind, layer, (q if c.is_float32 else from_bfloat16(q))[..., : c.head_size])

@@ -3,10 +3,13 @@
 Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 """
 
+from functools import partial
+
 import numpy as np
 
+from tinygpt.kernels.backend import accept
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear
+from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear, show
 from tinygpt.kernels.cuda.layers.epilogue import LOGITS, QKV
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits
@@ -16,20 +19,31 @@ from tinygpt.kernels.cuda.workspace import Workspace, fill
 HEAD_LAYER = 0  # ln_f and the head are one layer
 
 
-def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> DeviceLogits:
+def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
     shape = StepShape.of(batch, workspace.max_shape)
     fill(workspace, batch)
-    workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
+    if look is None:
+        workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
+    else:  # the host waits at each point
+        queue_step(params, shape, kv_cache, workspace, partial(show, look, kv_cache, workspace, batch), look.first)
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
-def queue_step(params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
+def queue_step(
+    params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace, look=accept, first: int = 0
+) -> None:
     x = workspace.x
     embed(params, x, shape, workspace)
-    for layer in range(params.config.n_layer):
+    if first:
+        look("resid_post", first - 1)
+    for layer in range(first, params.config.n_layer):
+        look("resid_pre", layer)
         attention_block(params, layer, x, shape, kv_cache, workspace)
+        look("q", layer)
+        look("resid_mid", layer)
         mlp_block(params, layer, x, shape, workspace)
+        look("resid_post", layer)
     head(params, x, shape, workspace)
 
 

@@ -1,4 +1,4 @@
-"""Several decode steps without the host, and a step that returns its hidden states."""
+"""Several decode steps without the host, and the final layer norm by itself."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,14 +7,14 @@ import numpy as np
 from numba import cuda, int32
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.model import attention_block, embed, forward, mlp_block, queue_step
+from tinygpt.kernels.cuda.model import forward, queue_step
 from tinygpt.kernels.cuda.params import Params
 from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.runtime.ptx import wait_for_kernel_before
 from tinygpt.kernels.cuda.sampling.sampling import MAX_STEPS, is_greedy, queue_choice, sample
 from tinygpt.kernels.cuda.step import NUM_STEPS_DONE, NUM_TOKENS, StepShape
 from tinygpt.kernels.cuda.workspace import Workspace, fill
-from tinygpt.kernels.host import from_bfloat16, is_rare_draw
+from tinygpt.kernels.host import is_rare_draw
 from tinygpt.kernels.reference.layers import normalize
 
 ADVANCE_THREADS = 256
@@ -83,27 +83,5 @@ def advance(token_ids, positions, draw_positions, chosen, history, sizes, capaci
         sizes[NUM_STEPS_DONE] = step + int32(1)
 
 
-def trace(params: Params, batch, kv_cache: KVCache, workspace: Workspace) -> tuple[np.ndarray, np.ndarray]:
-    w, x, n, config, hidden, queries = workspace, workspace.x, batch.token_ids.size, params.config, [], []
-    shape = StepShape.of(batch, w.max_shape)
-    fill(w, batch)
-    embed(params, x, shape, w)
-    for layer in range(config.n_layer):
-        hidden.append(_read_rows(w.device, x, n, config.n_embd))
-        attention_block(params, layer, x, shape, kv_cache, w)
-        queries.append(_read_queries(kv_cache, w, n))
-        mlp_block(params, layer, x, shape, w)
-    hidden.append(_read_rows(w.device, x, n, config.n_embd))
-    hidden.append(normalize(hidden[-1], *params.final_norm, config.layer_norm_epsilon))
-    return np.stack(hidden), np.stack(queries)
-
-
-def _read_rows(device, array, count: int, columns: int) -> np.ndarray:
-    return device.read(array[: count * columns]).reshape(count, columns)
-
-
-def _read_queries(kv_cache: KVCache, workspace: Workspace, count: int) -> np.ndarray:
-    c = kv_cache
-    q = _read_rows(workspace.device, workspace.q, count, c.num_heads * c.padded_head)
-    q = (q if c.is_float32 else from_bfloat16(q)).reshape(count, c.num_heads, c.padded_head)
-    return q[..., : c.head_size].reshape(count, -1)  # (N, C)
+def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)

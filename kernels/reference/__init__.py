@@ -1,7 +1,8 @@
 """The NumPy backend: the readable specification and oracle of the others. Read `model.py` first."""
 
-from tinygpt.kernels.backend import accept
-from tinygpt.kernels.reference.model import forward, trace
+from tinygpt.kernels.backend import LOOKS, SCORES, accept
+from tinygpt.kernels.reference.layers import final_norm
+from tinygpt.kernels.reference.model import forward
 from tinygpt.kernels.reference.sampling import filter_logits, process_logits, sample, top_logprobs
 from tinygpt.kernels.reference.state import (
     copy_positions,
@@ -16,6 +17,7 @@ DTYPES = ("float32",)
 MAX_STEP_TOKENS = 512
 PACKED = None
 QUEUES_STEPS = False
+SEEN = CHANGED = (*LOOKS, *SCORES)
 multi_step = None  # single steps are easier to read
 check_device = check_model = check_memory = accept
 

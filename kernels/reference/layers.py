@@ -4,31 +4,35 @@ import math
 
 import numpy as np
 
+from tinygpt.kernels.backend import accept
 from tinygpt.kernels.reference.state import Params, to_int8
 
 INT8_BLOCK = 64
 WEIGHT_LEVELS = 2**14 - 1
 
 
-def attend(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
+def attend(q, k, v, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
     """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D), slopes (H,) or ()."""
-    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes), v)
+    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes, look), v)
 
 
-def attention_weights(q, k, positions, scale: float, slopes=()) -> np.ndarray:
+def attention_weights(q, k, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if len(slopes):
         scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)
     scores = np.where(back[:, None, :] < 0, -np.inf, scores)
+    look("attn_scores", scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)  # (N, H, T)
+    weights /= weights.sum(-1, keepdims=True)
+    look("pattern", weights)
+    return weights  # (N, H, T)
 
 
-def attend_int8(q, k, v, positions, scale: float, slopes=()) -> np.ndarray:
+def attend_int8(q, k, v, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
     """Attend with int8 queries, and weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
-    weights = attention_weights(q * q_scales, k, positions, scale, slopes)
+    weights = attention_weights(q * q_scales, k, positions, scale, slopes, look)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
     weights = weights * v_scales[..., 0]  # (N, H, T)
     attended = np.zeros_like(q)
@@ -45,9 +49,11 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
 
 
-def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray) -> None:
+def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray, look=accept) -> None:
     """x (N, C) += linear(y): tensor-parallel ranks sum here."""
-    x += linear(params, name, y)
+    summand = linear(params, name, y)
+    look(summand)
+    x += summand
 
 
 def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
@@ -83,7 +89,7 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
     return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]
 
 
-def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
+def expert_block(params: Params, layer: int, x: np.ndarray, look=accept) -> None:
     """x (N, C) += each row's experts, weighted."""
     name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each

@@ -4,8 +4,11 @@ Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head
 layers, R rows of logits. Weights are (out, in). Radford et al., "Language Models are Unsupervised Multitask Learners".
 """
 
+from functools import partial
+
 import numpy as np
 
+from tinygpt.kernels.backend import accept
 from tinygpt.kernels.reference.layers import (
     ACTIVATIONS,
     add_projection,
@@ -22,13 +25,19 @@ from tinygpt.kernels.reference.layers import (
 from tinygpt.kernels.reference.state import KVCache, Params, write_kv
 
 
-def forward(params: Params, batch, kv_cache: KVCache, workspace=None) -> np.ndarray:
+def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None) -> np.ndarray:
+    look, first = (look, look.first) if look else (accept, 0)
     x = embed(params, batch)
-    for layer in range(params.config.n_layer):
-        attention_block(params, layer, x, batch, kv_cache)
+    if first:
+        look("resid_post", first - 1, x)
+    for layer in range(first, params.config.n_layer):
+        look("resid_pre", layer, x)
+        attention_block(params, layer, x, batch, kv_cache, look)
         norm_behind(params, f"h.{layer}.ln_1", x)
-        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
+        look("resid_mid", layer, x)
+        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x, look)
         norm_behind(params, f"h.{layer}.ln_2", x)
+        look("resid_post", layer, x)
     return head(params, x, batch)
 
 
@@ -49,9 +58,10 @@ def embed(params: Params, batch) -> np.ndarray:
     return layer_norm(params, "ln_e", x) if params.config.embed_norm else x
 
 
-def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache) -> None:
+def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache, look=accept) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     q, k, v = queries_keys_values(params, layer, x)
+    look("q", layer, q), look("k", layer, k), look("v", layer, v)
     attended, attention = np.empty_like(q), attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
@@ -64,16 +74,20 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
             positions,
             params.config.attention_scale(layer),
             params.config.alibi_slopes,
+            lambda kind, array, s=s: look(kind, layer, array, s),
         )
-    add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape))
+    look("z", layer, attended)
+    add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape), partial(look, "attn_out", layer))
 
 
-def mlp_block(params: Params, layer: int, x: np.ndarray) -> None:
+def mlp_block(params: Params, layer: int, x: np.ndarray, look=accept) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     normed = norm_before(params, f"h.{layer}.ln_2", x)
     inner = linear(params, f"h.{layer}.mlp.c_fc", normed)  # (N, F)
+    look("pre", layer, inner)
     inner = ACTIVATIONS[params.config.activation](inner)
-    add_projection(params, f"h.{layer}.mlp.c_proj", x, inner)
+    look("post", layer, inner)
+    add_projection(params, f"h.{layer}.mlp.c_proj", x, inner, partial(look, "mlp_out", layer))
 
 
 def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
@@ -82,16 +96,3 @@ def head(params: Params, x: np.ndarray, batch) -> np.ndarray:
     if params.config.embed_dim is not None:
         normed = normed @ params["project_out.weight"].T  # (R, embed_dim)
     return (normed @ params["lm_head.weight"].T).astype(np.float32)
-
-
-def trace(params: Params, batch, kv_cache: KVCache, workspace=None) -> tuple[np.ndarray, np.ndarray]:
-    x, hidden, queries = embed(params, batch), [], []
-    for layer in range(params.config.n_layer):
-        hidden.append(x.copy())
-        queries.append(queries_keys_values(params, layer, x)[0].reshape(x.shape))
-        attention_block(params, layer, x, batch, kv_cache)
-        norm_behind(params, f"h.{layer}.ln_1", x)
-        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x)
-        norm_behind(params, f"h.{layer}.ln_2", x)
-    hidden += [x, final_norm(params, x)]
-    return np.array(hidden, np.float32), np.array(queries, np.float32)

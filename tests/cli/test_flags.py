@@ -13,7 +13,7 @@ from tinygpt.cli.flags import params_of
 from tinygpt.sampling_params import RepetitionDetection
 
 # A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
-NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt")
+NOT_FLAGS = ("logits_processors", "prompt_embeds", "soft_prompt", "capture", "edits")
 BASE = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 
 

@@ -32,8 +32,6 @@ with compiled_kernels() as compiled:
             lookup = SamplingParams(max_tokens=20, temperature=temperature, prompt_lookup_num_tokens=4)
             llm.generate(words, lookup)
         llm.logits([1, 2, 3])
-        llm.hidden_states([1, 2, 3])
-        llm.attentions([1, 2, 3])
         llm.embed(["It was"])
         llm.score("It was", [" a", " the king"])
         session = llm.session()

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.paths import ROOT
-from tinygpt import RemoteLLM, SamplingParams, remote, wire
+from tinygpt import Edit, RemoteLLM, SamplingParams, remote, wire
 from tinygpt.errors import QueueFullError, RequestError, ServerError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 
@@ -317,7 +317,13 @@ OUTPUTS = st.builds(
 )
 LOGPROBS_OF_ONE = st.none() | st.dictionaries(st.integers(0), NUMBERS)
 CHUNKS = st.builds(
-    StreamChunk, finish_reason=..., index=..., logprobs=LOGPROBS_OF_ONE, prompt_logprobs=LOGPROBS, stop_reason=...
+    StreamChunk,
+    finish_reason=...,
+    index=...,
+    logprobs=LOGPROBS_OF_ONE,
+    prompt_logprobs=LOGPROBS,
+    stop_reason=...,
+    activations=st.none(),
 )
 EVERYTHING = {
     **{"max_tokens": 7, "temperature": 0.3, "top_k": 9, "top_p": 0.5, "seed": 2**64 - 1, "best_of": 2, "stride": 5},
@@ -364,7 +370,10 @@ def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():
     assert everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1  # more than any server's limit
 
 
-@pytest.mark.parametrize(("field", "value"), [("logits_processors", [max]), ("prompt_embeds", [[0.5, 1.0]])])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("logits_processors", [max]), ("prompt_embeds", [[0.5, 1.0]]), ("capture", "z"), ("edits", Edit("z"))],
+)
 def test_what_cannot_be_sent_is_refused(field, value):
     with pytest.raises(RequestError, match=f"{field} cannot be sent to a server"):
         wire.params_to_json(SamplingParams(**{field: value}))

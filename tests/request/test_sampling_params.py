@@ -10,9 +10,11 @@ import re
 import numpy as np
 import pytest
 
-from tinygpt import sampling_params
+from tinygpt import Edit, sampling_params
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import RepetitionDetection, SamplingParams, check_vocabulary, resolve_bad_words
+
+EDIT = Edit("z", keep=0)
 
 NAN, INF = float("nan"), float("inf")
 
@@ -83,6 +85,8 @@ REFUSED = {
     "stride": [0, -1, 1.5, True, "5"],
     "soft_prompt": ["", 5, True, ["a"]],
     "prompt_embeds": [5, [], [1.0, 2.0], [[]], [[[1.0]]], [[NAN]], [[INF]], [["a"]], [[1.0], [1.0, 2.0]]],
+    "capture": [5, [""], [None]],
+    "edits": [5, "z", [None], [{"name": "z"}]],
     "guided_choice": ["yes", [], ["a", ""], ["a", 3], ["\ud800"], 3],
     "guided_regex": ["", ["a"], 3, "\ud800"],
     "guided_json": ["{", "[]", "3", [], True, {"const": math.nan}, {"const": {1, 2}}, "[" * 100_000, NoSchema],
@@ -150,6 +154,8 @@ ACCEPTED = {
     "stride": [(None, None)],
     "soft_prompt": [(None, None), ("mine", "mine")],
     "prompt_embeds": [(None, None)],
+    "capture": [(None, ()), ("z", ("z",)), (["z", "hook_*"], ("z", "hook_*"))],
+    "edits": [(None, ()), (EDIT, (EDIT,)), ([EDIT, EDIT], (EDIT, EDIT))],
     "guided_choice": [(None, None), (["a", "b"], ("a", "b"))],
     "guided_regex": [(None, None), ("a+", "a+")],
     "guided_json": [(None, None), ({"type": "object"}, '{"type": "object"}'), ("{}", "{}")],

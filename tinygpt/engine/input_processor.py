@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
+if TYPE_CHECKING:
+    from tinygpt.engine.looks import Looks
+    from tinygpt.points import Points
 
 OnChunk = Callable[[StreamChunk], None]
 
@@ -56,8 +59,9 @@ class InputProcessor:
         checkpoint: Checkpoint | PackedCheckpoint,
         soft_prompts: Mapping | None,
         split_special_tokens: bool,
+        points: "Callable[[], Points] | None" = None,
     ):
-        self._config, self._engine_config = config, engine_config
+        self._config, self._engine_config, self._points = config, engine_config, points
         self._soft_prompts = SoftPrompts(soft_prompts, config)
         self._guidance: Guidance | None = None  # made for the first guided request
         self.note: str | None = None  # logged with the first request
@@ -135,12 +139,17 @@ class InputProcessor:
         return len(self._soft_prompts.find(soft_prompt) or ())
 
     def scoring_requests(
-        self, prompt: Any, continuations: Any, soft_prompt: str | None, split_special_tokens: bool | None
+        self,
+        prompt: Any,
+        continuations: Any,
+        soft_prompt: str | None,
+        split_special_tokens: bool | None,
+        edits: Any = (),
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
         virtual, prompt = self._soft_prompts.find(soft_prompt), text_or_ids(prompt)
         pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
-        return [self._scoring_request(context, token_ids, virtual) for context, token_ids in pairs]
+        return [self._scoring_request(context, token_ids, virtual, edits) for context, token_ids in pairs]
 
     def score_of(self, request: Request) -> ContinuationScore:
         wanted = request.sequences[0].prompt_logprobs
@@ -174,7 +183,9 @@ class InputProcessor:
                 token_ids = together[len(context) :]
         return context, token_ids
 
-    def _scoring_request(self, context: list[int], continuation: list[int], virtual: VirtualTokens | None) -> Request:
+    def _scoring_request(
+        self, context: list[int], continuation: list[int], virtual: VirtualTokens | None, edits: Any
+    ) -> Request:
         """Return a request that reads both without the last token. The token that it draws is ignored."""
         context = [*(virtual.token_ids if virtual else ()), *context]
         total, most = len(context) + len(continuation), self._engine_config.max_model_len + 1
@@ -184,10 +195,11 @@ class InputProcessor:
                 f"{self._describe_positions()}: shorten them to {most} tokens together, the last of which needs no "
                 "position."
             )
-        token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1)
+        token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1, edits=edits)
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
+        looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
         sequence = Sequence(
-            token_ids, params, 0, 0, frozenset(), text=None, soft_prompt=virtual, prompt_logprobs=wanted
+            token_ids, params, 0, 0, frozenset(), text=None, soft_prompt=virtual, prompt_logprobs=wanted, looks=looks
         )
         return Request(Prompt(None, token_ids), params, [sequence])
 
@@ -228,6 +240,7 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
+        looks = self._looks(params, len(fitted.token_ids), count)
         return [
             Sequence(
                 prompt_token_ids=fitted.token_ids,
@@ -243,9 +256,25 @@ class InputProcessor:
                 prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
                 dry_breakers=breakers,
+                looks=None if looks is None else looks.copy(),
             )
             for index in range(count)
         ]
+
+    def _looks(self, params: SamplingParams, num_prompt: int, count: int) -> "Looks | None":
+        if not (params.capture or params.edits):
+            return None
+        return self.looks(params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count)
+
+    def looks(self, capture: Any, edits: Any, num_prompt: int, length: int, count: int = 1) -> "Looks":
+        """Return the looks of `count` texts of `length` positions. Raise RequestError."""
+        from tinygpt.engine.looks import Looks, check_size  # rarely needed
+
+        if self._points is None:
+            raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
+        looks = Looks.of(capture, edits, self._points(), num_prompt, length)
+        check_size(looks, length, count, self._engine_config.max_capture_bytes)
+        return looks
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id

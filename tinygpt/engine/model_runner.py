@@ -3,12 +3,13 @@
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tinygpt.engine.model_source import LOGIT_ROWS, EngineConfig, ModelSource
-from tinygpt.errors import RequestError, invalid
+from tinygpt.errors import FailedRequestError, RequestError, invalid
 from tinygpt.kernels import host
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.batch import Batch
@@ -43,14 +44,21 @@ class ModelRunner:
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
-    def forward(self, batch: Batch) -> Any:
-        """Run one step. Raise CheckpointError if the mapped file was cut short."""
+    def forward(self, batch: Batch, look: Any = None) -> Any:
+        """Run one step, with a kernels.backend.Look. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()
-        return self._backend.forward(self._params, batch, self._kv_cache, self._workspace)  # (R, V)
+        return self._backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
 
-    def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        self._check_file()
-        return self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
+    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        """Run a step. Return hidden states (L + 2, N, C), Hugging Face's with ln_f's input, and queries (L, N, C).
+
+        is_whole: False for the last two states alone.
+        """
+        from tinygpt.engine.looks import trace  # rarely needed
+
+        streams, queries = trace(partial(self.forward, batch), self.config.n_layer, is_whole)
+        normed = self._backend.final_norm(self._params, streams[-1])
+        return np.concatenate([streams, normed[None]], dtype=np.float32), queries
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
@@ -108,27 +116,49 @@ class Probe:
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
         self._runner = runner
         self._slot = engine_config.num_slots - 1
-        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens)
+        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
 
-    def logits(self, token_ids: list[int]) -> np.ndarray:
-        # Copies: the next step overwrites them.
-        return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
+    def logits(self, token_ids: list[int], looks: Any = None) -> np.ndarray:
+        """Return logits (T, V). looks: Looks, which see all positions. Raise FailedRequestError if an edit fails."""
+        found = []
+        for batch in self._batches(token_ids, "all"):
+            look = () if looks is None else (looks.step(batch),)
+            found.append(self._runner.forward(batch, *look).copy())  # the next step overwrites them
+            if look and look[0].failed:
+                raise FailedRequestError(look[0].failed[0])
+        return np.concatenate(found)
 
-    def hidden_states(self, token_ids: list[int], layers: slice | list[int]) -> np.ndarray:
+    def logits_of(self, stream: np.ndarray) -> np.ndarray:
+        """Return logits (N, V) of a residual stream (N, C) after the last layer."""
+        from tinygpt.engine.looks import Given
+
+        found = []
+        for start in range(0, len(stream), self._chunk_size):
+            rows = stream[start : start + self._chunk_size]
+            batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
+            found.append(self._runner.forward(batch, Given(self._runner.config.n_layer, rows)).copy())
+        return np.concatenate(found)
+
+    def hidden_states(self, token_ids: list[int], layers: list[int]) -> np.ndarray:
         return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
 
     def attentions(self, token_ids: list[int]) -> np.ndarray:
         queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
         keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-        config = self._runner.config
-        scales = [config.attention_scale(layer) for layer in range(config.n_layer)]
-        return host.attention_maps(queries, keys, scales, config.alibi_slopes)  # (L, H, T, T)
+        config, maps = self._runner.config, np.empty((*keys.shape[:3], len(token_ids)), np.float32)
+        for layer in range(config.n_layer):
+            of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
+            maps[layer] = host.softmax(host.attention_scores(*of_layer))
+        return maps  # (L, H, T, T)
+
+    def last_states(self, token_ids: list[int]) -> np.ndarray:
+        return np.concatenate([hidden[-1] for hidden, _ in self._traces(token_ids, False)])  # (T, C)
 
     def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
-        return POOLINGS[pooling](self.hidden_states(token_ids, slice(-1, None))[0])
+        return POOLINGS[pooling](self.last_states(token_ids))
 
-    def _traces(self, token_ids: list[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return map(self._runner.trace, self._batches(token_ids, [0]))
+    def _traces(self, token_ids: list[int], is_whole: bool = True) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        return (self._runner.trace(batch, is_whole) for batch in self._batches(token_ids, [0]))
 
     def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
         for first in range(0, len(token_ids), self._chunk_size):

@@ -180,6 +180,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_queue: int | None = None
     num_speculative_tokens: int = 4
+    max_capture_bytes: int = 2**30
 
     def __post_init__(self):
         for field in fields(self):

@@ -137,7 +137,7 @@ class Scheduler:
             self._copy_to_followers(sequence)
             self.running.remove(sequence)
             self._pending.pop(sequence, None)
-            self.slots.release(sequence.slot, sequence.context_token_ids[: sequence.num_shareable])
+            self.slots.release(sequence.slot, sequence.prefix_ids[: sequence.num_shareable])
             sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
@@ -152,7 +152,7 @@ class Scheduler:
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
 
     def _admit(self, sequence: Sequence) -> None:
-        sequence.enter(*self.slots.take(sequence.context_token_ids[: sequence.num_reusable + 1]))
+        sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.num_reusable + 1]))
         self.running.append(sequence)  # first: if a copy fails, `remove` finds the slot
         if sequence.soft_prompt is not None and not sequence.num_cached:
             self._write_prefix(sequence)
@@ -166,7 +166,7 @@ class Scheduler:
 
     def _share(self, sequence: Sequence) -> None:
         """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
-        wanted = sequence.context_token_ids[: sequence.num_reusable]
+        wanted = sequence.prefix_ids[: sequence.num_reusable]
         earlier = self.running[: self.running.index(sequence)]
         running = [(_num_shared(wanted, other), other) for other in earlier]
         ready = [(min(count, other.num_shareable), other.slot) for count, other in running]
@@ -202,7 +202,7 @@ class Scheduler:
 
 
 def _num_shared(wanted: list[int], other: Sequence) -> int:
-    return min(common_prefix(wanted, other.context_token_ids), max(other.num_cached, len(other.prompt_token_ids)))
+    return min(common_prefix(wanted, other.prefix_ids), max(other.num_cached, len(other.prompt_token_ids)))
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,7 @@ class Sequence:
     prompt_logprobs: Any = None  # PromptLogprobs
     guide: Any = None  # Guide
     dry_breakers: Breakers = field(default_factory=dict)
+    looks: Any = None  # Looks
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -82,12 +83,19 @@ class Sequence:
         return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
 
     @property
+    def prefix_ids(self) -> list[int]:
+        """The tokens as the prefix cache compares them: positions after an edit depend on it, too."""
+        return self.context_token_ids if self.looks is None else self.looks.prefix_ids(self.context_token_ids)
+
+    @property
     def num_uncached(self) -> int:
         return len(self) - self.num_dropped - self.num_cached
 
     @property
     def num_reusable(self) -> int:
-        """Tokens that may be copied from other sequences: not the last, and none whose logits are wanted."""
+        """Tokens that may be copied from other sequences: not the last, and none whose logits or rows are wanted."""
+        if self.looks is not None and self.looks.names:
+            return 0
         count = self.num_cached + self.num_uncached - 1
         return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.num_reusable)
 
@@ -109,6 +117,11 @@ class Sequence:
             return self.new_token_ids[-1:]
         return self.context_token_ids[self.num_cached : self.num_cached + count]
 
+    @property
+    def activations(self) -> Any:
+        """What `capture` asked for. The last token never runs."""
+        return None if self.looks is None else self.looks.activations(self.context_token_ids[:-1])
+
     # Its place in the KV cache.
 
     def enter(self, slot: int, num_cached: int) -> None:
@@ -128,8 +141,8 @@ class Sequence:
 
     def take(self, token: SampledToken) -> None:
         """Append a sampled token, or fail. Set the finish reason if it was the last one."""
-        if token.error is not None:
-            self.error = token.error
+        if self.error is not None or token.error is not None:
+            self.error = self.error or token.error
             return
         self.is_proven = True
         if self.first_token_time is None:
@@ -203,6 +216,8 @@ class Sequence:
             reported = self.prompt_logprobs.reported
             prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         chunk = StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)
+        if self.looks is not None and self.is_finished:
+            chunk = chunk._replace(activations=self.activations)
         try:
             self.on_chunk(chunk)
         except BaseException as error:  # a user's: it must not reach the step's other sequences
@@ -301,6 +316,7 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
         score=sequence.score,
         seed=sequence.seed,
+        activations=sequence.activations,
     )
 
 

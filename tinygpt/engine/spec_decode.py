@@ -55,7 +55,7 @@ class Drafter:
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
             count = self._draft_model.num_speculative_tokens
-        if not count or sequence.beams is not None or not chunk.is_sampled:
+        if not count or sequence.beams is not None or sequence.looks is not None or not chunk.is_sampled:
             return 0
         if sequence.window is not None:
             count = min(count, sequence.window.size - len(sequence) + sequence.num_dropped)

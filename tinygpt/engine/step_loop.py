@@ -96,7 +96,7 @@ class StepLoop:
     def _run_one(self, chunks: list[Chunk]) -> None:
         step = StepInput.of(chunks, self._drafter.propose(chunks))
         self.sampler.compute_masks([sequence for _, sequence in step.ends()])
-        logits = self.runner.forward(step.batch)  # (R, V)
+        logits = self._forward(step)  # (R, V)
         for i, chunk in enumerate(chunks):  # before sampling, which may write over the logits
             if chunk.num_prompt_logits:
                 chunk.sequence.prompt_logprobs.read(self.runner, logits[step.prompt_rows(i)])
@@ -104,6 +104,18 @@ class StepLoop:
         for chunk in chunks:
             chunk.sequence.num_cached += chunk.count
         confirm_drafts(self.sampler, logits, step)
+
+    def _forward(self, step: StepInput) -> Any:
+        looks = {i: chunk.sequence.looks for i, chunk in enumerate(step.chunks) if chunk.sequence.looks is not None}
+        if not looks:
+            return self.runner.forward(step.batch)
+        from tinygpt.engine.looks import StepLook  # rarely needed
+
+        look = StepLook(step.batch, looks)
+        logits = self.runner.forward(step.batch, look)
+        for i, error in look.failed.items():
+            step.chunks[i].sequence.error = error
+        return logits
 
     def _choose_tokens(self, logits: Any, step: StepInput) -> None:
         drawn = [(row, sequence) for row, sequence in step.ends() if sequence.beams is None]
@@ -139,7 +151,7 @@ class StepLoop:
             sequence = chunk.sequence
             if not chunk.is_sampled or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
                 return 1
-            if sequence.window is not None or not self.sampler.is_drawn_alone(sequence):
+            if sequence.looks is not None or sequence.window is not None or not self.sampler.is_drawn_alone(sequence):
                 return 1
             room = self._max_model_len - sequence.num_cached
             steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from tinygpt.engine.looks import trace
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels.batch import Batch
@@ -72,10 +74,13 @@ class RankModel:
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
-        batch = replace(self._with_input(batch), logit_rows=NO_ROWS)
-        hidden, queries = self._backend.trace(self._params, batch, self._kv_cache, self._workspace)
+        on = self._params, replace(self._with_input(batch), logit_rows=NO_ROWS), self._kv_cache, self._workspace
+        hidden, queries = trace(partial(self._backend.forward, *on), len(self.part.layers))
         self._pass_on(batch)
-        hidden = hidden if self.part.is_last else hidden[:-2]
+        if self.part.is_last:
+            hidden = np.concatenate([hidden, self._backend.final_norm(self._params, hidden[-1:])])
+        else:
+            hidden = hidden[:-1]
         found = self._world.gather_objects((hidden if self._tensor_rank == 0 else None, queries))
         if found is None:
             return None

@@ -73,7 +73,7 @@ class ParallelRunner(ModelRunner):
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
-    def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
         return self._run(Command.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:

@@ -96,24 +96,6 @@ def _sum_squares(x):
 
 
 @kernel
-def keep_rows(team, kept, layer, rows):
-    """kept[layer] (N, C) = the first C columns of rows. A phase, unless `kept` is empty."""
-    if kept.size == 0:
-        return
-    columns = kept.shape[2]
-    first, last = claim_rows(team, rows.shape[0])
-    while first >= 0:
-        for n in range(first, last):
-            source = float32_at(address(rows) + n * rows.shape[1] * 4, columns)
-            target = float32_at(address(kept) + (layer * kept.shape[1] + n) * columns * 4, columns)
-            for c in range(columns):
-                target[c] = source[c]
-        complete_rows(team, rows.shape[0])
-        first, last = claim_rows(team, rows.shape[0])
-    finish_phase(team)
-
-
-@kernel
 def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
     """x (N, C) = wte[token] * wte_factors + wpe[position]; embeds (N, C) for tokens below 0. A phase."""
     first, last = claim_rows(team, token_ids.size)

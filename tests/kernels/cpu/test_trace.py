@@ -1,6 +1,7 @@
 """Embeddings that are given in place of tokens, and a look inside a step, against transformers on both backends."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from support.golden_models import golden_ids, write_model
 from support.oracles import live_model, traced
 from support.recorded import recorded
+from tinygpt.engine.looks import trace
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.steps import final_norm
@@ -78,8 +80,9 @@ def test_trace(case, backend, dtype, tolerance):
     params, cache, workspace = machine(backend, case.folder, dtype)
     ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
-    traces = [backend.trace(params, batch, cache, workspace) for batch in parts]
+    traces = [trace(partial(backend.forward, params, batch, cache, workspace), FIELDS["n_layer"]) for batch in parts]
     hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
+    hidden = np.concatenate([hidden, backend.final_norm(params, hidden[-1:])])
     *states, expected = trace_of_transformers(case.is_tied, ids)  # (PLACES, C) each
     assert hidden.shape == (len(states), LENGTH, FIELDS["n_embd"])
     np.testing.assert_allclose(hidden[:, PLACES], states, rtol=0, atol=tolerance * np.abs(states).max())

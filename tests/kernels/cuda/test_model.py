@@ -1,9 +1,12 @@
 """GPT-2 by the CUDA backend in the simulator, beside the reference: steps of every kind, and the cache between them."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from support.cuda_device import SimulatedDevice
+from tinygpt.engine.looks import trace
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cuda.runtime import device as devices
@@ -113,8 +116,8 @@ def test_hidden_states_and_queries():
     checkpoint = Random()
     ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
     batch = Batch.of([token_ids(5), token_ids(3)], [0, 0], [1, 2])
-    found = ours.backend.trace(ours.params, batch, ours.cache, ours.workspace)
-    expected = reference.trace(oracle.params, batch, oracle.cache)
+    found = trace(partial(ours.backend.forward, ours.params, batch, ours.cache, ours.workspace), 2)
+    expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), 2)
     for of_ours, of_oracle in zip(found, expected, strict=True):
         np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
 

@@ -1,0 +1,204 @@
+"""Edit: a change of activations at a point of a step, and edits placed in a request's text."""
+
+import operator
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from tinygpt.errors import RequestError, invalid
+from tinygpt.points import Points
+
+END = 2**31  # after all positions
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """At some positions of a text, x[index] = keep * x[index] + value: steering, ablation, scaling, patching.
+
+    name: of points, as in `capture`; "z" is every layer's. keep, value: numbers, or arrays that fit x[index] of a
+    position; value may have an axis in front, of the positions in `at`, or from 0 on.
+    at: a position, a list of them or a slice; negative ones count from the prompt's end. None is all; "new" is all
+    after the prompt, which other requests then share. index: of x at a position: a head, a unit, a tuple for both axes.
+    project_out: a vector; x[index] loses its part along it. function: returns the new x[index] (n, ...) of n positions,
+    float32 or the reference's float64; a call has those of a step, so that each row must depend on itself alone.
+
+    Raise RequestError for an impossible value.
+    """
+
+    name: str
+    keep: Any = 1.0
+    value: Any = 0.0
+    at: Any = None
+    index: Any = ()
+    project_out: Any = None
+    function: Callable[[np.ndarray], Any] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise invalid("name", self.name, 'a text, as "blocks.0.hook_resid_pre"')
+        for name in ("keep", "value", "project_out"):
+            given = getattr(self, name)
+            self._set(name, None if given is None else _array(name, given))
+        self._set("at", _at(self.at))
+        self._set("index", tuple(map(_index, self.index if isinstance(self.index, tuple) else (self.index,))))
+        if self.function is not None and not callable(self.function):
+            raise invalid("function", self.function, "a function of rows, or None")
+        if self.project_out is not None and not (self.project_out.ndim == 1 and np.linalg.norm(self.project_out) > 0):
+            raise invalid("project_out", self.project_out, "a vector that is not zero")
+        is_plain = self.keep.size == 1 and self.keep == 1 and not self.value.any()
+        if (self.function is not None) + (self.project_out is not None) + (not is_plain) > 1:
+            raise RequestError("is given next to another change: make an edit of each.", "function or project_out")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def key(self) -> tuple:
+        """All that decides the change."""
+        arrays = (None if a is None else (a.shape, a.tobytes()) for a in (self.keep, self.value, self.project_out))
+        return self.name, *arrays, repr(self.at), repr(self.index), self.function
+
+    def __eq__(self, other: object) -> bool:
+        return self.key == other.key if isinstance(other, Edit) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def changed(self, x: np.ndarray, value: np.ndarray) -> Any:
+        """Return the new x[index] (n, ...). value: of these positions."""
+        if self.function is not None:
+            return self.function(x)
+        if self.project_out is not None:
+            direction = self.project_out / np.linalg.norm(self.project_out)
+            return x - (x * direction).sum(-1, keepdims=True) * direction  # BLAS's bits depend on n
+        return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
+
+
+@dataclass(frozen=True)
+class PlacedEdit:
+    """An edit at positions of a request: a range, or an array (n,)."""
+
+    edit: Edit
+    positions: Any
+    has_axis: bool  # of positions, in `value`
+
+    @property
+    def first(self) -> int:
+        return self.positions.start if isinstance(self.positions, range) else int(min(self.positions))
+
+    def apply(self, array: np.ndarray, start: int) -> None:
+        """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""
+        positions, stop = self.positions, start + len(array)
+        if isinstance(positions, range):
+            found = np.arange(max(positions.start, start), min(positions.stop, stop))
+            numbers = found - positions.start
+        else:
+            numbers = np.flatnonzero((positions >= start) & (positions < stop))
+            found = positions[numbers]
+        if not found.size:
+            return
+        rows = array[found - start]  # a copy
+        index = (slice(None), *self.edit.index)
+        new = self.edit.changed(rows[index], self.edit.value[numbers] if self.has_axis else self.edit.value)
+        if self.edit.function is not None and np.shape(new) != rows[index].shape:
+            raise ValueError(f"it returned an array of shape {np.shape(new)} for one of {rows[index].shape}")
+        rows[index] = new
+        array[found - start] = rows
+
+
+def place(edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -> dict:
+    """Return lists of PlacedEdit by (kind, layer), for a prompt of num_prompt tokens in a text of `length` at most.
+
+    Raise RequestError for an edit that cannot be made.
+    """
+    placed: dict[tuple[str, int], list[PlacedEdit]] = {}
+    for i, edit in enumerate(edits):
+        for name in points.find(edit.name, f"edits[{i}].name"):
+            kind, layer = points.places[name]
+            if kind not in points.changed:
+                instead = ", ".join(map(repr, points.changed))
+                raise RequestError(f"is {name!r}, which cannot be changed here: {instead} can.", f"edits[{i}].name")
+            one = _placed(edit, points.shape(kind, length), num_prompt)
+            if one is None or one.first < 0:
+                raise RequestError(
+                    f"does not fit {name}: a position has shape {points.shape(kind, length)} and x[index], keep, value "
+                    f"and project_out must fit it, with {num_prompt} tokens in the prompt.",
+                    f"edits[{i}]",
+                )
+            placed.setdefault((kind, layer), []).append(one)
+    return placed
+
+
+def _placed(edit: Edit, shape: tuple[int, ...], num_prompt: int) -> PlacedEdit | None:
+    """Return the edit with its positions, or None if it does not fit rows of this shape."""
+    positions, rows = _positions(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+    try:
+        part = rows[(slice(None), *edit.index)]
+        has_axis = edit.value.ndim >= part.ndim
+        if has_axis and isinstance(positions, range):
+            positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
+        if edit.function is None:
+            np.broadcast_to(edit.changed(part, edit.value[:1] if has_axis else edit.value), part.shape)
+    except (ValueError, IndexError):
+        return None
+    fits = len(positions) > 0 and (not has_axis or len(edit.value) == len(positions))
+    return PlacedEdit(edit, positions, has_axis) if fits else None
+
+
+def salt_of(edits: Iterable[Edit]) -> int:
+    """Return a number that equal edits share, for the prefix cache; edits with a function share it with none."""
+    if any(edit.function is not None for edit in edits):
+        return secrets.randbits(63)
+    digest = blake2b(repr([edit.key for edit in edits]).encode(), digest_size=8)
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _array(name: str, given: Any) -> np.ndarray:
+    try:
+        array = np.array(given, np.float32)  # a copy
+    except (TypeError, ValueError):
+        raise invalid(name, given, "a number or an array of numbers") from None
+    array.flags.writeable = False
+    return array
+
+
+def _at(given: Any) -> str | slice | tuple[int, ...] | None:
+    allowed = "None, 'new', a position, a list of positions, each once, or a slice without a step"
+    try:
+        if given is None or (isinstance(given, str) and given == "new"):
+            return given
+        if isinstance(given, slice):
+            parts = [None if part is None else operator.index(part) for part in (given.start, given.stop, given.step)]
+            if parts[2] in (None, 1):
+                return slice(*parts[:2])
+        elif not isinstance(given, (str, bool)):
+            many = tuple(map(operator.index, given if hasattr(given, "__iter__") else (given,)))
+            if many and len({*many}) == len(many):
+                return many
+    except TypeError:
+        pass
+    raise invalid("at", given, allowed)
+
+
+def _positions(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> Any:
+    if at is None or isinstance(at, str):
+        return range(0 if at is None else num_prompt, END)
+    if isinstance(at, slice):
+        start, stop = (part if part is None or part >= 0 else part + num_prompt for part in (at.start, at.stop))
+        return range(start or 0, END if stop is None else stop)
+    return np.array([position + num_prompt if position < 0 else position for position in at])  # (n,)
+
+
+def _index(given: Any) -> int | slice | list[int]:
+    try:
+        if isinstance(given, slice):
+            return given
+        return [*map(operator.index, given)] if hasattr(given, "__iter__") else operator.index(given)
+    except TypeError:
+        raise invalid(
+            "index", given, "a whole number, a list of them, a slice, or a tuple of one for each axis"
+        ) from None

@@ -1,0 +1,148 @@
+"""Looks into steps: the captures and edits of a request, and of the sequences of a step."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tinygpt.activations import Activations
+from tinygpt.edits import Edit, PlacedEdit, place, salt_of
+from tinygpt.errors import RequestError
+from tinygpt.kernels.backend import SCORES
+from tinygpt.kernels.batch import Batch
+from tinygpt.points import Points
+
+Place = tuple[str, int]  # a kind of point and a layer
+
+
+@dataclass
+class Looks:
+    """The captures of one sequence, by name, and its edits. seen: rows (n, ...) of the places that captures need."""
+
+    points: Points
+    names: list[str]
+    edits: dict[Place, list[PlacedEdit]]
+    first_edit: int  # the first position that an edit changes
+    salt: int  # of equal edits
+    wanted: frozenset[Place]
+    seen: dict[Place, list[np.ndarray]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, capture: Any, edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -> "Looks":
+        """Read captures and edits for a prompt in a text of at most `length`. Raise RequestError."""
+        names, edits = points.find(capture, "capture"), tuple(edits)
+        placed = place(edits, points, num_prompt, length)
+        first = min((one.first for several in placed.values() for one in several), default=length)
+        wanted = frozenset(source for name in names for source in points.sources(name))
+        return cls(points, names, placed, first, salt_of(edits), wanted)
+
+    def copy(self) -> "Looks":
+        """Return the looks of another sequence of the request."""
+        return replace(self, seen={})
+
+    def step(self, batch: Batch) -> "StepLook":
+        """Return the Look of a step of this sequence alone."""
+        return StepLook(batch, {0: self})
+
+    def see(self, where: Place, rows: np.ndarray, start: int) -> None:
+        """Edit rows (n, ...), of positions from `start` on, and capture them."""
+        for edit in self.edits.get(where, ()):
+            edit.apply(rows, start)
+        if where in self.wanted:
+            self.seen.setdefault(where, []).append(rows.astype(np.float32))  # a copy
+
+    def prefix_ids(self, token_ids: list[int]) -> list[int]:
+        """Return the ids by which the prefix cache compares tokens: from the first edit on, those of equal edits."""
+        first, salt = self.first_edit, self.salt
+        return token_ids[:first] + [salt + token_id for token_id in token_ids[first:]]
+
+    def activations(self, token_ids: list[int]) -> Activations | None:
+        """Return the captures of a text, or None without any."""
+        seen = {where: _joined(where[0], parts) for where, parts in self.seen.items()}
+        return Activations(self.points, self.names, seen, token_ids) if self.names else None
+
+
+def check_size(looks: Looks, length: int, count: int, limit: int) -> None:
+    """Raise RequestError if `count` texts of this length capture more than `limit` bytes."""
+    sizes = {name: looks.points.num_bytes(name, length) for name in looks.names}
+    total = count * sum(sizes.values())
+    if total > limit:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+        raise RequestError(
+            f"takes {total / 2**20:,.1f} MiB for {count} x {length} positions, and max_capture_bytes is "
+            f"{limit / 2**20:,.1f} MiB: ask for fewer names (the largest are {', '.join(largest)}) or raise it.",
+            "capture",
+        )
+
+
+class StepLook:
+    """The Look (kernels/backend.py) of a step: of its sequences, by their rows."""
+
+    def __init__(self, batch: Batch, looks: dict[int, Looks], first: int = 0):
+        """looks: by the number of a sequence in the batch."""
+        self.first, self.failed = first, {}  # the error of a sequence's function, by number
+        rows = {s: slice(*batch.seq_starts[s : s + 2]) for s in looks}
+        self._looks = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in looks.items()]
+        self.points = {where for one in looks.values() for where in (*one.wanted, *one.edits)}
+        self.changes = any(one.edits for one in looks.values())
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        if (kind, layer) not in self.points:
+            return
+        for s, looks, rows, start in self._looks:
+            if s in self.failed or sequence not in (None, s):
+                continue
+            try:
+                looks.see((kind, layer), array if kind in SCORES else array[rows], start)
+            except BaseException as error:  # a user's: the step's other sequences go on
+                self.failed[s] = f"an edit at {kind} of layer {layer} failed: {error!r}."
+
+
+def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
+    if kind not in SCORES or len(parts) == 1:
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    length = parts[-1].shape[-1]
+    fill = 0.0 if kind == "pattern" else -np.inf
+    padded = [np.pad(p, ((0, 0), (0, 0), (0, length - p.shape[-1])), constant_values=fill) for p in parts]
+    return np.concatenate(padded)
+
+
+class Given:
+    """A Look at no layer: the stream (N, C) that the head reads is given."""
+
+    changes = True
+
+    def __init__(self, num_layers: int, stream: np.ndarray):
+        self.first, self.points, self._stream = num_layers, {("resid_post", num_layers - 1)}, stream
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        array[:] = self._stream
+
+
+class Kept:
+    """A Look that keeps the arrays of some places."""
+
+    first, changes = 0, False
+
+    def __init__(self, points: set[Place]):
+        self.points = points
+        self.seen: dict[Place, np.ndarray] = {}
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        if (kind, layer) in self.points:
+            self.seen[kind, layer] = array.astype(np.float32)
+
+
+def trace(forward: Callable[[Kept], Any], num_layers: int, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Run a step, forward(look). Return the streams before and after layers (L + 1, N, C), and queries (L, N, C).
+
+    is_whole: False for the last stream alone.
+    """
+    layers = range(num_layers if is_whole else 0)
+    streams = [*(("resid_pre", layer) for layer in layers), ("resid_post", num_layers - 1)]
+    queries = [("q", layer) for layer in layers]
+    look = Kept({*streams, *queries})
+    forward(look)
+    found = [np.stack([look.seen[where] for where in places]) for places in (streams, queries) if places]
+    return found[0], found[-1].reshape(*found[-1].shape[:2], -1)
