@@ -13,6 +13,8 @@ from support.foreign import nanogpt
 from support.paths import ROOT
 from support.recorded import HAS_TRANSFORMERS
 from support.tiny_checkpoint import random_tensors
+from tinygpt import LLM, aliases
+from tinygpt.cli.main import command_parser
 
 EXAMPLES = ROOT / "scripts" / "examples"
 
@@ -26,12 +28,35 @@ def run(name: str, folder: Path, *arguments: str) -> list[str]:
     return result.stdout.splitlines()
 
 
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+
+
+def code_of(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+def test_the_table_of_other_programs_names_is_whole():
+    rows = [line.strip("|").split("|") for line in README.splitlines() if re.match(r"\| `\w+` \|.*\|.*\|.*\|", line)]
+    listed = {code_of(ours)[0]: {*code_of("".join(others))} for ours, *others in rows}
+    assert listed == {ours: {*others.split()} for ours, others in aliases.NAMES.items()}
+    [ignored] = re.findall(r"Accepted without effect, .*?: (.*?)\n\n", README, re.DOTALL)
+    assert {*code_of(ignored)} <= aliases.WITHOUT_VALUE | aliases.WITH_VALUE
+
+
+def test_methods_and_commands_of_the_readme_exist():
+    methods = {word for code in code_of(README) for word in re.findall(r"llm\.(\w+)", code)}
+    assert methods >= {"generate", "stream", "logits"}
+    assert {name for name in methods if not hasattr(LLM, name)} == set()
+    for command in {code.split()[1] for code in code_of(README) if code.startswith("tinygpt ")}:
+        assert command_parser(command)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_an_example_is_short_and_named(path):
     text = path.read_text(encoding="utf-8")
     assert text.count("\n") < 40
     assert path.name in ast.get_docstring(ast.parse(text))
-    assert path.name in (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert path.name in README
 
 
 def test_stories_have_their_beginning(tmp_path):
