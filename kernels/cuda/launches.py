@@ -10,11 +10,13 @@ from tinygpt.kernels.cuda.layers.linear import (
     FUSED_TOKENS,
     LINEAR_THREADS,
     ROW_TILE,
+    ROWS,
     Norm,
     fused_block_bytes,
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
+    steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from tinygpt.kernels.cuda.params import STEP, Params, family_of, padded_columns
@@ -24,7 +26,8 @@ from tinygpt.kernels.cuda.workspace import Workspace
 from tinygpt.kernels.host import from_bfloat16
 
 DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
-MAX_TILES = {"float32": 2, "bfloat16": 4, "int8": 4}  # of ROW_TILE tokens in a block of `linear`
+MAX_OCTETS = {"float32": 2, "bfloat16": 8, "int8": 8}  # of ROWS tokens in a block of `linear`
+HEAD_BLOCKS = 4  # of a multiprocessor, which share the panels of the head
 
 
 def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
@@ -73,12 +76,14 @@ def linear(
     if dtype != "float32" and count > ROW_TILE:
         tile = pick_tile(count, weights.features, device)
         grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
-        if count > MAX_TILES[dtype] * ROW_TILE or math.prod(grid) >= device.multiprocessors // 2:
+        if count > MAX_OCTETS[dtype] * ROWS or math.prod(grid) >= device.multiprocessors // 2:
             device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
             return
-    tiles = min(rounded_up(-(-count // ROW_TILE)), MAX_TILES[dtype])
-    grid = weights.num_panels, -(-count // (tiles * ROW_TILE))
-    device.launch(linear_kernel(dtype, tiles, epilogue), grid, LINEAR_THREADS, *arguments)
+    octets = min(rounded_up(-(-count // ROWS)), MAX_OCTETS[dtype])
+    blocks = HEAD_BLOCKS * device.multiprocessors if epilogue == LOGITS else weights.num_panels
+    grid = min(blocks, weights.num_panels), -(-count // (octets * ROWS))
+    function = linear_kernel(dtype, octets, epilogue, steps_ahead(dtype, octets, weights.num_steps))
+    device.launch(function, grid, LINEAR_THREADS, *arguments)
 
 
 def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace) -> None:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels.cuda.layers.epilogue import LOGITS
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
 from tinygpt.kernels.cuda.params import Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import kernel, release_of_libnvvm
@@ -153,7 +153,7 @@ def read(device: Any, kib: int = 512 << 10, loads: int = LOADS) -> None:
 
 def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> None:
     """Run one token's linear layer in bfloat16, larger than the L2 cache."""
-    generator, function = np.random.default_rng(0), linear_kernel("bfloat16", 1, LOGITS)
+    generator = np.random.default_rng(0)
     sizes = device.array(np.ones(NUM_SIZES, np.int32))
     for width in widths:
         features = weights // width
@@ -163,6 +163,7 @@ def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768
         packed = Weights(*arrays, panel_count(features), step_count(width), features)
         out = device.array(np.full(features, np.nan, np.float32))
         arguments = out, device.array(x), packed, 0, features, sizes, NUM_LOGITS
+        function = linear_kernel("bfloat16", 1, LOGITS, steps_ahead("bfloat16", 1, packed.num_steps))
         device.launch(function, packed.num_panels, LINEAR_THREADS, *arguments)
         need_near(device.read(out), from_bfloat16(to_bfloat16(matrix)) @ from_bfloat16(x), 1e-5)
 

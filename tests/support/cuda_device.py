@@ -9,7 +9,7 @@ import pytest
 
 from support.cuda_simulator import Touched, simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
 from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
 from tinygpt.kernels.host import to_bfloat16
@@ -125,10 +125,10 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def run_linear(target, inputs, weights, layer, width, count, dtype, tiles, epilogue):
-    grid = (weights.num_panels, math.ceil(count / (16 * tiles)))
+def run_linear(target, inputs, weights, layer, width, count, dtype, octets, epilogue):
+    grid = (weights.num_panels, math.ceil(count / (8 * octets)))
     sizes = np.array([0, count], np.int32)
-    kernel = linear_kernel(dtype, tiles, epilogue)
+    kernel = linear_kernel(dtype, octets, epilogue, steps_ahead(dtype, octets, weights.num_steps))
     simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
 
 

@@ -16,7 +16,7 @@ dtype is "float32" or "bfloat16" (uint16), size is Dp, the head size rounded up 
 import functools
 import math
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from tinygpt.kernels.cuda.layers.attention_products import (
     DIM_BLOCK,
@@ -46,10 +46,11 @@ TURNS_AT_ONCE = 8  # partials that a lane loads together
 @functools.cache
 def attend_decode_kernel(size: int, dtype: str):
     """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
-    products, ITEM = attention_products(size, dtype), 4 if dtype == "float32" else 2
+    products, ITEM = attention_products(size, dtype, rows=1), 4 if dtype == "float32" else 2
     combine = _combine_function(products, size)
-    load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
-    QUERY_WORDS, PACKED_WORDS = products.query_words, products.packed_words
+    load_queries, load_values, weigh_values = products.load_queries, products.load_values, products.weigh_values
+    weigh_keys = weigh_keys_function(products)
+    QUERY_WORDS, PACKED_WORDS, VALUE_WORDS = products.query_words, products.packed_words, products.value_words
     ROWS, ROW_LANES, DIMS, BLOCKS = products.rows, products.row_lanes, products.dims, size // DIM_BLOCK
     HELD = ROWS * DIMS
 
@@ -60,12 +61,12 @@ def attend_decode_kernel(size: int, dtype: str):
         let_next_kernel_begin()
         n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
-        if n >= sizes[0]:
+        if n >= sizes[uint32(0)]:
             return
-        last = int32(positions[n] - key_block * KEY_BLOCK)  # of the block's keys that count
+        last = int32(positions[uint32(n)] - key_block * KEY_BLOCK)  # of the block's keys that count
         if last < 0:
             return
-        start = _cache_start(layer, num_slots, token_slots[n], num_heads, head, padded_len * size)
+        start = _cache_start(layer, num_slots, token_slots[uint32(n)], num_heads, head, padded_len * size)
         start += key_block * KEY_BLOCK * size
         if lane == 0:
             wanted = int32(min(last + 2, KEY_BLOCK) * size * ITEM)  # an even number of positions
@@ -78,16 +79,19 @@ def attend_decode_kernel(size: int, dtype: str):
             newest[r] = last if lane < ROW_LANES and r == 0 else -1
         highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
+        values = cuda.local.array(VALUE_WORDS, uint32)
+        load_values(values, v_cache, start, last, lane)
         weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane)
 
-        out = ((n * num_heads + head) * max_blocks + key_block) * (2 + size)
+        out = uint64(int32(int32(n * num_heads + head) * max_blocks + key_block) * int32(2 + size))
         if lane == 0:
-            partials[out], partials[out + 1] = highest[0], total[0]
+            partials[out], partials[out + uint64(1)] = highest[0], total[0]
+        out += uint64(2 + lane * DIMS)
         for block in range(BLOCKS):
-            weigh_values(sums, packed, v_cache, start, block, last, lane)
+            weigh_values(sums, packed, values, v_cache, start, block, last, lane)
             if lane < ROW_LANES:
                 for i in range(DIMS):
-                    partials[out + 2 + block * DIM_BLOCK + lane * DIMS + i] = sums[i]
+                    partials[out + uint64(block * DIM_BLOCK + i)] = sums[i]
         key_blocks = int32(last // KEY_BLOCK + key_block + 1)
         if _is_last(merges, n * num_heads + head, key_blocks):
             combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width)
@@ -116,7 +120,7 @@ def _combine_function(products: Products, size: int):
     @device_function
     def combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width):
         lane = int32(cuda.threadIdx.x & 31)
-        start = (n * num_heads + head) * max_blocks * (2 + size)
+        start = int32(int32(n * num_heads + head) * max_blocks) * int32(2 + size)
 
         highest, total = float32(-math.inf), float32(0)
         values, block_values = cuda.local.array(BLOCKS, float32), cuda.local.array(READ, float32)
@@ -125,15 +129,16 @@ def _combine_function(products: Products, size: int):
             values[block] = float32(0)
         for first in range(int32(0), key_blocks, int32(TURNS_AT_ONCE)):
             for i in range(TURNS_AT_ONCE):
-                at = start + min(first + i, key_blocks - 1) * (2 + size)
+                at = start + min(int32(first + i), int32(key_blocks - 1)) * int32(2 + size)
                 block_highest[i], block_total[i] = load_fresh(partials, at), load_fresh(partials, at + 1)
                 for block in range(BLOCKS):
                     block_values[i * BLOCKS + block] = load_fresh(partials, at + 2 + block * DIM_BLOCK + lane)
             for i in range(TURNS_AT_ONCE):
+                new = merge(highest, total, block_highest[i], block_total[i])  # no branch around its exponentials
                 if first + i < key_blocks:
-                    highest, total, kept, added = merge(highest, total, block_highest[i], block_total[i])
+                    highest, total = new[0], new[1]
                     for block in range(BLOCKS):
-                        values[block] = blend(values[block], kept, block_values[i * BLOCKS + block], added)
+                        values[block] = blend(values[block], new[2], block_values[i * BLOCKS + block], new[3])
 
         share, out = float32(1) / total, n * width + head * head_size
         for block in range(BLOCKS):
@@ -165,7 +170,7 @@ def attend_prefill_kernel(size: int, dtype: str):
         warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
         words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
         highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        values = cuda.local.array(VALUES, float32)
+        values, held = cuda.local.array(VALUES, float32), cuda.local.array(1, uint32)  # held: nothing
         block_highest, block_total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         kept, added = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
@@ -190,7 +195,7 @@ def attend_prefill_kernel(size: int, dtype: str):
                     new = merge(highest[r], total[r], block_highest[r], block_total[r])
                     highest[r], total[r], kept[r], added[r] = new
                 for block in range(BLOCKS):
-                    weigh_values(sums, packed, v_cache, start, block, last, lane)
+                    weigh_values(sums, packed, held, v_cache, start, block, last, lane)
                     for i in range(HELD):
                         if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
                             value = values[block * HELD + i]

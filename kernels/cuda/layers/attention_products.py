@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from tinygpt.kernels.cuda.runtime.jit import device_function
 from tinygpt.kernels.cuda.runtime.ptx import (
@@ -37,10 +37,12 @@ class Products:
     row_lanes: int
     query_words: int  # uint32
     packed_words: int  # uint32
+    value_words: int  # uint32
     load_queries: Callable  # (words, q, first, count, head, num_heads, lane)
     multiply_keys: Callable  # (scores (rows, KEY_BLOCK / row_lanes), words, k_cache, start, lane)
     pack_weights: Callable  # (packed, weights)
-    weigh_values: Callable  # (sums (rows, dims), packed, v_cache, start, block, newest, lane)
+    load_values: Callable  # (held (value_words,), v_cache, start, newest, lane)
+    weigh_values: Callable  # (sums (rows, dims), packed, held, v_cache, start, block, newest, lane)
     store: Callable  # (attended, index, value)
 
     @property
@@ -52,22 +54,30 @@ class Products:
         return DIM_BLOCK // self.row_lanes
 
 
-def attention_products(size: int, dtype: str) -> Products:
-    return _float32_products(size) if dtype == "float32" else _bfloat16_products(size)
+def attention_products(size: int, dtype: str, rows: int = 2) -> Products:
+    """rows: that a lane has, at most; 1 if a warp has one query."""
+    return _float32_products(size) if dtype == "float32" else _bfloat16_products(size, rows)
 
 
-def _bfloat16_products(size: int) -> Products:
+def _bfloat16_products(size: int, rows: int) -> Products:
     """Return the functions on tensor cores.
 
     The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
     """
     BLOCKS, TILES, STEPS = size // DIM_BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
+    IS_PAIRED, HOLDS_VALUES = rows == 2, rows == 1 and BLOCKS <= 2  # in registers, during the products of keys
+
+    @device_function
+    def operand(words, first):
+        if IS_PAIRED:
+            return words[first], words[first + 1], words[first + 2], words[first + 3]
+        return words[first], uint32(0), words[first + 2], uint32(0)
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
-        for r in range(2):
-            row = min(int32((lane >> 2) + 8 * r), count - 1)
-            at = ((first + row) * num_heads + head) * size + (lane & 3) * 8
+        for r in range(rows):
+            row = min(int32((lane >> 2) + 8 * r), int32(count - 1))
+            at = int64(int32(int32(int32(first + row) * num_heads + head) * size + (lane & 3) * 8))
             for block in range(BLOCKS):
                 loaded = load_cached(q, at + block * DIM_BLOCK)
                 for k in range(4):
@@ -80,40 +90,66 @@ def _bfloat16_products(size: int) -> Products:
             sums = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
                 keys, w = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK)), 8 * block
-                sums = mma_bfloat16((words[w], words[w + 1], words[w + 2], words[w + 3]), (keys[0], keys[1]), sums)
-                sums = mma_bfloat16((words[w + 4], words[w + 5], words[w + 6], words[w + 7]), (keys[2], keys[3]), sums)
-            for i in range(4):
+                sums = mma_bfloat16(operand(words, w), (keys[0], keys[1]), sums)
+                sums = mma_bfloat16(operand(words, w + 4), (keys[2], keys[3]), sums)
+            for i in range(2 * rows):
                 scores[i // 2 * 2 * TILES + 2 * tile + i % 2] = sums[i]
 
     @device_function
     def pack_weights(packed, weights):
         for i in range(4 * STEPS):  # step i // 4 of 16 keys, row i % 2, keys 8 (i // 2 % 2) on
-            k = i % 2 * 2 * TILES + i // 2 * 2
-            packed[i] = pack_bfloat16(weights[k], weights[k + 1])
+            if i % 2 < rows:
+                k = i % 2 * 2 * TILES + i // 2 * 2
+                packed[i] = pack_bfloat16(weights[k], weights[k + 1])
 
     @device_function
-    def weigh_values(sums, packed, v_cache, start, block, newest, lane):
+    def load_pairs(v_cache, start, block, step, lane):
         # A pair of positions is a word of an operand. A lane reads 4 dims of two pairs, for products 4 dims apart.
-        for i in range(16):
+        at = start + int64(int32((lane & 3) * 2 * size + (lane >> 2) * 8)) + (step * 16 * size + block * 2 * DIM_BLOCK)
+        return load_cached(v_cache, at), load_cached(v_cache, at + 8 * size)
+
+    @device_function
+    def load_values(held, v_cache, start, newest, lane):
+        for block in range(BLOCKS if HOLDS_VALUES else 0):
+            for step in range(STEPS):
+                if step < STEPS // 2 or newest >= KEY_BLOCK // 2:
+                    low, high = load_pairs(v_cache, start, block, step, lane)
+                    first = (block * STEPS + step) * 8
+                    for j in range(4):
+                        held[first + j], held[first + 4 + j] = low[j], high[j]
+
+    @device_function
+    def weigh_values(sums, packed, held, v_cache, start, block, newest, lane):
+        for i in range(8 * rows):
             sums[i] = float32(0)
-        at, left = start + int32((lane & 3) * 2 * size + (lane >> 2) * 8), int32(newest - (lane & 3) * 2)
+        left = int32(newest - (lane & 3) * 2)
         for step in range(STEPS):
             if step == STEPS // 2 and newest < KEY_BLOCK // 2:
                 return
-            offset, w = step * 16 * size + block * 2 * DIM_BLOCK, 4 * step
-            low, high = load_cached(v_cache, at + offset), load_cached(v_cache, at + (offset + 8 * size))
+            weights, w = operand(packed, 4 * step), (block * STEPS + step) * 8
+            if HOLDS_VALUES:
+                low, high = (
+                    (held[w], held[w + 1], held[w + 2], held[w + 3]),
+                    (held[w + 4], held[w + 5], held[w + 6], held[w + 7]),
+                )
+            else:
+                low, high = load_pairs(v_cache, start, block, step, lane)
             kept_low, kept_high = _kept(int32(left - 16 * step)), _kept(int32(left - 16 * step - 8))
-            weights = (packed[w], packed[w + 1], packed[w + 2], packed[w + 3])
             for j in range(4):
                 values = (uint32(low[j] & kept_low), uint32(high[j] & kept_high))
-                new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
-                sums[j], sums[4 + j], sums[8 + j], sums[12 + j] = new
+                if IS_PAIRED:
+                    new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
+                    sums[j], sums[4 + j], sums[8 + j], sums[12 + j] = new
+                else:
+                    new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], float32(0), float32(0)))
+                    sums[j], sums[4 + j] = new[0], new[1]
 
     @device_function
     def store(attended, index, value):
         store_bfloat16(attended, index, value)
 
-    return Products(2, 4, 8 * BLOCKS, 4 * STEPS, load_queries, multiply_keys, pack_weights, weigh_values, store)
+    counts = rows, 4, 8 * BLOCKS, 4 * STEPS, 8 * STEPS * BLOCKS if HOLDS_VALUES else 1
+    return Products(*counts, load_queries, multiply_keys, pack_weights, load_values, weigh_values, store)
 
 
 @device_function
@@ -153,7 +189,11 @@ def _float32_products(size: int) -> Products:
             packed[i] = float32_to_bits(weights[i])
 
     @device_function
-    def weigh_values(sums, packed, v_cache, start, block, newest, lane):
+    def load_values(held, v_cache, start, newest, lane):
+        pass
+
+    @device_function
+    def weigh_values(sums, packed, held, v_cache, start, block, newest, lane):
         total, at = float32(0), start + int32(block * DIM_BLOCK + lane)
         for key in range(KEY_BLOCK):
             weight = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(packed[key % 2]), key // 2)
@@ -165,7 +205,8 @@ def _float32_products(size: int) -> Products:
     def store(attended, index, value):
         attended[index] = value
 
-    return Products(1, 32, BLOCKS, 2, load_queries, multiply_keys, pack_weights, weigh_values, store)
+    functions = load_queries, multiply_keys, pack_weights, load_values, weigh_values, store
+    return Products(1, 32, BLOCKS, 2, 1, *functions)
 
 
 def weigh_keys_function(products: Products):

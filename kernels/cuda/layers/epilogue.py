@@ -4,7 +4,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from tinygpt.kernels.cuda.params import OUT_TILE
 from tinygpt.kernels.cuda.runtime.jit import device_function
@@ -60,7 +60,8 @@ def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
 @device_function
 def _locate(target, weights, layer, feature):
     """Return (scale, bias, part, offset): a token has this feature at `offset` of array `part`."""
-    return _scale(weights, layer, feature), weights.bias[layer * weights.features + feature], 0, feature
+    bias = weights.bias[uint32(layer * weights.features + feature)]
+    return _scale(weights, layer, feature), bias, 0, feature
 
 
 @device_function
@@ -70,7 +71,7 @@ def _locate_logit(target, weights, layer, feature):
 
 @device_function
 def _scale(weights, layer, feature):
-    return weights.scales[layer * weights.num_panels * int32(OUT_TILE) + feature]
+    return weights.scales[uint32(layer * weights.num_panels * int32(OUT_TILE) + feature)]
 
 
 @device_function
@@ -95,7 +96,7 @@ def _read(target, at):
 
 @device_function
 def _put_float32(target, at, value, place):
-    target[at] = value
+    target[uint64(at)] = value  # a signed index costs three instructions more
 
 
 @device_function
@@ -125,11 +126,11 @@ def _find_in_heads(is_float32: bool):
         part, offset = place[2], place[3]
         if part == 0:
             return int64(token) * (heads.num_heads * heads.padded_head) + offset
-        position = heads.positions[token]
-        slot = int64(layer * heads.num_slots + heads.token_slots[token])
+        position = heads.positions[uint32(token)]
+        slot = int64(layer * heads.num_slots + heads.token_slots[uint32(token)])
         at = slot * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
         if part == 2 and not is_float32:
-            at += position % 2 * (1 - heads.padded_head)
+            at += int32(position & 1) * (1 - heads.padded_head)
         return at
 
     return device_function(find)

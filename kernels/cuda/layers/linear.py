@@ -1,7 +1,8 @@
 """inputs @ weights.T + bias for a few tokens at a time: a block for each panel of 8 features, a warp for each segment.
 
-Decode is limited by memory bandwidth: loads of weights are contiguous, 16 bytes a lane, and the next steps' are in
-flight during a product. A multiprocessor of an H200 needs 23 KB in flight; a block has 12 KB if K is 768. Sums over K
+Decode is limited by memory bandwidth, by latency, and by the instructions that a short kernel issues. A warp asks for
+its first weights, 16 bytes a lane, before it waits for its inputs, and for the next ones as soon as it has used some.
+Addresses are int64 bases plus constants, indices unsigned: a signed index costs three instructions more. Sums over K
 have one order: a token's bits do not depend on its batch. Up to FUSED_TOKENS rows are normalized in each block.
 """
 
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
-from tinygpt.kernels.cuda.layers.epilogue import ADD, epilogue_of
+from tinygpt.kernels.cuda.layers.epilogue import LOGITS, epilogue_of
 from tinygpt.kernels.cuda.layers.rows import held_numbers, row_functions, shared_norm_functions
 from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
@@ -29,14 +30,16 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_kernel_before,
 )
 
-ROW_TILE = 16  # of a tile: the rows of one mma
-TILE_SIZE = ROW_TILE * OUT_TILE
-GROUP_STEPS = 2  # steps whose weights are loaded together
+ROWS = 8  # tokens of an octet, half of the rows of one mma
+SUMS = ROWS * OUT_TILE  # of an octet
+ROW_TILE = 16  # the rows of one mma
 SHARED_PAD = 32  # bfloat16 between two rows in shared memory: 8 rows lie in different banks
-WORDS = {"float32": 0, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step; float32 loads as it goes
+WORDS = {"float32": 16, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step
+LANE_SIZE = {"float32": 4, "bfloat16": 8, "int8": 16}  # numbers of a lane's load
+HALF = STEP // 2  # of K: what a lane's load of inputs belongs to
+HELD_OCTETS = 12  # halves of steps whose inputs a lane holds, times octets
 LINEAR_THREADS = SEGMENTS * WARP
 FUSED_TOKENS = SEGMENTS  # each warp of a block normalizes one row
-NOT_FOUND = int64(0), float32(-0.0)  # a sum's index in the target, and the number before it
 
 
 class Norm(NamedTuple):
@@ -53,39 +56,48 @@ def fused_shared_bytes(num_steps: int) -> int:
 
 def fused_block_bytes(columns: int) -> int:
     """Return a block's shared memory in normed_linear_kernel, with its arrays of a fixed size."""
-    return fused_shared_bytes(columns // STEP) + 4 * (2 * columns + SEGMENTS * TILE_SIZE)
+    return fused_shared_bytes(columns // STEP) + 4 * (2 * columns + SEGMENTS * SUMS)
+
+
+def steps_ahead(dtype: str, octets: int, num_steps: int) -> int:
+    """Return how many steps of weights a warp asks for at once: all of its segment if registers allow it."""
+    return 1 if dtype == "float32" else min(-(-num_steps // SEGMENTS), 6 if octets == 1 else 2)
 
 
 @functools.cache
-def linear_kernel(dtype: str, tiles: int, epilogue: str):
+def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
     """target (n, width), or Heads for QKV, of inputs (n, num_steps * STEP); n: sizes[row_kind].
 
-    Grid (num_panels, n / (tiles * ROW_TILE)).
+    Grid (blocks, n / (octets * ROWS)). Blocks share the panels of LOGITS; otherwise each has one. ahead: steps_ahead.
     """
-    # ADD has the fewest features, and the most of K in c_proj of the MLP.
-    has_few_blocks = epilogue == ADD and tiles == 1
-    load_group, product = load_group_function(dtype), product_function(dtype, tiles, has_few_blocks=has_few_blocks)
-    locate, find, store = _store_functions(dtype, tiles, epilogue)
-    words_size, partials_size = max(GROUP_STEPS * WORDS[dtype], 1), tiles * SEGMENTS * TILE_SIZE
-    LOCATES_EARLY = dtype != "float32"  # whose sums fill the registers
+    load_words, product = load_words_function(dtype, ahead), product_function(dtype, octets, ahead)
+    locate, find, store = _store_functions(dtype, octets, epilogue)
+    words_size, partials_size = ahead * WORDS[dtype], octets * SEGMENTS * SUMS
+    HAS_MANY = epilogue == LOGITS
 
     def linear(target, inputs, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
         partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        panel, first, count = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y) * int32(tiles * ROW_TILE), sizes[row_kind]
+        panel, first = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y * int32(octets * ROWS))
+        load_words(words, weights, layer, panel)
+        count, place = sizes[uint32(row_kind)], locate(target, weights, layer, panel)
+        wait_for_kernel_before()
         if first >= count:
             return
-        base = first_weight(weights, layer, panel)
-        load_group(words, weights.panels, base, weights.num_steps)
-        if LOCATES_EARLY:
-            place = locate(target, weights, layer, panel)
-        wait_for_kernel_before()
-        own = find(target, layer, width, first, count, place) if LOCATES_EARLY else NOT_FOUND
-        product(partials, words, inputs, first, count, weights.panels, base, weights.num_steps)
-        if not LOCATES_EARLY:
-            place = locate(target, weights, layer, panel)
-        cuda.syncthreads()
-        store(target, partials, place, own, weights, layer, panel, width, first, count)
+        own = find(target, layer, width, first, count, place)
+        while True:
+            product(partials, words, inputs, first, count, weights, layer, panel)
+            following = int32(panel + cuda.gridDim.x)
+            has_more = HAS_MANY and following < weights.num_panels
+            if has_more:
+                load_words(words, weights, layer, following)
+            cuda.syncthreads()
+            store(target, partials, place, own, weights, layer, panel, width, first, count)
+            if not has_more:
+                return
+            cuda.syncthreads()
+            panel, place = following, locate(target, weights, layer, following)
+            own = find(target, layer, width, first, count, place)
 
     return kernel(linear)
 
@@ -93,12 +105,13 @@ def linear_kernel(dtype: str, tiles: int, epilogue: str):
 @functools.cache
 def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
     """As linear_kernel, for up to FUSED_TOKENS rows of a Norm of 64 n columns, not in float32. Grid num_panels."""
-    load_group, product = load_group_function(dtype), product_function(dtype, 1, in_shared=True)
+    ahead = steps_ahead(dtype, 1, columns // STEP)
+    load_words, product = load_words_function(dtype, ahead), product_function(dtype, 1, ahead, in_shared=True)
     locate, find, store = _store_functions(dtype, 1, epilogue)
     load_norm, store_scaled = shared_norm_functions(columns, LINEAR_THREADS)
     load_row, normalize_row = row_functions(columns)
     held, row_bytes = held_numbers(columns), 2 * (columns + SHARED_PAD)
-    words_size, partials_size = GROUP_STEPS * WORDS[dtype], SEGMENTS * TILE_SIZE
+    words_size, partials_size = ahead * WORDS[dtype], SEGMENTS * SUMS
 
     def normed_linear(target, norm, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
@@ -107,15 +120,13 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
         norm_bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
         rows = shared_address(cuda.shared.array(0, uint16, alignment=16))
         values = cuda.local.array(held, float32)
-        panel, count, thread = int32(cuda.blockIdx.x), sizes[row_kind], int32(cuda.threadIdx.x)
-        lane, row = thread % int32(WARP), thread // int32(WARP)
-        base = first_weight(weights, layer, panel)
-        load_group(words, weights.panels, base, weights.num_steps)
-        place = locate(target, weights, layer, panel)
-        load_norm(norm_weight, norm_bias, norm, layer, thread)
+        panel, (lane, row) = int32(cuda.blockIdx.x), _lane_and_warp()
+        load_words(words, weights, layer, panel)
+        load_norm(norm_weight, norm_bias, norm, layer, int32(cuda.threadIdx.x))
+        count, place = sizes[uint32(row_kind)], locate(target, weights, layer, panel)
         wait_for_kernel_before()
         if row < count:
-            load_row(values, norm.x, norm.rows[row] * columns, lane)
+            load_row(values, norm.x, norm.rows[uint32(row)] * columns, lane)
         own = find(target, layer, width, int32(0), count, place)
         if row < count:
             normalize_row(values, norm.epsilon, lane)
@@ -124,7 +135,7 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
         if row < count:
             store_scaled(uint32(rows + uint32(row * row_bytes)), values, norm_weight, norm_bias, lane)
         cuda.syncthreads()
-        product(partials, words, rows, int32(0), count, weights.panels, base, weights.num_steps)
+        product(partials, words, rows, int32(0), count, weights, layer, panel)
         cuda.syncthreads()
         store(target, partials, place, own, weights, layer, panel, width, int32(0), count)
 
@@ -132,38 +143,52 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
 
 
 @device_function
+def _lane_and_warp():
+    thread = uint32(cuda.threadIdx.x)
+    return int32(thread % uint32(WARP)), int32(thread // uint32(WARP))
+
+
+@device_function
 def first_weight(weights, layer, panel):
-    return (int64(layer) * weights.num_panels + panel) * weights.num_steps * int32(STEP_SIZE)
+    return int64(int32(int32(layer * weights.num_panels + panel) * weights.num_steps)) * int32(STEP_SIZE)
+
+
+@device_function
+def segment_start(segment, num_steps):
+    return int32(uint32(segment * num_steps) // uint32(SEGMENTS))
 
 
 @functools.cache
-def _store_functions(dtype: str, tiles: int, epilogue: str):
+def _store_functions(dtype: str, octets: int, epilogue: str):
     """Return (locate_own, find_own, store).
 
     locate_own: the `place` of the feature whose sums a thread finishes
-    find_own: with one tile, the index of a thread's sum, and the number before it
+    find_own: if a thread finishes one sum, its index in the target, and the number before it
     """
-    steps, IS_ONE = epilogue_of(dtype, epilogue), tiles == 1 and dtype != "float32"
-    locate, find, finish, read, put = steps
+    locate, find, finish, read, put = epilogue_of(dtype, epilogue)
+    num_sums, turns = octets * SUMS, -(-octets * SUMS // LINEAR_THREADS)
+    IS_ONE = turns == 1
 
     @device_function
     def locate_own(target, weights, layer, panel):
-        feature = panel * int32(OUT_TILE) + int32(cuda.threadIdx.x) % int32(OUT_TILE)
-        return locate(target, weights, layer, min(int32(feature), int32(weights.features - int32(1))))
+        feature = int32(panel * int32(OUT_TILE) + int32(uint32(cuda.threadIdx.x) % uint32(OUT_TILE)))
+        return locate(target, weights, layer, min(feature, int32(weights.features - int32(1))))
 
     @device_function
     def find_own(target, layer, width, first, count, place):
         if not IS_ONE:
-            return NOT_FOUND
-        token = min(int32(first + int32(cuda.threadIdx.x) // int32(OUT_TILE)), int32(count - int32(1)))
+            return int64(0), float32(-0.0)
+        token = min(int32(first + int32(uint32(cuda.threadIdx.x) // uint32(OUT_TILE))), int32(count - int32(1)))
         at = find(target, layer, width, token, place)
         return at, read(target, at)
 
     def store(target, partials, place, own, weights, layer, panel, width, first, count):
-        for index in range(int32(cuda.threadIdx.x), int32(tiles * TILE_SIZE), int32(LINEAR_THREADS)):
-            token, feature = first + index // int32(OUT_TILE), panel * int32(OUT_TILE) + index % int32(OUT_TILE)
-            if token < count and feature < weights.features:
-                value = finish(total(partials, index // int32(TILE_SIZE), index % int32(TILE_SIZE)), place)
+        for turn in range(turns):
+            index = uint32(uint32(cuda.threadIdx.x) + uint32(turn * LINEAR_THREADS))
+            row, column = int32(index // uint32(OUT_TILE)), int32(index % uint32(OUT_TILE))
+            token, feature = int32(first + row), int32(panel * int32(OUT_TILE) + column)
+            if index < uint32(num_sums) and token < count and feature < weights.features:
+                value = finish(_total(partials, index), place)
                 at, before = own
                 if not IS_ONE:
                     at = find(target, layer, width, token, place)
@@ -173,73 +198,79 @@ def _store_functions(dtype: str, tiles: int, epilogue: str):
     return locate_own, find_own, device_function(store)
 
 
-@functools.cache
-def product_function(dtype: str, tiles: int, in_shared: bool = False, has_few_blocks: bool = False):
-    """Multiply some tiles of tokens by a panel.
-
-    partials: shared float32 (tiles, SEGMENTS, ROW_TILE, OUT_TILE), of which a warp writes one segment
-    words: local (GROUP_STEPS * WORDS[dtype],), the first weights. inputs: an address if in_shared
-    has_few_blocks: a warp loads more inputs at once, into registers that no third block needs
-    """
-    if dtype == "float32":
-        return _product_float32(tiles)
-    return _product_bfloat16(dtype, tiles, in_shared, GROUP_STEPS * 2 if has_few_blocks else 1)
-
-
 @device_function
-def segment_start(segment, num_steps):
-    return segment * num_steps // int32(SEGMENTS)
-
-
-@device_function
-def total(partials, tile, index):
+def _total(partials, index):
     """Return the sum over segments; index: token * OUT_TILE + feature."""
-    start = tile * int32(SEGMENTS * TILE_SIZE) + index
+    start = uint32(index // uint32(SUMS) * uint32(SEGMENTS * SUMS) + index % uint32(SUMS))
     value = partials[start]
-    for segment in range(int32(1), int32(SEGMENTS)):
-        value += partials[start + segment * int32(TILE_SIZE)]
+    for segment in range(1, SEGMENTS):
+        value += partials[uint32(start + uint32(segment * SUMS))]
     return value
 
 
 @functools.cache
-def load_group_function(dtype: str):
-    load_ahead = _load_ahead_function(dtype)
+def load_words_function(dtype: str, ahead: int):
+    """Return the function that asks for a warp's first `ahead` steps of a panel."""
+    load_step, words = _load_step_function(dtype), WORDS[dtype]
+    first_lane_weight = _first_lane_weight_function(dtype)
 
-    def load_group(words, weights, base, num_steps):
-        lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
-        step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
-        load_ahead(words, weights, base, step, stop, lane)
+    def load_words(held, weights, layer, panel):
+        lane, segment = _lane_and_warp()
+        step, stop = segment_start(segment, weights.num_steps), segment_start(segment + int32(1), weights.num_steps)
+        at = first_lane_weight(weights, layer, panel, step, lane)
+        for i in range(ahead):
+            if int32(step + i) < stop:
+                load_step(held, i * words, weights.panels, at + i * STEP_SIZE)
 
-    return device_function(load_group)
+    return device_function(load_words)
 
 
 @functools.cache
-def _load_ahead_function(dtype: str):
-    loads = WORDS[dtype] // 4
+def _first_lane_weight_function(dtype: str):
+    lane_size = LANE_SIZE[dtype]
 
-    def load_ahead(words, weights, base, step, stop, lane):
-        for ahead in range(GROUP_STEPS):
-            if step + ahead < stop:
-                start = base + int64(step + ahead) * int32(STEP_SIZE)
-                for part in range(loads):
-                    # 16 bytes: 8 bfloat16 or 16 int8
-                    loaded = load_weights(weights, start + (part * 32 + lane) * int32(16 // loads))
-                    for i in range(4):
-                        words[(ahead * loads + part) * 4 + i] = loaded[i]
+    def first_lane_weight(weights, layer, panel, step, lane):
+        return first_weight(weights, layer, panel) + int64(int32(step * int32(STEP_SIZE) + lane * int32(lane_size)))
 
-    return device_function(load_ahead)
+    return device_function(first_lane_weight)
 
 
-def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
-    """at_once: halves of steps whose inputs a warp loads together."""
-    load_ahead, group_words = _load_ahead_function(dtype), GROUP_STEPS * WORDS[dtype]
-    is_int8, sums_size, eights = dtype == "int8", tiles * 4, tiles * 2  # of 8 tokens each
-    halves = max(at_once // tiles, 1)
-    held_words, turns, row_pad = halves * eights * 4, 2 * GROUP_STEPS // halves, SHARED_PAD if in_shared else 0
+@functools.cache
+def _load_step_function(dtype: str):
+    loads, load_size = WORDS[dtype] // 4, WARP * LANE_SIZE[dtype]
+
+    def load_step(held, first, panels, at):
+        for part in range(loads):
+            loaded = load_weights(panels, at + part * load_size)
+            for i in range(4):
+                held[first + part * 4 + i] = loaded[i]
+
+    return device_function(load_step)
+
+
+@functools.cache
+def product_function(dtype: str, octets: int, ahead: int, in_shared: bool = False):
+    """Multiply some octets of tokens by a panel.
+
+    partials: shared float32 (octets, SEGMENTS, ROWS, OUT_TILE), of which a warp writes one segment
+    words: local (ahead * WORDS[dtype],), the first weights. inputs: an address if in_shared
+    """
+    if dtype == "float32":
+        return _product_float32(octets, ahead)
+    return _product_bfloat16(dtype, octets, ahead, in_shared)
+
+
+def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
+    load_step, first_lane_weight = _load_step_function(dtype), _first_lane_weight_function(dtype)
+    is_int8, step_words, tiles, IS_PAIRED = dtype == "int8", WORDS[dtype], -(-octets // 2), octets > 1
+    most = 1 if in_shared else max(HELD_OCTETS // octets, 1)
+    halves = max(n for n in range(1, most + 1) if 2 * ahead % n == 0)  # of a step, whose inputs are loaded together
+    turns, held_words, sums_size = 2 * ahead // halves, halves * octets * 4, tiles * 4
+    row_pad, row_type = (SHARED_PAD, uint32) if in_shared else (0, int64)
 
     @device_function
     def load_input(inputs, at):
-        return load_shared(uint32(inputs + uint32(at * int32(2)))) if in_shared else load_global(inputs, at)
+        return load_shared(uint32(inputs + uint32(at * uint32(2)))) if in_shared else load_global(inputs, at)
 
     @device_function
     def weights_of(words, ahead, half):
@@ -251,84 +282,101 @@ def _product_bfloat16(dtype: str, tiles: int, in_shared: bool, at_once: int):
         return words[start], words[start + 1], words[start + 2], words[start + 3]
 
     @device_function
-    def load_inputs(held, inputs, rows, first, count, step, stop, turn):
-        for eight in range(eights):
-            if eight == 0 or (not in_shared and first + eight * int32(8) < count):
-                for i in range(halves):
-                    half = turn * halves + i
-                    k = min(int32(step + half // 2), int32(stop - int32(1))) * int32(STEP) + half % 2 * int32(32)
-                    loaded = load_input(inputs, rows[eight] + k)
-                    for j in range(4):
-                        held[(i * eights + eight) * 4 + j] = loaded[j]
+    def multiply(sums, held, i, w):
+        for tile in range(tiles):
+            a, s = (i * octets + 2 * tile) * 4, tile * 4
+            low, high = (held[a], uint32(0), held[a + 1], uint32(0)), (held[a + 2], uint32(0), held[a + 3], uint32(0))
+            if IS_PAIRED:
+                b = a + 4
+                low, high = (
+                    (held[a], held[b], held[a + 1], held[b + 1]),
+                    (held[a + 2], held[b + 2], held[a + 3], held[b + 3]),
+                )
+            c = mma_bfloat16(low, (w[0], w[1]), (sums[s], sums[s + 1], sums[s + 2], sums[s + 3]))
+            c = mma_bfloat16(high, (w[2], w[3]), c)
+            for j in range(4):
+                sums[s + j] = c[j]
 
-    def product(partials, words, inputs, first, count, weights, base, num_steps):
-        lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
-        g, q = lane // int32(4), lane % int32(4)
+    def product(partials, words, inputs, first, count, weights, layer, panel):
+        lane, segment = _lane_and_warp()
+        g, q, num_steps = int32(uint32(lane) // uint32(4)), int32(uint32(lane) % uint32(4)), weights.num_steps
         step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
-        following, held = cuda.local.array(group_words, uint32), cuda.local.array(held_words, uint32)
-        sums, rows = cuda.local.array(sums_size, float32), cuda.local.array(eights, int32)
+        further = first_lane_weight(weights, layer, panel, step, lane) + int64(ahead * STEP_SIZE)
+        held, sums = cuda.local.array(held_words, uint32), cuda.local.array(sums_size, float32)
+        rows = cuda.local.array(octets, row_type)
         for i in range(sums_size):
             sums[i] = float32(0)
         for i in range(held_words):
             held[i] = uint32(0)
-        for eight in range(eights):
-            token = min(int32(first + eight * int32(8) + g), int32(count - int32(1)))
-            rows[eight] = token * (num_steps * int32(STEP) + int32(row_pad)) + q * int32(8)
+        for octet in range(octets):
+            token = min(int32(first + octet * int32(ROWS) + g), int32(count - int32(1)))
+            row = int32(token * int32(num_steps * int32(STEP) + int32(row_pad)) + step * int32(STEP) + q * int32(8))
+            rows[octet] = row_type(row)
         while step < stop:
-            load_ahead(following, weights, base, step + int32(GROUP_STEPS), stop, lane)
             for turn in range(turns):
-                load_inputs(held, inputs, rows, first, count, step, stop, turn)
-                if turn == 0 and not in_shared:
-                    cuda.syncwarp()  # else the compiler moves the loads of weights after the first products
                 for i in range(halves):
                     half = turn * halves + i
-                    if step + half // 2 < stop:
-                        w = weights_of(words, half // 2, half % 2)
-                        for tile in range(tiles):
-                            a, b = (i * eights + 2 * tile) * 4, (i * eights + 2 * tile + 1) * 4
-                            c = (sums[tile * 4], sums[tile * 4 + 1], sums[tile * 4 + 2], sums[tile * 4 + 3])
-                            c = mma_bfloat16((held[a], held[b], held[a + 1], held[b + 1]), (w[0], w[1]), c)
-                            c = mma_bfloat16((held[a + 2], held[b + 2], held[a + 3], held[b + 3]), (w[2], w[3]), c)
-                            for j in range(4):
-                                sums[tile * 4 + j] = c[j]
-            for i in range(group_words):
-                words[i] = following[i]
-            step += int32(GROUP_STEPS)
-        for tile in range(tiles):
-            start = (tile * int32(SEGMENTS) + segment) * int32(TILE_SIZE) + g * int32(OUT_TILE) + q * int32(2)
-            partials[start], partials[start + 1] = sums[tile * 4], sums[tile * 4 + 1]
-            start += int32(8 * OUT_TILE)
-            partials[start], partials[start + 1] = sums[tile * 4 + 2], sums[tile * 4 + 3]
+                    if int32(step + half // 2) < stop:
+                        for octet in range(octets):
+                            if octet == 0 or int32(first + octet * ROWS) < count:
+                                loaded = load_input(inputs, row_type(rows[octet] + row_type(half * HALF)))
+                                for j in range(4):
+                                    held[(i * octets + octet) * 4 + j] = loaded[j]
+                for i in range(halves):
+                    half = turn * halves + i
+                    if int32(step + half // 2) < stop:
+                        multiply(sums, held, i, weights_of(words, half // 2, half % 2))
+                        if half % 2 == 1 and int32(step + half // 2 + ahead) < stop:
+                            load_step(words, half // 2 * step_words, weights.panels, further + half // 2 * STEP_SIZE)
+            step, further = int32(step + ahead), further + ahead * STEP_SIZE
+            for octet in range(octets):
+                rows[octet] = row_type(rows[octet] + row_type(ahead * STEP))
+        start = uint32(segment * int32(SUMS) + g * int32(OUT_TILE) + q * int32(2))
+        for octet in range(octets):
+            at, s = uint32(start + uint32(octet * SEGMENTS * SUMS)), octet * 2
+            partials[at], partials[uint32(at + uint32(1))] = sums[s], sums[s + 1]
 
     return device_function(product)
 
 
-def _product_float32(tiles: int):
-    tokens = tiles * ROW_TILE
+def _product_float32(octets: int, ahead: int):
+    load_step, first_lane_weight = _load_step_function("float32"), _first_lane_weight_function("float32")
+    tokens, step_words, quarter = octets * ROWS, WORDS["float32"], STEP // 4
 
-    def product(partials, words, inputs, first, count, weights, base, num_steps):
-        lane, segment = int32(cuda.threadIdx.x) % int32(32), int32(cuda.threadIdx.x) // int32(32)
-        g, q = lane // int32(4), lane % int32(4)
+    @device_function
+    def add_products(sums, words, inputs, first, count, num_steps, k, start):
+        for t in range(tokens):
+            if t == 0 or int32(first + t) < count:
+                row = int64(int32(int32(first + t) * num_steps)) * int32(STEP) + k
+                for part in range(4):
+                    x = load_global(inputs, row + part * quarter)
+                    for i in range(4):
+                        weight = bits_to_float32(words[start + part * 4 + i])
+                        sums[t] = cuda.fma(weight, bits_to_float32(x[i]), sums[t])
+
+    def product(partials, words, inputs, first, count, weights, layer, panel):
+        lane, segment = _lane_and_warp()
+        g, q, num_steps = int32(uint32(lane) // uint32(4)), int32(uint32(lane) % uint32(4)), weights.num_steps
+        step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
+        further = first_lane_weight(weights, layer, panel, step, lane) + int64(ahead * STEP_SIZE)
         sums = cuda.local.array(tokens, float32)
         for t in range(tokens):
             sums[t] = float32(0)
-        quarter = segment_start(segment, num_steps) * int32(4)  # 16 of K, for which a lane has 4 weights
-        while quarter < segment_start(segment + int32(1), num_steps) * int32(4):
-            w = load_weights(weights, base + int64(quarter) * int32(STEP_SIZE // 4) + lane * int32(4))
-            k = quarter * int32(16) + q * int32(4)
-            for t in range(tokens):
-                if first + t < count:
-                    x = load_global(inputs, (first + t) * num_steps * int32(STEP) + k)
-                    for i in range(4):
-                        sums[t] = cuda.fma(bits_to_float32(w[i]), bits_to_float32(x[i]), sums[t])
-            quarter += int32(1)
+        while step < stop:
+            for i in range(ahead):
+                if int32(step + i) < stop:
+                    k = int64(int32(int32(step + i) * int32(STEP) + q * int32(4)))
+                    add_products(sums, words, inputs, first, count, num_steps, k, i * step_words)
+                    if int32(step + i + ahead) < stop:
+                        load_step(words, i * step_words, weights.panels, further + i * STEP_SIZE)
+            step, further = int32(step + ahead), further + ahead * STEP_SIZE
         for t in range(tokens):
-            if first + t < count:
+            if t == 0 or int32(first + t) < count:
                 value = sums[t]
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
                 value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
                 if q == t % 4:
-                    start = (t // ROW_TILE * int32(SEGMENTS) + segment) * int32(TILE_SIZE)
-                    partials[start + t % ROW_TILE * int32(OUT_TILE) + g] = value
+                    start = (t // ROWS * SEGMENTS * SUMS) + t % ROWS * OUT_TILE
+                    partials[uint32(segment * int32(SUMS) + g + int32(start))] = value
 
     return device_function(product)

@@ -279,7 +279,7 @@ def test_all_fits_in_registers(size, dtype):
     kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
     for name, kernel_of in kernels.items():
         compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
-        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 96
+        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 112
         assert compiled.spilled == compiled.stack == 0
         assert compiled.registers <= limit
         assert "ld.global.v4" in compiled.ptx

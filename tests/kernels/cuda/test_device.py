@@ -207,8 +207,8 @@ def kernels():
     for dtype, epilogue in itertools.product(("bfloat16", "int8"), EPILOGUES):
         yield normed_linear_kernel(dtype, 768, epilogue)
         yield from (gemm_kernel(dtype, tile, epilogue) for tile in TILES)
-        yield from (linear_kernel(dtype, tiles, epilogue) for tiles in (1, 2, 4))
-    yield from (linear_kernel("float32", 1, epilogue) for epilogue in EPILOGUES)
+        yield from (linear_kernel(dtype, octets, epilogue, 2) for octets in (1, 2, 4, 8))
+    yield from (linear_kernel("float32", 1, epilogue, 1) for epilogue in EPILOGUES)
     for dtype in ("float32", "bfloat16"):
         yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
         yield from (make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel))
@@ -255,7 +255,7 @@ def cache(tmp_path, monkeypatch) -> DiskCache:
     monkeypatch.setattr(jit, "kernel_cache", lambda: files)
     monkeypatch.setattr(dispatcher, "_Kernel", FakeKernel)
     monkeypatch.setattr(cuda, "get_current_device", lambda: SimpleNamespace(compute_capability=(9, 0)))
-    return DiskCache(linear_kernel("int8", 1, ADD).py_func)
+    return DiskCache(linear_kernel("int8", 1, ADD, 2).py_func)
 
 
 def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
@@ -263,7 +263,7 @@ def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
     cache.save_overload("types", FakeKernel(name="compiled", size=3))
     assert cache.load_overload("types", None).states == {"name": "compiled", "size": 3}
     assert cache.load_overload("other types", None) is None
-    assert DiskCache(linear_kernel("int8", 1, LOGITS).py_func).load_overload("types", None) is None
+    assert DiskCache(linear_kernel("int8", 1, LOGITS, 2).py_func).load_overload("types", None) is None
     assert len(KernelCache(tmp_path).names()) == 1
 
 

@@ -162,7 +162,7 @@ def test_everything_stays_in_registers(dtype, tile, epilogue):
 def test_products_and_sums_are_fused_alike(epilogue):
     """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
     target, inputs, weights = sample_arguments("int8", epilogue)
-    kernels = linear_kernel("int8", 1, epilogue), gemm_kernel("int8", TILES[0], epilogue)
+    kernels = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", TILES[0], epilogue)
     few, many = (compile_kernel(kernel, target, inputs, weights, 1, 1, INTS, 1).ptx for kernel in kernels)
     for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
         assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))

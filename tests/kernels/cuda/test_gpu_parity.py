@@ -10,6 +10,7 @@ from tinygpt import LLM, SamplingParams
 if not HAS_TRANSFORMERS:
     pytest.skip(MISSING, allow_module_level=True)
 else:
+    import torch
     from transformers import GPT2LMHeadModel
 
     from support.parity import (
@@ -47,7 +48,7 @@ def test_logits_and_greedy_tokens(case):
 @on_a_gpu
 @pytest.mark.gpu
 def test_the_demo_in_float32():
-    model = GPT2LMHeadModel.from_pretrained(DEMO).eval()
+    model = GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).eval()
     with LLM("demo", device="cuda") as llm, LLM("demo") as on_cpu, without_eos(model):
         ids = llm.tokenizer.encode("Once upon a time there was a king who had three sons.")
         assert_same_logits(llm, model, ids)

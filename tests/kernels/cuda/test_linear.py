@@ -18,6 +18,7 @@ from tinygpt.kernels.cuda.layers.linear import (
     fused_shared_bytes,
     linear_kernel,
     normed_linear_kernel,
+    steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from tinygpt.kernels.cuda.params import STEP, pack, step_count
@@ -44,14 +45,17 @@ def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "features", "k", "tiles"), [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2)])
-def test_linear_adds_to_the_residual_stream(dtype, count, features, k, tiles):
+@pytest.mark.parametrize(
+    ("count", "features", "k", "octets"),
+    [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2), (9, 8, 4000, 1), (33, 9, 3000, 4)],
+)
+def test_linear_adds_to_the_residual_stream(dtype, count, features, k, octets):
     x, weight, bias = normal(count, k), normal(2, features, k) / np.float32(math.sqrt(k)), normal(2, features)
     target, width = normal(count, features + 2, seed=1), features + 2
     expected = target.astype(np.float64)
     expected[:, :features] += seen(x, dtype) @ seen_weights(weight[1], dtype).T.astype(np.float64) + bias[1]
     out = target.ravel().copy()
-    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 1, width, count, dtype, tiles, ADD)
+    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 1, width, count, dtype, octets, ADD)
     np.testing.assert_allclose(out.reshape(count, width), expected, atol=TOLERANCE[dtype], rtol=0)
 
 
@@ -107,9 +111,9 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
 def test_a_token_has_the_same_bits_in_any_batch(dtype):
     x, weight, bias = normal(33, 200), normal(1, 8, 200), normal(1, 8)
     weights, results = packed(weight, bias, dtype), []
-    for tiles, tokens in ((1, [32]), (1, list(range(33))), (2, list(range(33))), (2, [4, 32])):
+    for octets, tokens in ((1, [32]), (1, list(range(33))), (2, list(range(33))), (4, [4, 32])):
         out = np.zeros(len(tokens) * 8, np.float32)
-        run_linear(out, stored(x[tokens], dtype), weights, 0, 8, len(tokens), dtype, tiles, ADD)
+        run_linear(out, stored(x[tokens], dtype), weights, 0, 8, len(tokens), dtype, octets, ADD)
         results.append(out.reshape(-1, 8)[tokens.index(32)])
     assert all((result == results[0]).all() for result in results)
 
@@ -184,12 +188,13 @@ def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
     """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
     target, inputs, weights = sample_arguments("bfloat16", epilogue)
     norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
-    for kernel, source in ((linear_kernel("bfloat16", 1, epilogue), inputs),
+    for kernel, source in ((linear_kernel("bfloat16", 1, epilogue, 2), inputs),
                            (normed_linear_kernel("bfloat16", 768, epilogue), norm)):  # fmt: skip
         ptx = compile_kernel(kernel, target, source, weights, 1, 1, INTS, 1).ptx
         before, after = ptx.split("mma.sync", 1)[0], ptx.rsplit("mma.sync", 1)[1]
         assert loads_of_numbers(before) >= (1 if epilogue == LOGITS else 2)
-        assert "ld.global" not in after
+        if epilogue != LOGITS:  # whose blocks go on with another panel
+            assert set(re.findall(r"ld\.global[^ ]*", after)) <= {"ld.global.L1::no_allocate.v4.u32"}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
@@ -197,7 +202,7 @@ def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
 def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype):
     target, inputs, weights = sample_arguments(dtype, ADD)
     norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
-    for kernel, source in ((linear_kernel(dtype, 1, ADD), inputs), (normed_linear_kernel(dtype, 768, ADD), norm)):
+    for kernel, source in ((linear_kernel(dtype, 1, ADD, 2), inputs), (normed_linear_kernel(dtype, 768, ADD), norm)):
         ptx = compile_kernel(kernel, target, source, weights, 1, 1, INTS, 1).ptx
         before, after = ptx.split("griddepcontrol.wait")
         assert "ld.global.L1::no_allocate" in before
@@ -206,11 +211,8 @@ def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype
         assert "griddepcontrol.launch_dependents" in before
 
 
-def most_registers(dtype: str, tiles: int, epilogue: str) -> int:
-    """With 80 registers three blocks of 256 threads have room on a multiprocessor, with 128 two, with 255 one."""
-    if dtype == "float32":
-        return {1: 96, 2: 176}[tiles]
-    return {1: {ADD: 128, QKV: 96}.get(epilogue, 80), 2: 128, 4: 200}[tiles]
+# With 64 registers four blocks of 256 threads have room on a multiprocessor, with 80 three, with 128 two.
+MOST_REGISTERS = {1: 80, 2: 96, 4: 112, 8: 160}  # by octets
 
 
 @pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
@@ -218,12 +220,18 @@ def most_registers(dtype: str, tiles: int, epilogue: str) -> int:
 @pytest.mark.toolchain
 def test_everything_stays_in_registers(dtype, epilogue):
     target, inputs, weights = sample_arguments(dtype, epilogue)
-    for tiles in (1, 2) if dtype == "float32" else (1, 2, 4):
-        compiled = compile_kernel(linear_kernel(dtype, tiles, epilogue), target, inputs, weights, 1, 1, INTS, 1)
+    cases = (
+        [(1, 1), (2, 1)]
+        if dtype == "float32"
+        else [(1, 2), (2, 2), (4, 2), (8, 2), (1, 4 if epilogue == LOGITS else 6)]
+    )
+    for octets, ahead in cases:
+        compiled = compile_kernel(linear_kernel(dtype, octets, epilogue, ahead), target, inputs, weights, 1, 1, INTS, 1)
         assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= most_registers(dtype, tiles, epilogue)
+        assert compiled.registers <= (MOST_REGISTERS[octets] if ahead <= 2 else 128)
         assert "ld.global.L1::no_allocate.v4" in compiled.ptx
-        assert compiled.ptx.count("mma.sync") == (0 if dtype == "float32" else 8 * tiles)  # those of a group, once
+        products = 0 if dtype == "float32" else 4 * ahead * -(-octets // 2)
+        assert compiled.ptx.count("mma.sync") == products  # of the steps ahead, once
     if dtype != "float32":
         norm = Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1))
         for columns, registers in ((768, 80), (1600, 128)):
@@ -231,7 +239,7 @@ def test_everything_stays_in_registers(dtype, epilogue):
             compiled = compile_kernel(kernel, target, norm, weights, 1, 1, INTS, 1)
             assert compiled.spilled == compiled.stack == 0
             assert compiled.registers <= registers
-            assert compiled.ptx.count("mma.sync") == 8
+            assert compiled.ptx.count("mma.sync") == 4 * steps_ahead(dtype, 1, columns // 64)
             assert compiled.shared_bytes + fused_shared_bytes(columns // 64) == fused_block_bytes(columns)
             assert loads_at_once(compiled.ptx) >= columns // 64
 
