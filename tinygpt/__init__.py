@@ -7,10 +7,21 @@
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Edit", "PromptType", "RemoteLLM", "SamplingParams", "__version__", "warmup"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "ControlVector",
+    "Edit",
+    "PromptType",
+    "RemoteLLM",
+    "SamplingParams",
+    "__version__",
+    "warmup",
+]
 
 if TYPE_CHECKING:
     from tinygpt.async_llm import AsyncLLM
+    from tinygpt.control_vector import ControlVector
     from tinygpt.edits import Edit
     from tinygpt.engine.prompts import PromptType
     from tinygpt.llm import LLM, warmup
@@ -19,6 +30,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "AsyncLLM": "async_llm",
+        "ControlVector": "control_vector",
         "Edit": "edits",
         "PromptType": "engine.prompts",
         "RemoteLLM": "remote",

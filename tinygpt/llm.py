@@ -20,6 +20,7 @@ from tinygpt.engine.spec_decode import DraftModel, check_draft
 from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from tinygpt.field_rules import accept_other_names
 from tinygpt.hardware import thread_count
+from tinygpt.inside import Inside, points_of
 from tinygpt.kernels.host import Warpers
 from tinygpt.outputs import (
     Classification,
@@ -38,7 +39,6 @@ from tinygpt.weights.open import with_revision
 from tinygpt.weights.stored.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for them
-    from tinygpt.activations import ActivationCache
     from tinygpt.chat import Template
 
 # Requests that reach all kernels.
@@ -53,7 +53,7 @@ WARMUP_REQUESTS = (
 )
 
 
-class LLM:
+class LLM(Inside):
     """A GPT-2 checkpoint, ready to generate.
 
     model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M, 774M,
@@ -126,7 +126,7 @@ class LLM:
         if chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
         opened = model, dtype, device, kv_cache_dtype, lora
-        points = cache(partial(_points, source.backend, source.config, source.kv_cache_dtype, opened))
+        points = cache(partial(points_of, source.backend, source.config, source.kv_cache_dtype, opened))
         self._inputs = InputProcessor(
             source.config,
             engine_config,
@@ -294,29 +294,6 @@ class LLM:
         (found,), _ = self._look("logits", [token_ids], (), edits)
         return found
 
-    def run_with_cache(self, prompts: Prompts, names: Any = None, edits: Any = ()) -> "tuple[Any, ActivationCache]":
-        """Return logits (B, T, V) of B prompts and their activations, as TransformerLens does; no BOS is prepended.
-
-        names: of points as "blocks.0.hook_resid_pre", with *, or short as "z" for every layer's; a function of a name;
-            None is all but hook_result. edits: an Edit or a list of them, whose effect is seen.
-        Prompts of different lengths have lists of arrays, without padding: both of lists, one for each prompt.
-        Raise RequestError, before any work, for an unknown name or more than max_capture_bytes.
-        """
-        from tinygpt.activations import ActivationCache
-
-        logits, found = self._look("activations", prompt_list(prompts), names, edits)
-        is_even = len({len(one) for one in logits}) == 1
-        return np.stack(logits) if is_even else logits, ActivationCache(found, self)
-
-    def logit_lens(self, stream: Any) -> np.ndarray:
-        """Return logits (..., V) of a residual stream (..., C): ln_f and the head, with the model's own bits."""
-        self.engine.check_open()
-        stream = np.asarray(stream, np.float32)
-        if not stream.size or stream.shape[-1] != self.config.n_embd:
-            raise RequestError(f"has shape {stream.shape} and must end in {self.config.n_embd}.", "stream")
-        rows = stream.reshape(-1, self.config.n_embd)
-        return self.engine.call(partial(self._probe.logits_of, rows)).reshape(*stream.shape[:-1], -1)
-
     def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
         """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
 
@@ -426,15 +403,6 @@ class LLM:
         finally:
             future.cancel()
 
-    def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
-        """Return logits (T, V) and Activations of each prompt."""
-        given, edits = [self._read_ids(what, prompt) for prompt in prompts], SamplingParams(edits=edits).edits
-        is_plain = not edits and isinstance(names, tuple) and not names
-        sizes = [(len(ids), len(ids), len(given)) for ids in given]
-        looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]
-        logits = [self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)]
-        return logits, [one and one.activations(ids) for ids, one in zip(given, looks, strict=True)]
-
     def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
         self.engine.check_open()
         return self._inputs.read_ids(what, token_ids)
@@ -448,20 +416,6 @@ class LLM:
             reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
-
-
-def _points(backend: Any, config: Any, kv_cache_dtype: str, opened: tuple) -> Any:
-    from tinygpt.points import Points
-
-    return Points(config, backend.SEEN, backend.CHANGED, partial(_tensor, opened), kv_cache_dtype)
-
-
-def _tensor(opened: tuple, name: str) -> np.ndarray:
-    """Return a parameter of the checkpoint, opened anew: the engine keeps packed weights alone."""
-    checkpoint = ModelSource.open(*opened).checkpoint
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise RequestError(f"{name} is packed in this converted checkpoint: load the one that it was made from.")
-    return checkpoint.tensor(name)
 
 
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:

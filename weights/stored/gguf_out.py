@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,31 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
     shapes = {name: shape for name, shape in parameter_shapes(config).items() if name != HEAD or not checkpoint.tied}
     # Norms, biases and positions stay float32.
     dtypes = {name: "float32" if len(shape) == 1 or name == POSITIONS else dtype for name, shape in shapes.items()}
-    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(shapes), len(keys))], 0
+    named = {NAMES.of(name): (shape, dtypes[name]) for name, shape in shapes.items()}
+    return _write(folder / FILE, keys, named, (_bytes(checkpoint, name, dtypes[name]) for name in shapes))
+
+
+def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
+    """Write a GGUF file of float32 arrays."""
+    shapes = {name: (array.shape, "float32") for name, array in tensors.items()}
+    return _write(path, keys, shapes, (np.asarray(array, "<f4").tobytes() for array in tensors.values()))
+
+
+def _write(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]) -> Path:
+    """tensors: shapes and dtypes."""
+    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))], 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]
-    for name, shape in shapes.items():
-        kind, _, values, size = TYPES[dtypes[name]]
-        place = struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
-        out.append(_string(NAMES.of(name)) + place)
+    for name, (shape, dtype) in tensors.items():
+        kind, _, values, size = TYPES[dtype]
+        out.append(_string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
         offset += _padded(math.prod(shape) // values * size)
-    with (folder / FILE).open("wb") as file:
+    with path.open("wb") as file:
         file.write(_with_padding(b"".join(out)))
-        for name in shapes:
-            file.write(_with_padding(_bytes(checkpoint, name, dtypes[name])))
+        for content in contents:
+            file.write(_with_padding(content))
         file.flush()
         sync(file.fileno())
-    return folder / FILE
+    return path
 
 
 def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:

@@ -1,0 +1,143 @@
+"""Causal traces, differences by bits, and control vectors with their GGUF files."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from support.golden_models import write_model
+from support.kernel_tools import same_bits
+from tinygpt import LLM, ControlVector, Edit
+from tinygpt.errors import CheckpointError, RequestError
+
+FIELDS = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 64, "vocab_size": 97}
+CLEAN = np.random.default_rng(0).integers(0, 97, 9).tolist()
+CORRUPTED = [*CLEAN[:3], 5, 6, *CLEAN[5:]]
+ANSWER = 11
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("inside"), **FIELDS)
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), threads=2) as llm:
+        yield llm
+
+
+def log_probability(logits) -> float:
+    row = logits[-1].astype(np.float64) - logits[-1].max()
+    return row[ANSWER] - np.log(np.exp(row).sum())
+
+
+@pytest.mark.parametrize(("kind", "tail"), [("resid_pre", "hook_resid_pre"), ("z", "attn.hook_z")])
+def test_a_causal_trace_restores_one_activation_at_a_time(llm, kind, tail):
+    noise = Edit("blocks.0.hook_resid_pre", value=np.full(32, 0.3), at=4)
+    found = llm.causal_trace(CLEAN, CORRUPTED, [ANSWER], kind, noise)
+    assert found.shape == (3, 9)
+    _, cache = llm.run_with_cache(CLEAN)
+    for layer in range(3):
+        for at in range(9):
+            restored = Edit(f"blocks.{layer}.{tail}", keep=0, value=cache[kind, layer][0, at], at=at)
+            expected = log_probability(llm.logits(CORRUPTED, [noise, restored]))
+            assert found[layer, at] == pytest.approx(expected, abs=1e-5)
+    base = log_probability(llm.logits(CORRUPTED, noise))
+    assert len(set(found[:, :3].ravel())) == 1  # to the bit: nothing differs before the corruption
+    assert found[0, 0] == pytest.approx(base, abs=1e-5)
+    assert np.ptp(found) > 0.01
+
+
+def test_a_trace_compares_positions(llm):
+    with pytest.raises(RequestError, match="corrupted has 8 tokens and the clean prompt 9"):
+        llm.causal_trace(CLEAN, CLEAN[:8], [ANSWER])
+
+
+def test_the_cone_of_an_edit(llm):
+    found = llm.diff(CLEAN, Edit("blocks.1.attn.hook_z", keep=0, index=2, at=4))
+    assert next(iter(found)) == "blocks.1.attn.hook_z"
+    mask = found["blocks.1.attn.hook_z"]  # (T, H, D)
+    assert mask[4, 2].all()
+    assert not np.delete(mask, 4, axis=0).any()
+    assert not np.delete(mask[4], 2, axis=0).any()
+    last = found["blocks.2.hook_resid_post"].any(1)
+    assert last.tolist() == [False] * 4 + [True] * 5
+    assert llm.diff(CLEAN, Edit("z", keep=1, value=-0.0)) == {}
+
+
+# Control vectors.
+
+
+@pytest.fixture
+def vector(llm):
+    return llm.control_vector([CLEAN, CLEAN[:4]], [CORRUPTED])
+
+
+def test_a_control_vector_is_a_difference_of_means(llm, vector):
+    states = [llm.hidden_states(ids, before_norm=True)[:, -1] for ids in (CLEAN, CLEAN[:4], CORRUPTED)]  # (L + 1, C)
+    expected = (states[0] + states[1]) / 2 - states[2]
+    assert list(vector.directions) == [1, 2]
+    for layer, direction in vector.directions.items():
+        np.testing.assert_allclose(direction, expected[layer + 1], atol=1e-6)
+
+
+def test_it_steers(llm, vector):
+    edits = vector.edits(1.5, range(2, 9))
+    assert edits == [Edit("blocks.2.hook_resid_post", value=1.5 * vector.directions[2])]
+    _, cache = llm.run_with_cache(CLEAN, edits=edits)
+    _, plain = llm.run_with_cache(CLEAN)
+    same_bits(cache["resid_post", 2], plain["resid_post", 2] + np.float32(1.5) * vector.directions[2])
+
+
+def test_it_comes_back_from_its_file(tmp_path, vector):
+    gguf = pytest.importorskip("gguf")
+    path = vector.save(tmp_path / "happy.gguf")
+    found = ControlVector.load(path)
+    for layer, direction in vector.directions.items():
+        same_bits(found.directions[layer], direction)
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("general.architecture").contents() == "controlvector"
+    assert {t.name: t.data.tolist() for t in reader.tensors} == {
+        f"direction.{i}": d.tolist() for i, d in vector.directions.items()
+    }
+
+
+def test_a_file_of_another_library_is_read(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    writer = gguf.GGUFWriter(tmp_path / "theirs.gguf", "controlvector")  # as repeng's export_gguf
+    writer.add_string("controlvector.model_hint", "gpt2")
+    writer.add_uint32("controlvector.layer_count", 1)
+    writer.add_tensor("direction.7", np.arange(5, dtype=np.float32))
+    for step in ("write_header_to_file", "write_kv_data_to_file", "write_tensors_to_file", "close"):
+        getattr(writer, step)()
+    assert ControlVector.load(tmp_path / "theirs.gguf").directions[7].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(CheckpointError, match="from layer 1 on, and none of layer 0"):
+        ControlVector({0: np.zeros(3)}).save(tmp_path / "x.gguf")
+    path = ControlVector({1: np.zeros(3), 2: np.zeros(4)}).save(tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match="vectors of one length"):
+        ControlVector.load(path)
+    with pytest.raises(CheckpointError, match="must hold vectors direction"):
+        ControlVector.load(ControlVector({1: np.zeros((3, 2))}).save(tmp_path / "y.gguf"))
+
+
+def test_llama_cpp_steers_alike(tmp_path, folder, llm, vector):
+    llama_cpp = pytest.importorskip("llama_cpp")
+    from tinygpt.weights.open import open_checkpoint
+    from tinygpt.weights.stored.gguf_out import write_gguf
+
+    model = write_gguf(tmp_path, open_checkpoint(str(folder)), "float32", None)
+    theirs = llama_cpp.Llama(str(model), n_ctx=64, logits_all=True, verbose=False)
+    for layers, low, high in (((1, 2), 1, 2), ((2,), 2, 2)):
+        data = np.concatenate([vector.directions[i] for i in (1, 2)])
+        pointer = data.ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+        assert llama_cpp.llama_set_adapter_cvec(theirs._ctx.ctx, pointer, data.size, 32, low, high) == 0
+        theirs.reset()
+        theirs.eval(CLEAN)
+        steered = theirs.scores[: len(CLEAN)]
+        ours = llm.logits(CLEAN, vector.edits(layers=layers))
+        np.testing.assert_allclose(ours, steered, atol=2e-3 * np.abs(ours).max())
+        assert np.abs(llm.logits(CLEAN) - ours).max() > 0.1

@@ -1,0 +1,143 @@
+"""TransformerLens's answers on tiny models: of 3.5.1, the last with HookedTransformer, live or kept.
+
+`python tests/support/lens.py` asks it and writes tests/data/lens.npz. In 4.3 an edit of hook_resid_mid does not reach
+the residual stream; here it does, as in 3.5.1.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "tests" / "data" / "lens.npz"
+MODELS = {
+    "plain": {},
+    "one-head": {"n_head": 1, "n_embd": 24, "n_layer": 3},
+    "relu-narrow": {"activation_function": "relu", "n_inner": 20},
+    "epsilon-untied": {"layer_norm_epsilon": 0.1, "tie_word_embeddings": False, "n_head": 5, "n_embd": 20},
+}
+IDS = [5, 17, 3, 60, 22]
+# By name: a point, what TransformerLens's hook does to x (1, T, ...), and the fields of an Edit.
+Change = tuple[str, Callable[[Any, Any], Any], dict[str, Any]]
+SCORES = ("knock out attention", "scale the pattern")  # of the reference alone
+
+
+def changes(width: int) -> dict[str, Change]:
+    vector = np.linspace(-1, 2, width, dtype=np.float32)
+    rows = np.stack([vector, -vector])
+    return {
+        "steer resid_pre": ("blocks.0.hook_resid_pre", _steer(vector), {"value": vector, "at": slice(2, None)}),
+        "steer resid_mid": ("blocks.0.hook_resid_mid", _steer(vector), {"value": vector, "at": [2, 3, 4]}),
+        "steer resid_post": ("blocks.1.hook_resid_post", _steer(vector), {"value": vector, "at": slice(-3, None)}),
+        "ablate a head": ("blocks.0.attn.hook_z", _zero(0), {"keep": 0, "index": 0}),
+        "ablate a neuron": ("blocks.1.mlp.hook_post", _zero(7), {"keep": 0, "index": 7}),
+        "patch": ("blocks.1.hook_resid_pre", _patch(rows), {"keep": 0, "value": rows, "at": [1, 3]}),
+        "scale mlp_out": ("blocks.0.hook_mlp_out", lambda x, t: x * 0.5, {"keep": 0.5}),
+        "scale attn_out": ("blocks.1.hook_attn_out", lambda x, t: x * 0.5, {"keep": 0.5}),
+        "function of q": ("blocks.0.attn.hook_q", lambda x, t: x.tanh(), {"function": np.tanh}),
+        "project out": ("blocks.0.hook_resid_post", _project(vector), {"project_out": vector}),
+        "knock out attention": (
+            "blocks.0.attn.hook_attn_scores",
+            _knock_out,
+            {"value": -np.inf, "at": 3, "index": (0, 1)},
+        ),
+        "scale the pattern": ("blocks.1.attn.hook_pattern", lambda x, t: x * 0.5, {"keep": 0.5}),
+    }
+
+
+def _steer(vector):
+    def hook(x, t):
+        x[:, 2:] += t(vector)
+        return x
+
+    return hook
+
+
+def _zero(index):
+    def hook(x, t):
+        x[:, :, index] = 0
+        return x
+
+    return hook
+
+
+def _patch(rows):
+    def hook(x, t):
+        x[0, [1, 3]] = t(rows)
+        return x
+
+    return hook
+
+
+def _project(vector):
+    def hook(x, t):
+        direction = t(vector / np.linalg.norm(vector))
+        return x - (x @ direction)[..., None] * direction
+
+    return hook
+
+
+def _knock_out(x, t):
+    x[:, 0, 3, 1] = -np.inf
+    return x
+
+
+def ask(name: str) -> dict[str, np.ndarray]:
+    """Return all arrays of a model without the axis of the batch, and logits (T, V) of each change."""
+    import torch
+    from transformer_lens import HookedTransformer, HookedTransformerConfig
+    from transformer_lens.pretrained.weight_conversions.gpt2 import convert_gpt2_weights
+    from transformers import GPT2LMHeadModel
+
+    from support.golden_models import write_model
+
+    torch.set_grad_enabled(False)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = GPT2LMHeadModel.from_pretrained(write_model(Path(folder), **MODELS[name])).eval()
+    c = theirs.config
+    config = HookedTransformerConfig(
+        n_layers=c.n_layer,
+        d_model=c.n_embd,
+        n_ctx=c.n_positions,
+        d_head=c.n_embd // c.n_head,
+        n_heads=c.n_head,
+        d_mlp=c.n_inner or 4 * c.n_embd,
+        d_vocab=c.vocab_size,
+        act_fn=c.activation_function,
+        eps=c.layer_norm_epsilon,
+        normalization_type="LN",
+        use_attn_result=True,
+        default_prepend_bos=False,
+        device="cpu",
+    )
+    model, ids = HookedTransformer(config), torch.tensor([IDS])
+    model.load_state_dict(convert_gpt2_weights(theirs, config), strict=False)
+    logits, cache = model.run_with_cache(ids)
+    found = {
+        "logits": logits[0].numpy(),
+        **{key: array[0].numpy() for key, array in cache.items() if "unembed" not in key},
+    }
+    for label, (point, change, _) in changes(c.n_embd).items():
+        hook = lambda x, hook, change=change: change(x.clone(), torch.from_numpy)  # noqa: E731
+        found[label] = model.run_with_hooks(ids, fwd_hooks=[(point, hook)])[0].numpy()
+    stack, labels = cache.decompose_resid(return_labels=True)
+    attrs = cache.logit_attrs(stack, 9, incorrect_tokens=4)  # without ln_f's weight, which is in the directions below
+    found |= {"accumulated": cache.accumulated_resid(incl_mid=True, apply_ln=False)[:, 0].numpy()}
+    found |= {"decomposed": stack[:, 0].numpy(), "heads": cache.stack_head_results(incl_remainder=True)[:, 0].numpy()}
+    found |= {"scaled": cache.apply_ln_to_stack(stack)[:, 0].numpy()}
+    assert len(labels) == len(attrs)
+    return found
+
+
+def kept(name: str) -> dict[str, np.ndarray]:
+    with np.load(FILE) as file:
+        return {key.partition("/")[2]: file[key] for key in file.files if key.startswith(f"{name}/")}
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    np.savez_compressed(FILE, **{f"{name}/{key}": array for name in MODELS for key, array in ask(name).items()})
