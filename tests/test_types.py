@@ -13,7 +13,7 @@ from support.paths import ROOT
 
 USES = """
 from collections.abc import Iterator
-from concurrent.futures import Future
+from pathlib import Path
 import numpy as np
 from typing_extensions import assert_type
 import tinygpt
@@ -22,7 +22,8 @@ from tinygpt import LM  # wrong
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
-llm = LLM("demo", max_num_seqs=2)
+llm = LLM(Path("demo"), max_num_seqs=2)
+assert_type(llm, LLM)
 assert_type(llm.generate("x"), list[RequestOutput])
 assert_type(llm.generate("x")[0].outputs[0].text, str | None)
 assert_type(llm.stream("x", SamplingParams(max_tokens=3)), Iterator[StreamChunk])
@@ -45,6 +46,7 @@ llm.generate(3)  # wrong
 llm.generate([3.5])  # wrong
 llm.generate("x", 7)  # wrong
 LLM(nonsense=3)  # wrong
+LLM(max_num_seqs="two")  # wrong
 SamplingParams(nonsense=3)  # wrong
 SamplingParams(max_tokens="seven")  # wrong
 SamplingParams().nonsense  # wrong

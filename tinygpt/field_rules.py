@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from tinygpt.errors import RequestError, invalid
 
@@ -59,7 +59,10 @@ def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return renamed(given, names)
 
 
-def accept_other_names(function: Callable) -> Callable:
+Function = TypeVar("Function", bound=Callable)
+
+
+def accept_other_names(function: Function) -> Function:
     """Wrap a function so that its keywords may have the names of other programs."""
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
 

@@ -92,7 +92,7 @@ class LLM(Inside):
     @accept_other_names
     def __init__(
         self,
-        model: str = "demo",
+        model: str | os.PathLike[str] = "demo",
         dtype: str = "auto",
         device: str = "cpu",
         threads: int | None = None,
@@ -102,7 +102,7 @@ class LLM(Inside):
         max_num_batched_tokens: int | None = None,
         prefix_cache_seqs: int = 4,
         max_queue: int | None = None,
-        draft_model: str | None = None,
+        draft_model: str | os.PathLike[str] | None = None,
         num_speculative_tokens: int = 4,
         lora: str | os.PathLike[str] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
@@ -215,7 +215,7 @@ class LLM(Inside):
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 
     def chat(
-        self, messages: Any, params: Any = None, *, use_tqdm: UseTqdm = None, **fields: Any
+        self, messages: Any, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, as `generate` continues prompts.
 
