@@ -56,8 +56,8 @@ WARMUP_REQUESTS = (
 class LLM(Inside):
     """A GPT-2 checkpoint, ready to generate.
 
-    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2", or "random:124M" (355M, 774M,
-        1.5B): random weights of that shape.
+    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2" (also id@revision, id/folder,
+        id/file.gguf, id:q8_0, or a URL), or "random:124M" (355M, 774M, 1.5B): random weights of that shape.
     dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
         converted checkpoint, else float32.
     device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).

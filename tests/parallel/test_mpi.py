@@ -153,7 +153,7 @@ def text_of(record: str) -> str:
     [
         ("generate --tensor-parallel 2 -m /nowhere x", None, "/nowhere"),
         ("generate --tensor-parallel 2 x", 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
-        ("generate --pipeline-parallel 7 x", None, "--pipeline-parallel is 7 and this model has 6 layers"),
+        ("generate --pipeline-parallel 7 x", None, "--pipeline-parallel-size is 7 and this model has 6 layers"),
         # Before a model is opened.
         ("generate --tensor-parallel 2 --top-k -4 x", 2, "--top-k is -4 and must be"),
         ("eval --tensor-parallel 2 ppl no-such-file.txt", 2, "no-such-file.txt"),

@@ -27,7 +27,7 @@ class Command:
     rare: str = ""  # said of the others
 
 
-CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id'
+CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id, also as id@revision, id/file.gguf or id:q8_0'
 
 
 def dtypes(text: str) -> tuple[str, ...]:
