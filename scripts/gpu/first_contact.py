@@ -25,12 +25,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.kernels.cuda.layers.epilogue import LOGITS
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
-from tinygpt.kernels.cuda.params import Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import kernel, release_of_libnvvm
-from tinygpt.kernels.cuda.runtime.peak import LOADS, PEAK_THREADS, READ_BLOCKS, read_kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
     commit_copies,
     copy_async,
@@ -43,8 +39,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_SIZES
-from tinygpt.kernels.host import from_bfloat16, to_bfloat16
+from tinygpt.kernels.host import to_bfloat16
 
 from numba import cuda, float32, int32, uint32  # isort: skip
 
@@ -140,34 +135,6 @@ def graph(device: Any, nodes: int = 1000, blocks: int = 132, threads: int = 256)
         replay()
 
 
-def read(device: Any, kib: int = 512 << 10, loads: int = LOADS) -> None:
-    """Read memory 16 bytes at a time, with `loads` in flight."""
-    words = np.random.default_rng(0).integers(0, 1 << 32, kib << 8, np.uint32)
-    blocks = READ_BLOCKS * device.multiprocessors
-    threads = blocks * PEAK_THREADS
-    rounds, out = words.size // (threads * loads * 4), device.zeros((threads,), np.uint32)
-    device.launch(read_kernel(loads), blocks, PEAK_THREADS, out, device.array(words), rounds)
-    expected = np.bitwise_xor.reduce(words[: rounds * threads * loads * 4])
-    np.testing.assert_equal(np.bitwise_xor.reduce(device.read(out)), expected)
-
-
-def gemv(device: Any, weights: int = 50257 * 768, widths: tuple[int, ...] = (768, 1600, 3072)) -> None:
-    """Run one token's linear layer in bfloat16, larger than the L2 cache."""
-    generator = np.random.default_rng(0)
-    sizes = device.array(np.ones(NUM_SIZES, np.int32))
-    for width in widths:
-        features = weights // width
-        matrix = generator.standard_normal((features, width), np.float32) / np.float32(np.sqrt(width))
-        x, (panels, scales) = to_bfloat16(generator.standard_normal(width, np.float32)), pack(matrix, "bfloat16")
-        arrays = map(device.array, (panels, scales, np.zeros(1, np.float32)))
-        packed = Weights(*arrays, panel_count(features), step_count(width), features)
-        out = device.array(np.full(features, np.nan, np.float32))
-        arguments = out, device.array(x), packed, 0, features, sizes, NUM_LOGITS
-        function = linear_kernel("bfloat16", 1, LOGITS, steps_ahead("bfloat16", 1, packed.num_steps))
-        device.launch(function, packed.num_panels, LINEAR_THREADS, *arguments)
-        need_near(device.read(out), from_bfloat16(to_bfloat16(matrix)) @ from_bfloat16(x), 1e-5)
-
-
 def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: int = 5) -> dict[str, Any]:
     """Compare logits with the reference's, and time greedy steps of one sequence, with the host's work."""
     sizes = {"max_num_seqs": 1, "prefix_cache_seqs": 0}
@@ -188,7 +155,7 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
 
 def items() -> dict[str, Callable[[], dict[str, Any] | None]]:
     """Return the items; each relies on earlier items."""
-    checks = {check.__name__: lambda f=check: f(devices.the_device()) for check in (mma, grant, graph, read, gemv)}
+    checks = {check.__name__: lambda f=check: f(devices.the_device()) for check in (mma, grant, graph)}
     small = {f"tiny {dtype}": partial(decode, "random:tiny", dtype) for dtype in LIMITS}
     shapes = ("124M", "355M", "774M", "1.5B")
     large = {f"decode {shape}": partial(decode, f"random:{shape}", "bfloat16") for shape in shapes}
