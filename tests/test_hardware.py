@@ -1,5 +1,6 @@
 """How many threads: what is given, or the cores of this process, hyper-threads counted once."""
 
+import ctypes
 import os
 
 import numpy as np
@@ -130,3 +131,25 @@ def test_only_fast_cores_of_a_mac_count(monkeypatch, told, expected):
     monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: Libc())
     monkeypatch.setattr(hardware, "logical_cores", lambda: 3)
     assert thread_count() == expected
+
+
+def test_the_cpus_name(machine, tmp_path, monkeypatch):
+    """Of x86, of 64-bit ARM, whose /proc/cpuinfo has no name, and of a Mac."""
+    machine({0: None})
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "neoverse-n1")
+    write(tmp_path / "proc/cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nmodel name\t: AMD EPYC 9R14\n")
+    assert hardware.cpu_name() == "AMD EPYC 9R14"
+    write(tmp_path / "proc/cpuinfo", "processor\t: 0\nBogoMIPS\t: 243.75\nCPU implementer\t: 0x41\n")
+    assert hardware.cpu_name() == "neoverse-n1"
+
+    class Mac:
+        @staticmethod
+        def sysctlbyname(name, value, size, new, new_size):
+            if name != b"machdep.cpu.brand_string":
+                return -1
+            ctypes.memmove(value, b"Apple M2\0", 9)
+            return 0
+
+    monkeypatch.setattr(hardware.sys, "platform", "darwin")
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: Mac)
+    assert hardware.cpu_name() == "Apple M2"

@@ -39,6 +39,7 @@ LIBRARIES = {
     "tinygpt.bench": {"matplotlib"},
     "tinygpt.evaluation": {"torch", "transformers", "lm_eval", "rouge_score"},
     "tinygpt.cli.info": {"llvmlite"},
+    "tinygpt.hardware": {"llvmlite"},
     "tinygpt.cli.main": {"shtab"},
     "tinygpt.cli.settings": {"yaml"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},

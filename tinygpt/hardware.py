@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterable
@@ -80,17 +79,28 @@ def _read(path: Path) -> str:
 
 
 def _mac_cores() -> int:
-    count, size = ctypes.c_int(), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    for name in (b"hw.perflevel0.physicalcpu", b"hw.physicalcpu"):
-        if ctypes.CDLL(None).sysctlbyname(name, ctypes.byref(count), ctypes.byref(size), None, 0) == 0:
-            return count.value
-    return 0
+    counts = (_sysctl(name, ctypes.c_int()) for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"))
+    return next(filter(None, counts), 0)
+
+
+def _sysctl(name: str, value: Any) -> Any:
+    """Return macOS's value of a name, read into a ctypes object; None if there is none."""
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    code = ctypes.CDLL(None).sysctlbyname(name.encode(), ctypes.byref(value), ctypes.byref(size), None, 0)
+    return value.value if code == 0 else None
 
 
 def cpu_name() -> str:
-    lines = _read(Path("/proc/cpuinfo")).splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
+    """Return the system's name of the CPU, such as "Apple M2", otherwise LLVM's, such as "neoverse-n1"."""
+    lines = _read(ROOT / "proc/cpuinfo").splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]  # none on ARM
+    if sys.platform == "darwin" and (brand := _sysctl("machdep.cpu.brand_string", ctypes.create_string_buffer(256))):
+        names = [brand.decode()]
+    if names:
+        return names[0]
+    from llvmlite import binding
+
+    return binding.get_host_cpu_name()
 
 
 def forget_peak() -> None:

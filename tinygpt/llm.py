@@ -191,8 +191,8 @@ class LLM(Inside):
             ids}. An empty prompt starts at BOS.
         params: one SamplingParams, or one for each prompt. fields: of one SamplingParams in place of params, as in
             generate("Once", max_tokens=8); all methods that take params take fields.
-        use_tqdm: whether a bar on stderr counts finished prompts; None is for several prompts on a terminal. A function
-            replaces tqdm, as in vLLM.
+        use_tqdm: whether a bar counts finished prompts; None is for several prompts on a terminal or in a notebook. A
+            function replaces tqdm, as in vLLM.
         Raise RequestError, before any work, if a prompt cannot be served, and FailedRequestError if a request fails,
         which ends the others. Ctrl-C ends the call's requests.
         """

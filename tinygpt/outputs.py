@@ -191,8 +191,17 @@ class Throughput:
         return Throughput(*map(operator.sub, astuple(self), astuple(other)))
 
 
+class _Shown:
+    """An output's tokenizer, which notebooks need: no field, so that records and pickles are without it."""
+
+    __slots__ = ("tokenizer",)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self)
+
+
 @dataclass(frozen=True, repr=False)
-class RequestOutput:
+class RequestOutput(_Shown):
     """A prompt and its samples. `prompt` is None if token ids were given."""
 
     prompt: str | None
@@ -211,6 +220,12 @@ class RequestOutput:
             f"RequestOutput(prompt={prompt!r}, prompt_token_ids=<{len(self.prompt_token_ids)} tokens>, "
             f"outputs={self.outputs!r})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return the texts for a notebook: with `logprobs`, tokens have colors and their candidates as titles."""
+        from tinygpt.surprise import html
+
+        return html(self, getattr(self, "tokenizer", None))
 
 
 class StreamChunk(NamedTuple):
@@ -318,9 +333,10 @@ def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm, noun: str = "prompt
     if not (use_tqdm is None or isinstance(use_tqdm, bool) or callable(use_tqdm)):
         raise invalid("use_tqdm", use_tqdm, "None, True, False or a function like tqdm")
     if use_tqdm is None:
-        use_tqdm = total > 1 and sys.stderr is not None and sys.stderr.isatty()
+        is_shown = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+        use_tqdm = total > 1 and is_shown
     if not use_tqdm:
         return items
     if use_tqdm is True:
-        from tqdm import tqdm as use_tqdm
+        from tqdm.auto import tqdm as use_tqdm
     return use_tqdm(items, total=total, unit=f" {noun}")

@@ -142,6 +142,7 @@ def test_surprise_is_the_strength_of_a_colour(visit):
     alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
     assert len(set(alphas)) >= 5
     assert alphas == sorted(alphas)
+    assert min(alpha for alpha, (found, _) in zip(alphas, sorted(shown), strict=True) if found >= 2) >= 0.2  # is seen
 
 
 def test_the_text_comes_while_it_is_written(server, llm, visit):
@@ -239,6 +240,35 @@ def test_candidates_behind_the_text_write_it_on(server, llm, visit):
     visitor.page.keyboard.press("Enter")
     expect(visitor.made).to_have_count(SETTINGS["max_tokens"])
     assert visitor.written()[0]["prompt"] == [*ids_of(llm, TEXT), best]
+
+
+def test_a_bar_is_the_candidates_share_of_one(server, llm, visit):
+    visitor = visit(server)
+    visitor.click(3)
+    bars = visitor.page.locator("#list .bar").evaluate_all(
+        "all => all.map(each => each.firstChild.getBoundingClientRect().width / each.getBoundingClientRect().width)"
+    )
+    texts = visitor.page.locator("#list .share").all_inner_texts()
+    shares = [float(re.search(r"[\d.]+", text)[0]) / 100 for text in texts]
+    least = 1.5 / visitor.page.locator("#list .bar").first.bounding_box()["width"]  # of a bar, in pixels
+    assert bars == pytest.approx([max(share, least) for share in shares], abs=0.003)
+
+
+@pytest.mark.parametrize("width", [360, 940, 1600])
+@pytest.mark.parametrize("i", [0, 3, -1])
+def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width, i):
+    visitor = visit(server, viewport={"width": width, "height": 700})
+    height = visitor.page.locator("#page").bounding_box()["height"]
+    visitor.click(i)
+    popup = visitor.page.locator("#candidates").bounding_box()
+    needed = [visitor.page.locator(f"#{name}") for name in ("trace", "stats", "scale", "controls", "go", "stop")]
+    for box in (each.bounding_box() for each in (visitor.tokens.nth(i), *needed)):
+        is_aside = popup["x"] >= box["x"] + box["width"] or popup["x"] + popup["width"] <= box["x"]
+        assert is_aside or popup["y"] >= box["y"] + box["height"] or popup["y"] + popup["height"] <= box["y"]
+    assert 0 <= popup["x"] <= width - popup["width"]
+    visitor.page.keyboard.press("Escape")
+    expect(visitor.page.locator("#candidates")).to_be_hidden()
+    assert visitor.page.locator("#page").bounding_box()["height"] == height
 
 
 @pytest.mark.parametrize("most", [3, 0])

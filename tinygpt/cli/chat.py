@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,22 +13,28 @@ from tinygpt.cli.flags import (
     FLAGS,
     Command,
     add_chat_template,
+    add_color,
     add_group,
     add_sampling_groups,
     flag_of,
     params_of,
+    shows_surprise,
     with_seed,
 )
 from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.streams import counted, emit, log, stdin_lines
 from tinygpt.errors import RequestError, invalid, suggest
+from tinygpt.outputs import StreamChunk
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from tinygpt.chat import Template
     from tinygpt.llm import LLM
 
-EVERY_DAY = ("chat_template", "system", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop", "model", "dtype")
+EVERY_DAY = (
+    *("chat_template", "system", "color", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop"),
+    *("model", "dtype"),
+)
 HELP = """each line is a message, which the model answers
 Ctrl-C ends an answer and keeps its text
 /rewind     take back the last message and its answer
@@ -40,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("chat").add_argument
     add_chat_template(add)
     add("--system", metavar="TEXT", help="a first message, of the system (default: none)")
+    add_color(add)
     add_sampling_groups(parser, overflow="truncate")  # a long conversation loses its beginning
     add_group(parser)
 
@@ -56,7 +65,10 @@ def run(args: argparse.Namespace) -> None:
     if template is None:
         template = PlainTemplate()
         log(f"{args.model} has no chat template, so it continues your text (--chat-template plain)")
-    conversation = Conversation(llm, template, params, args.system)
+    shown: Callable[[StreamChunk], str] = attrgetter("text")
+    if shows_surprise(args):
+        from tinygpt.surprise import ansi_chunk as shown
+    conversation = Conversation(llm, template, params, args.system, shown)
     llm.stream([0], params).close()  # raises if the params are impossible for this model
     warm_up(llm, args)
     log(f"type a message, and /help for more; seed {params.seed}")
@@ -72,8 +84,15 @@ def run(args: argparse.Namespace) -> None:
 class Conversation:
     """The messages so far, and commands."""
 
-    def __init__(self, llm: "LLM", template: "Template", params: SamplingParams, system: str | None):
-        self._llm, self._template, self._params, self._num_answers = llm, template, params, 0
+    def __init__(
+        self,
+        llm: "LLM",
+        template: "Template",
+        params: SamplingParams,
+        system: str | None,
+        shown: Callable[[StreamChunk], str],
+    ):
+        self._llm, self._template, self._params, self._num_answers, self._shown = llm, template, params, 0, shown
         self._first = [] if system is None else [{"role": "system", "content": system}]
         self._messages = self._first
 
@@ -96,7 +115,7 @@ class Conversation:
         with contextlib.closing(chunks), contextlib.suppress(KeyboardInterrupt):
             for chunk in chunks:
                 answer.append(chunk.text)
-                emit(chunk.text, end="")
+                emit(self._shown(chunk), end="")
         emit()
         self._messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
         self._num_answers += 1

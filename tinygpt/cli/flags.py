@@ -1,6 +1,7 @@
 """Flags that several commands share: the arguments of LLM, and the fields of SamplingParams, as declared there."""
 
 import argparse
+import os
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -135,6 +136,15 @@ def add_chat_template(add: Callable[..., Any]) -> None:
     add("--chat-template", metavar="FILE", help=about)
 
 
+def add_color(add: Callable[..., Any]) -> None:
+    """As `add_chat_template`."""
+    about = (
+        "colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and the text's "
+        "tokens by how much they surprised the model (default: auto)"
+    )
+    add("--color", choices=("auto", "always", "never", "surprise"), default="auto", help=about)
+
+
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in MODEL_FLAGS}
     soft_prompts = dict(given.pop("soft_prompt") or ())
@@ -169,10 +179,17 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
-    """Return the params. Without a --temperature, beams set it to 0 in `args`, too."""
+    """Return the params. Without a --temperature, beams set it to 0 in `args`, too; --color may need `logprobs`."""
     if args.num_beams > 1 and "temperature" not in args.given:
         args.temperature = 0.0
-    return SamplingParams(**{name: getattr(args, name) for name in FLAGS}, **others)
+    if shows_surprise(args) and args.logprobs is None:
+        others["logprobs"] = 0  # of the sampled token alone
+    return SamplingParams(**{name: getattr(args, name) for name in FLAGS} | others)
+
+
+def shows_surprise(args: argparse.Namespace) -> bool:
+    """Return whether --color asks for colored tokens, which $NO_COLOR turns off."""
+    return args.color == "surprise" and not os.environ.get("NO_COLOR")
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:

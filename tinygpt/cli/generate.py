@@ -4,14 +4,23 @@ import argparse
 import shlex
 
 from tinygpt.cli.batch import record_line, run_batch
-from tinygpt.cli.flags import Command, add_group, add_sampling_groups, flag_of, params_of, with_seed
+from tinygpt.cli.flags import (
+    Command,
+    add_color,
+    add_group,
+    add_sampling_groups,
+    flag_of,
+    params_of,
+    shows_surprise,
+    with_seed,
+)
 from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
 
 EVERY_DAY = (
-    *("prompt", "prompt_text", "file", "input", "output", "json", "echo"),
+    *("prompt", "prompt_text", "file", "input", "output", "json", "echo", "color"),
     *("max_tokens", "temperature", "top_k", "top_p", "seed", "n", "stop", "repetition_penalty", "overflow"),
     *("model", "dtype", "threads", "device"),
 )
@@ -51,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for flag, about in switches.items():
         add(flag, action="store_true", help=about)
+    add_color(add)
     add_group(parser)
 
 
@@ -81,6 +91,8 @@ def _check_combination(args: argparse.Namespace) -> None:
             raise RequestError("--ray is for single processes on CPUs: omit --device and the flags of parallelism.")
     if args.echo and (args.json or args.input is not None):
         raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
+    if args.color == "surprise" and (args.json or args.input is not None):
+        raise RequestError("--color surprise is for text: give --logprobs for a JSON record.")
     for name in ("logprobs", "prompt_logprobs"):
         if not args.json and args.input is None and getattr(args, name) is not None:
             raise RequestError(f"{flag_of(name)} is for records: give --json, or --input.")
@@ -107,13 +119,15 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
         log(f"the first {counted(num_truncated, 'token')} of the prompt exceed the model's positions and are truncated")
     warm_up(llm, args)
     front = text if args.echo else ""
+    if is_colored := shows_surprise(args):
+        from tinygpt.surprise import ansi_chunk, ansi_sample
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     finish_reasons = []
     if is_one and not args.json and not args.no_stream:
         emit(front, end="")
         for chunk in llm.stream(prompt, params):
-            emit(chunk.text, end="")
+            emit(ansi_chunk(chunk) if is_colored else chunk.text, end="")
             finish_reasons = [chunk.finish_reason]
         emit()
     else:
@@ -125,7 +139,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
             for sample in output.outputs:
                 if len(output.outputs) > 1:
                     log(f"sample {sample.index + 1} of {len(output.outputs)}:")
-                emit(front + sample.text)
+                emit(front + (ansi_sample(sample, llm.tokenizer) if is_colored else sample.text))
     if params.guidance is not None and (num_cut := finish_reasons.count("length")):
         log(f"{counted(num_cut, 'guided text')} cut short by --max-tokens or --max-time")
     log(f"{rates(llm.engine.throughput - before)}; {_load(load_seconds, params)}")

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     with _silence(bool(launched_rank())):  # rank 0 reports a malformed command line for all
         args = parse(words)
-    with logging_to_stderr(args.log_level, getattr(args, "log_format", "text")):
+    with logging_to_stderr(args.log_level, getattr(args, "log_format", "text"), getattr(args, "color", "auto")):
         try:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")

@@ -49,14 +49,19 @@ def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
         raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
 
 
+def has_color() -> bool:
+    """Return whether the environment allows colors: https://no-color.org."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 class MessageHandler(logging.Handler):
     """Write log records to the current stderr: as "tinygpt: message", or as one JSON object a line."""
 
     is_within_line = False  # of any handler: the terminal's current line holds text of stdout without its end
 
-    def __init__(self, log_format: str = "text"):
+    def __init__(self, log_format: str = "text", color: str = "never"):
         super().__init__()
-        self.log_format = log_format
+        self.log_format, self.color = log_format, color
 
     def emit(self, record: logging.LogRecord) -> None:
         message, level = self.format(record), record.levelname.lower()
@@ -64,6 +69,8 @@ class MessageHandler(logging.Handler):
             line = json.dumps({"time": record.created, "level": level, "message": message})
         else:
             line = printable(f"tinygpt: {'error: ' * (level == 'error')}{message}")
+            if self.color == "always" or (self.color != "never" and has_color() and sys.stderr.isatty()):
+                line = f"\x1b[{31 if level == 'error' else 2}m{line}\x1b[0m"  # red, or dim
         with suppress(OSError):  # a full disk or a closed pipe does not end the work
             if MessageHandler.is_within_line and sys.stderr.isatty():
                 print(file=sys.stderr)
@@ -72,9 +79,9 @@ class MessageHandler(logging.Handler):
 
 
 @contextmanager
-def logging_to_stderr(log_level: str = "info", log_format: str = "text") -> Iterator[None]:
-    """Show the package's log on stderr during the block, from a level on."""
-    root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format)
+def logging_to_stderr(log_level: str = "info", log_format: str = "text", color: str = "never") -> Iterator[None]:
+    """Show the package's log on stderr during the block, from a level on. color: of `add_color`."""
+    root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format, color)
     level = root.level
     root.addHandler(handler)
     root.setLevel(log_level.upper())

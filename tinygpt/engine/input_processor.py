@@ -130,7 +130,7 @@ class InputProcessor:
         if fitted.params.num_beams > 1:
             rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
             Beams(sequences, rules, partial(self._text_stream, fitted.params))
-        return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated)
+        return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
         return self._fit(prompt, params)[2].num_truncated

@@ -241,6 +241,7 @@ class Request:
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
+    tokenizer: Any = None  # of the output, which notebooks show by it
 
     def when_finished(self, call: Callable[[], None]) -> None:
         left = len(self.sequences)
@@ -260,7 +261,7 @@ class Request:
         for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
             if error:
                 raise FailedRequestError(error)
-        return RequestOutput(
+        output = RequestOutput(
             prompt=self.prompt.text,
             prompt_token_ids=list(self.prompt.token_ids),
             outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
@@ -270,6 +271,8 @@ class Request:
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )
+        object.__setattr__(output, "tokenizer", self.tokenizer)  # frozen
+        return output
 
     def progress(self) -> Progress:
         count = sum(len(s.new_token_ids) for s in self.sequences)
