@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,18 +18,15 @@ from tinygpt import LLM, aliases
 from tinygpt.cli.main import command_parser
 
 EXAMPLES = ROOT / "scripts" / "examples"
+README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 def run(name: str, folder: Path, *arguments: str) -> list[str]:
-    """Return the lines of an example's stdout. PYTHONPATH has the checkout."""
-    code = f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_path(sys.argv[0], run_name='__main__')"
-    code = f"import sys; sys.argv = {[str(EXAMPLES / name), *arguments]!r}; {code}"
-    result = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    """Return the lines of an example's stdout."""
+    command, environment = [sys.executable, EXAMPLES / name, *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
-
-
-README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 
 def code_of(text: str) -> list[str]:
