@@ -13,14 +13,7 @@ from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, Pos
 from tinygpt.kernels.cpu.layers.linear import quarters, whole
 from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
-from tinygpt.kernels.cpu.packing.weights import (
-    FORMATS,
-    K_UNIT,
-    head_dtype_of,
-    new_weight,
-    pack_layers,
-    panel_count,
-)
+from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers, panel_count
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 
 # The smoothing factors of a c_proj's input.

@@ -78,7 +78,6 @@ class Guide:
     def __init__(self, grammar: Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
         self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
         self._lock = Lock()
-        self._last: tuple[bytes, Mask] | None = None  # most masks equal the one before
         self.restart()
 
     def restart(self) -> None:
@@ -124,9 +123,7 @@ class Guide:
             is_stuck = error.startswith("NoExtension")
             self.error = "no token of the vocabulary goes on with the text" if is_stuck else in_short(error)
             return None
-        if self._last is None or self._last[0] != packed:
-            self._last = packed, self._spread(packed)
-        return self._last[1]
+        return self._spread(packed)
 
     def _try(self, call: Callable[..., Any], *args: Any) -> Any:
         """Return the result, or None, and keep the error, if the grammar's process has ended."""

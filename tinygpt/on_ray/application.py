@@ -54,8 +54,7 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments
         config = ServerConfig(
-            served_model_names=(a.served_model_name or a.model,),
-            api_keys=() if a.api_key is None else (a.api_key,),
+            served_model_names=(a.served_model_name or a.model,), api_keys=() if a.api_key is None else (a.api_key,)
         )
         app = create_app(self._llm, config)
         self._metrics, self._gauges = app.state.api.metrics, {}

@@ -89,11 +89,7 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
 
 
 def _changed(
-    tensor: Tensor,
-    rule: Rule,
-    replaced: Mapping[str, Tensor],
-    updates: Mapping[str, Tensor],
-    parts: Mapping[str, Part],
+    tensor: Tensor, rule: Rule, replaced: Mapping[str, Tensor], updates: Mapping[str, Tensor], parts: Mapping[str, Part]
 ) -> Tensor:
     names = rule.sources
     if not replaced.keys().isdisjoint(names):

@@ -7,7 +7,6 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.weights.errors import MAX_SHOWN, CheckpointError, LostFileError
-from tinygpt.weights.files import in_a_thread, open_regular
+from tinygpt.weights.files import open_regular
 
 # Hugging Face's file of each format, in transformers' order of search.
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -29,8 +28,6 @@ ITEMSIZE = {name: np.dtype(stored).itemsize for name, stored in STORED_AS.items(
 _BITS = re.compile(r"(?:bfloat|float|uint|int|I|U)(\d+)")
 # Of a believable shape: beyond these bounds, products of sizes could take for ever.
 MAX_DIMENSIONS, MAX_SIZE = 8, 2**48
-# Parts that are verified ahead of the reader: few, because an optimizer's state may follow a model.
-AHEAD, AHEAD_BYTES = 4, 2**25
 PEEK_HEAD, PEEK_TAIL = 512, 48  # bytes
 
 
@@ -178,24 +175,6 @@ class Part:
             raise CheckpointError(
                 f"{self.file.path} is damaged, its part {self.name!r} does not have its checksum: download it again."
             )
-
-
-class ReadAhead:
-    """Verifies each part once, a few ahead of the reader: checksums release the interpreter's lock."""
-
-    def __init__(self, parts: Iterable[Part]):
-        self._parts = sorted(parts, key=lambda part: part.data.start)
-        self._index = {part.name: i for i, part in enumerate(self._parts)}
-        self._results: dict[int, Future[None]] = {}
-
-    def verify(self, part: Part) -> None:
-        index = self._index[part.name]
-        for i in range(index, min(index + AHEAD, len(self._parts))):
-            if i > index and self._parts[i].data.stop - part.data.stop > AHEAD_BYTES:
-                break
-            if i not in self._results:
-                self._results[i] = in_a_thread(self._parts[i].verify)
-        self._results[index].result()
 
 
 def check_places(places: Iterable[range], size: int) -> None:

@@ -86,8 +86,7 @@ def read_onnx(path: Path) -> Container:
         model = onnx.load_model_from_string(file.data[:])
     file.release()
     reader = _Reader(file)
-    with parsing(path, "ONNX file"):
-        _check_strings(model)
+    with parsing(path, "ONNX file", TypeError):  # protobuf returns a text that is not UTF-8 as bytes
         reader.read_graph(model.graph)
         for other in reader.files.values():
             if (claimed := reader.claimed[other]) > MAX_SHARING * len(other):
@@ -103,18 +102,6 @@ def read_onnx(path: Path) -> Container:
     return Container("ONNX", graph.tensors, graph=graph)
 
 
-def _check_strings(message: Any) -> None:
-    """Raise ValueError for a name that is not UTF-8, which protobuf returns as bytes."""
-    for descriptor, value in message.ListFields():
-        is_single = isinstance(value, str | bytes) or hasattr(value, "ListFields")
-        values = [value] if is_single else value
-        if descriptor.type == descriptor.TYPE_STRING and any(isinstance(text, bytes) for text in values):
-            raise ValueError(f"a {descriptor.name} that is not UTF-8")
-        if descriptor.type == descriptor.TYPE_MESSAGE:
-            for inner in values:
-                _check_strings(inner)
-
-
 class _Reader:
     def __init__(self, file: MappedFile):
         self.file, self.graph = file, Graph()
@@ -123,21 +110,22 @@ class _Reader:
 
     def read_graph(self, graph: Any) -> None:
         for tensor in graph.initializer:
-            if tensor.name in self.graph.tensors:
+            if str(tensor.name) in self.graph.tensors:
                 raise ValueError(f"two initializers {shown(tensor.name)}")
-            self.graph.tensors[tensor.name] = self._tensor(tensor)
+            self.graph.tensors[str(tensor.name)] = self._tensor(tensor)
         for info in graph.input:
             sizes = [size.dim_value if size.HasField("dim_value") else None for size in info.type.tensor_type.shape.dim]
-            self.graph.inputs.setdefault(info.name, tuple(sizes))
+            self.graph.inputs.setdefault(str(info.name), tuple(sizes))
         for node in graph.node:
             self._read_node(node)
 
     def _read_node(self, node: Any) -> None:
         attributes: dict[str, Any] = {}
+        inputs, outputs = (tuple(map(str, names)) for names in (node.input, node.output))
         for attribute in node.attribute:
             if attribute.HasField("t"):  # of a Constant: an initializer by another name
-                if node.output and node.output[0] not in self.graph.tensors:
-                    self.graph.tensors[node.output[0]] = self._tensor(attribute.t)
+                if outputs and outputs[0] not in self.graph.tensors:
+                    self.graph.tensors[outputs[0]] = self._tensor(attribute.t)
             elif attribute.HasField("f"):
                 attributes[attribute.name] = attribute.f
             elif attribute.HasField("i"):
@@ -146,8 +134,7 @@ class _Reader:
                 attributes[attribute.name] = attribute.s.decode("utf-8", "replace")
             for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 self.read_graph(graph)
-        is_foreign = node.domain not in DOMAINS
-        self.graph.nodes.append(Node(node.op_type, tuple(node.input), tuple(node.output), attributes, is_foreign))
+        self.graph.nodes.append(Node(str(node.op_type), inputs, outputs, attributes, node.domain not in DOMAINS))
 
     def _tensor(self, proto: Any) -> StoredTensor:
         shape, dtype = tuple(proto.dims), DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")

@@ -7,7 +7,7 @@ Formats: TensorFlow's tensor_bundle.proto, in a table of LevelDB's form
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from tinygpt.weights.containers.mapped_file import (
     MappedFile,
     Part,
     Peek,
-    ReadAhead,
     StoredTensor,
     check_places,
     contiguous_strides,
@@ -62,13 +61,12 @@ def read_tf_bundle(path: Path) -> Container:
         raise CheckpointError(f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}.")
     with parsing(path, "index of TensorFlow's"):
         variables = _read_index(path)
-    ahead = ReadAhead(part for part, _, _ in variables)
     places: dict[MappedFile, list[range]] = {}
     tensors: dict[str, StoredTensor] = {}
     for part, dtype, shape in variables:
         places.setdefault(part.file, []).append(part.data)
-        strides, verify = contiguous_strides(shape), partial(ahead.verify, part)
-        tensors[part.name] = StoredTensor(part.file, dtype, shape, strides, part.data.start, verify=verify)
+        strides, start = contiguous_strides(shape), part.data.start
+        tensors[part.name] = StoredTensor(part.file, dtype, shape, strides, start, verify=cache(part.verify))
     for file, inside in places.items():
         with parsing(file.path, "data file of TensorFlow's"):
             check_places(inside, len(file))

@@ -10,7 +10,7 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +21,6 @@ from tinygpt.weights.containers.mapped_file import (
     MappedFile,
     Part,
     Peek,
-    ReadAhead,
     StoredTensor,
     check_places,
     element_extent,
@@ -104,7 +103,7 @@ def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iter
 
 
 def _tensors(file: MappedFile, views: dict[str, StridedView], storages: dict[str, Part]) -> dict[str, StoredTensor]:
-    ahead = ReadAhead(storages.values())
+    verify_of = {key: None if part.checksum is None else cache(part.verify) for key, part in storages.items()}
     tensors: dict[str, StoredTensor] = {}
     for name, view in views.items():
         dtype, shape, strides = view.storage.dtype, view.shape, view.strides
@@ -118,7 +117,7 @@ def _tensors(file: MappedFile, views: dict[str, StridedView], storages: dict[str
                 "the file is truncated or damaged, download it again."
             )
         offset = found.data.start + view.offset * itemsize
-        verify = None if found.checksum is None else partial(ahead.verify, found)
+        verify = verify_of.get(view.storage.key)
         tensors[name] = StoredTensor(file, dtype, shape, strides, offset, verify=verify)
     total = sum(tensor.nbytes for tensor in tensors.values())
     if total > MAX_SHARING * len(file):

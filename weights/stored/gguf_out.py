@@ -13,12 +13,7 @@ from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from tinygpt.weights.containers.gguf import ALIGNMENT, ARRAY, FLOAT32, MAGIC, STRING
 from tinygpt.weights.errors import CheckpointError, how_to_install
-from tinygpt.weights.families.gguf import (
-    ARCHITECTURE,
-    ARCHITECTURES,
-    KEYS,
-    NAMES,
-)
+from tinygpt.weights.families.gguf import ARCHITECTURE, ARCHITECTURES, KEYS, NAMES
 from tinygpt.weights.families.tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED, is_blooms_kind
 from tinygpt.weights.files import sync
 from tinygpt.weights.stored.export import rounded
