@@ -1,7 +1,5 @@
 """The layers as model.py calls them. Grids cover a step of `shape`; blocks past the true number of rows return."""
 
-import math
-
 from tinygpt.kernels.cuda.kv_cache import KVCache
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, Heads
@@ -9,7 +7,6 @@ from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
 from tinygpt.kernels.cuda.layers.linear import (
     FUSED_TOKENS,
     LINEAR_THREADS,
-    ROW_TILE,
     ROWS,
     Norm,
     fused_block_bytes,
@@ -69,16 +66,15 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, works
 def linear(
     params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
-    """A linear layer, by `gemm_kernel` if its tiles occupy half of the multiprocessors."""
+    """A linear layer, of many tokens by `gemm_kernel`."""
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
     count, row_kind = rows_of(epilogue, shape)
     arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind
-    if dtype != "float32" and count > ROW_TILE:
+    if dtype != "float32" and count > MAX_OCTETS[dtype] * ROWS:
         tile = pick_tile(count, weights.features, device)
         grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
-        if count > MAX_OCTETS[dtype] * ROWS or math.prod(grid) >= device.multiprocessors // 2:
-            device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
-            return
+        device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+        return
     octets = min(rounded_up(-(-count // ROWS)), MAX_OCTETS[dtype])
     blocks = HEAD_BLOCKS * device.multiprocessors if epilogue == LOGITS else weights.num_panels
     grid = min(blocks, weights.num_panels), -(-count // (octets * ROWS))
