@@ -163,6 +163,7 @@ def main() -> None:
                 del engine
                 gc.collect()
             rows.append([shape, case, *cells])
+            print(*rows[-1], sep=" | ", flush=True)
         llm.close()
     print(f"\n{table(['model', 'case', *args.engines], rows, args.engines)}")
 
