@@ -102,60 +102,32 @@ class ActivationCache(Mapping[str, Any]):
         """Return (layers, B, T, ...), of the layers before `layer`."""
         return np.stack([self[activation_name, i, sublayer_type] for i in range(self._stop(layer))])
 
-    def accumulated_resid(
-        self,
-        layer: int | None = None,
-        incl_mid: bool = False,
-        apply_ln: bool = False,
-        pos_slice: Any = None,
-        mlp_input: bool = False,
-        return_labels: bool = False,
-    ) -> Any:
-        """Return the stream before each layer up to `layer`, or after all (components, B, T, C)."""
-        stop, last = self._stop(layer), self._points.config.n_layer
-        parts = []
+    def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False, **how: Any) -> Any:
+        """Return the stream before each layer up to `layer`, or after all (components, B, T, C). how: `_stack`'s."""
+        stop, last, parts = self._stop(layer), self._points.config.n_layer, {}
         for i in range(stop + 1):
-            parts.append(("final_post", ("resid_post", last - 1)) if i == last else (f"{i}_pre", ("resid_pre", i)))
-            if (incl_mid and i < stop) or (mlp_input and i == stop):
-                parts.append((f"{i}_mid", ("resid_mid", i)))
-        return self._stack(parts, stop, apply_ln, pos_slice, mlp_input, return_labels)
+            parts |= {"final_post": ("resid_post", last - 1)} if i == last else {f"{i}_pre": ("resid_pre", i)}
+            if incl_mid if i < stop else how.get("mlp_input"):
+                parts[f"{i}_mid"] = "resid_mid", i
+        return self._stack(stop, {label: self[key] for label, key in parts.items()}, **how)
 
-    def decompose_resid(
-        self,
-        layer: int | None = None,
-        mlp_input: bool = False,
-        mode: str = "all",
-        apply_ln: bool = False,
-        pos_slice: Any = None,
-        incl_embeds: bool = True,
-        return_labels: bool = False,
-    ) -> Any:
+    def decompose_resid(self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any) -> Any:
         """Return the summands of the stream before `layer` (components, B, T, C). mode: "all", "attn" or "mlp"."""
-        stop = self._stop(layer)
-        parts = [(kind, f"hook_{kind}") for kind in BEFORE if f"hook_{kind}" in self._points.places and incl_embeds]
-        kinds = [kind for kind in ("attn_out", "mlp_out") if mode == "all" or kind.startswith(mode)]
-        parts += [(f"{i}_{kind}", (kind, i)) for i in range(stop) for kind in kinds]
-        parts += [(f"{stop}_attn_out", ("attn_out", stop))] * (mlp_input and mode != "mlp")
-        return self._stack(parts, stop, apply_ln, pos_slice, mlp_input, return_labels)
+        stop, kinds = self._stop(layer), [k for k in ("attn_out", "mlp_out") if mode == "all" or k.startswith(mode)]
+        names = [f"hook_{kind}" for kind in BEFORE if incl_embeds]
+        parts = {name.removeprefix("hook_"): self[name] for name in names if name in self._points.places}
+        parts |= {f"{i}_{kind}": self[kind, i] for i in range(stop) for kind in kinds}
+        if how.get("mlp_input") and "attn_out" in kinds:
+            parts[f"{stop}_attn_out"] = self["attn_out", stop]
+        return self._stack(stop, parts, **how)
 
-    def stack_head_results(
-        self,
-        layer: int | None = None,
-        return_labels: bool = False,
-        incl_remainder: bool = False,
-        pos_slice: Any = None,
-        apply_ln: bool = False,
-    ) -> Any:
+    def stack_head_results(self, layer: int | None = None, incl_remainder: bool = False, **how: Any) -> Any:
         """Return what each head before `layer` adds to the stream (heads, B, T, C), and what is left of the stream."""
         stop, heads = self._stop(layer), range(self._points.config.n_head)
-        found = np.concatenate([np.moveaxis(self["result", i], -2, 0) for i in range(stop)])  # (heads, B, T, C)
-        labels = [f"L{i}H{head}" for i in range(stop) for head in heads]
+        parts = {f"L{i}H{h}": self["result", i][..., h, :] for i in range(stop) for h in heads}
         if incl_remainder:
-            found = np.concatenate([found, (self["resid_post", stop - 1] - found.sum(0))[None]])
-            labels.append("remainder")
-        found = self.apply_ln_to_stack(found, stop) if apply_ln else found
-        found = _positions(found, pos_slice)
-        return (found, labels) if return_labels else found
+            parts["remainder"] = self["resid_post", stop - 1] - sum(parts.values())
+        return self._stack(stop, parts, **how)
 
     def apply_ln_to_stack(
         self, residual_stack: np.ndarray, layer: int | None = None, mlp_input: bool = False, pos_slice: Any = None
@@ -183,21 +155,22 @@ class ActivationCache(Mapping[str, Any]):
         """Return the logits that the head makes of each stream of accumulated_resid (L + 1, B, T, V)."""
         return self._llm.logit_lens(self.accumulated_resid())
 
-    def attention(self, layer: int) -> Any:
-        """Return how much positions attend to each (B, H, T, T)."""
-        return self["pattern", layer]
-
     def _stop(self, layer: int | None) -> int:
         return self._points.config.n_layer if layer in (None, -1) else layer
 
     def _stack(
-        self, parts: list, stop: int, apply_ln: bool, pos_slice: Any, mlp_input: bool, return_labels: bool
+        self,
+        stop: int,
+        parts: dict[str, np.ndarray],
+        apply_ln: bool = False,
+        mlp_input: bool = False,
+        pos_slice: Any = None,
+        return_labels: bool = False,
     ) -> Any:
-        labels, keys = zip(*parts, strict=True)
-        found = np.stack([self[key] for key in keys])  # (components, B, T, C)
-        found = self.apply_ln_to_stack(found, stop, mlp_input) if apply_ln else found
-        found = _positions(found, pos_slice)
-        return (found, list(labels)) if return_labels else found
+        """apply_ln: see `apply_ln_to_stack`, of the norm before layer `stop`, or with mlp_input before its MLP."""
+        found = np.stack([*parts.values()])
+        found = _positions(self.apply_ln_to_stack(found, stop, mlp_input) if apply_ln else found, pos_slice)
+        return (found, [*parts]) if return_labels else found
 
     def _directions(self, tokens: Any) -> np.ndarray:
         """Return ln_f's weight times rows of the head (..., C)."""

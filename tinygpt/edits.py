@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import RequestError, invalid
+from tinygpt.field_rules import need
 from tinygpt.points import Points
 
 END = 2**31  # after all positions
@@ -40,21 +41,16 @@ class Edit:
     def __post_init__(self):
         if not isinstance(self.name, str):
             raise invalid("name", self.name, 'a text, as "blocks.0.hook_resid_pre"')
-        for name in ("keep", "value", "project_out"):
-            given = getattr(self, name)
-            self._set(name, None if given is None else _array(name, given))
-        self._set("at", _at(self.at))
-        self._set("index", tuple(map(_index, self.index if isinstance(self.index, tuple) else (self.index,))))
         if self.function is not None and not callable(self.function):
             raise invalid("function", self.function, "a function of rows, or None")
-        if self.project_out is not None and not (self.project_out.ndim == 1 and np.linalg.norm(self.project_out) > 0):
-            raise invalid("project_out", self.project_out, "a vector that is not zero")
+        for name, (read, allowed) in READERS.items():
+            try:
+                object.__setattr__(self, name, read(getattr(self, name)))
+            except (TypeError, ValueError):
+                raise invalid(name, getattr(self, name), allowed) from None
         is_plain = self.keep.size == 1 and self.keep == 1 and not self.value.any()
         if (self.function is not None) + (self.project_out is not None) + (not is_plain) > 1:
             raise RequestError("is given next to another change: make an edit of each.", "function or project_out")
-
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
 
     @property
     def key(self) -> tuple:
@@ -78,21 +74,82 @@ class Edit:
         return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
 
 
+def _array(given: Any) -> np.ndarray:
+    array = np.array(given, np.float32)  # a copy
+    array.flags.writeable = False
+    return array
+
+
+def _direction(given: Any) -> np.ndarray | None:
+    if given is None:
+        return None
+    array = _array(given)
+    need(array.ndim == 1 and array.any())
+    return array
+
+
+def _at(given: Any) -> Any:
+    if given is None or (isinstance(given, str) and given == "new"):
+        return given
+    if isinstance(given, slice):
+        need(given.step in (None, 1))
+        return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
+    found = tuple(map(operator.index, given if hasattr(given, "__iter__") else (given,)))
+    need(0 < len({*found}) == len(found))
+    return found
+
+
+def _index(given: Any) -> tuple:
+    return tuple(
+        one
+        if isinstance(one, slice)
+        else [*map(operator.index, one)]
+        if hasattr(one, "__iter__")
+        else operator.index(one)
+        for one in (given if isinstance(given, tuple) else (given,))
+    )
+
+
+READERS = {
+    "keep": (_array, "a number or an array of numbers"),
+    "value": (_array, "a number or an array of numbers"),
+    "project_out": (_direction, "a vector that is not zero"),
+    "at": (_at, "None, 'new', a position, a list of positions, each once, or a slice without a step"),
+    "index": (_index, "a whole number, a list of them, a slice, or a tuple of one for each axis"),
+}
+
+
 @dataclass(frozen=True)
 class PlacedEdit:
-    """An edit at positions of a request: a range, or an array (n,)."""
+    """An edit at positions of a request: a range, or an array (n,). has_axis: whether `value` has one of positions."""
 
     edit: Edit
     positions: Any
-    has_axis: bool  # of positions, in `value`
+    has_axis: bool
+
+    @classmethod
+    def of(cls, edit: Edit, shape: tuple[int, ...], num_prompt: int) -> "PlacedEdit | None":
+        """Return the edit, or None if it does not fit rows of this shape after a prompt of num_prompt tokens."""
+        positions, rows = _positions(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+        try:
+            part = rows[(slice(None), *edit.index)]
+            has_axis = edit.value.ndim >= part.ndim
+            if has_axis and isinstance(positions, range):
+                positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
+            if edit.function is None:
+                np.broadcast_to(edit.changed(part, edit.value[:1] if has_axis else edit.value), part.shape)
+        except (ValueError, IndexError):
+            return None
+        fits = len(positions) > 0 and min(positions[0], positions[-1]) >= 0
+        return cls(edit, positions, has_axis) if fits and not (has_axis and len(edit.value) != len(positions)) else None
 
     @property
     def first(self) -> int:
-        return self.positions.start if isinstance(self.positions, range) else int(min(self.positions))
+        return self.positions.start if isinstance(self.positions, range) else int(self.positions.min())
 
     def apply(self, array: np.ndarray, start: int) -> None:
         """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""
-        positions, stop = self.positions, start + len(array)
+        positions, stop, edit = self.positions, start + len(array), self.edit
         if isinstance(positions, range):
             found = np.arange(max(positions.start, start), min(positions.stop, stop))
             numbers = found - positions.start
@@ -101,13 +158,20 @@ class PlacedEdit:
             found = positions[numbers]
         if not found.size:
             return
-        rows = array[found - start]  # a copy
-        index = (slice(None), *self.edit.index)
-        new = self.edit.changed(rows[index], self.edit.value[numbers] if self.has_axis else self.edit.value)
-        if self.edit.function is not None and np.shape(new) != rows[index].shape:
+        rows, index = array[found - start], (slice(None), *edit.index)  # a copy
+        new = edit.changed(rows[index], edit.value[numbers] if self.has_axis else edit.value)
+        if edit.function is not None and np.shape(new) != rows[index].shape:
             raise ValueError(f"it returned an array of shape {np.shape(new)} for one of {rows[index].shape}")
         rows[index] = new
         array[found - start] = rows
+
+
+def _positions(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> Any:
+    if at is None or isinstance(at, str):
+        return range(0 if at is None else num_prompt, END)
+    given = [at.start or 0, END if at.stop is None else at.stop] if isinstance(at, slice) else at
+    found = [position + num_prompt if position < 0 else position for position in given]
+    return range(*found) if isinstance(at, slice) else np.array(found)  # (n,)
 
 
 def place(edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -> dict:
@@ -122,31 +186,13 @@ def place(edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -
             if kind not in points.changed:
                 instead = ", ".join(map(repr, points.changed))
                 raise RequestError(f"is {name!r}, which cannot be changed here: {instead} can.", f"edits[{i}].name")
-            one = _placed(edit, points.shape(kind, length), num_prompt)
-            if one is None or one.first < 0:
-                raise RequestError(
-                    f"does not fit {name}: a position has shape {points.shape(kind, length)} and x[index], keep, value "
-                    f"and project_out must fit it, with {num_prompt} tokens in the prompt.",
-                    f"edits[{i}]",
-                )
+            one = PlacedEdit.of(edit, points.shape(kind, length), num_prompt)
+            if one is None:
+                shape = points.shape(kind, length)
+                reason = f"does not fit {name}: a position has shape {shape}, and the prompt {num_prompt} positions."
+                raise RequestError(reason, f"edits[{i}]")
             placed.setdefault((kind, layer), []).append(one)
     return placed
-
-
-def _placed(edit: Edit, shape: tuple[int, ...], num_prompt: int) -> PlacedEdit | None:
-    """Return the edit with its positions, or None if it does not fit rows of this shape."""
-    positions, rows = _positions(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
-    try:
-        part = rows[(slice(None), *edit.index)]
-        has_axis = edit.value.ndim >= part.ndim
-        if has_axis and isinstance(positions, range):
-            positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
-        if edit.function is None:
-            np.broadcast_to(edit.changed(part, edit.value[:1] if has_axis else edit.value), part.shape)
-    except (ValueError, IndexError):
-        return None
-    fits = len(positions) > 0 and (not has_axis or len(edit.value) == len(positions))
-    return PlacedEdit(edit, positions, has_axis) if fits else None
 
 
 def salt_of(edits: Iterable[Edit]) -> int:
@@ -155,50 +201,3 @@ def salt_of(edits: Iterable[Edit]) -> int:
         return secrets.randbits(63)
     digest = blake2b(repr([edit.key for edit in edits]).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big")
-
-
-def _array(name: str, given: Any) -> np.ndarray:
-    try:
-        array = np.array(given, np.float32)  # a copy
-    except (TypeError, ValueError):
-        raise invalid(name, given, "a number or an array of numbers") from None
-    array.flags.writeable = False
-    return array
-
-
-def _at(given: Any) -> str | slice | tuple[int, ...] | None:
-    allowed = "None, 'new', a position, a list of positions, each once, or a slice without a step"
-    try:
-        if given is None or (isinstance(given, str) and given == "new"):
-            return given
-        if isinstance(given, slice):
-            parts = [None if part is None else operator.index(part) for part in (given.start, given.stop, given.step)]
-            if parts[2] in (None, 1):
-                return slice(*parts[:2])
-        elif not isinstance(given, (str, bool)):
-            many = tuple(map(operator.index, given if hasattr(given, "__iter__") else (given,)))
-            if many and len({*many}) == len(many):
-                return many
-    except TypeError:
-        pass
-    raise invalid("at", given, allowed)
-
-
-def _positions(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> Any:
-    if at is None or isinstance(at, str):
-        return range(0 if at is None else num_prompt, END)
-    if isinstance(at, slice):
-        start, stop = (part if part is None or part >= 0 else part + num_prompt for part in (at.start, at.stop))
-        return range(start or 0, END if stop is None else stop)
-    return np.array([position + num_prompt if position < 0 else position for position in at])  # (n,)
-
-
-def _index(given: Any) -> int | slice | list[int]:
-    try:
-        if isinstance(given, slice):
-            return given
-        return [*map(operator.index, given)] if hasattr(given, "__iter__") else operator.index(given)
-    except TypeError:
-        raise invalid(
-            "index", given, "a whole number, a list of them, a slice, or a tuple of one for each axis"
-        ) from None

@@ -236,3 +236,17 @@ def test_an_edit_of_the_prompts_end_and_of_a_score(plain):
     row = logits[-1].astype(np.float64)
     expected = row[IDS[1][0]] - row.max() - np.log(np.exp(row - row.max()).sum())
     assert found.cumulative_logprob == pytest.approx(expected, abs=1e-5)
+
+
+def test_edits_hold_where_tokens_come_several_at_once(plain):
+    edit, params = Edit("blocks.1.hook_resid_post", value=3 * VECTOR, at="new"), {"max_tokens": 12, "ignore_eos": True}
+    (expected,) = plain.generate([IDS[0]], **params, edits=edit, logprobs=0)  # step by step
+    (found,) = plain.generate([IDS[0]], **params, edits=edit, capture="blocks.0.hook_resid_post")
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.outputs[0].token_ids != plain.generate([IDS[0]], **params)[0].outputs[0].token_ids
+    assert found.outputs[0].activations["blocks.0.hook_resid_post"].shape == (51, 64)
+
+
+def test_an_ablation_leaves_nothing_of_infinity(plain):
+    ablated = plain.logits(IDS[0], Edit("z", keep=0))
+    same_bits(plain.logits(IDS[0], [Edit("z", value=np.inf), Edit("z", keep=0)]), ablated)

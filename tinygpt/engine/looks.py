@@ -1,6 +1,6 @@
 """Looks into steps: the captures and edits of a request, and of the sequences of a step."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +20,12 @@ Place = tuple[str, int]  # a kind of point and a layer
 class Looks:
     """The captures of one sequence, by name, and its edits. seen: rows (n, ...) of the places that captures need."""
 
-    points: Points
-    names: list[str]
-    edits: dict[Place, list[PlacedEdit]]
-    first_edit: int  # the first position that an edit changes
-    salt: int  # of equal edits
-    wanted: frozenset[Place]
+    points: Points | None = None
+    names: Sequence[str] = ()
+    edits: Mapping[Place, list[PlacedEdit]] = field(default_factory=dict)
+    first_edit: int = 0  # the first position that an edit changes
+    salt: int = 0  # of equal edits
+    wanted: frozenset[Place] = frozenset()
     seen: dict[Place, list[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
@@ -108,41 +108,24 @@ def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
     return np.concatenate(padded)
 
 
-class Given:
-    """A Look at no layer: the stream (N, C) that the head reads is given."""
-
-    changes = True
-
-    def __init__(self, num_layers: int, stream: np.ndarray):
-        self.first, self.points, self._stream = num_layers, {("resid_post", num_layers - 1)}, stream
-
-    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
-        array[:] = self._stream
+def given(batch: Batch, num_layers: int, stream: np.ndarray) -> StepLook:
+    """Return the Look of a step through no layer, whose head reads this stream (N, C)."""
+    edit = Edit("resid_post", keep=0, value=stream)
+    placed = {("resid_post", num_layers - 1): [PlacedEdit(edit, range(len(stream)), True)]}
+    return StepLook(batch, {0: Looks(edits=placed)}, first=num_layers)
 
 
-class Kept:
-    """A Look that keeps the arrays of some places."""
-
-    first, changes = 0, False
-
-    def __init__(self, points: set[Place]):
-        self.points = points
-        self.seen: dict[Place, np.ndarray] = {}
-
-    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
-        if (kind, layer) in self.points:
-            self.seen[kind, layer] = array.astype(np.float32)
-
-
-def trace(forward: Callable[[Kept], Any], num_layers: int, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Run a step, forward(look). Return the streams before and after layers (L + 1, N, C), and queries (L, N, C).
+def trace(
+    forward: Callable[[StepLook], Any], batch: Batch, num_layers: int, is_whole: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run forward(look), a step of one sequence. Return the streams around layers (L + 1, N, C), and queries (L, N, C).
 
     is_whole: False for the last stream alone.
     """
     layers = range(num_layers if is_whole else 0)
     streams = [*(("resid_pre", layer) for layer in layers), ("resid_post", num_layers - 1)]
     queries = [("q", layer) for layer in layers]
-    look = Kept({*streams, *queries})
-    forward(look)
-    found = [np.stack([look.seen[where] for where in places]) for places in (streams, queries) if places]
+    looks = Looks(wanted=frozenset(streams + queries))
+    forward(looks.step(batch))
+    found = [np.stack([looks.seen[where][0] for where in places]) for places in (streams, queries) if places]
     return found[0], found[-1].reshape(*found[-1].shape[:2], -1)

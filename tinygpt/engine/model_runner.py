@@ -56,7 +56,7 @@ class ModelRunner:
         """
         from tinygpt.engine.looks import trace  # rarely needed
 
-        streams, queries = trace(partial(self.forward, batch), self.config.n_layer, is_whole)
+        streams, queries = trace(partial(self.forward, batch), batch, self.config.n_layer, is_whole)
         normed = self._backend.final_norm(self._params, streams[-1])
         return np.concatenate([streams, normed[None]], dtype=np.float32), queries
 
@@ -130,13 +130,13 @@ class Probe:
 
     def logits_of(self, stream: np.ndarray) -> np.ndarray:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
-        from tinygpt.engine.looks import Given
+        from tinygpt.engine.looks import given  # rarely needed
 
         found = []
         for start in range(0, len(stream), self._chunk_size):
             rows = stream[start : start + self._chunk_size]
             batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
-            found.append(self._runner.forward(batch, Given(self._runner.config.n_layer, rows)).copy())
+            found.append(self._runner.forward(batch, given(batch, self._runner.config.n_layer, rows)).copy())
         return np.concatenate(found)
 
     def hidden_states(self, token_ids: list[int], layers: list[int]) -> np.ndarray:

@@ -74,8 +74,9 @@ class RankModel:
 
     def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
         """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
-        on = self._params, replace(self._with_input(batch), logit_rows=NO_ROWS), self._kv_cache, self._workspace
-        hidden, queries = trace(partial(self._backend.forward, *on), len(self.part.layers))
+        given = replace(self._with_input(batch), logit_rows=NO_ROWS)
+        forward = partial(self._backend.forward, self._params, given, self._kv_cache, self._workspace)
+        hidden, queries = trace(forward, batch, len(self.part.layers))
         self._pass_on(batch)
         if self.part.is_last:
             hidden = np.concatenate([hidden, self._backend.final_norm(self._params, hidden[-1:])])

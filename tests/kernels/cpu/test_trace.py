@@ -80,7 +80,9 @@ def test_trace(case, backend, dtype, tolerance):
     params, cache, workspace = machine(backend, case.folder, dtype)
     ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
-    traces = [trace(partial(backend.forward, params, batch, cache, workspace), FIELDS["n_layer"]) for batch in parts]
+    traces = [
+        trace(partial(backend.forward, params, batch, cache, workspace), batch, FIELDS["n_layer"]) for batch in parts
+    ]
     hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
     hidden = np.concatenate([hidden, backend.final_norm(params, hidden[-1:])])
     *states, expected = trace_of_transformers(case.is_tied, ids)  # (PLACES, C) each

@@ -115,9 +115,9 @@ def test_a_kind_of_step_is_captured_once(device):
 def test_hidden_states_and_queries():
     checkpoint = Random()
     ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
-    batch = Batch.of([token_ids(5), token_ids(3)], [0, 0], [1, 2])
-    found = trace(partial(ours.backend.forward, ours.params, batch, ours.cache, ours.workspace), 2)
-    expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), 2)
+    batch = Batch.of([token_ids(5)], [0], [1])
+    found = trace(partial(ours.backend.forward, ours.params, batch, ours.cache, ours.workspace), batch, 2)
+    expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), batch, 2)
     for of_ours, of_oracle in zip(found, expected, strict=True):
         np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
 
