@@ -187,7 +187,7 @@ def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
             r"edits\[1\] does not fit .*z: a position has shape \(4, 16\)",
         ),
         ({"edits": Edit("z", index=4, keep=0)}, r"edits\[0\] does not fit"),
-        ({"edits": Edit("resid_pre", at=-41)}, r"edits\[0\] does not fit .* with 40 tokens in the prompt"),
+        ({"edits": Edit("resid_pre", at=-41)}, r"edits\[0\] does not fit .* and the prompt 40 positions"),
         ({"edits": Edit("resid_pre", value=np.ones((2, 64)), at=[1, 2, 3])}, "does not fit"),
         ({"edits": "z"}, "edits is 'z' and must be an Edit or a list of them, or None"),
         ({"edits": Edit("z"), "num_beams": 2}, "num_beams is 2 and must be 1 with capture or edits"),
@@ -250,3 +250,12 @@ def test_edits_hold_where_tokens_come_several_at_once(plain):
 def test_an_ablation_leaves_nothing_of_infinity(plain):
     ablated = plain.logits(IDS[0], Edit("z", keep=0))
     same_bits(plain.logits(IDS[0], [Edit("z", value=np.inf), Edit("z", keep=0)]), ablated)
+
+
+def test_the_reference_pads_rows_of_scores(folder):
+    with LLM(folder, device="reference") as llm:
+        (output,) = llm.generate([IDS[0][:5]], **GREEDY, capture=["pattern", "attn_scores"])
+        _, cache = llm.run_with_cache(IDS[0][:5] + output.outputs[0].token_ids[:-1])
+        for name, array in output.outputs[0].activations.items():
+            assert array.shape == (4, 10, 10)
+            np.testing.assert_allclose(array, cache[name][0], rtol=0, atol=1e-6)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from support.cuda_device import SimulatedDevice
-from tinygpt.engine.looks import trace
+from support.kernel_tools import same_bits
+from tinygpt.edits import Edit, PlacedEdit
+from tinygpt.engine.looks import Looks, given, trace
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cuda.runtime import device as devices
@@ -120,6 +122,25 @@ def test_hidden_states_and_queries():
     expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), batch, 2)
     for of_ours, of_oracle in zip(found, expected, strict=True):
         np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
+
+
+def test_edits_of_the_stream_and_a_given_one():
+    checkpoint, vector = Random(), np.linspace(-1, 2, 16, dtype=np.float32)
+    ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
+    batch = Batch.of([token_ids(5)], [0], [1], "all")
+    edit = PlacedEdit(Edit("resid_mid", value=vector), range(2, 4), has_axis=False)
+    found = []
+    for model in (ours, oracle):
+        looks = Looks(edits={("resid_mid", 0): [edit]}, wanted=frozenset({("resid_post", 1)}))
+        on = model.params, batch, model.cache, model.workspace
+        plain, edited = model.forward([token_ids(5)], [0], [2], "all"), model.backend.forward(*on, looks.step(batch))
+        found.append([np.array(edited).copy(), looks.seen["resid_post", 1][0]])
+        found[-1].append(np.array(model.backend.forward(*on, given(batch, 2, found[-1][1]))).copy())
+        same_bits(found[-1][0][:2], plain[:2])
+        assert np.abs(found[-1][0][2:] - plain[2:]).max() > 0.1
+    for of_ours, of_oracle in zip(*found, strict=True):
+        np.testing.assert_allclose(of_ours, of_oracle, atol=5e-5, rtol=0)
+    same_bits(found[0][2], found[0][0])  # the head's own bits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
