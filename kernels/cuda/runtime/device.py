@@ -66,6 +66,7 @@ class Device:
             except CudaAPIError as error:
                 raise MemoryError(f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
             device_memset(array, 0, array.nbytes, self._stream)
+        weakref.finalize(array, self._cuda.current_context)  # the thread that frees it may have no context
         return array
 
     def write(self, target: Any, values: np.ndarray) -> None:

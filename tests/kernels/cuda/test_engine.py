@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from numba import cuda
 
 from support.cuda_device import SimulatedDevice, on_a_gpu
 from support.tiny_checkpoint import write_one_layer
@@ -88,6 +89,18 @@ def test_a_gpu_says_what_it_is():
     assert device.capability >= (7, 5)
     assert device.shared_bytes >= 64 << 10
     assert device.multiprocessors > 0
+
+
+@on_a_gpu
+@pytest.mark.gpu
+def test_a_gpu_has_the_memory_back_of_a_model_that_was_never_asked(model):
+    """The engine's thread, which has not used the GPU, frees it."""
+    free = []
+    for _ in range(3):
+        load(model).close()
+        cuda.current_context().deallocations.clear()
+        free.append(devices.the_device().free_bytes())
+    assert free[2] >= free[0]
 
 
 @on_a_gpu
