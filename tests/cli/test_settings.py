@@ -108,7 +108,7 @@ def test_other_wrong_settings(call, monkeypatch):
         ("generate x -n 1 --max-tokens 100", "-n and --max-tokens name one thing"),
         ("generate x --temp 1 --temperature 1", "--temp and --temperature name one thing"),
         ("generate x --num-samples 2 --num_return_sequences 2", "--num-samples and --num_return_sequences name"),
-        ("serve demo --model demo", "demo and --model name one thing"),
+        ("warmup ./a --model ./b", "./a and --model name one thing"),
         ("info demo -m demo", "demo and --model name one thing"),
         ("generate x --grammar-file ./no.gbnf", "--grammar-file: no.gbnf cannot be read: No such file"),
         ("generate x --n-gpu-layers 3 --nonsense", "unknown flag --nonsense"),
@@ -124,6 +124,12 @@ def test_two_names_of_one_thing_are_refused(call, words, says):
 def test_a_flag_that_is_given_twice_counts_by_its_end():
     assert cli.parse(["generate", "x", "--seed", "1", "--seed", "2"]).seed == 2
     assert cli.parse(["generate", "x", "--stop", "a", "--stop-strings", "b"]).stop == ["a", "b"]
+
+
+def test_a_flag_that_changes_nothing_takes_its_value_and_no_more():
+    for words in (["-fa", "on", "-n", "3"], ["-fa", "-n", "3"], ["-fa=on", "--mlock", "-n", "3"]):
+        args = cli.parse(["generate", "x", *words])
+        assert (args.prompt, args.max_tokens, args.ignored[0]) == (["x"], 3, "-fa")
 
 
 def test_beams_take_temperature_0_unless_one_is_given():
