@@ -1,10 +1,14 @@
 """Captures and edits: bits of neighbours and of chunked prompts, the prefix cache, and refusals."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
+from support.paths import ROOT
 from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.errors import FailedRequestError, RequestError
 
@@ -259,3 +263,24 @@ def test_the_reference_pads_rows_of_scores(folder):
         for name, array in output.outputs[0].activations.items():
             assert array.shape == (4, 10, 10)
             np.testing.assert_allclose(array, cache[name][0], rtol=0, atol=1e-6)
+
+
+KERNELS = """
+import sys
+from tinygpt import LLM
+from tinygpt.kernels.cpu.model import take_steps
+with LLM(sys.argv[1], threads=2) as llm:
+    llm.generate([[1, 2, 3]], max_tokens=4)
+    llm.embed([[1, 2, 3]])
+    print(["Look(" in str(types) for types in take_steps.overloads])
+    llm.run_with_cache([1, 2, 3], "resid_pre")
+    print(["Look(" in str(types) for types in take_steps.overloads])
+print([name for name in ("activations", "edits", "points", "control_vector") if f"tinygpt.{name}" in sys.modules])
+"""
+
+
+def test_kernels_with_looks_are_made_for_looks_alone(folder):
+    found = subprocess.run(
+        [sys.executable, "-c", KERNELS, folder], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.splitlines() == ["[False]", "[False, True]", "['activations', 'edits', 'points']"]
