@@ -23,11 +23,11 @@ FLAGS = ["--max-tokens", "8", "--seed", "7", "--ignore-eos"]
 def talk(monkeypatch, capsys, llm):
     """Runs the command in this process, with these lines on stdin and `llm` for its model."""
 
-    def run(*lines, flags=(), model=llm):
+    def run(*lines, flags=(), model=llm, command=("chat",)):
         data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         monkeypatch.setattr(chat, "load_llm", lambda args, chat_template: (model, 0.25))
-        code = cli.main(["chat", *FLAGS, *flags])
+        code = cli.main([*command, *FLAGS, *flags])
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -57,6 +57,11 @@ def test_each_message_follows_the_conversation(talk, llm):
         "tinygpt: demo has no chat template, so it continues your text (--chat-template plain)",
         "tinygpt: type a message, and /help for more; seed 7",
     ]
+
+
+def test_generate_interactive_is_chat(talk, llm):
+    _, out, _ = talk("Once upon", "a time", command=("generate", "--interactive"))
+    assert out == said(*answers(llm, "Once upon", "a time"))
 
 
 def test_the_models_template_is_in_use(talk, small_demo, tmp_path, llm):

@@ -74,6 +74,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
     if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):  # `run MODEL PROMPT`, as in ollama
         words = ["run", "--model", *words[1:]]
+    if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
+        words = ["chat", *(word for word in words[1:] if word != "--interactive")]
     words = [*COMMAND_ALIASES.get(words[0], words[:1]), *words[1:]] if words else words
     if not words or words[0] not in COMMANDS:
         _explain_commands(words)
