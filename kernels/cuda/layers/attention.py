@@ -29,9 +29,7 @@ from tinygpt.kernels.cuda.layers.attention_products import (
 )
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
-    ALL_LANES,
-    WARP,
-    arrive,
+    is_last_warp,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
@@ -93,24 +91,10 @@ def attend_decode_kernel(size: int, dtype: str):
                 for i in range(DIMS):
                     partials[out + uint64(block * DIM_BLOCK + i)] = sums[i]
         key_blocks = int32(last // KEY_BLOCK + key_block + 1)
-        if _is_last(merges, n * num_heads + head, key_blocks):
+        if is_last_warp(merges, n * num_heads + head, key_blocks):
             combine(attended, partials, n, num_heads, head, key_blocks, max_blocks, head_size, width)
 
     return kernel(attend_decode)
-
-
-@device_function
-def _is_last(merges, index, key_blocks):
-    """Return whether this warp is the last of `key_blocks` warps, and may read their results."""
-    cuda.syncwarp()
-    arrived = int32(0)
-    if cuda.threadIdx.x % WARP == 0:
-        arrived = int32(arrive(merges, index))
-        if arrived == key_blocks - 1:
-            merges[index] = int32(0)
-    arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
-    cuda.syncwarp()
-    return arrived == key_blocks - 1
 
 
 def _combine_function(products: Products, size: int):

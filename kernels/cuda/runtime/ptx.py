@@ -295,3 +295,20 @@ def block_greatest(value, partial):
         greatest = max(greatest, partial[warp])
     cuda.syncthreads()
     return greatest
+
+
+@device_function
+def is_last_warp(counters, index, count):
+    """Return whether this warp is the last of `count` at counters[index], and may read the others' results.
+
+    The last sets it to 0.
+    """
+    cuda.syncwarp()
+    arrived = int32(0)
+    if int32(cuda.threadIdx.x) % WARP == 0:
+        arrived = int32(arrive(counters, index))
+        if arrived == count - 1:
+            counters[index] = 0
+    arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
+    cuda.syncwarp()
+    return arrived == count - 1

@@ -10,12 +10,11 @@ from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
-    ALL_LANES,
     MAX_WARPS,
     WARP,
-    arrive,
     block_greatest,
     block_sum,
+    is_last_warp,
     let_next_kernel_begin,
     wait_for_kernel_before,
     warp_greatest,
@@ -72,20 +71,15 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
     key = block_greatest(key, cuda.shared.array(MAX_WARPS, int64))
     if thread >= WARP:
         return
-    is_last = int32(0)
     if thread == 0:
         keys[r * pieces + piece] = key
-        is_last = int32(arrive(arrivals, r) == uint32(pieces - 1))
-    is_last = cuda.shfl_sync(uint32(ALL_LANES), is_last, 0)
-    cuda.syncwarp()  # lane 0 has acquired the other blocks' writes
-    if is_last == 0:
+    if not is_last_warp(arrivals, r, pieces):
         return
     for i in range(thread, pieces, WARP):
         key = max(key, keys[r * pieces + i])
     key = warp_greatest(key)
     if thread == 0:
         token_ids[r] = _token_of(key)
-        arrivals[r] = uint32(0)
 
 
 @device_function
