@@ -60,14 +60,14 @@ def asking_names(path: Path) -> set[str]:
 
 
 def pytest_collection_modifyitems(config, items):
-    """What runs by its own name, `-m gpu` or `-m toolchain`, needs no --slow."""
+    """What runs by its own name, `-m gpu`, needs no --slow."""
     for item in items:
         if asking_names(item.path) & {"pytestmark", item.originalname, *item.fixturenames}:
             item.add_marker("parity")
     if not config.getoption("--slow"):
         for item in items:
             markers = {marker.name for marker in item.iter_markers()}
-            if "slow" in markers and not markers & {"gpu", "toolchain"}:
+            if "slow" in markers and "gpu" not in markers:
                 item.add_marker(pytest.mark.skip(reason="slow: run with --slow"))
 
 

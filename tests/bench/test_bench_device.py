@@ -33,6 +33,7 @@ def model(tmp_path_factory) -> str:
     return str(write_one_layer(tmp_path_factory.mktemp("model"), 40))
 
 
+@pytest.mark.toolchain
 @pytest.mark.slow
 def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, tmp_path):
     """The kernels of a step take as many seconds, in each repetition, however slow this machine simulates them."""
@@ -85,6 +86,7 @@ def test_no_gpu_is_one_sentence(more, monkeypatch, capsys):
     assert "Traceback" not in err
 
 
+@pytest.mark.toolchain
 @pytest.mark.slow
 def test_the_gpus_limits_are_counted(device, monkeypatch):
     """By a clock on which each launch is a second."""

@@ -94,6 +94,7 @@ NARROW = {"n_layer": 1, "n_embd": 12}
 WIDE = ("head-size-1", "head-size-7", "head-size-64", "odd-width")
 
 
+@pytest.mark.toolchain
 @pytest.mark.parametrize("name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED)])
 def test_logits_and_greedy_tokens_on_a_simulated_gpu(name, monkeypatch, tmp_path):
     device, prompt = SimulatedDevice(), golden_ids(5)

@@ -1,4 +1,4 @@
-"""scripts/gpu/first_contact.py without a GPU: its checks in the simulator, its kernels compiled, what goes wrong."""
+"""scripts/gpu/first_contact.py without a GPU: its checks on a simulated GPU, its kernels compiled, what goes wrong."""
 
 import json
 import subprocess
@@ -28,6 +28,7 @@ def device(monkeypatch) -> SimulatedDevice:
     return device
 
 
+@pytest.mark.toolchain
 @pytest.mark.parametrize("item", SMALL)
 def test_a_simulated_gpu_passes(device, item):
     SMALL[item](device)
@@ -52,6 +53,7 @@ def test_items_that_others_rely_on_come_first():
     assert list(first_contact.items())[:8] == ["versions", *SMALL, *small, "decode 124M"]
 
 
+@pytest.mark.toolchain
 @pytest.mark.slow
 def test_a_small_model_passes(device, tmp_path):
     model = str(write_one_layer(tmp_path, 40))
@@ -60,6 +62,7 @@ def test_a_small_model_passes(device, tmp_path):
     json.dumps(found)
 
 
+@pytest.mark.toolchain
 @pytest.mark.parametrize("factor", [pytest.param(1.1, marks=pytest.mark.slow), np.nan])
 def test_other_logits_are_no_result(device, monkeypatch, factor, tmp_path):
     logits = LLM.logits

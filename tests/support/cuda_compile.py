@@ -30,12 +30,12 @@ def need_toolchain() -> None:
 
 def compile_kernel(kernel, *arguments, architecture: tuple = ARCHITECTURE) -> Compiled:
     """Compile for arguments like these: flat arrays, NumPy's and Python's numbers (int is int32)."""
-    return _compiled(kernel, tuple(map(_type_of, arguments)), architecture)
+    return _compiled(kernel, signature_of(arguments), architecture)
 
 
 def llvm_of(kernel, *arguments) -> str:
     """What libNVVM is given."""
-    return _library(kernel, tuple(map(_type_of, arguments)), ARCHITECTURE).get_llvm_str()
+    return _library(kernel, signature_of(arguments), ARCHITECTURE).get_llvm_str()
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def _compiled(kernel, signature: tuple, architecture: tuple) -> Compiled:
     """Several tests look at some kernels, which take seconds."""
     library = _library(kernel, signature, architecture)
     (ptx,) = library.get_asm_strs(cc=architecture)
-    log = _link(library.get_ltoir(cc=architecture), architecture)
+    log, _ = _link(library, architecture)
     return Compiled(
         registers=int(re.search(r"Used (\d+) registers", log)[1]),
         spilled=int(re.search(r"(\d+) bytes spill stores", log)[1]),
@@ -60,23 +60,42 @@ def _library(kernel, signature: tuple, architecture: tuple):
 
     # Device functions ask the driver which GPU they are for.
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=architecture)
-    options = {"cc": architecture, "device": False, "abi": "numba"}
+    options = {"cc": architecture, "device": False, "abi": "numba", "lineinfo": True}
     options["launch_bounds"] = kernel.targetoptions.get("launch_bounds")
     library, _ = compiler._compile_pyfunc_with_fixup(kernel.py_func, signature, **options)
     return library
 
 
-def _link(ltoir: bytes, architecture: tuple) -> str:
+def linked_ptx(kernel, signature: tuple, architecture: tuple) -> str:
+    """Return the PTX after link-time optimization, of which a GPU's program is assembled."""
+    _, ptx = _link(_library(kernel, signature, architecture), architecture, "-ptx")
+    return ptx
+
+
+def _link(library, architecture: tuple, *options: str) -> tuple[str, str]:
+    """Return the log, and PTX if an option asks for it."""
     from cuda.bindings import nvjitlink
 
-    options = ["-arch=sm_" + "".join(map(str, architecture)), "-lto", "-verbose"]
+    ltoir = library.get_ltoir(cc=architecture)
+    options = [f"-arch={sm(architecture)}", "-lto", "-verbose", *options]
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
     nvjitlink.complete(handle)
-    log = bytearray(nvjitlink.get_info_log_size(handle))
+    log, ptx = bytearray(nvjitlink.get_info_log_size(handle)), bytearray()
     nvjitlink.get_info_log(handle, log)
+    if "-ptx" in options:
+        ptx = bytearray(nvjitlink.get_linked_ptx_size(handle))
+        nvjitlink.get_linked_ptx(handle, ptx)
     nvjitlink.destroy(handle)
-    return log.decode(errors="replace")
+    return log.decode(errors="replace"), ptx.rstrip(b"\0").decode()
+
+
+def sm(architecture: tuple) -> str:
+    return "sm_" + "".join(map(str, architecture))
+
+
+def signature_of(arguments: tuple) -> tuple:
+    return tuple(map(_type_of, arguments))
 
 
 def _type_of(argument):

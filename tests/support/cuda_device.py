@@ -1,4 +1,4 @@
-"""A device without a GPU: the kernels run in the simulator, in memory of the host. Arguments of its linear layers."""
+"""A device without a GPU, whose kernels' PTX runs in memory of the host. Arguments of its linear layers."""
 
 import math
 from collections.abc import Callable
@@ -7,11 +7,13 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.cuda_simulator import Touched, simulate
+from support import cuda_compile
+from support.ptx_machine import Touched, simulate
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
 from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
+from tinygpt.kernels.cuda.runtime.ptx import HOPPER
 from tinygpt.kernels.host import to_bfloat16
 
 
@@ -30,10 +32,10 @@ class SimulatedDevice:
     """As kernels/cuda/runtime/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
 
     multiprocessors, name = 2, "a simulated GPU"
-    capability, shared_bytes = (9, 0), 227 << 10  # of an H100
 
     def __init__(self, free: int = 1 << 30):
-        self._free = free
+        self._free, self.capability = free, cuda_compile.ARCHITECTURE[:2]
+        self.shared_bytes = (227 if self.capability == HOPPER else 99) << 10
         self._captured: list[partial] | None = None  # while a capture is under way
         self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
 
@@ -88,7 +90,8 @@ class SimulatedDevice:
         """In order; no kernel may rely on that before it has waited for the one before it."""
         written: set[int] = set()
         for number, launch in enumerate(launches):
-            touched, name = Touched(is_first=not number), launch.args[0].py_func.__name__
+            is_alone = not number or self.capability < HOPPER  # no kernel before it is under way
+            touched, name = Touched(is_alone), launch.args[0].py_func.__name__
             launch(touched=touched)
             assert touched.has_waited, f"{name} ends before the kernels before it do"
             assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"

@@ -1,4 +1,4 @@
-"""CUDA attention in the simulator, around the borders of key blocks and tiles, and its registers.
+"""CUDA attention around the borders of key blocks and tiles.
 
 Caches are NaN in other slots and layers, and after the last position of a sequence.
 """
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from support.cuda_compile import compile_kernel
-from support.cuda_simulator import simulate
 from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
+from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.step import QUERY_TILE
 from tinygpt.kernels.reference import model as reference
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 LAYERS, LAYER, ROWS = 2, 1, 7
@@ -255,43 +254,3 @@ def test_later_scores_dwarf_earlier_ones(dtype):
         same_bits(result, np.broadcast_to(tokens.v[64], result.shape))
     (early,) = attention.decode([(tokens, 63, 64)])
     assert np.abs(early - tokens.v[:64].mean(0)).max() < 2.0**-8
-
-
-NUMBERS, TABLE, SCALE = (1, 1, 1), np.zeros(1, np.int32), np.float32(1)
-
-
-def arguments(kernel: str, dtype: str) -> tuple:
-    values, partials = np.zeros(1, np.float32 if dtype == "float32" else np.uint16), np.zeros(1, np.float32)
-    return {
-        "decode": (values, TABLE, partials, *[values] * 3, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE, 1),
-        "prefill": (values, values, values, values, *NUMBERS, TABLE, TABLE, TABLE, 1, 1, 1, SCALE),
-    }[kernel]
-
-
-# A lane of attend_prefill holds queries, results and a block's scores, Dp / 4 + Dp / 2 + 32 registers, and 64 of loads.
-TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
-
-
-@DTYPES
-@pytest.mark.parametrize("size", [64, 128])
-@pytest.mark.toolchain
-def test_all_fits_in_registers(size, dtype):
-    kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
-    for name, kernel_of in kernels.items():
-        compiled = compile_kernel(kernel_of(size, dtype), *arguments(name, dtype))
-        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 112
-        assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= limit
-        assert "ld.global.v4" in compiled.ptx
-        assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
-        # 16 a block of dims for keys and 16 for values; decode loops over the latter.
-        products = 16 * (size // 32 + (1 if name == "decode" else size // 32))
-        assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)
-
-
-@pytest.mark.toolchain
-def test_nothing_is_on_a_later_gpus_stack():
-    """libNVVM has another compiler for compute capability 10.0 and later, which unrolls fewer loops."""
-    for name, kernel_of in {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}.items():
-        kernel = kernel_of(64, "bfloat16")
-        assert compile_kernel(kernel, *arguments(name, "bfloat16"), architecture=(12, 0)).stack == 0

@@ -14,7 +14,7 @@ from tinygpt.errors import RequestError
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import DeviceError
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 POSITIONS = 40
 PROMPTS = [[3, 4, 5, 3], [3, 4, 5, 9, 9, 1]]

@@ -1,24 +1,20 @@
 """The CUDA backend's gemm for many tokens: the bits of its kernel for few tokens, whatever the tile."""
 
 import math
-import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from support.cuda_compile import compile_kernel
-from support.cuda_device import INTS, heads_of, normal, packed, run_linear, sample_arguments, stored
-from support.cuda_simulator import simulate
-from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
+from support.cuda_device import heads_of, normal, packed, run_linear, stored
+from support.ptx_machine import simulate
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.layers.linear import linear_kernel
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 DTYPES = ("bfloat16", "int8")
 H200 = SimpleNamespace(multiprocessors=132, shared_bytes=227 << 10, capability=(9, 0))
-SMALLEST, MIDDLE, LARGEST = TILES
 SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
 
 
@@ -47,7 +43,7 @@ def case(count: int, features: int, k: int, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "features", "k"), [(1, 3, 40), (17, 19, 648), (65, 35, 136), (130, 11, 648)])
+@pytest.mark.parametrize(("count", "features", "k"), [(1, 3, 40), (17, 19, 552), (65, 35, 136), (130, 11, 648)])
 def test_the_bits_are_those_of_the_linear_kernel(dtype, count, features, k):
     width = features + 2
     target = normal(count * width, seed=1)
@@ -137,33 +133,3 @@ def test_a_tile_fits(tile):
     assert tile.threads % 64 == 0
     assert math.prod(tile.grid(tile.tokens, tile.features)) == 1
     assert math.prod(tile.grid(tile.tokens + 1, tile.features + 1)) == 4
-
-
-# With 128 registers two blocks of 256 threads have room on a multiprocessor. A tile of 128 tokens has it to itself:
-# a lane has 128 registers of sums, and up to 255 in all.
-MOST_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("tile", "epilogue"), [*((tile, QKV) for tile in TILES), (MIDDLE, ADD), (LARGEST, "gelu_tanh")]
-)
-@pytest.mark.toolchain
-def test_everything_stays_in_registers(dtype, tile, epilogue):
-    target, inputs, weights = sample_arguments(dtype, epilogue)
-    compiled = compile_kernel(gemm_kernel(dtype, tile, epilogue), target, inputs, weights, 1, 1, INTS, 1)
-    assert compiled.spilled == compiled.stack == 0
-    assert compiled.registers <= MOST_REGISTERS[tile]
-    assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
-    assert "cp.async.cg.shared.global" in compiled.ptx
-
-
-@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, *ACTIVATIONS])
-@pytest.mark.toolchain
-def test_products_and_sums_are_fused_alike(epilogue):
-    """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
-    target, inputs, weights = sample_arguments("int8", epilogue)
-    kernels = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", SMALLEST, epilogue)
-    few, many = (compile_kernel(kernel, target, inputs, weights, 1, 1, INTS, 1).ptx for kernel in kernels)
-    for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
-        assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))

@@ -1,4 +1,4 @@
-"""GPT-2 by the CUDA backend in the simulator, beside the reference: steps of every kind, and the cache between them."""
+"""GPT-2 by the CUDA backend next to the reference: steps of every kind, and the cache between them."""
 
 from functools import partial
 
@@ -17,7 +17,7 @@ from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.host import from_bfloat16
 from tinygpt.weights.config import ModelConfig
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 V, T, SLOTS = 29, 140, 4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
@@ -74,7 +74,7 @@ def token_ids(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, V, count).tolist()
 
 
-# The simulator takes long for attention in float32, whose many chunks test_attention.py looks at.
+# A CPU takes long for attention in float32, whose many chunks test_attention.py looks at.
 LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
 
 

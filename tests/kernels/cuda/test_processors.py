@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
+from support.examples import examples
 from tinygpt.engine.sampler import Processors, Ragged
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, ProcessorArrays, process_logits, process_rows
+from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, process_logits
+
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 V = 37
 FLOATS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45, 0.1, -3.7, 12.3])
@@ -111,20 +113,8 @@ def rows_of_processors(draw):
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rows=st.lists(rows_of_processors(), min_size=1, max_size=3), seed=st.integers(0, 99))
 def test_any_processors_equal_the_reference(rows, seed):
     processors = processors_of([{"row": i, **row} for i, row in enumerate(reversed(rows))])
     assert_as_the_reference(random_logits(len(rows), seed), processors)
-
-
-@pytest.mark.toolchain
-def test_registers():
-    floats, ints = np.zeros(1, np.float32), np.zeros(1, np.int32)
-    arrays = ProcessorArrays(ints, ints, floats, ints, ints, ints, ints, floats)
-    compiled = compile_kernel(process_rows, floats, V, arrays, ints)
-    assert compiled.registers <= 64
-    assert compiled.spilled == compiled.stack == 0
-    # A count times its penalty is rounded before it is subtracted.
-    assert "mul.rn.f32" in compiled.ptx
-    assert "fma.rn.f32" not in compiled.ptx

@@ -1,4 +1,4 @@
-"""The CUDA kernels that choose tokens: in the simulator against the reference, and what they need of a GPU."""
+"""The CUDA kernels that choose tokens against the reference."""
 
 from types import SimpleNamespace
 
@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.cuda_compile import compile_kernel
 from support.cuda_device import SimulatedDevice
-from support.cuda_simulator import simulate
+from support.examples import examples
 from support.kernel_tools import ROWS as FINITE_ROWS
 from support.kernel_tools import masked_row, random_row, tied_row
+from support.ptx_machine import simulate
 from tinygpt.engine.sampler import TOP_P_RULES
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, random_fraction, take_greatest
+from tinygpt.kernels.cuda.sampling.draw import draw_tokens, random_fraction, take_greatest
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, new_sampling_buffers, sample
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
 from tinygpt.kernels.cuda.step import MaxShape
 from tinygpt.kernels.host import Warpers
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("compute_capability")
 
 THREADS = 64
 
@@ -109,7 +109,7 @@ def write_fractions(seeds, sample_indices, positions, fractions):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 2))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_the_random_number_is_numpys(seed, sample_index, position):
     fractions = np.zeros(1, np.uint64)
     draws = np.array([seed], np.uint64), np.array([sample_index], np.uint64), np.array([position], np.int32)
@@ -123,7 +123,7 @@ def write_least_mass(bound, masses):
 
 
 @given(st.floats(0, 1, width=32))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_a_mass_exceeds_a_bound_if_it_does_in_float32(bound):
     masses = np.zeros(1, np.int64)
     simulate(write_least_mass, 1, 1, np.float32(bound), masses)
@@ -210,7 +210,7 @@ def test_a_row_that_temperature_makes_infinite_gives_no_token():
     assert token_ids.tolist()[:3] == [-1, -1, -1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_any_settings_give_the_references_tokens(data):
     """Rows with rare settings, which the reference computes, next to compiled ones."""
@@ -220,7 +220,8 @@ def test_any_settings_give_the_references_tokens(data):
 
     vocab = data.draw(st.integers(1, 150))
     logits = np.stack([data.draw(st.sampled_from(ROWS))(vocab, data.draw(st.integers(0, 99))) for _ in range(3)])
-    warpers = Warpers(
+    warpers = warpers_of(
+        3,
         temperature=of_rows(1, 0, 0.7, 2),
         top_k=of_rows(0, 1, 5, 40),
         top_p=of_rows(1, 0.1, 0.5, 0.9, 0.99),
@@ -239,24 +240,3 @@ def test_any_settings_give_the_references_tokens(data):
         wanted = reference.sample(logits, warpers, *draws)
         token_ids = sample(DeviceLogits(workspace, np.arange(3), vocab), warpers, *draws)
     np.testing.assert_array_equal(token_ids, wanted)
-
-
-FLOATS, DOUBLES, INTS = np.zeros(1, np.float32), np.zeros(1), np.zeros(1, np.int32)
-LONGS, WORDS, SEEDS = np.zeros(1, np.int64), np.zeros(1, np.uint32), np.zeros(1, np.uint64)
-
-
-@pytest.mark.toolchain
-def test_registers_of_the_greatest():
-    compiled = compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS)
-    assert compiled.registers <= 40
-    assert compiled.spilled == compiled.stack == 0
-
-
-@pytest.mark.toolchain
-@pytest.mark.parametrize("architecture", [(9, 0, "a"), (12, 0)])
-def test_registers_of_a_draw(architecture):
-    arguments = FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
-    compiled = compile_kernel(draw_tokens, *arguments, architecture=architecture)
-    assert compiled.registers * DRAW_THREADS <= 1 << 16
-    assert compiled.spilled == compiled.stack == 0
-    assert compiled.shared_bytes <= 16 << 10

@@ -1,0 +1,236 @@
+"""CUDA kernels compiled without a GPU: registers, no spills, and what their PTX has in which order."""
+
+import re
+
+import numpy as np
+import pytest
+
+from support.cuda_compile import compile_kernel, sm
+from support.cuda_device import FLOATS, INTS, sample_arguments
+from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
+from tinygpt.kernels.cuda.launches import DECODE_WARPS
+from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, gemm_kernel
+from tinygpt.kernels.cuda.layers.linear import (
+    LINEAR_THREADS,
+    Norm,
+    fused_block_bytes,
+    fused_shared_bytes,
+    linear_kernel,
+    normed_linear_kernel,
+    steps_ahead,
+)
+from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.runtime.ptx import WARP
+from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, take_greatest
+from tinygpt.kernels.cuda.sampling.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows
+from tinygpt.kernels.cuda.steps import ADVANCE_THREADS, advance
+
+pytestmark = pytest.mark.toolchain
+
+DTYPES = ("float32", "bfloat16", "int8")
+SMALLEST, MIDDLE, LARGEST = TILES
+# libNVVM compiles for 10.0 and later with another compiler than before.
+CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
+STACKS = {("attend_prefill float32", (12, 0)): 16}  # bytes: queries of 128 dims, in a loop that is not unrolled
+DOUBLES, LONGS, WORDS, SEEDS = np.zeros(8), np.zeros(8, np.int64), np.zeros(8, np.uint32), np.zeros(8, np.uint64)
+HALVES, NUMBERS = np.zeros(8, np.uint16), (1, 1, 1)
+DRAW = FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
+PROCESS = FLOATS, 5, ProcessorArrays(INTS, INTS, FLOATS, INTS, INTS, INTS, INTS, FLOATS), INTS
+
+
+def linear_arguments(dtype: str, epilogue: str) -> tuple:
+    target, inputs, weights = sample_arguments(dtype, epilogue)
+    return target, inputs, weights, 1, 1, INTS, 1
+
+
+def normed_arguments(dtype: str, epilogue: str) -> tuple:
+    target, _, weights = sample_arguments(dtype, epilogue)
+    return target, Norm(FLOATS, INTS, FLOATS, FLOATS, np.float32(1)), weights, 1, 1, INTS, 1
+
+
+def norm_arguments(dtype: str) -> tuple:
+    return sample_arguments(dtype, ADD)[1], FLOATS, INTS, FLOATS, FLOATS, 1, 1, np.float32(1), INTS, 1
+
+
+def embed_arguments(dtype: str) -> tuple:
+    panels = sample_arguments(dtype, ADD)[2].panels
+    return FLOATS, INTS, INTS, FLOATS, panels, FLOATS, FLOATS, 1, 1, INTS
+
+
+def attention_arguments(kernel: str, dtype: str) -> tuple:
+    values = FLOATS if dtype == "float32" else HALVES
+    return {
+        "decode": (values, INTS, FLOATS, *[values] * 3, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), 1),
+        "prefill": (*[values] * 4, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1)),
+    }[kernel]
+
+
+def kernels() -> dict[str, tuple]:
+    """Return kernels with the threads of a block and arguments: of each, the variants that need the most."""
+    found = {
+        "take_greatest": (take_greatest, CHOOSE_THREADS, FLOATS, 5, INTS, LONGS, WORDS, INTS),
+        "draw_tokens": (draw_tokens, DRAW_THREADS, *DRAW),
+        "process_rows": (process_rows, CHOOSE_THREADS, *PROCESS),
+        "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
+        "embed": (embed_kernel("int8"), EMBED_THREADS, *embed_arguments("int8")),
+        "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
+        "linear float32": (linear_kernel("float32", 2, QKV, 1), LINEAR_THREADS, *linear_arguments("float32", QKV)),
+    }
+    for direction in (COPY, READ, WRITE):
+        found[f"move {direction}"] = _move_kernel(direction, True), MOVE_THREADS, HALVES, HALVES, *[1] * 8
+    for dtype in ("bfloat16", "int8"):
+        found[f"linear {dtype}"] = linear_kernel(dtype, 8, QKV, 2), LINEAR_THREADS, *linear_arguments(dtype, QKV)
+        normed = normed_linear_kernel(dtype, 1600, QKV)
+        found[f"normed_linear {dtype}"] = normed, LINEAR_THREADS, *normed_arguments(dtype, QKV)
+        gemm = gemm_kernel(dtype, LARGEST, QKV)
+        found[f"gemm {dtype}"] = gemm, LARGEST.threads, *linear_arguments(dtype, QKV)
+    for dtype in ("float32", "bfloat16"):
+        decode, prefill = attend_decode_kernel(128, dtype), attend_prefill_kernel(128, dtype)
+        found[f"attend_decode {dtype}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", dtype)
+        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", dtype)
+    return found
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=sm)
+@pytest.mark.parametrize("name", kernels())
+def test_a_block_has_registers_for_all_its_threads(name, capability):
+    kernel, threads, *arguments = kernels()[name]
+    compiled = compile_kernel(kernel, *arguments, architecture=capability)
+    assert compiled.spilled == 0
+    assert compiled.stack == STACKS.get((name, capability), 0)
+    assert -(-compiled.registers // 8) * 8 * threads <= 1 << 16  # given in eights
+
+
+def loads_at_once(ptx: str) -> int:
+    """The most loads past the L1 cache, of pairs here, in a row with no store, shuffle or barrier in between."""
+    kinds = re.findall(r"\b(ld\.global\.cg|st\.|shfl|bar\.)", ptx)
+    return max(map(len, "".join("x" if kind.startswith("ld") else " " for kind in kinds).split()))
+
+
+def loads_of_numbers(ptx: str) -> int:
+    """Loads of scales and biases: what other kernels write is loaded past the L1 cache, and weights in fours."""
+    return len(re.findall(r"\bld\.global(\.nc)?\.[fb]32", ptx))
+
+
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
+def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
+    """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
+    plain, normed = linear_kernel("bfloat16", 1, epilogue, 2), normed_linear_kernel("bfloat16", 768, epilogue)
+    for kernel, arguments_of in ((plain, linear_arguments), (normed, normed_arguments)):
+        ptx = compile_kernel(kernel, *arguments_of("bfloat16", epilogue)).ptx
+        before, after = ptx.split("mma.sync", 1)[0], ptx.rsplit("mma.sync", 1)[1]
+        assert loads_of_numbers(before) >= (1 if epilogue == LOGITS else 2)
+        if epilogue != LOGITS:  # whose blocks go on with another panel
+            assert set(re.findall(r"ld\.global[^ ]*", after)) <= {"ld.global.L1::no_allocate.v4.u32"}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype):
+    plain, normed = linear_kernel(dtype, 1, ADD, 2), normed_linear_kernel(dtype, 768, ADD)
+    for kernel, arguments_of in ((plain, linear_arguments), (normed, normed_arguments)):
+        ptx = compile_kernel(kernel, *arguments_of(dtype, ADD)).ptx
+        before, after = ptx.split("griddepcontrol.wait")
+        assert "ld.global.L1::no_allocate" in before
+        assert "ld.global.cg" not in before  # of what other kernels write
+        assert "ld.global.cg" in after
+        assert "griddepcontrol.launch_dependents" in before
+
+
+# With 64 registers four blocks of 256 threads have room on a multiprocessor, with 80 three, with 128 two.
+MOST_REGISTERS = {1: 80, 2: 96, 4: 112, 8: 160}  # by octets
+
+
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_layers_stay_in_registers(dtype, epilogue):
+    cases = [(1, 1), (2, 1)]
+    if dtype != "float32":
+        cases = [(1, 2), (2, 2), (4, 2), (8, 2), (1, 4 if epilogue == LOGITS else 6)]
+    for octets, ahead in cases:
+        compiled = compile_kernel(linear_kernel(dtype, octets, epilogue, ahead), *linear_arguments(dtype, epilogue))
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= (MOST_REGISTERS[octets] if ahead <= 2 else 128)
+        assert "ld.global.L1::no_allocate.v4" in compiled.ptx
+        products = 0 if dtype == "float32" else 4 * ahead * -(-octets // 2)
+        assert compiled.ptx.count("mma.sync") == products  # of the steps ahead, once
+    if dtype != "float32":
+        for columns, registers in ((768, 80), (1600, 128)):
+            kernel = normed_linear_kernel(dtype, columns, epilogue)
+            compiled = compile_kernel(kernel, *normed_arguments(dtype, epilogue))
+            assert compiled.spilled == compiled.stack == 0
+            assert compiled.registers <= registers
+            assert compiled.ptx.count("mma.sync") == 4 * steps_ahead(dtype, 1, columns // 64)
+            assert compiled.shared_bytes + fused_shared_bytes(columns // 64) == fused_block_bytes(columns)
+            assert loads_at_once(compiled.ptx) >= columns // 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layer_norm_and_embedding_compile(dtype):
+    compiled = compile_kernel(embed_kernel(dtype), *embed_arguments(dtype))
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= 40
+    for columns, registers in ((768, 128), (1600, 255)):
+        compiled = compile_kernel(layer_norm_kernel(dtype, columns), *norm_arguments(dtype))
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= registers
+        # Of the weight and the bias, which need not wait for the kernel before; then of the row.
+        assert loads_at_once(compiled.ptx.split("griddepcontrol.wait", 1)[0]) >= 2 * (columns // 64)
+        assert loads_at_once(compiled.ptx.split("griddepcontrol.wait", 1)[1]) >= columns // 64
+
+
+# With 128 registers two blocks of 256 threads have room on a multiprocessor. A tile of 128 tokens has it to itself:
+# a lane has 128 registers of sums, and up to 255 in all.
+TILES_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("tile", "epilogue"), [*((tile, QKV) for tile in TILES), (MIDDLE, ADD), (LARGEST, "gelu_tanh")]
+)
+def test_tiles_stay_in_registers(dtype, tile, epilogue):
+    compiled = compile_kernel(gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue))
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= TILES_REGISTERS[tile]
+    assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
+    assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+@pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, *ACTIVATIONS])
+def test_products_and_sums_are_fused_alike(epilogue):
+    """The compiler may fuse a product and a sum, in the few-token kernel as in this one, or the bits would differ."""
+    pair = linear_kernel("int8", 1, epilogue, 2), gemm_kernel("int8", SMALLEST, epilogue)
+    few, many = (compile_kernel(kernel, *linear_arguments("int8", epilogue)).ptx for kernel in pair)
+    for instruction in (r"\bfma\.r[nm]\.f32", r"\bmul\.(rn\.)?f32", r"\bdiv\.rn\.f32", r"\bex2\."):
+        assert len(re.findall(instruction, many)) == ROWS_AT_ONCE * len(re.findall(instruction, few))
+
+
+# A lane of attend_prefill holds queries, results and a block's scores, Dp / 4 + Dp / 2 + 32 registers, and 64 of loads.
+TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64): 168, ("bfloat16", 128): 255}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [64, 128])
+def test_attention_stays_in_registers(size, dtype):
+    kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
+    for name, kernel_of in kernels.items():
+        compiled = compile_kernel(kernel_of(size, dtype), *attention_arguments(name, dtype))
+        limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 112
+        assert compiled.spilled == compiled.stack == 0
+        assert compiled.registers <= limit
+        assert "ld.global.v4" in compiled.ptx
+        assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
+        # 16 a block of dims for keys and 16 for values; decode loops over the latter.
+        products = 16 * (size // 32 + (1 if name == "decode" else size // 32))
+        assert compiled.ptx.count("mma.sync") == (products if dtype == "bfloat16" else 0)
+
+
+def test_kernels_that_choose_tokens_stay_in_registers():
+    assert compile_kernel(take_greatest, FLOATS, 5, INTS, LONGS, WORDS, INTS).registers <= 40
+    assert compile_kernel(draw_tokens, *DRAW).shared_bytes <= 16 << 10
+    compiled = compile_kernel(process_rows, *PROCESS)
+    assert compiled.registers <= 64
+    # A count times its penalty is rounded before it is subtracted.
+    assert "mul.rn.f32" in compiled.ptx
+    assert "fma.rn.f32" not in compiled.ptx

@@ -1,0 +1,265 @@
+"""The machine that runs PTX: what it computes, and that it refuses what a GPU would get wrong in silence."""
+
+import functools
+import math
+from contextlib import nullcontext
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, uint32
+
+from support import ptx_code
+from support.cuda_device import SimulatedDevice
+from support.ptx_code import PtxError
+from support.ptx_machine import simulate
+from tinygpt.kernels.cuda.runtime.jit import kernel
+from tinygpt.kernels.cuda.runtime.ptx import (
+    ALL_LANES,
+    arrive,
+    commit_copies,
+    copy_async,
+    load_shared,
+    load_weights,
+    mma_bfloat16,
+    pack_bfloat16,
+    prefetch,
+    shared_address,
+    wait_for_copies,
+    wait_for_kernel_before,
+    warp_sum,
+)
+from tinygpt.kernels.host import from_bfloat16
+
+pytestmark = pytest.mark.toolchain
+
+
+@kernel
+def sum_rows(out, rows, columns):
+    shared = cuda.shared.array(8, float32)
+    thread, row = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+    total = float32(0)
+    for c in range(thread, columns, cuda.blockDim.x):
+        total += rows[row * columns + c]
+    total = warp_sum(total)
+    if thread % 32 == 0:
+        shared[thread // 32] = total
+    cuda.syncthreads()
+    if thread == 0:
+        total = float32(0)
+        for warp in range(cuda.blockDim.x // 32):
+            total += shared[warp]
+        out[row] = total
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+def test_barriers_shuffles_and_shared_memory(threads):
+    rows = np.random.default_rng(0).standard_normal((3, 77)).astype(np.float32)
+    out = np.full(3, np.nan, np.float32)
+    simulate(sum_rows, 3, threads, out, rows.ravel(), 77)
+    np.testing.assert_allclose(out, rows.sum(1), rtol=1e-5)
+
+
+@kernel
+def product(out, a, b):
+    """out (16, 8) = a (16, 16) @ b (16, 8); some of a is made up."""
+    lane = int32(cuda.threadIdx.x)
+    g, q = lane // 4, lane % 4
+    words = load_weights(a, lane * 8), load_weights(b, lane * 8)
+    c = (float32(0), float32(0), float32(0), float32(0))
+    x = pack_bfloat16(float32(lane), float32(1))
+    c = mma_bfloat16((words[0][0], x, x, words[0][1]), (words[1][0], words[1][1]), c)
+    out[g * 8 + 2 * q], out[g * 8 + 2 * q + 1] = c[0], c[1]
+    out[(g + 8) * 8 + 2 * q], out[(g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+
+
+def test_product_of_a_warp():
+    words_a, words_b = np.random.default_rng(1).integers(0x3F80, 0x4000, (2, 32, 8), np.uint16)
+    out = np.full(128, np.nan, np.float32)
+    simulate(product, 1, 32, out, words_a.ravel(), words_b.ravel())
+    a, b, value = np.zeros((16, 16)), np.zeros((16, 8)), from_bfloat16
+    for lane in range(32):
+        g, q = lane // 4, lane % 4
+        a[g, 2 * q : 2 * q + 2], a[g + 8, 2 * q + 8 : 2 * q + 10] = value(words_a[lane, :2]), value(words_a[lane, 2:4])
+        a[g + 8, 2 * q : 2 * q + 2] = a[g, 2 * q + 8 : 2 * q + 10] = lane, 1
+        b[2 * q : 2 * q + 2, g], b[2 * q + 8 : 2 * q + 10, g] = value(words_b[lane, :2]), value(words_b[lane, 2:4])
+    np.testing.assert_allclose(out.reshape(16, 8), a @ b, rtol=1e-6)
+
+
+@functools.cache
+def reversed_copy(waits: bool, has_barrier: bool):
+    def reverse(out, values):
+        shared = cuda.shared.array(128, uint32, alignment=16)
+        thread, address = int32(cuda.threadIdx.x), shared_address(shared)
+        copy_async(address + uint32(16 * thread), values, 4 * thread)
+        commit_copies()
+        if waits:
+            wait_for_copies(0)
+        if has_barrier:
+            cuda.syncthreads()
+        words = load_shared(address + uint32(16 * (31 - thread)))
+        for i in range(4):
+            out[4 * thread + i] = words[i]
+
+    return kernel(reverse)
+
+
+@pytest.mark.parametrize(
+    ("waits", "has_barrier", "message"),
+    [
+        (True, True, None),
+        (True, False, "is read that another thread writes, with no barrier between: ld.shared.* line "),
+        (False, True, "threads end before they have waited for their asynchronous copies"),
+    ],
+)
+def test_asynchronous_copies(waits, has_barrier, message):
+    values, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
+    with pytest.raises(PtxError, match=message) if message else nullcontext():
+        simulate(reversed_copy(waits, has_barrier), 1, 32, out, values)
+    expected = values if waits else np.full(128, 0xFFFFFFFF)
+    assert not has_barrier or (out.reshape(32, 4) == expected.reshape(32, 4)[::-1]).all()
+
+
+@kernel
+def divergent(out):
+    if cuda.threadIdx.x < 16:
+        cuda.syncthreads()
+        out[0] = float32(1)
+    else:
+        cuda.syncwarp()
+
+
+@kernel
+def unsteady(out):
+    """A warp writes what another one reads, and with a barrier in between writes it again."""
+    shared = cuda.shared.array(64, float32)
+    thread = int32(cuda.threadIdx.x)
+    shared[thread] = float32(thread)
+    cuda.syncthreads()
+    value = shared[63 - thread]
+    shared[thread] = value
+    out[thread] = value
+
+
+@kernel
+def write_at(out, index):
+    out[index] = float32(cuda.threadIdx.x)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "threads", "arguments", "message"),
+    [
+        (divergent, 32, (), r"not all threads reach .* \{'bar.sync 0': 16, 'bar.warp.sync -1': 16\}"),
+        (unsteady, 64, (), "is written that another thread reads, with no barrier between"),
+        (write_at, 1, (64,), "4 bytes at a global address outside each array"),
+        (write_at, 2, (3,), "two threads write a number"),
+    ],
+)
+def test_what_is_refused(kernel, threads, arguments, message):
+    with pytest.raises(PtxError, match=message):
+        simulate(kernel, 1, threads, np.zeros(64, np.float32), *arguments)
+
+
+@functools.cache
+def meeting(publishes: bool, acquires: bool):
+    """The last of some warps, of a block each, adds up what all lanes have written."""
+
+    def meet(total, values, arrivals):
+        block, lane, arrived = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x), int32(0)
+        values[block * 32 + lane] = float32(lane)
+        if publishes:
+            cuda.syncwarp()
+        if lane == 0:
+            arrived = int32(arrive(arrivals, 0))
+        arrived = cuda.shfl_sync(uint32(ALL_LANES), arrived, 0)
+        if acquires:
+            cuda.syncwarp()
+        if arrived == cuda.gridDim.x - 1:
+            own = float32(0)
+            for i in range(cuda.gridDim.x):
+                own += values[i * 32 + lane]
+            total[lane] = own
+
+    return kernel(meet)
+
+
+@pytest.mark.parametrize(("publishes", "acquires"), [(True, True), (False, True), (True, False)])
+def test_an_arrival_publishes_what_a_barrier_is_before_to_what_a_barrier_is_after(publishes, acquires):
+    total = np.zeros(32, np.float32)
+    simulate(meeting(publishes, acquires), 3, 32, total, np.zeros(96, np.float32), np.zeros(1, np.uint32))
+    expected = 3 * np.arange(32, dtype=np.float32)
+    expected[1:] = expected[1:] if publishes and acquires else np.nan  # lane 0 arrives itself
+    np.testing.assert_array_equal(total, expected)
+
+
+@kernel
+def write_first(out, values):
+    wait_for_kernel_before()
+    out[0] = values[0]
+
+
+@kernel
+def read_early(out, values):
+    before = values[0]
+    wait_for_kernel_before()
+    out[0] = before
+
+
+@kernel
+def write_early(out, values):
+    out[0] = values[0]
+    wait_for_kernel_before()
+
+
+@kernel
+def never_wait(out, values):
+    prefetch(values, 0)  # brings it nearer and takes nothing from it
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        (write_first, None),
+        (read_early, "read_early reads, before it waits, what a kernel before it writes"),
+        (write_early, "something is written before the kernel has waited"),
+        (never_wait, "never_wait ends before the kernels before it do"),
+    ],
+)
+def test_a_kernel_of_a_graph_waits_for_the_one_before(kernel, message):
+    device, a, b = SimulatedDevice(), np.ones(1, np.float32), np.zeros(1, np.float32)
+
+    def queue() -> None:
+        device.launch(write_first, 1, 1, a, b)
+        device.launch(kernel, 1, 1, b, a)
+
+    with pytest.raises((AssertionError, PtxError), match=message) if message else nullcontext():
+        device.capture(queue)()
+
+
+def exact_sums(*given: np.ndarray) -> list[Fraction]:
+    return [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(*map(np.ndarray.tolist, given), strict=True)]
+
+
+def test_sums_of_products_are_rounded_once():
+    a, b, c = (np.random.default_rng(i).standard_normal(2000) for i in range(3))
+    c[::2] = -(a * b)[::2]  # what is left is the product's rounding
+    exact = exact_sums(a, b, c)
+    assert ptx_code.fma_rn_f64(a, b, c).tolist() == [float(value) for value in exact]
+    a, b, c = (x.astype(np.float32) for x in (a, b, c))
+    exact = exact_sums(a, b, c)
+    down, nearest = ptx_code.fma_rm_f32(a, b, c), ptx_code.fma_rn_f32(a, b, c)
+    above = np.nextafter(down, np.float32(np.inf))
+    for value, low, near, high in zip(exact, down.tolist(), nearest.tolist(), above.tolist(), strict=True):
+        assert low <= value < high
+        assert abs(Fraction(near) - value) == min(value - Fraction(low), Fraction(high) - value)
+
+
+def test_integers_are_divided_and_shifted_as_on_a_gpu():
+    a, b = np.int32([7, -7, 7, -7]), np.int32([2, 2, -2, -2])
+    assert ptx_code.quotient(a, b).tolist() == [math.trunc(x / y) for x, y in zip(a, b, strict=True)]
+    assert ptx_code.remainder(a, b).tolist() == [math.fmod(x, y) for x, y in zip(a, b, strict=True)]
+    counts = np.uint32([0, 3, 32, 99])
+    assert ptx_code.shifted(np.uint32([9] * 4), counts, np.right_shift).tolist() == [9, 1, 0, 0]
+    assert ptx_code.shifted(np.int32([-9] * 4), counts, np.right_shift).tolist() == [-9, -2, -1, -1]
+    values = np.float32([2.9, -2.9, 3e9, -3e9, np.nan])
+    assert ptx_code.truncated(values, np.int32).tolist() == [2, -2, 2**31 - 1, -(2**31), 0]
