@@ -74,7 +74,7 @@ class Strict(BaseModel):
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
         """Read other programs' names, and drop all unknown fields but one: 300 000 errors would take seconds."""
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
         names = cls.fields_by_name()
         with suppress(RequestError):  # of two names for one thing, the other program's is unknown
