@@ -19,11 +19,15 @@ KIND = "controlvector"  # the file's architecture
 DIRECTION = re.compile(r"direction\.([1-9]\d{0,5})")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ControlVector:
     """Directions (C,) by layer, from 1, that are added to blocks.N.hook_resid_post: direction.N of llama.cpp's file."""
 
     directions: Mapping[int, np.ndarray]
+
+    def __repr__(self) -> str:
+        size = next(iter(self.directions.values())).size
+        return f"ControlVector({len(self.directions)} layers, {min(self.directions)} to {max(self.directions)}, {size})"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ControlVector":

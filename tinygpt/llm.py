@@ -32,7 +32,6 @@ from tinygpt.outputs import (
     with_bar,
 )
 from tinygpt.sampling_params import SamplingParams
-from tinygpt.session import Session
 from tinygpt.tokenizer.tokenizer import Tokenizer
 from tinygpt.weights.config import dtype_name
 from tinygpt.weights.open import with_revision
@@ -40,6 +39,7 @@ from tinygpt.weights.stored.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for them
     from tinygpt.chat import Template
+    from tinygpt.session import Session
 
 # Requests that reach all kernels.
 WARMUP_REQUESTS = (
@@ -280,8 +280,10 @@ class LLM(Inside):
         self.engine.check_open()
         return self._inputs.num_virtual_tokens(soft_prompt)
 
-    def session(self) -> Session:
+    def session(self) -> "Session":
         """Return an empty session: each turn computes its new tokens alone."""
+        from tinygpt.session import Session  # rarely needed
+
         self.engine.check_open()
         return Session(self, [])
 

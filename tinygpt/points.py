@@ -75,6 +75,9 @@ class Points:
             return [name for name in self.places if given(name)]
         found = set()
         for pattern in [given] if isinstance(given, str) else given:
+            if pattern in self.places:  # a hundred times as fast
+                found.add(pattern)
+                continue
             matching = [name for name, of in self._aliases.items() if any(fnmatchcase(one, pattern) for one in of)]
             if not matching:
                 every = sorted(set().union(*self._aliases.values()))

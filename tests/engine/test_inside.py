@@ -78,6 +78,7 @@ def test_a_control_vector_is_a_difference_of_means(llm, vector):
     states = [llm.hidden_states(ids, before_norm=True)[:, -1] for ids in (CLEAN, CLEAN[:4], CORRUPTED)]  # (L + 1, C)
     expected = (states[0] + states[1]) / 2 - states[2]
     assert list(vector.directions) == [1, 2]
+    assert repr(vector) == "ControlVector(2 layers, 1 to 2, 32)"
     for layer, direction in vector.directions.items():
         np.testing.assert_allclose(direction, expected[layer + 1], atol=1e-6)
 
