@@ -4,7 +4,6 @@
     python scripts/bench_peers.py --model random:355M --long
     python scripts/bench_peers.py --model FOLDER           # a checkpoint, "demo", or a Hub id
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
-    python scripts/bench_peers.py --dtypes float32 int8 --batch-sizes 1 2 4 8 16 32 --plot tokens_per_second.svg
 
 Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process, and they
 take turns. The table has milliseconds for each decode step, or for a prefill: the best of the repeats, and the median.
@@ -26,7 +25,7 @@ import numpy as np
 from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
 from tinygpt.bench import work
-from tinygpt.bench.report import parameters_text, table, threads_text
+from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
 from tinygpt.weights.families.gpt2 import model_config
 
@@ -188,24 +187,6 @@ def report(setup: Setup, results: Results, threads: int) -> str:
     return "\n".join(lines)
 
 
-def draw(setup: Setup, results: Results, threads: int, path: Path) -> None:
-    """Draw tokens/s by batch size of the decode rows, a panel for each dtype."""
-    from tinygpt.bench import plot
-
-    panels = []
-    for dtype in dict.fromkeys(row.dtype for row in results.rows):
-        lines: plot.Lines = {}
-        limit: plot.Lines = {"limit of the machine": []}
-        for row in [row for row in results.rows if row.dtype == dtype and not row.is_prefill]:
-            for name, times in row.ms.items():
-                lines.setdefault(name, []).extend([(row.batch, [1e3 * row.batch / ms for ms in times])] * bool(times))
-            limit["limit of the machine"] += [(row.batch, [1e3 * row.batch / row.floor_ms])] if row.floor_ms else []
-        drawn, gray = ({name: points for name, points in found.items() if points} for found in (lines, limit))
-        panels.append(plot.Panel(dtype, "batch size (sequences)", "tokens/s", drawn, gray))
-    title = f"Generating with GPT-2 {parameters_text(work.num_parameters(model_config(setup.config)))}"
-    plot.draw(path, title, panels, f"{cpu_name()}, {threads_text(threads)}. Points are medians.")
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = "a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
@@ -221,7 +202,6 @@ def parse_arguments() -> argparse.Namespace:
     cache = Path.home() / ".cache" / "tinygpt" / "peers"
     parser.add_argument("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
     parser.add_argument("--json", type=Path, help="every time measured; default: results.json in the work folder")
-    parser.add_argument("--plot", type=Path, help="draw the decode rows into this .svg or .png file")
     return parser.parse_args()
 
 
@@ -238,8 +218,6 @@ def main() -> None:
         run(setup, dtype, arguments, folder / "logs", results, kept)
     print(report(setup, results, arguments.threads))
     say(f"every time is in {kept}")
-    if arguments.plot:
-        draw(setup, results, arguments.threads, arguments.plot)
 
 
 def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results, kept: Path) -> None:
