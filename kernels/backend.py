@@ -60,6 +60,12 @@ class Backend(Protocol):
     def load_params(self, checkpoint, dtype: str, threads: int) -> Any:
         """Pack a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
 
+    def with_adapters(self, params, config, adapters: list[dict], num_slots: int) -> tuple[Any, np.ndarray]:
+        """Return Params of float32 with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
+
+        adapters: {name of a linear layer: (down (r, K), up (N, r))}; -1: none, as at first. May be None.
+        """
+
     def kv_cache_dtypes(self, dtype: str) -> tuple[str, ...]:
         """Return the KV cache's dtypes, the default first."""
 

@@ -246,6 +246,7 @@ SOME_IDS = optional(Rule(f"{_IDS}, and not an empty one", lambda value: _some(as
 ID_OR_IDS = optional(Rule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, token_ids))
 ID_LISTS = Rule("a list of lists of token ids, none of them empty, or None", _id_lists, token_ids, repeats=True)
 NAME = optional(Rule("the name of a soft prompt that the LLM was given", as_unicode))
+ADAPTER = optional(Rule("the name of one of the LLM's lora_modules", as_unicode))
 EMBEDDINGS = optional(Rule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
 FUNCTIONS = Rule("a function or a list of functions, or None", _functions)
 EDITS = Rule("an Edit or a list of them, or None", _edits)

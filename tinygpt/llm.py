@@ -73,6 +73,8 @@ class LLM(Inside):
     draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step: fewer
         steps, the same results.
     lora: a folder with a LoRA adapter in PEFT's layout, merged into the weights.
+    lora_modules: {name: folder} of LoRA adapters that are not merged: a request's lora_request names one, and a batch
+        mixes them. Weights are float32, and the device is "cpu" or "reference".
     soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
         soft_prompt.
     split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
@@ -105,6 +107,7 @@ class LLM(Inside):
         draft_model: str | os.PathLike[str] | None = None,
         num_speculative_tokens: int = 4,
         lora: str | os.PathLike[str] | None = None,
+        lora_modules: Mapping[str, str | os.PathLike[str]] | None = None,
         soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
         split_special_tokens: bool = False,
         chat_template: str | os.PathLike[str] | None = None,
@@ -119,7 +122,10 @@ class LLM(Inside):
         num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
         limits = max_num_batched_tokens, max_queue, num_speculative_tokens, max_capture_bytes
         sizes = EngineConfig(max_num_seqs, prefix_cache_seqs, max_model_len, *limits)
-        source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora)
+        if ranks is not None and lora_modules:
+            raise RequestError("is given with ranks that share the model: merge one with lora.", "lora_modules")
+        source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora, lora_modules)
+        self.lora_modules = tuple(lora_modules or ())
         engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
         self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
         self.checkpoint_path, self._given_template = source.checkpoint.folder, chat_template
@@ -134,6 +140,7 @@ class LLM(Inside):
             soft_prompts,
             split_special_tokens,
             points if ranks is None else None,
+            self.lora_modules,
         )
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:

@@ -284,6 +284,7 @@ class SamplingParams:
         None, rules.optional(rules.POSITIVE), "N", "tokens to drop at a time (default: half the positions)", POSITIONS
     )
     soft_prompt: str | None = option(None, rules.NAME, None, "one of the LLM's soft prompts", INPUTS)
+    lora_request: str | None = option(None, rules.ADAPTER, "NAME", "the adapter that runs it: one of lora_modules")
     prompt_embeds: Any = option(
         None, rules.EMBEDDINGS, None, "embeddings (P, n_embd) of tokens without an id", INPUTS, repr=False
     )
@@ -320,6 +321,9 @@ class SamplingParams:
         if self.guidance is not None:
             rules.check_guide(*self.guidance)
         if self.capture or self.edits:
+            self._need(
+                "lora_request", self.lora_request is None, "left out with capture or edits: they see the base model"
+            )
             self._need("num_beams", self.num_beams == 1, "1 with capture or edits")
             self._need("overflow", self.overflow != "slide", "another one with capture or edits, by position")
             if self.soft_prompt is not None or self.prompt_embeds is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.kernels.cpu.layers.formats import Float32Operand
-from tinygpt.kernels.cpu.layers.look import ACTIVATED, ATTENDED, HEADS, INNER, MIDDLE, POINTS, STREAM, Look
+from tinygpt.kernels.cpu.layers.look import ACTIVATED, ATTENDED, HEADS, INNER, MIDDLE, POINTS, STREAM, SUMMAND, Look
 from tinygpt.kernels.cpu.simd.panels import zeros
 from tinygpt.kernels.cpu.workspace import Buffers, Workspace
 
@@ -23,7 +23,7 @@ SEEN_AT = {
     "resid_mid": [(MIDDLE, 0)],
     "pre": [(INNER, 0)],
     "post": [(ACTIVATED, 0)],
-    "mlp_out": [(ACTIVATED, 0), (STREAM, 1)],
+    "mlp_out": [(SUMMAND, 0), (STREAM, 1)],
     "resid_post": [(STREAM, 1)],
 }
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -92,8 +92,9 @@ class _Step:
             self._look("resid_mid", layer, self._x)
         elif point == INNER:
             self._look("pre", layer, self._inner)
-        else:
+        elif point == ACTIVATED:
             self._look("post", layer, self._inner)
+        else:
             self._set_aside("mlp_out", layer)
 
     def _set_aside(self, kind: str, layer: int) -> None:

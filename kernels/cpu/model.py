@@ -12,7 +12,8 @@ from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
 from tinygpt.kernels.cpu.layers.experts import expert_block, has_experts, mlp_row
 from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear
-from tinygpt.kernels.cpu.layers.look import ATTENDED, HEADS, MIDDLE, STREAM, first_layer, inner_linear, look
+from tinygpt.kernels.cpu.layers.look import ATTENDED, HEADS, MIDDLE, STREAM, SUMMAND, first_layer, inner_linear, look
+from tinygpt.kernels.cpu.layers.low_rank import ATTN_PROJ, C_ATTN, MLP_PROJ, add_low_rank
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
 from tinygpt.kernels.cpu.layers.rows import (
     ONE_LAYER,
@@ -85,9 +86,11 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
     norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
+    add_low_rank(team, qkv, b.normed.values, params.low_rank, C_ATTN, layer, step.token_slots)
     look(team, b.look, HEADS, layer)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)
+    add_low_rank(team, x, attended, params.low_rank, ATTN_PROJ, layer, step.token_slots)
     look(team, b.look, ATTENDED, layer)
     quantize_activations(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)
@@ -99,7 +102,12 @@ def mlp_block(team, params, layer, x, buffers):
     b, n, row, activation = buffers, x.shape[0], mlp_row(params.experts, layer), params.activation
     norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)
     c_fc, no_factors, segments = params.c_fc, params.attn_proj.factors, params.embd_segments
-    inner_linear(team, b.look, b.inner, b.normed, c_fc, no_factors, row, layer, segments, activation, n)  # (N, F)
+    low_rank, slots, inner, x_in = params.low_rank, b.step.token_slots[:n], b.inner, b.normed
+    inner_linear(
+        team, b.look, low_rank, slots, inner, x_in, c_fc, no_factors, row, layer, segments, activation
+    )  # (N, F)
+    add_low_rank(team, x, b.inner.values, low_rank, MLP_PROJ, layer, slots)
+    look(team, b.look, SUMMAND, layer)
     add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)
 
 

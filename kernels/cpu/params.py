@@ -51,6 +51,7 @@ class Params(NamedTuple):
     inner_segments: np.ndarray  # (5,)  F in four runs; a rank has some of them
     epsilon: np.float32
     activation: int
+    low_rank: Any = None  # LowRank
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibration=None, part=None) -> Params:

@@ -15,6 +15,7 @@ PACKED = None  # weights are packed at load; no file keeps them
 QUEUES_STEPS = True
 CHANGED = ("resid_pre", "resid_mid", "resid_post")
 SEEN = ("q", *CHANGED)
+with_adapters = None
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from tinygpt.kernels.reference.state import (
     load_params,
     new_kv_cache,
     read_positions,
+    with_adapters,
     write_positions,
 )
 

@@ -46,7 +46,13 @@ def attend_int8(q, k, v, positions, scale: float, slopes=(), look=accept) -> np.
 def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     if params.watch is not None:
         params.watch(name, x)
-    return x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+    y = x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
+    for i, adapter in enumerate(params.adapters if params.of_row is not None else ()):
+        rows = np.flatnonzero(params.of_row == i)
+        if name in adapter and rows.size:
+            down, up = adapter[name]
+            y[rows] += x[rows] @ down.T @ up.T
+    return y
 
 
 def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray, look=accept) -> None:

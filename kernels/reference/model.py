@@ -4,6 +4,7 @@ Shapes: N new tokens, S sequences, T cached positions, C n_embd, H heads, D head
 layers, R rows of logits. Weights are (out, in). Radford et al., "Language Models are Unsupervised Multitask Learners".
 """
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -27,6 +28,8 @@ from tinygpt.kernels.reference.state import KVCache, Params, write_kv
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None) -> np.ndarray:
     look, first = (look, look.first) if look else (accept, 0)
+    if params.adapters:
+        params = replace(params, of_row=params.of_slot[batch.token_slots])
     x = embed(params, batch)
     if first:
         look("resid_post", first - 1, x)

@@ -1,7 +1,7 @@
 """The checkpoint's weights, and the KV cache."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,17 @@ from tinygpt.kernels.backend import KINDS, NORMS, linear_names
 
 @dataclass(frozen=True)
 class Params:
-    """The checkpoint's tensors. watch(name, x) sees each linear layer's input x (N, in)."""
+    """The checkpoint's tensors. watch(name, x) sees each linear layer's input x (N, in).
+
+    adapters: of LoRA, {name of a linear layer: (down (r, in), up (out, r))}.
+    """
 
     config: Any
     tensors: dict[str, np.ndarray]
     watch: Callable[[str, np.ndarray], None] | None = None
+    adapters: Sequence[dict[str, tuple]] = ()
+    of_slot: Any = None  # (slots,) the adapter of each slot of the KV cache, -1 for none
+    of_row: Any = None  # (N,) during a step
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.tensors[name]
@@ -32,6 +38,13 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
         names += [f"h.{i}.mlp.gate.weight"] * (i in config.expert_layers)
     names += [f"{part}.{kind}" for part in parts for kind in KINDS]
     return Params(config, {name: checkpoint.tensor(name) for name in names})
+
+
+def with_adapters(
+    params: Params, config, adapters: list[dict[str, tuple]], num_slots: int
+) -> tuple[Params, np.ndarray]:
+    of_slot = np.full(num_slots, -1, np.int32)
+    return replace(params, adapters=adapters, of_slot=of_slot), of_slot
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,7 @@ FLAGS = [
     ("--overflow slide --stride 9", {"overflow": "slide", "stride": 9}),
     ("--logprobs 2 --logprobs-mode processed", {"logprobs": 2, "logprobs_mode": "processed"}),
     ("--prompt-logprobs 1", {"prompt_logprobs": 1}),
+    ("--lora-request a", {"lora_request": "a"}),
 ]
 
 
@@ -150,10 +151,17 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "--revision v1 --max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
     )
     more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
+    more += " --lora-modules b=c"
     assert run(f"Once --threads 1 --no-special-tokens {flags} {more}").code == 130
     model = {"model": "demo", "dtype": "int8", "device": "cpu", "threads": 1, "kv_cache_dtype": "float32"}
     sizes = {"max_num_seqs": 3, "max_model_len": 64, "max_num_batched_tokens": 9, "prefix_cache_seqs": 2}
-    others = {"draft_model": "d", "num_speculative_tokens": 7, "lora": "a", "soft_prompts": {"n": "p=q"}}
+    others = {
+        "draft_model": "d",
+        "num_speculative_tokens": 7,
+        "lora": "a",
+        "lora_modules": {"b": "c"},
+        "soft_prompts": {"n": "p=q"},
+    }
     # Another number of ranks would start processes: parallel/test_mpi.py.
     ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True, "revision": "v1"}
     assert given == model | sizes | others | ranks

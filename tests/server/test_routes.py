@@ -9,7 +9,7 @@ import pytest
 
 import tinygpt
 from support.gate import Held
-from support.golden_models import SMALL, add_tensors
+from support.golden_models import SMALL, add_tensors, write_lora
 from support.serving import served, until
 from tinygpt import LLM
 
@@ -80,6 +80,24 @@ def test_labels_are_the_librarys(small_demo, tmp_path, head):
     shown = [{"index": i, "label": e.label, "probs": e.probs, "num_classes": 3} for i, e in enumerate(expected)]
     assert (reply["object"], reply["data"]) == ("list", shown)
     assert reply["usage"]["prompt_tokens"] == sum(len(each.prompt_token_ids) for each in expected)
+
+
+def test_an_adapter_is_a_model(small_demo, tmp_path):
+    adapter = write_lora(tmp_path / "adapter", rank=2, targets=["c_attn"], has_head=False)
+    body = {"prompt": "a wolf", "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    with LLM(str(small_demo), device="reference", lora_modules={"a": adapter}) as llm, served(llm) as server:
+        found = {name: server.complete(**body, model=name).json for name in ("demo", "a")}
+        for name, lora_request in (("demo", None), ("a", "a")):
+            expected = llm.generate("a wolf", max_tokens=6, lora_request=lora_request)[0].outputs[0]
+            assert (found[name]["model"], found[name]["choices"][0]["token_ids"]) == (name, expected.token_ids)
+        assert found["a"]["choices"][0]["text"] != found["demo"]["choices"][0]["text"]
+        cards = server.ask("/v1/models").json["data"]
+        assert [(card["id"], card["parent"]) for card in cards if card["id"] == "a"] == [("a", cards[0]["id"])]
+        for path, more in (
+            ("/v1/embeddings", {"input": "a"}),
+            ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
+        ):
+            assert "the adapter 'a' only generates" in server.ask(path, {"model": "a", **more}).error["message"]
 
 
 def test_labels_need_a_head(server):

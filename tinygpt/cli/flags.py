@@ -78,6 +78,9 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         None, int, "N", "positions reserved for each sample, prompt included (default: all that the model has)"
     ),
     "lora": _option(None, str, "PATH", "a LoRA adapter in PEFT's layout to merge"),
+    "lora_modules": _option(
+        None, named_path, "NAME=PATH", "a LoRA adapter that requests may choose, as --lora-request", action="append"
+    ),
     "soft_prompt": _option(
         None,
         named_path,
@@ -148,7 +151,7 @@ def add_color(add: Callable[..., Any]) -> None:
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in MODEL_FLAGS}
     soft_prompts = dict(given.pop("soft_prompt") or ())
-    return {**given, "soft_prompts": soft_prompts}
+    return {**given, "lora_modules": dict(given["lora_modules"] or ()), "soft_prompts": soft_prompts}
 
 
 DEFAULTS = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}  # other fields have SamplingParams' own

@@ -5,7 +5,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -60,9 +60,10 @@ class InputProcessor:
         soft_prompts: Mapping | None,
         split_special_tokens: bool,
         points: "Callable[[], Points] | None" = None,
+        lora_modules: tuple[str, ...] = (),
     ):
         self._config, self._engine_config, self._points = config, engine_config, points
-        self._soft_prompts = SoftPrompts(soft_prompts, config)
+        self._soft_prompts, self._lora_modules = SoftPrompts(soft_prompts, config), lora_modules
         self._guidance: Guidance | None = None  # made for the first guided request
         self.note: str | None = None  # logged with the first request
         self._tokenizer: Tokenizer | None = None
@@ -223,6 +224,8 @@ class InputProcessor:
                 "num_beams",
                 params.num_beams,
             )
+        if params.lora_request is not None and params.lora_request not in self._lora_modules:
+            raise _unknown("lora_request", params.lora_request, self._lora_modules, "lora_modules")
         virtual = self._soft_prompts.find(params.soft_prompt, params.prompt_embeds)
         token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
         return prompt, virtual, fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions)
@@ -255,6 +258,7 @@ class InputProcessor:
                 soft_prompt=virtual,
                 prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
+                adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
                 dry_breakers=breakers,
                 looks=None if looks is None else looks.copy(),
             )
@@ -339,15 +343,18 @@ class SoftPrompts:
                 )
             return self._add(SoftPrompt("prompt", embeds=embeds))
         if name is not None and name not in self._named:
-            known = f"the names are {', '.join(map(repr, self._named))}" if self._named else "none was loaded"
-            reason = f"is {name!r} and {known}: load it with LLM(soft_prompts={{name: path}})."
-            raise RequestError(reason, "soft_prompt", name)
+            raise _unknown("soft_prompt", name, self._named, "soft_prompts")
         return self._named.get(name)
 
     def _add(self, prompt: SoftPrompt) -> VirtualTokens:
         with self._lock:  # requests come from any thread
             first, self._next_id = self._next_id, self._next_id - len(prompt)
         return VirtualTokens(list(range(first, first - len(prompt), -1)), prompt)
+
+
+def _unknown(field: str, name: str, names: Iterable[str], argument: str) -> RequestError:
+    known = f"the names are {', '.join(map(repr, names))}" if names else "none was loaded"
+    return RequestError(f"is {name!r} and {known}: load it with LLM({argument}={{name: path}}).", field, name)
 
 
 def _num_sequences(params: SamplingParams) -> int:

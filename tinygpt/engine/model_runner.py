@@ -30,6 +30,7 @@ class ModelRunner:
     """Weights, KV cache and buffers of a model, and the functions of `kernels.backend.Backend` on them."""
 
     shares_layers = False  # with other processes, for which there are other kernels
+    adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
         """Raise CheckpointError for a damaged checkpoint, RequestError if memory does not suffice."""
@@ -39,6 +40,9 @@ class ModelRunner:
         _check_memory(source, engine_config)
         started = time.perf_counter()
         self._params = source.load_params(threads)
+        if source.adapters:
+            given = self.config, source.adapters, engine_config.num_slots
+            self._params, self.adapter_of_slot = self._backend.with_adapters(self._params, *given)
         seconds = time.perf_counter() - started
         logger.debug("%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, seconds)
         self._kv_cache = _new_kv_cache(source, engine_config)

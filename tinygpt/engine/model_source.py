@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from types import ModuleType
@@ -33,6 +33,7 @@ class ModelSource:
     checkpoint: Checkpoint | PackedCheckpoint
     dtype: str
     kv_cache_dtype: str
+    adapters: tuple[dict[str, tuple], ...] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
 
     @classmethod
     def open(cls, model: str, dtype: str = "auto", *how: Any) -> "ModelSource":
@@ -46,6 +47,7 @@ class ModelSource:
         device: str = "cpu",
         kv_cache_dtype: str = "auto",
         lora: str | os.PathLike[str] | None = None,
+        lora_modules: Mapping[str, str | os.PathLike[str]] | None = None,
     ) -> "list[ModelSource]":
         """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
         backends = [load_backend(device, dtype) for dtype in dtypes]
@@ -54,6 +56,7 @@ class ModelSource:
             from tinygpt.weights.adapters.lora import merge_lora
 
             checkpoint = merge_lora(checkpoint, lora)
+        adapters = _read_adapters(checkpoint, lora_modules)
         sources = []
         for backend, dtype in zip(backends, dtypes, strict=True):
             dtype = _resolve_dtype(dtype, backend, checkpoint)
@@ -63,7 +66,10 @@ class ModelSource:
                 reason = f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype)
-            sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of))
+            if adapters and (backend.with_adapters is None or dtype != "float32"):
+                where = f"device {name_of(backend)!r} with {dtype} weights"
+                raise RequestError(f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules")
+            sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))
         return sources
 
     @property
@@ -90,6 +96,18 @@ class ModelSource:
     def _packed_arrays(self) -> dict[str, np.ndarray]:
         packed = self.backend.PACKED
         return self.checkpoint.arrays(packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING)
+
+
+def _read_adapters(
+    checkpoint: Checkpoint | PackedCheckpoint, lora_modules: Mapping[str, str | os.PathLike[str]] | None
+) -> tuple[dict[str, tuple], ...]:
+    if lora_modules is None or lora_modules == {}:
+        return ()
+    if not isinstance(lora_modules, Mapping) or not all(isinstance(name, str) and name for name in lora_modules):
+        raise invalid("lora_modules", lora_modules, "a dict from names to folders")
+    from tinygpt.weights.adapters.lora import read_lora
+
+    return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
 
 
 def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:

@@ -85,6 +85,9 @@ def params_or_fields(params: Any, fields: dict[str, Any]) -> Any:
         params = fields.pop("sampling_params")
     if not fields:
         return params
+    if params is not None and fields.keys() == {"lora_request"}:  # as in vLLM
+        is_one = isinstance(params, SamplingParams)
+        return replace(params, **fields) if is_one else [replace(each, **fields) for each in params]
     if params is not None:
         raise RequestError(
             f"{', '.join(fields)} {'is' if len(fields) == 1 else 'are'} given beside params: keywords are one "

@@ -40,6 +40,7 @@ class Sequence:
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
     prompt_logprobs: Any = None  # PromptLogprobs
     guide: Any = None  # Guide
+    adapter: int = -1  # of the LLM's lora_modules
     dry_breakers: Breakers = field(default_factory=dict)
     looks: Any = None  # Looks
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
@@ -84,8 +85,11 @@ class Sequence:
 
     @property
     def prefix_ids(self) -> list[int]:
-        """The tokens as the prefix cache compares them: positions after an edit depend on it, too."""
-        return self.context_token_ids if self.looks is None else self.looks.prefix_ids(self.context_token_ids)
+        """The tokens as the prefix cache compares them: positions depend on the adapter, and on edits before them."""
+        ids, shift = self.context_token_ids, (self.adapter + 1) << 32
+        if shift:
+            ids = [token_id + shift if token_id >= 0 else token_id - shift for token_id in ids]
+        return ids if self.looks is None else self.looks.prefix_ids(ids)
 
     @property
     def num_uncached(self) -> int:

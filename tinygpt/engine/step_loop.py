@@ -83,6 +83,9 @@ class StepLoop:
             self._end(sequence)
 
     def _run(self, chunks: list[Chunk], seconds: float) -> None:
+        if (of_slot := self.runner.adapter_of_slot) is not None:
+            for chunk in chunks:
+                of_slot[chunk.sequence.slot] = chunk.sequence.adapter
         started, num_steps = time.perf_counter(), self._choose_num_steps(chunks, seconds)
         if num_steps > 1:
             num_steps = self._run_several(chunks, num_steps)

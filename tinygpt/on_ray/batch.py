@@ -35,14 +35,16 @@ def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     arguments = llm_arguments(args)
     names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
     sizes = EngineConfig(**{name: arguments[name] for name in names})
-    source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora)
+    adapters = arguments["lora_modules"]
+    source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora, adapters)
     sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
     soft_prompts, split = arguments["soft_prompts"], arguments["split_special_tokens"]
-    inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split)
+    inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split, lora_modules=tuple(adapters))
     arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
     for name in ("model", "lora", "draft_model"):
         arguments[name] = _whole_path(arguments[name])
-    arguments["soft_prompts"] = {name: _whole_path(path) for name, path in soft_prompts.items()}
+    for name in ("lora_modules", "soft_prompts"):
+        arguments[name] = {each: _whole_path(path) for each, path in arguments[name].items()}
     return arguments, inputs
 
 

@@ -75,7 +75,10 @@ class Api:
 
     def __init__(self, llm: LLM, config: ServerConfig):
         self.llm, self.config, self.started = llm, config, int(time.time())
-        self.model_name = config.served_model_names[0]
+        self.model_name, self.model_names = (
+            config.served_model_names[0],
+            (*config.served_model_names, *llm.lora_modules),
+        )
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
         self._works: WeakSet[Work] = WeakSet()
@@ -101,6 +104,8 @@ class Api:
         @wraps(handle)
         async def answer(form: Any, request: Request) -> Response:
             self.check_model(form.model)
+            if form.model in self.llm.lora_modules and isinstance(form, protocol.NOT_GENERATING):
+                raise ApiError(400, f"the adapter {form.model!r} only generates: ask {self.model_name!r}.", "model")
             if getattr(form, "add_special_tokens", None) is False and self.names.has_tokenizer and self.encode(""):
                 message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
                 raise ApiError(400, message, "add_special_tokens")
@@ -262,6 +267,8 @@ class Api:
             raise ApiError(400, str(error), field) from None
 
     async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
+        if form.model in self.llm.lora_modules:
+            others["lora_request"] = form.model
         read = partial(form.sampling_params, self.encode, **others)
         return await (self.outbox.in_grammar_thread(read) if form.guides() else _read(request, read))
 
@@ -279,8 +286,8 @@ class Api:
         return given
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in self.config.served_model_names:
-            listed = ", ".join(self.config.served_model_names)
+        if name is not None and name not in self.model_names:
+            listed = ", ".join(self.model_names)
             message = f"the model {name!r} does not exist: this server has {listed}."
             raise ApiError(404, message, "model", "model_not_found")
 

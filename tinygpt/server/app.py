@@ -96,7 +96,7 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             for method, operation in methods.items():
                 operation["operationId"] = f"{method}_{path.strip('/')}"
         schemas = found["components"]["schemas"]
-        schemas["ModelName"]["enum"] = list(api.config.served_model_names)
+        schemas["ModelName"]["enum"] = list(api.model_names)
         schemas["TokenId"]["maximum"] = api.llm.config.vocab_size - 1
         schemas["NumLogprobs"]["maximum"] = api.config.max_logprobs
         if api.config.api_keys:

@@ -49,12 +49,12 @@ class Facts:
 
     async def models(self) -> Response:
         """List the names of the model."""
-        cards = [self._card(name) for name in self._config.served_model_names]
+        cards = [self._card(name) for name in self._api.model_names]
         return json_reply({"object": "list", "data": cards})
 
     async def model(self, model: str, request: Request) -> Response:
         """Return the model by one of its names; DELETE is refused for a served name, and deletes nothing."""
-        is_served = model in self._config.served_model_names
+        is_served = model in self._api.model_names
         if request.method == "DELETE" and is_served:
             raise ApiError(403, f"{model!r} is the model that this server was started with.", "model")
         if request.method == "DELETE":
@@ -65,7 +65,8 @@ class Facts:
     def _card(self, name: str) -> dict[str, Any]:
         sizes = {"max_model_len": self._llm.max_model_len, "max_logprobs": self._config.max_logprobs}
         card = {"id": name, "object": "model", "created": self._api.started, "owned_by": "tinygpt"}
-        return card | {"root": self._api.model_name, "parent": None} | sizes
+        parent = self._api.model_name if name in self._api.llm.lora_modules else None
+        return card | {"root": self._api.model_name, "parent": parent} | sizes
 
     async def health(self) -> Response:
         """Return whether new requests are taken."""

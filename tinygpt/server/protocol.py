@@ -341,6 +341,9 @@ class ContinuationsRequest(Form):
     soft_prompt: Text | None = None
 
 
+NOT_GENERATING = ClassifyRequest, ScoreRequest, ContinuationsRequest
+
+
 class TokenizeRequest(Form):
     """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
 

@@ -17,15 +17,16 @@ import numpy as np
 from tinygpt.weights.adapters.files import CONFIG, AdapterFiles, read_adapter
 from tinygpt.weights.adapters.lora_config import LoraConfig
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS
+from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.families.family import AS_IS, Layout, Rule
+from tinygpt.weights.families.family import AS_IS, TRANSPOSED, Layout, Rule
 from tinygpt.weights.families.gpt2 import is_ignored
 from tinygpt.weights.stored.export import Part, can_be_written, layout_of, parts_of
 from tinygpt.weights.stored.packed import PackedCheckpoint
 from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
 
 PREFIX = "base_model.model."  # PEFT's wrapper of the model
+MAX_RANK = 1024  # of an adapter that is not merged
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Contents:
-    """An adapter by the names of tensors. saved: of modules that were trained as a whole."""
+    """An adapter by the names of tensors. factors: A, B and scale; saved: of modules that were trained as a whole."""
 
-    updates: dict[str, Tensor]
+    factors: dict[str, tuple[Tensor, Tensor, float]]
     replaced: dict[str, Tensor]
     saved: frozenset[str]
     ignored: tuple[str, ...]
@@ -63,21 +64,12 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     It is tied unless the adapter changes the token embedding or the head alone. Raise one CheckpointError for an
     adapter that cannot be read or fits another model, and for a checkpoint that is converted or not transformers'.
     """
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise CheckpointError(f"{checkpoint.path} is converted, and takes no adapter: give its original.")
-    if not can_be_written(checkpoint):
-        raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
-    files = read_adapter(adapter, ("LORA",))
-    lora = LoraConfig.from_dict(files.path / CONFIG, files.config)
-    stored, tied = dict(checkpoint.stored), checkpoint.tied
+    model, files, contents = _read(checkpoint, adapter)
+    parts, stored, tied = model.parts, dict(checkpoint.stored), checkpoint.tied
+    replaced = contents.replaced
+    updates = {name: _update(name, *factors, model) for name, factors in contents.factors.items()}
     if tied:
         stored[HEAD] = stored[EMBEDDING]
-    layout = layout_of(checkpoint)
-    parts = {part.short_name: part for part in parts_of(replace(checkpoint, stored=stored, tied=False))}
-    model = _Model(layout, layout.rules(checkpoint.config), parts)
-    contents = _sort(files, lora, model)
-    replaced, updates = contents.replaced, contents.updates
-    if tied:
         names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
         replaced = _with_ties(replaced, contents.saved, names)
         one, other = map(replaced.get, names)
@@ -86,6 +78,47 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         stored[parameter] = _changed(stored[parameter], model.rules[parameter], replaced, updates, parts)
     ignored, held = checkpoint.ignored + contents.ignored, checkpoint.files + files.files
     return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
+
+
+def read_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> dict[str, tuple]:
+    """Return an adapter that is not merged: {linear layer: (A (r, in), scale * B (out, r))}, float32.
+
+    Raise as `merge_lora` does, and for an adapter that changes more than the matrices of layers.
+    """
+    model, files, contents = _read(checkpoint, adapter)
+    others = [name for name in (*contents.replaced, *contents.factors) if not _is_plain(name, model)]
+    if others or any(a.shape[0] > MAX_RANK for a, _, _ in contents.factors.values()):
+        what = f"changes {listed(others)}" if others else f"has a rank above {MAX_RANK}"
+        raise CheckpointError(
+            f"{files.path} {what}: in lora_modules, only GPT-2's c_attn, c_proj and c_fc may differ. Merge it: lora."
+        )
+    return {
+        model.parts[name].parameter.removesuffix(".weight"): (a.float32(), b.float32() * np.float32(scale))
+        for name, (a, b, scale) in contents.factors.items()
+    }
+
+
+def _is_plain(name: str, model: _Model) -> bool:
+    parameter = model.parts[name].parameter
+    is_one = model.rules[parameter].transform in (AS_IS, TRANSPOSED) and len(model.rules[parameter].sources) == 1
+    return is_one and is_transposed(parameter) and ".experts." not in parameter
+
+
+def _read(
+    checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]
+) -> tuple[_Model, AdapterFiles, _Contents]:
+    if isinstance(checkpoint, PackedCheckpoint):
+        raise CheckpointError(f"{checkpoint.path} is converted, and takes no adapter: give its original.")
+    if not can_be_written(checkpoint):
+        raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
+    files = read_adapter(adapter, ("LORA",))
+    lora, stored = LoraConfig.from_dict(files.path / CONFIG, files.config), dict(checkpoint.stored)
+    if checkpoint.tied:
+        stored[HEAD] = stored[EMBEDDING]
+    layout = layout_of(checkpoint)
+    parts = {part.short_name: part for part in parts_of(replace(checkpoint, stored=stored, tied=False))}
+    model = _Model(layout, layout.rules(checkpoint.config), parts)
+    return model, files, _sort(files, lora, model)
 
 
 def _changed(
@@ -139,10 +172,7 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
             "Give the model that the adapter was trained for, or download the adapter again, all of it."
         )
     return _Contents(
-        {
-            name: _update(name, stored[a], stored[b], lora.scale(modules[name]), model)
-            for name, (a, b) in factors.items()
-        },
+        {name: (stored[a], stored[b], lora.scale(modules[name])) for name, (a, b) in factors.items()},
         {name: stored[file_name] for name, file_name in whole.items()},
         saved,
         tuple(ignored),

@@ -10,16 +10,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
+from tinygpt.kernels.cpu.jit import inline, kernel, overload_by_dtype
 from tinygpt.kernels.cpu.layers.activations import NONE, activate
 from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, linear_to_operand
+from tinygpt.kernels.cpu.layers.low_rank import C_FC, LowRank, add_low_rank
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
 from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
 from tinygpt.kernels.cpu.team import claim, claim_rows, complete, complete_rows, finish_phase
 
 # Points in the order of a layer; the stream after the last layer is that of layer L.
-STREAM, HEADS, ATTENDED, MIDDLE, INNER, ACTIVATED = POINTS = np.arange(6)
+STREAM, HEADS, ATTENDED, MIDDLE, INNER, ACTIVATED, SUMMAND = POINTS = np.arange(7)
 ONE = np.int64(1)
 
 
@@ -81,18 +82,34 @@ def activate_rows(team, x, kind):
     finish_phase(team)
 
 
-def _in_parts(team, looking, out, x, linears, no_factors, row, layer, segments, activation, rows):
-    inner = looking.inner[:rows]
+@inline
+def _in_parts(team, looking, low_rank, slots, inner, out, x, linears, no_factors, row, layer, segments, activation):
     linear(team, inner, x, Linear(linears.weight, linears.bias, no_factors), row, segments, NONE, REPLACE)
-    call_look(team, looking, INNER, layer)
+    add_low_rank(team, inner, x.values, low_rank, C_FC, layer, slots)
+    look(team, looking, INNER, layer)
     activate_rows(team, inner, activation)
-    call_look(team, looking, ACTIVATED, layer)
+    look(team, looking, ACTIVATED, layer)
     quantize_activations(team, out, inner, linears.factors, row)
 
 
-def _at_once(team, looking, out, x, linears, no_factors, row, layer, segments, activation, rows):
-    linear_to_operand(team, out, x, linears, row, segments, activation, rows)
+def _seen(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
+    inner = looking.inner[: slots.size]
+    _in_parts(team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation)
 
 
-# The first half of an MLP, `row` of linears: in one phase, or with looks before and after its activation.
-inner_linear = overload_by_dtype({Look: _in_parts}, otherwise=_at_once, argument=1)
+def _adapted(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
+    inner = out.values[: slots.size]
+    _in_parts(team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation)
+
+
+def _at_once(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
+    linear_to_operand(team, out, x, linears, row, segments, activation, slots.size)
+
+
+def _unseen(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
+    _adapted_or_at_once(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation)
+
+
+_adapted_or_at_once = overload_by_dtype({LowRank: _adapted}, otherwise=_at_once, argument=2)
+# The first half of an MLP, `row` of linears: in one phase, or with adapters, and looks before and after its activation.
+inner_linear = overload_by_dtype({Look: _seen}, otherwise=_unseen, argument=1)
