@@ -49,7 +49,7 @@ rect.ours {{ fill: #e04a2b }}
 </style>
 <text class="title" y="20">{title}</text>
 {rows}
-<text class="dim" y="226">{note}</text>
+<text class="dim" y="226" style="font-size: 13px">{note}</text>
 </svg>
 """
 
@@ -91,7 +91,8 @@ def bars(readme: str) -> str:
             y += 32
         y += 22
     title = f"GPT-2 124M in int8: {min(leads):.1f} to {max(leads):.1f} times as fast as the next engine"
-    note = "2 cores of an AMD EPYC (Zen 4). Next: the fastest of transformers, onnxruntime, CTranslate2 and llama.cpp."
+    peers = "the fastest of transformers, onnxruntime, CTranslate2 and llama.cpp"
+    note = f"From the table below: 2 cores of an AMD EPYC (Zen 4). Next is {peers}."
     return BARS.format(title=title, rows="\n".join(rows), note=note)
 
 
