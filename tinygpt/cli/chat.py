@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -24,7 +23,6 @@ from tinygpt.cli.flags import (
 from tinygpt.cli.loading import load_llm, warm_up
 from tinygpt.cli.streams import counted, emit, log, stdin_lines
 from tinygpt.errors import RequestError, invalid, suggest
-from tinygpt.outputs import StreamChunk
 from tinygpt.sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
@@ -65,10 +63,7 @@ def run(args: argparse.Namespace) -> None:
     if template is None:
         template = PlainTemplate()
         log(f"{args.model} has no chat template, so it continues your text (--chat-template plain)")
-    shown: Callable[[StreamChunk], str] = attrgetter("text")
-    if shows_surprise(args):
-        from tinygpt.surprise import ansi_chunk as shown
-    conversation = Conversation(llm, template, params, args.system, shown)
+    conversation = Conversation(llm, template, params, args)
     llm.stream([0], params).close()  # raises if the params are impossible for this model
     warm_up(llm, args)
     log(f"type a message, and /help for more; seed {params.seed}")
@@ -84,16 +79,14 @@ def run(args: argparse.Namespace) -> None:
 class Conversation:
     """The messages so far, and commands."""
 
-    def __init__(
-        self,
-        llm: "LLM",
-        template: "Template",
-        params: SamplingParams,
-        system: str | None,
-        shown: Callable[[StreamChunk], str],
-    ):
-        self._llm, self._template, self._params, self._num_answers, self._shown = llm, template, params, 0, shown
-        self._first = [] if system is None else [{"role": "system", "content": system}]
+    def __init__(self, llm: "LLM", template: "Template", params: SamplingParams, args: argparse.Namespace):
+        self._llm, self._template, self._params, self._num_answers = llm, template, params, 0
+        self._shown = attrgetter("text")
+        if shows_surprise(args):
+            from tinygpt.surprise import ansi_chunk
+
+            self._shown = ansi_chunk
+        self._first = [] if args.system is None else [{"role": "system", "content": args.system}]
         self._messages = self._first
 
     def say(self, text: str) -> None:
