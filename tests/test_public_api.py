@@ -25,13 +25,14 @@ import tinygpt
 from tinygpt import aliases, errors, outputs, sampling_params
 from tinygpt.__main__ import main
 
-COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
-COMMANDS += ("completion",)
+COMMANDS = ("generate", "chat", "score", "lens", "serve", "convert", "warmup", "bench", "eval", "info", "doctor")
+COMMANDS += ("parity", "completion")
 TEXT = "Once upon a time there was a king."
 RECORDS = {
     "generate --json": "generate Once --max-tokens 1 --json --device reference",
     "generate --input": "generate --input {prompts} --max-tokens 1 --device reference",
     "score --json": "score Once --json --device reference",
+    "lens --json": "lens Once --json --device reference",
     "eval ppl --json": "eval ppl {text} --json",
     "eval lambada --json": "eval lambada {rows} --json",
     "info --json": "info demo --json",

@@ -41,6 +41,7 @@ NAMES = {
     "length_penalty": "len_penalty",
     "guided_json": "json_schema -j",
     "guided_grammar": "grammar",
+    "steer": "--control-vector --control-vector-scaled",
     "prompt": "--quick",
     "system": "--system-prompt -sys",
     "batch_sizes": "--batch-size",

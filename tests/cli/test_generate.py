@@ -4,12 +4,13 @@ import io
 import json
 import re
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from support.processes import STATS
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM, ControlVector, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
 from tinygpt.outputs import RequestOutput
@@ -191,3 +192,53 @@ def test_a_guided_text_that_a_limit_ends_is_reported(run, how, count):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     assert f"{count} guided text" in run(f"Once -n 3 --guided-regex [a-c]{{9}}[d-f]{{9}} {how}").err
     assert "cut short" not in run(f"Once -n 30 --guided-regex [a-c]{{3}} {how}").err
+
+
+@pytest.fixture(scope="module")
+def vector(llm):
+    rows = np.random.default_rng(0).normal(size=(llm.config.n_layer, llm.config.n_embd)).astype(np.float32)
+    return ControlVector({i: rows[i] for i in range(1, llm.config.n_layer)})
+
+
+@pytest.mark.parametrize(
+    ("flags", "how"),
+    [
+        ("--steer {}", [()]),
+        ("--steer {}:-0.5", [(-0.5,)]),
+        ("--steer {}:2:1-1 --steer {}:.5:0-9", [(2, [1]), (0.5,)]),
+        ("--control-vector-scaled {}:2", [(2,)]),
+        ("--control-vector={}", [()]),
+    ],
+    ids=["whole", "strength", "layers", "scaled", "llama.cpp"],
+)
+def test_control_vectors_steer_the_text(run, llm, vector, tmp_path, flags, how):
+    file = vector.save(tmp_path / "a b.gguf")
+    result = run(["Once", "-s", "7", "-n", "8", *(word.format(file) for word in flags.split())])
+    edits = [edit for each in how for edit in vector.edits(*each)]
+    params = SamplingParams(max_tokens=8, **BASE)
+    steered = llm.generate("Once", replace(params, edits=edits))[0].outputs[0].text
+    assert result.out == steered + "\n"
+    assert steered != llm.generate("Once", params)[0].outputs[0].text
+
+
+def test_control_vectors_steer_each_line(run, llm, vector, tmp_path):
+    (lines := tmp_path / "lines.jsonl").write_text('{"prompt": "Once", "temperature": 0}')
+    file = vector.save(tmp_path / "v.gguf")
+    record = json.loads(run(["--input", str(lines), "-n", "8", "--steer", str(file)]).out)
+    expected = llm.generate("Once", max_tokens=8, edits=vector.edits())[0].outputs[0].token_ids
+    assert record["outputs"][0]["token_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        (":1:7-9", "has directions of layers 1 alone"),
+        (":x", "v.gguf:x cannot be read"),
+        ("x", "v.ggufx cannot be read"),
+    ],
+)
+def test_what_steers_nothing(run, vector, tmp_path, how, says):
+    file = vector.save(tmp_path / "v.gguf")
+    result = run(["Once", "--steer", f"{file}{how}"])
+    assert (result.code, result.out) == (2, "")
+    assert says in result.err

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -44,6 +45,12 @@ def named_path(text: str) -> tuple[str, str]:
     if not (name and path):
         raise ValueError
     return name, path
+
+
+def steering(text: str) -> tuple[str, float, range | None]:
+    """Read FILE[:STRENGTH[:FIRST-LAST]]. Raise ValueError."""
+    path, strength, first, last = re.fullmatch(r"(.+?)(?::([-+.\deE]+)(?::(\d+)-(\d+))?)?", text, re.DOTALL).groups()
+    return path, float(strength or 1), None if first is None else range(int(first), int(last) + 1)
 
 
 def _with_default(about: str, default: Any) -> str:
@@ -149,9 +156,9 @@ def add_color(add: Callable[..., Any]) -> None:
 
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in MODEL_FLAGS}
-    soft_prompts = dict(given.pop("soft_prompt") or ())
-    return {**given, "lora_modules": dict(given["lora_modules"] or ()), "soft_prompts": soft_prompts}
+    given = {name: getattr(args, name) for name in MODEL_FLAGS if name in args}
+    soft_prompts, lora_modules = (dict(given.pop(name, None) or ()) for name in ("soft_prompt", "lora_modules"))
+    return {**given, "lora_modules": lora_modules, "soft_prompts": soft_prompts}
 
 
 DEFAULTS = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}  # other fields have SamplingParams' own

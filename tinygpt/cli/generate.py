@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+from typing import Any
 
 from tinygpt.cli.batch import record_line, run_batch
 from tinygpt.cli.flags import (
@@ -12,9 +13,10 @@ from tinygpt.cli.flags import (
     flag_of,
     params_of,
     shows_surprise,
+    steering,
     with_seed,
 )
-from tinygpt.cli.loading import load_llm, warm_up
+from tinygpt.cli.loading import load_llm, set_thread_pools, warm_up
 from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import SamplingParams
@@ -61,19 +63,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, about in switches.items():
         add(flag, action="store_true", help=about)
     add_color(add)
-    add_group(parser)
+    add = add_group(parser).add_argument
+    about = (
+        "a control vector in GGUF, as llama.cpp's, that is added to the residual stream STRENGTH times (default: 1, "
+        "and all of its layers); may be given several times"
+    )
+    add("--steer", type=steering, action="append", metavar="FILE[:STRENGTH[:FIRST-LAST]]", help=about)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.output == STDIN:
         args.output = None
     _check_combination(args)
-    params = params_of(args, soft_prompt=args.soft_prompt[0][0] if args.soft_prompt else None)
+    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
+    params = params_of(args, soft_prompt=soft_prompt, edits=_edits(args))
     if args.input is not None:
         run_batch(args, params)
     else:
         prompt = _given_prompt(args)
         _run_prompt(args, read_text("stdin") if prompt is None else prompt, with_seed(params))
+
+
+def _edits(args: argparse.Namespace) -> list[Any]:
+    if args.steer is None:
+        return []
+    set_thread_pools(args.threads)  # before NumPy is imported
+    from tinygpt.control_vector import ControlVector
+
+    found = []
+    for path, *how in args.steer:
+        vector = ControlVector.load(path)
+        found += (edits := vector.edits(*how))
+        if not edits:
+            raise RequestError(
+                f"--steer {path} has directions of layers {', '.join(map(str, vector.directions))} alone."
+            )
+    return found
 
 
 def _check_combination(args: argparse.Namespace) -> None:

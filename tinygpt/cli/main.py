@@ -18,8 +18,8 @@ from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTErr
 from tinygpt.parallel.launch import is_first_of_host, launched_rank
 
 # Modules are imported when their command runs, or when all commands are listed.
-COMMANDS = ("generate", "chat", "score", "serve", "convert", "warmup", "bench", "eval", "info", "doctor", "parity")
-COMMANDS += ("completion",)
+COMMANDS = ("generate", "chat", "score", "lens", "serve", "convert", "warmup", "bench", "eval", "info", "doctor")
+COMMANDS += ("parity", "completion")
 COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands that share one; any other has its own.
