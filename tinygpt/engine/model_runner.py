@@ -120,17 +120,21 @@ class Probe:
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
         self._runner = runner
         self._slot = engine_config.num_slots - 1
+        self._max_num_tokens = engine_config.max_num_batched_tokens
         self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
 
     def logits(self, token_ids: list[int], looks: Any = None) -> np.ndarray:
         """Return logits (T, V). looks: Looks, which see all positions. Raise FailedRequestError if an edit fails."""
-        found = []
-        for batch in self._batches(token_ids, "all"):
-            look = () if looks is None else (looks.step(batch),)
-            found.append(self._runner.forward(batch, *look).copy())  # the next step overwrites them
-            if look and look[0].failed:
-                raise FailedRequestError(look[0].failed[0])
-        return np.concatenate(found)
+        if looks is None:  # copies: the next step overwrites them
+            return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
+        last = "resid_post", self._runner.config.n_layer - 1
+        looks.wanted |= {last}
+        for batch in self._batches(token_ids, [0]):
+            look = looks.step(batch)
+            self._runner.forward(batch, look)
+            if look.failed:
+                raise FailedRequestError(look.failed[0])
+        return self.logits_of(np.concatenate(looks.seen[last]))
 
     def logits_of(self, stream: np.ndarray) -> np.ndarray:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
@@ -165,8 +169,9 @@ class Probe:
         return (self._runner.trace(batch, is_whole) for batch in self._batches(token_ids, [0]))
 
     def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
-        for first in range(0, len(token_ids), self._chunk_size):
-            yield Batch.of([token_ids[first : first + self._chunk_size]], [first], [self._slot], logits_of)
+        size = self._chunk_size if logits_of == "all" else self._max_num_tokens
+        for first in range(0, len(token_ids), size):
+            yield Batch.of([token_ids[first : first + size]], [first], [self._slot], logits_of)
 
 
 def check_pooling(pooling: str) -> None:
