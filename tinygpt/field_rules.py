@@ -202,7 +202,7 @@ def _functions(value: Any) -> tuple[Callable, ...]:
 
 
 def _edits(value: Any) -> tuple:
-    if value is None or (isinstance(value, tuple) and not value):
+    if value is None or (isinstance(value, (list, tuple)) and not value):
         return ()
     from tinygpt.edits import Edit  # not needed for --help
 
