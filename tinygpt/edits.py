@@ -134,7 +134,8 @@ class PlacedEdit:
     @classmethod
     def of(cls, edit: Edit, shape: tuple[int, ...], num_prompt: int) -> "PlacedEdit | None":
         """Return the edit, or None if it does not fit rows of this shape after a prompt of num_prompt tokens."""
-        positions, rows = _positions(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+        bounds, rows = _bounds(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+        positions = np.array(bounds) if isinstance(edit.at, tuple) else range(*bounds)  # (n,)
         try:
             part = rows[(slice(None), *edit.index)]
             has_axis = edit.value.ndim >= part.ndim
@@ -170,12 +171,12 @@ class PlacedEdit:
         array[found - start] = rows
 
 
-def _positions(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> Any:
+def _bounds(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> list[int]:
+    """Return each position, or of a slice its start and stop."""
     if at is None or isinstance(at, str):
-        return range(0 if at is None else num_prompt, END)
+        return [0 if at is None else num_prompt, END]
     given = [at.start or 0, END if at.stop is None else at.stop] if isinstance(at, slice) else at
-    found = [position + num_prompt if position < 0 else position for position in given]
-    return range(*found) if isinstance(at, slice) else np.array(found)  # (n,)
+    return [position + num_prompt if position < 0 else position for position in given]
 
 
 def place(edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -> dict:
@@ -199,9 +200,10 @@ def place(edits: Iterable[Edit], points: Points, num_prompt: int, length: int) -
     return placed
 
 
-def salt_of(edits: Iterable[Edit]) -> int:
-    """Return a number that equal edits share, for the prefix cache; edits with a function share it with none."""
+def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
+    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none."""
     if any(edit.function is not None for edit in edits):
         return secrets.randbits(63)
-    digest = blake2b(repr([edit.key for edit in edits]).encode(), digest_size=8)
+    keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
+    digest = blake2b(repr(keys).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big")

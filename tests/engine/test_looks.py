@@ -137,6 +137,15 @@ def test_equal_edits_share_their_prompt_and_functions_do_not(plain):
         assert output.num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("at", [[2, -1], slice(2, -1)])
+def test_equal_edits_at_other_positions_share_nothing_after_the_first(folder, plain, at):
+    prompt, edit = RNG.integers(0, 97, 40).tolist(), Edit("blocks.0.hook_resid_pre", value=VECTOR, at=at)
+    with LLM(folder, threads=2, prefix_cache_seqs=0) as forgetful:
+        expected = results(forgetful.generate([prompt], **GREEDY, edits=edit))
+    plain.generate([prompt[:30]], **GREEDY, edits=edit)
+    assert results(plain.generate([prompt], **GREEDY, edits=edit)) == expected
+
+
 def test_captured_positions_are_computed(plain):
     prompt = RNG.integers(0, 97, 40).tolist()
     plain.generate([prompt], **GREEDY)

@@ -14,7 +14,7 @@ from support.engines import batches_of, log_softmax, sizes
 from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
 from support.oracles import live_model
 from support.recorded import recorded
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
@@ -239,6 +239,8 @@ def test_lengths_count_virtual_tokens(alone):
 
 
 def test_what_is_refused(alone, tuned):
+    with pytest.raises(RequestError, match="capture or edits cannot be given with a soft prompt"):
+        alone.score([1], [[2]], soft_prompt="prefix", edits=Edit("z", keep=0))
     with pytest.raises(RequestError, match="soft_prompt is 'other' and the names are 'prompt', 'p-tuning', 'prefix'"):
         alone.generate([[1]], params_of("other"))
     with pytest.raises(RequestError, match=r"prompt_embeds has shape \(2, 47\) and .* 48 wide"):

@@ -149,8 +149,9 @@ class InputProcessor:
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
         virtual, prompt = self._soft_prompts.find(soft_prompt), text_or_ids(prompt)
+        params = SamplingParams(max_tokens=1, soft_prompt=soft_prompt, edits=edits)
         pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
-        return [self._scoring_request(context, token_ids, virtual, edits) for context, token_ids in pairs]
+        return [self._scoring_request(*pair, virtual, params) for pair in pairs]
 
     def score_of(self, request: Request) -> ContinuationScore:
         wanted = request.sequences[0].prompt_logprobs
@@ -185,7 +186,7 @@ class InputProcessor:
         return context, token_ids
 
     def _scoring_request(
-        self, context: list[int], continuation: list[int], virtual: VirtualTokens | None, edits: Any
+        self, context: list[int], continuation: list[int], virtual: VirtualTokens | None, params: SamplingParams
     ) -> Request:
         """Return a request that reads both without the last token. The token that it draws is ignored."""
         context = [*(virtual.token_ids if virtual else ()), *context]
@@ -196,7 +197,7 @@ class InputProcessor:
                 f"{self._describe_positions()}: shorten them to {most} tokens together, the last of which needs no "
                 "position."
             )
-        token_ids, params = context + continuation[:-1], SamplingParams(max_tokens=1, edits=edits)
+        token_ids = context + continuation[:-1]
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
         looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
         sequence = Sequence(

@@ -35,7 +35,7 @@ class Looks:
         placed = place(edits, points, num_prompt, length)
         first = min((one.first for several in placed.values() for one in several), default=length)
         wanted = frozenset(source for name in names for source in points.sources(name))
-        return cls(points, names, placed, first, salt_of(edits), wanted)
+        return cls(points, names, placed, first, salt_of(edits, num_prompt), wanted)
 
     def copy(self) -> "Looks":
         """Return the looks of another sequence of the request."""
@@ -57,10 +57,9 @@ class Looks:
         first, salt = self.first_edit, self.salt
         return token_ids[:first] + [salt + token_id for token_id in token_ids[first:]]
 
-    def activations(self, token_ids: list[int]) -> Activations | None:
-        """Return the captures of a text, or None without any."""
+    def activations(self, token_ids: list[int]) -> Activations:
         seen = {where: _joined(where[0], parts) for where, parts in self.seen.items()}
-        return Activations(self.points, self.names, seen, token_ids) if self.names else None
+        return Activations(self.points, self.names, seen, token_ids)
 
 
 def check_size(looks: Looks, length: int, count: int, limit: int) -> None:

@@ -124,7 +124,8 @@ class Sequence:
     @property
     def activations(self) -> Any:
         """What `capture` asked for. The last token never runs."""
-        return None if self.looks is None else self.looks.activations(self.context_token_ids[:-1])
+        has_none = self.looks is None or not self.looks.names
+        return None if has_none else self.looks.activations(self.context_token_ids[:-1])
 
     # Its place in the KV cache.
 
