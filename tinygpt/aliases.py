@@ -4,6 +4,7 @@ The command line, the library, JSONL and the server accept them; help shows our 
 """
 
 import logging
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,7 @@ def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] 
         words = REWRITTEN[name](value if equals else rest.pop(0))
         return words if all(each.partition("=")[0] in flags for each in words) else None
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
-    if key in WITH_VALUE and not equals and rest and not rest[0].startswith("-"):
+    if key in WITH_VALUE and not equals and rest and re.match(r"-?\d|[^-]", rest[0]):
         del rest[0]
     if key in WITHOUT_VALUE or key in WITH_VALUE:
         return []

@@ -36,7 +36,7 @@ class Inside:
         """
         from tinygpt.activations import ActivationCache
 
-        logits, found = self._look("activations", prompt_list(prompts), names, edits)
+        logits, found = self._look("activations", _some("prompts", prompts), names, edits)
         is_even = len({len(one) for one in logits}) == 1
         return np.stack(logits) if is_even else logits, ActivationCache(found, self)
 
@@ -92,7 +92,7 @@ class Inside:
         from tinygpt.control_vector import ControlVector
 
         names, means = [f"blocks.{i}.hook_resid_post" for i in range(1, self.config.n_layer)], []
-        for prompts in (positive, negative):
+        for prompts in (_some("positive", positive), _some("negative", negative)):
             outputs = self.generate(prompts, max_tokens=1, capture=names)
             rows = [[output.outputs[0].activations[name][-1] for name in names] for output in outputs]
             means.append(np.mean(rows, axis=0))  # (L - 1, C)
@@ -101,11 +101,17 @@ class Inside:
     def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
         """Return logits (T, V) and Activations of each prompt."""
         given, edits = [self._read_ids(what, prompt) for prompt in prompts], SamplingParams(edits=edits).edits
-        is_plain = not edits and isinstance(names, tuple) and not names
+        is_plain = what == "logits" and not edits
         sizes = [(len(ids), len(ids), len(given)) for ids in given]
         looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]
         logits = [self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)]
         return logits, [one and one.activations(ids) for ids, one in zip(given, looks, strict=True)]
+
+
+def _some(field: str, prompts: Prompts) -> list:
+    if not (found := prompt_list(prompts)):
+        raise RequestError("is empty and must have a prompt.", field)
+    return found
 
 
 def points_of(backend: Any, config: Any, kv_cache_dtype: str, opened: tuple) -> "Points":

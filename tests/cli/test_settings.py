@@ -150,6 +150,7 @@ def test_commands_of_other_programs():
     assert cli.parse(["run", "-m", "gpt2", "Once"]).prompt == ["Once"]
     assert cli.parse(["complete", "--quick", "Once"]).prompt_text == "Once"
     assert cli.parse(["list"]).cached
+    assert cli.parse(["generate", "-ngl", "-1", "Once"]).prompt == ["Once"]
 
 
 @pytest.mark.parametrize("quiet", [["-q"], ["--log-level", "error"], []])

@@ -54,6 +54,20 @@ def test_a_trace_compares_positions(llm):
         llm.causal_trace(CLEAN, CLEAN[:8], [ANSWER])
 
 
+@pytest.mark.parametrize("names", [[], (), lambda name: False])
+def test_a_cache_may_have_no_names(llm, names):
+    logits, cache = llm.run_with_cache(CLEAN, names)
+    same_bits(logits[0], llm.logits(CLEAN))
+    assert [*cache] == []
+
+
+def test_prompts_are_needed(llm):
+    with pytest.raises(RequestError, match="prompts is empty"):
+        llm.run_with_cache([])
+    with pytest.raises(RequestError, match="negative is empty"):
+        llm.control_vector(CLEAN, [])
+
+
 def test_the_cone_of_an_edit(llm):
     found = llm.diff(CLEAN, Edit("blocks.1.attn.hook_z", keep=0, index=2, at=4))
     assert next(iter(found)) == "blocks.1.attn.hook_z"

@@ -46,6 +46,12 @@ def llm():
         yield llm
 
 
+def test_a_special_token_of_a_prompt_has_its_name(llm):
+    prompt = "Hi<|endoftext|>Once upon"
+    [output] = llm.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=0))
+    assert [text for text, *_ in Marks(output._repr_html_()).tokens] == ["<|endoftext|>", "Once", " upon"]
+
+
 def test_tokens_are_colored_by_surprisal_with_candidates_as_titles(llm):
     [output] = llm.generate([TEXT], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1))
     html, sample = output._repr_html_(), output.outputs[0]
