@@ -6,12 +6,11 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinygpt.outputs import bits
-
 if TYPE_CHECKING:
     from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
     from tinygpt.tokenizer.tokenizer import Tokenizer
 
+NAT = 1 / math.log(2)  # bits
 MIN_BITS, RED_BITS = 1.0, 8.0  # between them a terminal's colors change
 MAX_BITS = 12.5  # the page's
 AMBER, RED = (192, 138, 46), (228, 81, 47)  # the page's in its dark scheme, readable on white, too
@@ -30,7 +29,7 @@ def color(surprisal: float) -> tuple[int, int, int] | None:
 
 def ansi(text: str, logprob: float) -> str:
     """Return the text in 24-bit color; white space around it stays outside of the escape sequences."""
-    core, rgb = text.strip(), color(bits(logprob))
+    core, rgb = text.strip(), color(-NAT * logprob)
     if not core or rgb is None:
         return text
     return text.replace(core, f"\x1b[38;2;{';'.join(map(str, rgb))}m{core}\x1b[39m")
@@ -92,7 +91,7 @@ def _marks(
             marks.append(escape(piece))
             continue
         rows = [f"{math.exp(value):7.2%} {tokenizer.decode([i])!r}" for i, value in found.items()]
-        surprisal = bits(found[token_id])
+        surprisal = -NAT * found[token_id]
         title = escape("\n".join([f"{surprisal:.1f} bits", *rows]))
         marks.append(
             f'<span class="token" style="--bits: {min(surprisal, MAX_BITS):.2f}" title="{title}">{escape(piece)}</span>'
