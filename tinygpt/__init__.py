@@ -21,8 +21,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tinygpt.async_llm import AsyncLLM
-    from tinygpt.control_vector import ControlVector
-    from tinygpt.edits import Edit
+    from tinygpt.edits import ControlVector, Edit
     from tinygpt.engine.prompts import PromptType
     from tinygpt.llm import LLM, warmup
     from tinygpt.remote import RemoteLLM
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = {
         "AsyncLLM": "async_llm",
-        "ControlVector": "control_vector",
+        "ControlVector": "edits",
         "Edit": "edits",
         "PromptType": "engine.prompts",
         "RemoteLLM": "remote",

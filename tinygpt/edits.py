@@ -1,18 +1,24 @@
-"""Edit: a change of activations at a point of a step, and edits placed in a request's text."""
+"""Edits: changes of activations at points of a step, placed in a request's text, and control vectors."""
 
 import operator
+import os
+import re
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import RequestError, invalid
+from tinygpt.errors import CheckpointError, RequestError, invalid
 from tinygpt.points import Points
+from tinygpt.weights.files import followed
 
 END = 2**31  # after all positions
+KIND = "controlvector"  # the architecture of llama.cpp's files
+DIRECTION = re.compile(r"direction\.([1-9]\d{0,5})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,3 +213,49 @@ def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
     keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
     digest = blake2b(repr(keys).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "big")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ControlVector:
+    """Directions (C,) by layer, from 1, that are added to blocks.N.hook_resid_post: direction.N of llama.cpp's file."""
+
+    directions: Mapping[int, np.ndarray]
+
+    def __repr__(self) -> str:
+        size = next(iter(self.directions.values())).size
+        return f"ControlVector({len(self.directions)} layers, {min(self.directions)} to {max(self.directions)}, {size})"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "ControlVector":
+        """Read a GGUF file, as llama.cpp's cvector-generator and repeng write it. Raise CheckpointError."""
+        from tinygpt.weights.containers.gguf import read_gguf  # rarely needed
+        from tinygpt.weights.families.gguf import ARCHITECTURE
+
+        file = followed(Path(path))
+        container = read_gguf(file)
+        if container.metadata.get(ARCHITECTURE) != KIND:
+            raise CheckpointError(f"{file} holds {container.metadata.get(ARCHITECTURE)!r} and must hold {KIND!r}.")
+        found = {}
+        for name, tensor in container.tensors.items():
+            match = DIRECTION.fullmatch(name)
+            if match is None or len(tensor.shape) != 1 or not tensor.is_floating:
+                raise CheckpointError(f"{file} holds {name} {tensor.shape} and must hold vectors direction.1, ...")
+            found[int(match[1])] = tensor.float32().copy()
+        if len({vector.size for vector in found.values()}) != 1:
+            raise CheckpointError(f"{file} must hold vectors of one length, and at least one.")
+        return cls(found)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""
+        from tinygpt.weights.families.gguf import ARCHITECTURE  # rarely needed
+        from tinygpt.weights.stored.gguf_out import write_tensors
+
+        if min(self.directions) < 1:
+            raise CheckpointError("a control vector's file has directions from layer 1 on, and none of layer 0.")
+        keys = {ARCHITECTURE: KIND, f"{KIND}.model_hint": "gpt2", f"{KIND}.layer_count": len(self.directions)}
+        return write_tensors(Path(path), keys, {f"direction.{i}": vector for i, vector in self.directions.items()})
+
+    def edits(self, alpha: float = 1.0, layers: Iterable[int] | None = None) -> list[Edit]:
+        """Return edits that add alpha times the directions, of these layers alone, to all positions."""
+        chosen = self.directions if layers is None else set(layers) & set(self.directions)
+        return [Edit(f"blocks.{i}.hook_resid_post", value=alpha * self.directions[i]) for i in sorted(chosen)]

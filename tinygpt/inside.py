@@ -1,10 +1,11 @@
-"""The methods of an LLM that look inside: activations, the logit lens, causal traces and control vectors."""
+"""The methods of an LLM that look inside: logits, hidden states, activations, causal traces and control vectors."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tinygpt.engine.model_runner import check_pooling
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.engine.prompts import Prompts, PromptType, prompt_list
 from tinygpt.errors import RequestError
@@ -13,7 +14,7 @@ from tinygpt.weights.stored.packed import PackedCheckpoint
 
 if TYPE_CHECKING:
     from tinygpt.activations import ActivationCache
-    from tinygpt.control_vector import ControlVector
+    from tinygpt.edits import ControlVector
     from tinygpt.points import Points
 
 
@@ -23,7 +24,6 @@ class Inside:
     _inputs: Any
     _probe: Any
     _run: Any
-    _read_ids: Any
     generate: Any
 
     def run_with_cache(self, prompts: Prompts, names: Any = None, edits: Any = ()) -> "tuple[Any, ActivationCache]":
@@ -39,6 +39,44 @@ class Inside:
         logits, found = self._look("activations", _some("prompts", prompts), names, edits)
         is_even = len({len(one) for one in logits}) == 1
         return np.stack(logits) if is_even else logits, ActivationCache(found, self)
+
+    def logits(self, token_ids: PromptType, edits: Any = ()) -> np.ndarray:
+        """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
+
+        edits: an Edit or a list of them.
+        Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
+        """
+        (found,), _ = self._look("logits", [token_ids], (), edits)
+        return found
+
+    def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
+        """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
+
+        Raise as `logits` does.
+        """
+        token_ids = self._read_ids("hidden states", token_ids)
+        layers = [*range(self.config.n_layer), -2 if before_norm else -1]
+        return self.engine.call(partial(self._probe.hidden_states, token_ids, layers))
+
+    def attentions(self, token_ids: PromptType) -> np.ndarray:
+        """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
+
+        Raise as `logits` does.
+        """
+        token_ids = self._read_ids("attentions", token_ids)
+        return self.engine.call(partial(self._probe.attentions, token_ids))
+
+    def embed(self, prompts: Prompts, pooling: str = "last") -> np.ndarray:
+        """Return (len(prompts), C) float32: a vector of the last hidden states of each prompt.
+
+        prompts: texts or lists of token ids. pooling: "last" token, or "mean" or "sum" over all.
+        Raise RequestError, before any work, as `logits` does.
+        """
+        self.engine.check_open()
+        check_pooling(pooling)
+        given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
+        vectors = [self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given]  # (C,) each
+        return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def logit_lens(self, stream: Any) -> np.ndarray:
         """Return logits (..., V) of a residual stream (..., C): ln_f and the head, with the model's own bits."""
@@ -89,7 +127,7 @@ class Inside:
 
         Source: Turner et al., "Steering Language Models With Activation Engineering" (2023).
         """
-        from tinygpt.control_vector import ControlVector
+        from tinygpt.edits import ControlVector
 
         names, means = [f"blocks.{i}.hook_resid_post" for i in range(1, self.config.n_layer)], []
         for prompts in (_some("positive", positive), _some("negative", negative)):
@@ -97,6 +135,10 @@ class Inside:
             rows = [[output.outputs[0].activations[name][-1] for name in names] for output in outputs]
             means.append(np.mean(rows, axis=0))  # (L - 1, C)
         return ControlVector(dict(enumerate(means[0] - means[1], 1)))
+
+    def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
+        self.engine.check_open()
+        return self._inputs.read_ids(what, token_ids)
 
     def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
         """Return logits (T, V) and Activations of each prompt."""

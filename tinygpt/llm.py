@@ -12,7 +12,7 @@ import numpy as np
 
 from tinygpt.engine.engine import Engine, RequestFuture
 from tinygpt.engine.input_processor import InputProcessor, OnChunk
-from tinygpt.engine.model_runner import ModelRunner, Probe, check_pooling
+from tinygpt.engine.model_runner import ModelRunner, Probe
 from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
 from tinygpt.engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
 from tinygpt.engine.sequence import Request
@@ -294,44 +294,6 @@ class LLM(Inside):
         self.engine.check_open()
         return Session(self, [])
 
-    def logits(self, token_ids: PromptType, edits: Any = ()) -> np.ndarray:
-        """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
-
-        edits: an Edit or a list of them.
-        Raise RequestError for an empty list, ids outside the vocabulary or more than max_model_len ids.
-        """
-        (found,), _ = self._look("logits", [token_ids], (), edits)
-        return found
-
-    def hidden_states(self, token_ids: PromptType, before_norm: bool = False) -> np.ndarray:
-        """Return (L + 1, T, C) float32: the input of each layer, then the output of ln_f, or before_norm its input.
-
-        Raise as `logits` does.
-        """
-        token_ids = self._read_ids("hidden states", token_ids)
-        layers = [*range(self.config.n_layer), -2 if before_norm else -1]
-        return self.engine.call(partial(self._probe.hidden_states, token_ids, layers))
-
-    def attentions(self, token_ids: PromptType) -> np.ndarray:
-        """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
-
-        Raise as `logits` does.
-        """
-        token_ids = self._read_ids("attentions", token_ids)
-        return self.engine.call(partial(self._probe.attentions, token_ids))
-
-    def embed(self, prompts: Prompts, pooling: str = "last") -> np.ndarray:
-        """Return (len(prompts), C) float32: a vector of the last hidden states of each prompt.
-
-        prompts: texts or lists of token ids. pooling: "last" token, or "mean" or "sum" over all.
-        Raise RequestError, before any work, as `logits` does.
-        """
-        self.engine.check_open()
-        check_pooling(pooling)
-        given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        vectors = [self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given]  # (C,) each
-        return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
-
     def classify(self, prompts: Prompts) -> list[Classification]:
         """Return the labels of each prompt by the head of a GPT2ForSequenceClassification, or ForTokenClassification.
 
@@ -411,10 +373,6 @@ class LLM(Inside):
             future.result()
         finally:
             future.cancel()
-
-    def _read_ids(self, what: str, token_ids: PromptType) -> list[int]:
-        self.engine.check_open()
-        return self._inputs.read_ids(what, token_ids)
 
     def _single_request(self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
         self.engine.check_open()

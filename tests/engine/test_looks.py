@@ -284,7 +284,7 @@ with LLM(sys.argv[1], threads=2) as llm:
     print(["Look(" in str(types) for types in take_steps.overloads])
     llm.run_with_cache([1, 2, 3], "resid_pre")
     print(["Look(" in str(types) for types in take_steps.overloads])
-print([name for name in ("activations", "edits", "points", "control_vector") if f"tinygpt.{name}" in sys.modules])
+print([name for name in ("activations", "edits", "points") if f"tinygpt.{name}" in sys.modules])
 """
 
 

@@ -88,7 +88,7 @@ def _edits(args: argparse.Namespace) -> list[Any]:
     if args.steer is None:
         return []
     set_thread_pools(args.threads)  # before NumPy is imported
-    from tinygpt.control_vector import ControlVector
+    from tinygpt.edits import ControlVector
 
     found = []
     for path, *how in args.steer:
