@@ -7,8 +7,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tinygpt.engine.prompts import PromptType
+from tinygpt.field_rules import own_names
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.sampling_params import GUIDED_FIELDS, SamplingParams
+from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
     from tinygpt.llm import LLM
@@ -46,8 +47,10 @@ class AsyncLLM:
             future.cancel()
 
     async def _submit(self, prompt: Any, params: SamplingParams | None, fields: dict[str, Any]) -> Future:
+        fields = own_names(fields, SAMPLING_FIELDS)
         submit = partial(self.llm.submit, prompt, params, **fields)
-        if getattr(params, "guidance", None) is None and not fields.keys() & GUIDED_FIELDS:
+        is_guided = getattr(fields.get("sampling_params", params), "guidance", None) is not None
+        if not is_guided and not fields.keys() & GUIDED_FIELDS:
             return submit()
         submitting = asyncio.get_running_loop().run_in_executor(None, submit)  # a grammar can take seconds
         try:

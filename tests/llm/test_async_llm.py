@@ -88,7 +88,13 @@ def test_a_stream_that_is_left_frees_its_slot(llm):
     run(main())
 
 
-@pytest.mark.parametrize("fields", [{"guided_regex": "[a-z]"}, {"params": SamplingParams(guided_regex="[a-z]")}])
+GUIDED = SamplingParams(guided_regex="[a-z]")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"guided_regex": "[a-z]"}, {"params": GUIDED}, {"sampling_params": GUIDED}, {"grammar": 'start: "a" | "b"'}],
+)
 def test_a_grammar_is_compiled_in_a_thread_and_a_cancelled_task_still_ends_its_request(llm, monkeypatch, fields):
     check = Held(Guidance.check)
     monkeypatch.setattr(Guidance, "check", lambda *given: check(*given))
