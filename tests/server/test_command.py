@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import tinygpt.server.serve
 from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
+from tinygpt import LLM, ControlVector
 from tinygpt.chat import PlainTemplate
 from tinygpt.cli import loading
 from tinygpt.server.api import ServerConfig
@@ -67,6 +69,7 @@ def test_a_taken_port(run, monkeypatch):
         ("--max-logprobs -1", "max"),
         ("--max-queue -1 --port 0", "max"),
         ("--port 0 --model /no/where", "/no/where"),
+        ("--port 0 --control-vector a=/no/where", "/no/where cannot be read"),
         ("--port 0 --chat-template /no/where", "--chat-template is '/no/where', which cannot be read"),
     ],
 )
@@ -144,6 +147,19 @@ def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
     assert drain_seconds == 2
     run("--port 0 --api-key one --api-key two")
     assert started[-1][0].config.api_keys == ("one", "two")
+
+
+def test_control_vectors_are_named_and_fit_the_model(run, started, tmp_path):
+    with LLM("demo", device="reference") as llm:
+        size = llm.config.n_embd
+    fits = ControlVector({1: np.ones(size, np.float32)}).save(tmp_path / "fits.gguf")
+    assert run(f"--port 0 --device reference --look --control-vector happy={fits}").code == 0
+    [(api, *_)] = started
+    assert (api.config.look, [*api.config.control_vectors]) == (True, ["happy"])
+    assert api.llm.engine.engine_config.max_capture_bytes == 64 * 2**20
+    misfit = ControlVector({1: np.ones(size + 1, np.float32)}).save(tmp_path / "misfit.gguf")
+    result = run(f"--port 0 --device reference --control-vector happy={misfit}")
+    expect_sentence(result, "does not fit blocks.1.hook_resid_post")
 
 
 def test_who_opens_it_to_the_network_without_a_key_is_warned(run, started):

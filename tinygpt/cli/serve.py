@@ -2,17 +2,19 @@
 
 import argparse
 import os
+from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from tinygpt.cli import loading
-from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group
+from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group, named_path
 from tinygpt.cli.streams import log
 from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
 
 if TYPE_CHECKING:
     from tinygpt.server.api import ServerConfig
 
+MAX_CAPTURED = 64 * 2**20  # bytes of a reply's activations
 KEY_VARIABLE = "TINYGPT_API_KEY"
 
 
@@ -41,6 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "time for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
     add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=about)
     add("--enable-log-requests", action="store_true", help="log each body, and so its prompts (default: no text)")
+    about = "let requests capture and edit activations: fields capture and edits (default: off)"
+    add("--look", action="store_true", help=about)
+    about = "a control vector in GGUF for the field steer of requests; several may be given (default: none)"
+    add("--control-vector", action="append", type=named_path, metavar="NAME=PATH", help=about)
     about = "form of the log on stderr (default: %(default)s)"
     add("--log-format", type=str.lower, choices=("text", "json"), default="text", help=about)
 
@@ -49,12 +55,15 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     loading.set_thread_pools(args.threads)  # before NumPy is imported
     try:
+        from tinygpt.control_vector import ControlVector
         from tinygpt.server.app import create_app
         from tinygpt.server.serve import configure_logging, listen, serve, url_of
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
     with listen(args.host, args.port) as listener:
-        llm, _ = loading.load_llm(args, max_queue=args.max_queue, chat_template=args.chat_template)
+        vectors = {name: ControlVector.load(path) for name, path in args.control_vector or ()}
+        more = {"max_queue": args.max_queue, "chat_template": args.chat_template, "max_capture_bytes": MAX_CAPTURED}
+        llm, _ = loading.load_llm(args, **more)
         with llm:
             try:
                 _ = llm.tokenizer  # CheckpointError for a damaged one
@@ -62,7 +71,10 @@ def run(args: argparse.Namespace) -> None:
                 log(f"only token ids are served: {error}")
             loading.warm_up(llm, args)
             configure_logging(args.log_format)
-            app = create_app(llm, _server_config(args, listener.getsockname()[0]))
+            for vector in vectors.values():
+                llm.logits([0], vector.edits())  # RequestError if it does not fit the model
+            config = replace(_server_config(args, listener.getsockname()[0]), control_vectors=vectors or None)
+            app = create_app(llm, config)
             serve(app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}"))
 
 
@@ -97,6 +109,7 @@ def _server_config(args: argparse.Namespace, address: str) -> "ServerConfig":
         allowed_origins=tuple(args.allowed_origins),
         max_logprobs=args.max_logprobs,
         enable_log_requests=args.enable_log_requests,
+        look=args.look,
         ignores_unknown_fields=args.unknown_fields == "ignore",
     )
 

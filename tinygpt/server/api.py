@@ -5,7 +5,7 @@ import base64
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 import tinygpt
 from tinygpt.chat import Template, chat_ids
+from tinygpt.control_vector import ControlVector
 from tinygpt.engine.prompts import Prompt, encode
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from tinygpt.llm import LLM
@@ -34,6 +35,7 @@ from tinygpt.server.completions import (
     scoring_request,
     with_suffix,
 )
+from tinygpt.server.looks import check_size, digest, look_params
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, json_reply, whole
 from tinygpt.server.responses import Responses
@@ -57,6 +59,7 @@ class ServerConfig:
     allowed_hosts: values of the Host header; None is any. allowed_origins: web pages that may read replies.
     enable_log_requests: log each body, and so its prompts.
     chat_template: None is the LLM's. ignores_unknown_fields: of requests, which are refused otherwise.
+    look: requests may capture and edit activations. control_vectors: by the names in a request's `steer`.
     """
 
     served_model_names: tuple[str, ...]
@@ -68,6 +71,8 @@ class ServerConfig:
     enable_log_requests: bool = False
     chat_template: Template | None = None
     ignores_unknown_fields: bool = False
+    look: bool = False
+    control_vectors: Mapping[str, ControlVector] | None = None
 
 
 class Api:
@@ -188,6 +193,12 @@ class Api:
             field = next(name for name in fields if getattr(job.form, name, None) is not None)
             asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
             raise ApiError(400, f"{asked}; this server gives at most {limit} in a reply: split the request.", field)
+        if job.params.capture or job.params.edits:
+            if run is not None:
+                raise ApiError(
+                    400, "capture, edits and steer need max_tokens of 1 or more, and no suffix.", "max_tokens"
+                )
+            check_size(self.llm, job.params, job.prompts)
         requests = [(prompt, job.params) for prompt in job.prompts]
         if job.form.stream and run is None:
             work = await self._work(requests, True, request)
@@ -269,8 +280,15 @@ class Api:
     async def _params(self, form: protocol.SamplingFields, request: Request, **others: Any) -> SamplingParams:
         if form.model in self.llm.lora_modules:
             others["lora_request"] = form.model
-        read = partial(form.sampling_params, self.encode, **others)
-        return await (self.outbox.in_grammar_thread(read) if form.guides() else _read(request, read))
+
+        def read() -> SamplingParams:
+            looks = isinstance(form, protocol.LookFields)
+            more = look_params(form, self.config.look, self.config.control_vectors or {}) if looks else {}
+            return form.sampling_params(self.encode, **others, **more)
+
+        params = await (self.outbox.in_grammar_thread(read) if form.guides() else _read(request, read))
+        request.state.notes["edits"] = digest(params.edits)
+        return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""

@@ -9,6 +9,7 @@ from typing import Any
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
 from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.looks import activations_to_json
 from tinygpt.server.protocol import StreamOptions
 from tinygpt.server.replies import (
     DONE,
@@ -66,6 +67,8 @@ class Job:
         end: dict[str, Any] = {"finish_reason": made.finish_reason}
         if made.finish_reason is not None:
             end["stop_reason"] = made.stop_reason
+        if made.activations is not None:
+            end["activations"] = activations_to_json(made.activations)
         if self.form.return_token_ids:
             end["token_ids"] = token_ids
         return end

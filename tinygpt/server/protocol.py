@@ -220,7 +220,43 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         return {name: pair for name, pair in found.items() if pair[1] is not None}
 
 
-class CompletionRequest(SamplingFields):
+class Array(Strict):
+    """data: base64 of little-endian values."""
+
+    dtype: Literal["float16", "float32", "float64"] = "float32"
+    shape: list[Count] = Field(max_length=4)
+    data: str
+
+
+Values = float | list[Any] | Array
+Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
+
+
+class EditFields(Strict):
+    """tinygpt.Edit without `function`."""
+
+    name: Text
+    keep: Values = 1.0
+    value: Values = 0.0
+    at: Literal["new"] | Position | list[Position] | None = None
+    index: Position | list[Position] = []
+    project_out: Values | None = None
+
+
+class ExtraArgs(Strict):
+    """vllm-lens's: layers whose output is captured."""
+
+    output_residual_stream: list[Count] = Field(max_length=MAX_PROMPTS)
+
+
+class LookFields(SamplingFields):
+    capture: Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
+    edits: Annotated[list[EditFields], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
+    steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
+    extra_args: ExtraArgs | None = None
+
+
+class CompletionRequest(LookFields):
     """null or an empty prompt starts at the BOS token."""
 
     prompt: Prompts | None
@@ -254,7 +290,7 @@ def text_of(message: Any) -> str:
     return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(LookFields):
     """max_tokens is the older name of max_completion_tokens."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]

@@ -1,0 +1,167 @@
+"""Captures, edits and control vectors over HTTP, beside the library's."""
+
+import base64
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from support.serving import served
+from tinygpt import LLM, ControlVector, Edit, SamplingParams
+from tinygpt.chat import PlainTemplate
+
+CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
+ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
+PARAMS = SamplingParams(max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def llm(small_demo):
+    limit = 40_000  # bytes
+    with LLM(small_demo, max_num_seqs=4, split_special_tokens=True, max_capture_bytes=limit) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def vector(llm):
+    return ControlVector({1: np.random.default_rng(0).normal(size=llm.config.n_embd).astype(np.float32)})
+
+
+@pytest.fixture(scope="module")
+def server(llm, vector):
+    template = PlainTemplate()
+    with served(llm, look=True, control_vectors={"happy": vector}, chat_template=template) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def closed(llm):
+    with served(llm) as server:
+        yield server
+
+
+def arrays(choice: dict) -> dict[str, np.ndarray]:
+    found = {}
+    for name, each in choice["activations"].items():
+        assert each["dtype"] == "float32"
+        found[name] = np.frombuffer(base64.b64decode(each["data"]), "<f4").reshape(each["shape"])
+    return found
+
+
+def coded(array: np.ndarray) -> dict:
+    data = np.ascontiguousarray(array)
+    return {"dtype": str(data.dtype), "shape": [*data.shape], "data": base64.b64encode(data.tobytes()).decode()}
+
+
+def assert_equal(found: dict, expected: dict) -> None:
+    assert {*found} == {*expected} != set()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_each_choice_has_its_activations(server, llm):
+    body = {**ASKED, "prompt": ["Once upon a time", "The dog"], "capture": CAPTURE}
+    outputs = llm.generate(body["prompt"], replace(PARAMS, capture=CAPTURE))
+    for choice, output in zip(server.complete(**body).json["choices"], outputs, strict=True):
+        assert choice["text"] == output.outputs[0].text
+        assert_equal(arrays(choice), output.outputs[0].activations)
+    assert "activations" not in server.complete(**ASKED).json["choices"][0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_the_last_event_of_a_stream_has_them(server, llm, path):
+    asked = {"messages": [{"role": "user", "content": "Once"}]} if "chat" in path else {"prompt": "Once"}
+    body = {**asked, "max_tokens": 6, "temperature": 0, "capture": "resid_mid"}
+    [whole] = server.ask(path, body).json["choices"]
+    events = server.ask(path, {**body, "stream": True}).events
+    assert [event for event in events if "activations" in event["choices"][0]] == events[-1:]
+    assert_equal(arrays(events[-1]["choices"][0]), arrays(whole))
+
+
+def test_the_short_form_of_vllm_lens(server):
+    short = server.complete(**ASKED, extra_args={"output_residual_stream": [1, 0]}).json["choices"][0]
+    long = server.complete(**ASKED, capture="resid_post").json["choices"][0]
+    assert_equal(arrays(short), arrays(long))
+
+
+@pytest.mark.parametrize(
+    ("fields", "make"),
+    [
+        ({"keep": 0, "index": 1}, lambda rows: {"keep": 0, "index": 1}),
+        ({"value": "rows", "at": [-2, -1]}, lambda rows: {"value": rows, "at": [-2, -1]}),
+        ({"value": "lists", "at": "new"}, lambda rows: {"value": rows[0], "at": "new"}),
+        ({"project_out": "halves"}, lambda rows: {"project_out": np.float16(rows[0, 0])}),
+    ],
+    ids=["ablation", "patch", "new", "direction"],
+)
+def test_edits_are_the_librarys(server, llm, fields, make):
+    rows = np.random.default_rng(1).normal(size=(2, llm.config.n_head, llm.config.head_size)).astype(np.float32)
+    given = {"rows": coded(rows), "lists": rows[0].tolist(), "halves": coded(np.float16(rows[0, 0]))}
+    edit = {"name": "blocks.0.attn.hook_z"} | {
+        name: given.get(value, value) if isinstance(value, str) else value for name, value in fields.items()
+    }
+    [choice] = server.complete(**ASKED, edits=[edit], capture=CAPTURE).json["choices"]
+    made = Edit("blocks.0.attn.hook_z", **make(rows))
+    sample = llm.generate(ASKED["prompt"], replace(PARAMS, edits=made, capture=CAPTURE))[0].outputs[0]
+    assert choice["text"] == sample.text
+    assert_equal(arrays(choice), sample.activations)
+    plain = server.complete(**ASKED, capture=CAPTURE).json["choices"][0]
+    assert not np.array_equal(arrays(plain)[CAPTURE[1]][: len(sample.token_ids)], arrays(choice)[CAPTURE[1]][:6])
+
+
+def test_a_named_vector_steers_and_the_log_tells_the_edits(server, llm, vector):
+    server.forget()
+    plain = server.complete(**ASKED).json["choices"][0]["text"]
+    steered = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
+    again = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
+    other = server.complete(**ASKED, steer={"happy": -3}).status
+    assert steered == again == llm.generate(ASKED["prompt"], replace(PARAMS, edits=vector.edits(3)))[0].outputs[0].text
+    assert (steered != plain, other) == (True, 200)
+    digests = [server.ended().get("edits") for _ in range(4)]
+    assert digests[0] is None
+    assert digests[1] == digests[2] != digests[3] is not None
+
+
+EDIT = {"name": "blocks.0.hook_resid_pre"}
+
+
+def test_the_log_tells_edits_of_new_tokens_from_edits_of_all(server):
+    server.forget()
+    for at in (None, "new", [-1], [3]):
+        assert server.complete(**ASKED, edits=[{**EDIT, "value": 1, "at": at}]).status == 200
+    assert len({server.ended()["edits"] for _ in range(4)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"edits": [{**EDIT, "function": "np.tanh"}]}, "unrecognized request argument: edits.0.function"),
+        ({"edits": [{**EDIT, "value": {"shape": [3], "data": "AAAA"}}]}, "edits[0] has an array that cannot be read"),
+        ({"edits": [{**EDIT, "value": {"shape": [1], "data": "?"}}]}, "edits[0] has an array that cannot be read"),
+        ({"edits": [{**EDIT, "value": {"shape": [1], "data": "AADAfw=="}}]}, "its numbers must be finite"),
+        ({"edits": [{**EDIT, "value": ["x"]}]}, "edits[0] has an array that cannot be read"),
+        ({"edits": [{**EDIT, "value": [1, 2, 3]}]}, "edits[0] does not fit blocks.0.hook_resid_pre"),
+        ({"edits": [{**EDIT, "at": [1, 1]}]}, "edits[0].at"),
+        ({"capture": "zz"}, "capture has no point 'zz'"),
+        ({"capture": "*"}, "max_capture_bytes"),
+        ({"capture": "resid_post", "n": 128, "temperature": 1}, "max_capture_bytes"),
+        ({"capture": "resid_post", "prompt": ["Once upon a time"] * 100}, "max_capture_bytes"),
+        ({"capture": "resid_post", "max_tokens": 0}, "need max_tokens of 1 or more"),
+        ({"capture": "resid_post", "suffix": "end", "best_of": 2, "temperature": 1}, "no suffix"),
+        ({"steer": {"sad": 1}}, "no control vector 'sad': it has happy"),
+        ({"extra_args": {"output_residual_stream": [99]}}, "blocks.99.hook_resid_post"),
+    ],
+)
+def test_refusals(server, fields, says):
+    reply = server.complete(**ASKED | fields)
+    assert reply.status == 400
+    assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize("field", ["capture", "edits", "extra_args"])
+def test_without_look_a_request_is_told_so(closed, field):
+    given = {"capture": "z", "edits": [EDIT], "extra_args": {"output_residual_stream": [0]}}[field]
+    reply = closed.complete(**ASKED, **{field: given})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert reply.error["message"] == f"{field} needs a server that was started with --look."
+    assert "start it with --control-vector" in closed.complete(**ASKED, steer={"happy": 1}).error["message"]

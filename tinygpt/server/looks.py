@@ -1,0 +1,80 @@
+"""Captures and edits of requests: read from JSON, refused without --look, and activations as JSON."""
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tinygpt.edits import Edit, salt_of
+from tinygpt.engine.prompts import Prompt
+from tinygpt.errors import RequestError
+from tinygpt.llm import LLM
+from tinygpt.sampling_params import SamplingParams
+from tinygpt.server.protocol import Array, LookFields
+from tinygpt.server.replies import ApiError
+
+FIELDS = ("capture", "edits", "extra_args")
+
+
+def look_params(form: LookFields, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `capture` and `edits` for SamplingParams. vectors: ControlVector by name. Raise ApiError, RequestError."""
+    if not is_allowed and (given := [name for name in FIELDS if getattr(form, name) is not None]):
+        raise ApiError(400, f"{given[0]} needs a server that was started with --look.", given[0])
+    edits = [_edit(f"edits[{i}]", each) for i, each in enumerate(form.edits or ())]
+    for name, strength in (form.steer or {}).items():
+        if name not in vectors:
+            known = f"it has {', '.join(vectors)}" if vectors else "start it with --control-vector NAME=FILE"
+            raise ApiError(400, f"this server has no control vector {name!r}: {known}.", "steer")
+        edits += vectors[name].edits(strength)
+    names = [form.capture] if isinstance(form.capture, str) else list(form.capture or ())
+    if form.extra_args is not None:
+        names += [f"blocks.{layer}.hook_resid_post" for layer in form.extra_args.output_residual_stream]
+    return {"capture": names or None, "edits": edits or None}
+
+
+def check_size(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> None:
+    """Raise RequestError if the captures of all samples together are larger than max_capture_bytes."""
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    count = len(prompts) * (params.best_of or params.n)
+    llm._inputs.looks(params.capture, (), longest, longest + params.max_tokens - 1, count)
+
+
+def digest(edits: Any) -> str | None:
+    """Return what the log tells of edits."""
+    return f"{salt_of(edits, num_prompt=2**30):016x}" if edits else None  # longer than a prompt: "new" is not "all"
+
+
+def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return each array as little-endian float32 in base64, with its shape."""
+    return {name: _encoded(np.ascontiguousarray(activations[name], "<f4")) for name in activations}
+
+
+def _encoded(array: np.ndarray) -> dict[str, Any]:
+    return {"dtype": "float32", "shape": [*array.shape], "data": base64.b64encode(array.tobytes()).decode()}
+
+
+def _edit(field: str, given: Any) -> Edit:
+    values = {name: getattr(given, name) for name in given.model_fields_set}
+    try:
+        arrays = {
+            name: _array(values[name]) for name in ("keep", "value", "project_out") if values.get(name) is not None
+        }
+        edit = Edit(**values | arrays)
+    except RequestError as error:
+        raise error.named(f"{field}.{error.field}") from None
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"has an array that cannot be read: {error}.", field) from None
+    return edit
+
+
+def _array(given: Any) -> np.ndarray:
+    """Raise ValueError or TypeError."""
+    if isinstance(given, Array):
+        data = base64.b64decode(given.data, validate=True)
+        array = np.frombuffer(data, np.dtype(given.dtype).newbyteorder("<")).reshape(given.shape)
+    else:
+        array = np.array(given, np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError("its numbers must be finite")
+    return array
