@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     loading.set_thread_pools(args.threads)  # before NumPy is imported
     try:
-        from tinygpt.control_vector import ControlVector
+        from tinygpt.edits import ControlVector
         from tinygpt.server.app import create_app
         from tinygpt.server.serve import configure_logging, listen, serve, url_of
     except ImportError as error:

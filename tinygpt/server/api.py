@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 import tinygpt
 from tinygpt.chat import Template, chat_ids
-from tinygpt.control_vector import ControlVector
+from tinygpt.edits import ControlVector
 from tinygpt.engine.prompts import Prompt, encode
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from tinygpt.llm import LLM

@@ -42,7 +42,7 @@ def check_size(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> None:
 
 def digest(edits: Any) -> str | None:
     """Return what the log tells of edits."""
-    return f"{salt_of(edits, num_prompt=2**30):016x}" if edits else None  # longer than a prompt: "new" is not "all"
+    return f"{salt_of(edits, num_prompt=0):016x}" if edits else None
 
 
 def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
