@@ -84,8 +84,14 @@ def _need(is_right: bool) -> None:
         raise ValueError
 
 
+def _whole(given: Any) -> int:
+    _need(not isinstance(given, bool))  # of a mask
+    return operator.index(given)
+
+
 def _array(given: Any) -> np.ndarray:
-    array = np.array(given, np.float32)  # a copy
+    array = np.array(given, np.float32)  # a copy; None is NaN
+    _need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
 
@@ -104,18 +110,14 @@ def _at(given: Any) -> Any:
     if isinstance(given, slice):
         _need(given.step in (None, 1))
         return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
-    found = tuple(map(operator.index, given if hasattr(given, "__iter__") else (given,)))
+    found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
     _need(0 < len({*found}) == len(found))
     return found
 
 
 def _index(given: Any) -> tuple:
     return tuple(
-        one
-        if isinstance(one, slice)
-        else [*map(operator.index, one)]
-        if hasattr(one, "__iter__")
-        else operator.index(one)
+        one if isinstance(one, slice) else [*map(_whole, one)] if hasattr(one, "__iter__") else _whole(one)
         for one in (given if isinstance(given, tuple) else (given,))
     )
 

@@ -304,7 +304,7 @@ class LLM(Inside):
         classifier = self._classifier
         if classifier is None:
             raise RequestError(
-                f"{self.checkpoint_path} has no head that classifies: give a GPT2ForSequenceClassification or "
+                "this model has no head that classifies: give a GPT2ForSequenceClassification or "
                 "GPT2ForTokenClassification, not converted."
             )
         found = []

@@ -56,6 +56,8 @@ def with_revision(model: str, revision: str) -> str:
     """Return the name of a revision of a Hub model. Raise CheckpointError for another model, or a second revision."""
     from tinygpt.weights.hub import parse
 
+    if not isinstance(revision, str) or not revision:
+        raise CheckpointError(f"revision is {revision!r} and must be the name of a commit, branch or tag.")
     is_hub = not (_is_demo(model) or is_random(model)) and _local_path(model) is None
     if not is_hub or parse(model).revision is not None:
         raise CheckpointError(f"revision is {revision!r} and the model is {model}: a Hub model has one revision.")

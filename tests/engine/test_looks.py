@@ -219,6 +219,8 @@ def test_what_is_refused(plain, fields, message):
         ({"at": [1, 1]}, "each once"),
         ({"at": slice(0, 9, 2)}, "without a step"),
         ({"value": "x"}, "value is 'x' and must be a number or an array"),
+        ({"value": None}, "value is None and must be a number or an array"),
+        ({"index": [True, False]}, r"index is \[True, False\] and must be a whole number"),
         ({"index": 1.5}, "index is 1.5 and must be a whole number"),
         ({"function": 3}, "function is 3 and must be a function"),
         ({"keep": 0, "function": np.tanh}, "next to another change"),

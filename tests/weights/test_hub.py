@@ -254,6 +254,9 @@ def test_a_revision_is_one_of_a_hub_model(model):
 
 
 def test_a_revision_is_part_of_the_name():
+    for given in (5, ""):
+        with pytest.raises(CheckpointError, match="must be the name of a commit, branch or tag"):
+            with_revision("gpt2", given)
     assert with_revision("owner/tiny/f32", "v1") == "owner/tiny@v1/f32"
     assert with_revision("https://huggingface.co/gpt2", "v1") == "gpt2@v1"
     name = parse(with_revision("owner/tiny", "a/b"))
