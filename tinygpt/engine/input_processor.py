@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tinygpt.engine.beam_search import Beams, beam_rules
-from tinygpt.engine.guided import Guidance
 from tinygpt.engine.model_source import EngineConfig, load_tokenizer
 from tinygpt.engine.prompts import (
     Fitted,
@@ -43,6 +42,7 @@ logger = logging.getLogger(__name__)
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
 if TYPE_CHECKING:
+    from tinygpt.engine.guided import Guidance
     from tinygpt.engine.looks import Looks
     from tinygpt.points import Points
 
@@ -284,10 +284,12 @@ class InputProcessor:
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
 
-    def _get_guidance(self, field: str) -> Guidance:
+    def _get_guidance(self, field: str) -> "Guidance":
         if self._guidance is None:
             if self._tokenizer is None:
                 raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
+            from tinygpt.engine.guided import Guidance  # sockets and subprocess: rarely needed
+
             self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
         return self._guidance
 
