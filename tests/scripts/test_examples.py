@@ -99,11 +99,12 @@ def test_nanogpt_becomes_a_folder_and_a_gguf(tmp_path):
     assert len({ids for ids, _, _ in lines}) == 1
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["tour.ipynb", "causal_trace.ipynb"])
+def test_notebooks_run(tmp_path, monkeypatch, name):
     nbclient = pytest.importorskip("nbclient", reason="nbclient, of the extra `parity`, is not installed")
     nbformat = pytest.importorskip("nbformat")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    notebook = nbformat.read(EXAMPLES / "tour.ipynb", as_version=4)
+    notebook = nbformat.read(EXAMPLES / name, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells)  # in the repository
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert sum(bool(cell.get("outputs")) for cell in notebook.cells) > 5
+    assert sum(bool(cell.get("outputs")) for cell in notebook.cells) > 3
