@@ -13,7 +13,8 @@ command = [sys.executable, "-m", "tinygpt", "serve", "--model", "demo", "--chat-
 with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12)  # until it has started
     try:
-        for chunk in client.completions.create(model="demo", prompt="The little dog", max_tokens=12, stream=True):
+        stream = client.completions.create(model="demo", prompt="The little dog", max_tokens=12, seed=7, stream=True)
+        for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)
         messages = [{"role": "user", "content": "Once upon a time"}]
         reply = client.chat.completions.create(model="demo", messages=messages, max_tokens=12, temperature=0)
