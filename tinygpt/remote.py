@@ -151,8 +151,10 @@ class RemoteLLM:
         continuations: Prompts,
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
+        edits: Any = (),
     ) -> list[ContinuationScore]:
-        """Return log probabilities of continuations, as LLM.score does."""
+        """Return log probabilities of continuations, as LLM.score does. Edits are refused."""
+        params_to_json(SamplingParams(edits=edits))
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split, "soft_prompt": soft_prompt}
         listed, found = [*map(_sendable, prompt_list(continuations))], []
