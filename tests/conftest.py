@@ -93,6 +93,17 @@ def _toolchain(request):
         need_toolchain()
 
 
+@pytest.fixture
+def device(monkeypatch):
+    """A SimulatedDevice in the place of the GPU."""
+    from support.cuda_device import SimulatedDevice
+    from tinygpt.kernels.cuda.runtime import device as devices
+
+    device = SimulatedDevice()
+    monkeypatch.setattr(devices, "the_device", lambda: device)
+    return device
+
+
 @pytest.fixture(scope="session")
 def small_demo(tmp_path_factory) -> str:
     return str(write_small_demo(tmp_path_factory.mktemp("small-demo")))

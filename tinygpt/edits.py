@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError, RequestError, invalid
+from tinygpt.field_rules import need
 from tinygpt.points import Points
 from tinygpt.weights.files import followed
 
@@ -79,19 +80,14 @@ class Edit:
         return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
 
 
-def _need(is_right: bool) -> None:
-    if not is_right:
-        raise ValueError
-
-
 def _whole(given: Any) -> int:
-    _need(not isinstance(given, bool))  # of a mask
+    need(not isinstance(given, bool))  # of a mask
     return operator.index(given)
 
 
 def _array(given: Any) -> np.ndarray:
     array = np.array(given, np.float32)  # a copy; None is NaN
-    _need(not np.isnan(array).any())
+    need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
 
@@ -100,7 +96,7 @@ def _direction(given: Any) -> np.ndarray | None:
     if given is None:
         return None
     array = _array(given)
-    _need(array.ndim == 1 and array.any())
+    need(array.ndim == 1 and array.any())
     return array
 
 
@@ -108,10 +104,10 @@ def _at(given: Any) -> Any:
     if given is None or (isinstance(given, str) and given == "new"):
         return given
     if isinstance(given, slice):
-        _need(given.step in (None, 1))
+        need(given.step in (None, 1))
         return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
     found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
-    _need(0 < len({*found}) == len(found))
+    need(0 < len({*found}) == len(found))
     return found
 
 

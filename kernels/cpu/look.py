@@ -15,9 +15,7 @@ MINUS_ZERO = np.float32(-0.0)
 # The points at which each kind is seen, and how many layers later: a summand is set aside, then seen and added.
 SEEN_AT = {
     "resid_pre": [(STREAM, 0)],
-    "q": [(HEADS, 0)],
-    "k": [(HEADS, 0)],
-    "v": [(HEADS, 0)],
+    **{kind: [(HEADS, 0)] for kind in "qkv"},
     "z": [(ATTENDED, 0)],
     "attn_out": [(ATTENDED, 0), (MIDDLE, 0)],
     "resid_mid": [(MIDDLE, 0)],

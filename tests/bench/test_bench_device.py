@@ -7,7 +7,6 @@ import pytest
 
 from support.bench_records import LIMITS
 from support.cuda_compile import compile_kernel
-from support.cuda_device import SimulatedDevice
 from support.tiny_checkpoint import write_one_layer
 from tinygpt.bench import sweep
 from tinygpt.bench.work import MachineLimits, measure_limits
@@ -19,13 +18,6 @@ from tinygpt.kernels.cuda.runtime import peak
 KERNELS_OF_A_STEP = 10  # embed; 2 norms, 4 linear layers and attention of a layer; the head and its norm
 KERNELS_OF_A_DECODE_STEP = KERNELS_OF_A_STEP + 2  # one chooses a token, one goes on with it
 CASES = "--prompt-lengths 4 --new-tokens 6 --batch-sizes 2 --repetitions 2"
-
-
-@pytest.fixture
-def device(monkeypatch) -> SimulatedDevice:
-    device = SimulatedDevice()
-    monkeypatch.setattr(devices, "the_device", lambda: device)
-    return device
 
 
 @pytest.fixture(scope="module")

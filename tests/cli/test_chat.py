@@ -1,6 +1,5 @@
 """`tinygpt chat`: lines of a pipe and of a terminal, commands, and what is said of them."""
 
-import io
 import json
 import os
 import select
@@ -20,12 +19,11 @@ FLAGS = ["--max-tokens", "8", "--seed", "7", "--ignore-eos"]
 
 
 @pytest.fixture
-def talk(monkeypatch, capsys, llm):
+def talk(monkeypatch, capsys, llm, give_stdin):
     """Runs the command in this process, with these lines on stdin and `llm` for its model."""
 
     def run(*lines, flags=(), model=llm, command=("chat",)):
-        data = b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        give_stdin(b"".join(line if isinstance(line, bytes) else f"{line}\n".encode() for line in lines))
         monkeypatch.setattr(chat, "load_llm", lambda args, chat_template: (model, 0.25))
         code = cli.main([*command, *FLAGS, *flags])
         out, err = capsys.readouterr()

@@ -68,9 +68,9 @@ def test_surprise_is_for_text(run, flags):
     assert "--color surprise is for text: give --logprobs" in result.err
 
 
-def test_a_chat_is_colored_and_saved_plain(llm, monkeypatch, capsys, tmp_path):
+def test_a_chat_is_colored_and_saved_plain(llm, monkeypatch, capsys, tmp_path, give_stdin):
     def talk(*flags):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(f"Once\n/save {tmp_path}/x\n".encode())))
+        give_stdin(f"Once\n/save {tmp_path}/x\n".encode())
         assert cli.main(["chat", "--seed", "7", "--max-tokens", "24", *flags]) == 0
         saved = json.loads((tmp_path / "x").read_text())
         return capsys.readouterr().out, saved

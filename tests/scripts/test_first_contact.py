@@ -9,7 +9,7 @@ import pytest
 
 from scripts.gpu import first_contact
 from support.cuda_compile import compile_kernel
-from support.cuda_device import SimulatedDevice, on_a_gpu, why_no_gpu
+from support.cuda_device import on_a_gpu, why_no_gpu
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM
 from tinygpt.kernels.cuda.runtime import device as devices
@@ -19,13 +19,6 @@ SMALL = {
     "grant": lambda device: first_contact.grant(device, kib=60),
     "graph": lambda device: first_contact.graph(device, nodes=3, blocks=2, threads=32),
 }
-
-
-@pytest.fixture
-def device(monkeypatch) -> SimulatedDevice:
-    device = SimulatedDevice()
-    monkeypatch.setattr(devices, "the_device", lambda: device)
-    return device
 
 
 @pytest.mark.toolchain

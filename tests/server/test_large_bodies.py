@@ -148,19 +148,17 @@ def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
 MANY_WORDS = " the" * 300
 
 
+OF_PROMPT = {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7}
+ECHOED = {"prompt": MANY_WORDS, "logprobs": 5, "echo": True, "max_tokens": 0, "n": 7}
+OF_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7}),
-        ("/v1/completions", {"prompt": MANY_WORDS, "prompt_logprobs": 5, "max_tokens": 1, "n": 7, "stream": True}),
-        ("/v1/completions", {"prompt": MANY_WORDS, "logprobs": 5, "echo": True, "max_tokens": 0, "n": 7}),
-        (
-            "/v1/completions",
-            {"prompt": MANY_WORDS, "logprobs": 5, "echo": True, "max_tokens": 0, "n": 7, "stream": True},
-        ),
-        ("/v1/completions", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}),
-        ("/generate", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}),
-        ("/generate", {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True, "stream": True}),
+        *(("/v1/completions", body | {"stream": streams}) for body in (OF_PROMPT, ECHOED) for streams in (False, True)),
+        ("/v1/completions", OF_TOKENS),
+        *(("/generate", OF_TOKENS | {"stream": streams}) for streams in (False, True)),
         ("/v1/embeddings", {"input": ["Once", "upon", "a", "time"] * 4}),
         ("/tokenize", {"prompt": MANY_WORDS, "return_token_strs": True}),
         ("/score_continuations", {"prompt": "Once", "continuations": ["a", MANY_WORDS]}),

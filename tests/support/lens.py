@@ -29,45 +29,33 @@ SCORES = ("knock out attention", "scale the pattern")  # of the reference alone
 def changes(width: int) -> dict[str, Change]:
     vector = np.linspace(-1, 2, width, dtype=np.float32)
     rows = np.stack([vector, -vector])
+    steer = _set(np.s_[:, 2:], lambda x, t: x + t(vector))
+    patch = _set(np.s_[0, [1, 3]], lambda x, t: t(rows))
+    no_head, no_neuron = (_set(np.s_[:, :, index], lambda x, t: 0) for index in (0, 7))
+    knock_out = _set(np.s_[:, 0, 3, 1], lambda x, t: -np.inf)
     return {
-        "steer resid_pre": ("blocks.0.hook_resid_pre", _steer(vector), {"value": vector, "at": slice(2, None)}),
-        "steer resid_mid": ("blocks.0.hook_resid_mid", _steer(vector), {"value": vector, "at": [2, 3, 4]}),
-        "steer resid_post": ("blocks.1.hook_resid_post", _steer(vector), {"value": vector, "at": slice(-3, None)}),
-        "ablate a head": ("blocks.0.attn.hook_z", _zero(0), {"keep": 0, "index": 0}),
-        "ablate a neuron": ("blocks.1.mlp.hook_post", _zero(7), {"keep": 0, "index": 7}),
-        "patch": ("blocks.1.hook_resid_pre", _patch(rows), {"keep": 0, "value": rows, "at": [1, 3]}),
+        "steer resid_pre": ("blocks.0.hook_resid_pre", steer, {"value": vector, "at": slice(2, None)}),
+        "steer resid_mid": ("blocks.0.hook_resid_mid", steer, {"value": vector, "at": [2, 3, 4]}),
+        "steer resid_post": ("blocks.1.hook_resid_post", steer, {"value": vector, "at": slice(-3, None)}),
+        "ablate a head": ("blocks.0.attn.hook_z", no_head, {"keep": 0, "index": 0}),
+        "ablate a neuron": ("blocks.1.mlp.hook_post", no_neuron, {"keep": 0, "index": 7}),
+        "patch": ("blocks.1.hook_resid_pre", patch, {"keep": 0, "value": rows, "at": [1, 3]}),
         "scale mlp_out": ("blocks.0.hook_mlp_out", lambda x, t: x * 0.5, {"keep": 0.5}),
         "scale attn_out": ("blocks.1.hook_attn_out", lambda x, t: x * 0.5, {"keep": 0.5}),
         "function of q": ("blocks.0.attn.hook_q", lambda x, t: x.tanh(), {"function": np.tanh}),
         "project out": ("blocks.0.hook_resid_post", _project(vector), {"project_out": vector}),
         "knock out attention": (
             "blocks.0.attn.hook_attn_scores",
-            _knock_out,
+            knock_out,
             {"value": -np.inf, "at": 3, "index": (0, 1)},
         ),
         "scale the pattern": ("blocks.1.attn.hook_pattern", lambda x, t: x * 0.5, {"keep": 0.5}),
     }
 
 
-def _steer(vector):
+def _set(where: Any, new: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def hook(x, t):
-        x[:, 2:] += t(vector)
-        return x
-
-    return hook
-
-
-def _zero(index):
-    def hook(x, t):
-        x[:, :, index] = 0
-        return x
-
-    return hook
-
-
-def _patch(rows):
-    def hook(x, t):
-        x[0, [1, 3]] = t(rows)
+        x[where] = new(x[where], t)
         return x
 
     return hook
@@ -79,11 +67,6 @@ def _project(vector):
         return x - (x @ direction)[..., None] * direction
 
     return hook
-
-
-def _knock_out(x, t):
-    x[:, 0, 3, 1] = -np.inf
-    return x
 
 
 def ask(name: str) -> dict[str, np.ndarray]:

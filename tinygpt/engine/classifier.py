@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError
+from tinygpt.kernels import host
 from tinygpt.outputs import Classification
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.files import read_json_object
@@ -48,8 +49,7 @@ class Classifier:
             return logits
         if self._kind == "multi_label_classification":
             return 0.5 * (1 + np.tanh(0.5 * logits))  # without overflow
-        weights = np.exp(logits - logits.max(1, keepdims=True))  # (T, K)
-        return weights / weights.sum(1, keepdims=True)
+        return host.softmax(logits)  # (T, K)
 
 
 def read_heads(checkpoint: Checkpoint) -> tuple[Classifier | None, str]:

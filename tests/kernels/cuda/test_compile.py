@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 
-from support.cuda_compile import compile_kernel, sm
+from support.cuda_compile import Compiled, compile_kernel, sm
 from support.cuda_device import FLOATS, INTS, sample_arguments
 from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
 from tinygpt.kernels.cuda.launches import DECODE_WARPS
@@ -103,6 +103,14 @@ def test_a_block_has_registers_for_all_its_threads(name, capability):
     assert -(-compiled.registers // 8) * 8 * threads <= 1 << 16  # given in eights
 
 
+def fitting(registers: int, kernel, *arguments) -> Compiled:
+    """Compile a kernel, which spills nothing and has this many registers at most."""
+    compiled = compile_kernel(kernel, *arguments)
+    assert compiled.spilled == compiled.stack == 0
+    assert compiled.registers <= registers
+    return compiled
+
+
 def loads_at_once(ptx: str) -> int:
     """The most loads past the L1 cache, of pairs here, in a row with no store, shuffle or barrier in between."""
     kinds = re.findall(r"\b(ld\.global\.cg|st\.|shfl|bar\.)", ptx)
@@ -149,18 +157,15 @@ def test_linear_layers_stay_in_registers(dtype, epilogue):
     if dtype != "float32":
         cases = [(1, 2), (2, 2), (4, 2), (8, 2), (1, 4 if epilogue == LOGITS else 6)]
     for octets, ahead in cases:
-        compiled = compile_kernel(linear_kernel(dtype, octets, epilogue, ahead), *linear_arguments(dtype, epilogue))
-        assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= (MOST_REGISTERS[octets] if ahead <= 2 else 128)
+        registers, kernel = MOST_REGISTERS[octets] if ahead <= 2 else 128, linear_kernel(dtype, octets, epilogue, ahead)
+        compiled = fitting(registers, kernel, *linear_arguments(dtype, epilogue))
         assert "ld.global.L1::no_allocate.v4" in compiled.ptx
         products = 0 if dtype == "float32" else 4 * ahead * -(-octets // 2)
         assert compiled.ptx.count("mma.sync") == products  # of the steps ahead, once
     if dtype != "float32":
         for columns, registers in ((768, 80), (1600, 128)):
             kernel = normed_linear_kernel(dtype, columns, epilogue)
-            compiled = compile_kernel(kernel, *normed_arguments(dtype, epilogue))
-            assert compiled.spilled == compiled.stack == 0
-            assert compiled.registers <= registers
+            compiled = fitting(registers, kernel, *normed_arguments(dtype, epilogue))
             assert compiled.ptx.count("mma.sync") == 4 * steps_ahead(dtype, 1, columns // 64)
             assert compiled.shared_bytes + fused_shared_bytes(columns // 64) == fused_block_bytes(columns)
             assert loads_at_once(compiled.ptx) >= columns // 64
@@ -168,13 +173,9 @@ def test_linear_layers_stay_in_registers(dtype, epilogue):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm_and_embedding_compile(dtype):
-    compiled = compile_kernel(embed_kernel(dtype), *embed_arguments(dtype))
-    assert compiled.spilled == compiled.stack == 0
-    assert compiled.registers <= 40
+    fitting(40, embed_kernel(dtype), *embed_arguments(dtype))
     for columns, registers in ((768, 128), (1600, 255)):
-        compiled = compile_kernel(layer_norm_kernel(dtype, columns), *norm_arguments(dtype))
-        assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= registers
+        compiled = fitting(registers, layer_norm_kernel(dtype, columns), *norm_arguments(dtype))
         # Of the weight and the bias, which need not wait for the kernel before; then of the row.
         assert loads_at_once(compiled.ptx.split("griddepcontrol.wait", 1)[0]) >= 2 * (columns // 64)
         assert loads_at_once(compiled.ptx.split("griddepcontrol.wait", 1)[1]) >= columns // 64
@@ -190,9 +191,7 @@ TILES_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
     ("tile", "epilogue"), [*((tile, QKV) for tile in TILES), (MIDDLE, ADD), (LARGEST, "gelu_tanh")]
 )
 def test_tiles_stay_in_registers(dtype, tile, epilogue):
-    compiled = compile_kernel(gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue))
-    assert compiled.spilled == compiled.stack == 0
-    assert compiled.registers <= TILES_REGISTERS[tile]
+    compiled = fitting(TILES_REGISTERS[tile], gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue))
     assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
     assert "cp.async.cg.shared.global" in compiled.ptx
 
@@ -215,10 +214,8 @@ TILE_REGISTERS = {("float32", 64): 128, ("float32", 128): 128, ("bfloat16", 64):
 def test_attention_stays_in_registers(size, dtype):
     kernels = {"decode": attend_decode_kernel, "prefill": attend_prefill_kernel}
     for name, kernel_of in kernels.items():
-        compiled = compile_kernel(kernel_of(size, dtype), *attention_arguments(name, dtype))
         limit = TILE_REGISTERS[dtype, size] if name == "prefill" else 112
-        assert compiled.spilled == compiled.stack == 0
-        assert compiled.registers <= limit
+        compiled = fitting(limit, kernel_of(size, dtype), *attention_arguments(name, dtype))
         assert "ld.global.v4" in compiled.ptx
         assert "ld.global.nc" not in compiled.ptx  # it may see values from before the wait
         # 16 a block of dims for keys and 16 for values; decode loops over more than two of the latter.

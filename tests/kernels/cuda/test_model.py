@@ -5,19 +5,17 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.cuda_device import SimulatedDevice
 from support.kernel_tools import same_bits
 from tinygpt.edits import Edit, PlacedEdit
 from tinygpt.engine.looks import Looks, given, trace
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.step import Parts
 from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.host import from_bfloat16
 from tinygpt.weights.config import ModelConfig
 
-pytestmark = pytest.mark.usefixtures("compute_capability")
+pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 
 V, T, SLOTS = 29, 140, 4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
@@ -57,13 +55,6 @@ class Model:
 
     def forward(self, *batch) -> np.ndarray:
         return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch) -> SimulatedDevice:
-    device = SimulatedDevice()
-    monkeypatch.setattr(devices, "the_device", lambda: device)
-    return device
 
 
 def cuda_model(checkpoint: Random, dtype: str = "float32") -> Model:
