@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from support.cuda_device import SimulatedDevice
 from support.golden_models import GOLDEN_MODELS, SMALL, golden_ids, write_golden
 from support.oracles import TOLERANCE, beam_groups_of, beams_of, greedy_of, logits_of, top_logprobs_of
 from tinygpt import LLM, SamplingParams
-from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.weights.config import ACTIVATIONS
 
 PROMPT, NEW = 6, 30
@@ -96,10 +94,9 @@ WIDE = ("head-size-1", "head-size-7", "head-size-64", "odd-width")
 
 @pytest.mark.toolchain
 @pytest.mark.parametrize("name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED)])
-def test_logits_and_greedy_tokens_on_a_simulated_gpu(name, monkeypatch, tmp_path):
-    device, prompt = SimulatedDevice(), golden_ids(5)
+def test_logits_and_greedy_tokens_on_a_simulated_gpu(name, device, tmp_path):
+    prompt = golden_ids(5)
     fields = {"n_layer": 1} if name in WIDE else NARROW | {"n_layer": 2} if name == "scores-by-layer" else NARROW
-    monkeypatch.setattr(devices, "the_device", lambda: device)
     folder = write_golden(tmp_path, name, **fields)
     with LLM(str(folder), device="cuda", max_num_seqs=1, max_num_batched_tokens=8) as llm:
         expected = logits_of(name, prompt, **fields)  # (T, V)

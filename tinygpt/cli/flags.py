@@ -149,8 +149,8 @@ def add_chat_template(add: Callable[..., Any]) -> None:
 def add_color(add: Callable[..., Any]) -> None:
     """As `add_chat_template`."""
     about = (
-        "colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens by how "
-        "much they surprised the model, in a pipe, too (default: auto)"
+        "colors of messages: always, never, or auto, on a terminal without $NO_COLOR; surprise: auto, and tokens by "
+        "how much they surprised the model, in a pipe, too (default: auto)"
     )
     add("--color", choices=("auto", "always", "never", "surprise"), default="auto", help=about)
 
