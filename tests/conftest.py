@@ -94,8 +94,10 @@ def _toolchain(request):
 
 
 @pytest.fixture
-def device(monkeypatch):
-    """A SimulatedDevice in the place of the GPU."""
+def device(monkeypatch, request):
+    """A SimulatedDevice in the place of the GPU, but for tests that run on one."""
+    if request.node.get_closest_marker("gpu"):
+        return None
     from support.cuda_device import SimulatedDevice
     from tinygpt.kernels.cuda.runtime import device as devices
 

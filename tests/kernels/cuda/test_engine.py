@@ -14,20 +14,10 @@ from tinygpt.errors import RequestError
 from tinygpt.kernels.cuda.runtime import device as devices
 from tinygpt.kernels.cuda.runtime.jit import DeviceError
 
-pytestmark = pytest.mark.usefixtures("compute_capability")
+pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 
 POSITIONS = 40
 PROMPTS = [[3, 4, 5, 3], [3, 4, 5, 9, 9, 1]]
-
-
-@pytest.fixture(autouse=True)
-def device(monkeypatch, request) -> SimulatedDevice | None:
-    """The device of every test without a GPU."""
-    if request.node.get_closest_marker("gpu"):
-        return None
-    device = SimulatedDevice()
-    monkeypatch.setattr(devices, "the_device", lambda: device)
-    return device
 
 
 @pytest.fixture(scope="module")
