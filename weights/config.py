@@ -26,8 +26,8 @@ ACTIVATIONS = {
 
 def dtype_name(value: Any) -> str:
     """Return our name of a dtype that is named as in another program, or is torch's own."""
-    name = str(value).strip().lower().removeprefix("torch.")
-    return DTYPE_ALIASES.get(name, name)
+    name = str(value).strip().removeprefix("torch.")
+    return DTYPE_ALIASES.get(name.lower(), name)
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _keep_within_sigmas(scores, top_n_sigma):
 
 def _exclude_top(scores, threshold):
     order = np.argsort(-scores, kind="stable")  # most probable first
-    count = np.sum(_probabilities(scores) >= threshold)
+    count = np.sum((_probabilities(scores) >= threshold) & (scores > -np.inf))
     kept = np.ones(len(scores), bool)
     kept[order[: max(count - 1, 0)]] = False
     return _keep(scores, kept)

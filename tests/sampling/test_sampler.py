@@ -195,6 +195,12 @@ def test_top_p_decays_and_is_reset():
     assert [*used, sequence.sampling_state.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
 
 
+def test_xtc_leaves_the_only_token_that_other_rules_allow():
+    fields = {"xtc_probability": 1.0, "xtc_threshold": 0.0, "allowed_token_ids": [2], "logprobs": 0, "temperature": 1.0}
+    token = sample_one(cpu, sequence_of(**fields, logprobs_mode="processed"), logits_of(1))
+    assert (token.token_id, token.logprob) == (2, 0.0)
+
+
 def fail(prompt_token_ids, new_token_ids, scores):
     raise KeyError("lost")
 

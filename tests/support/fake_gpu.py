@@ -24,8 +24,10 @@ MAX_BLOCKS = 1 << 12
 
 def why_not() -> str:
     """Return what is missing to compile the driver, or nothing."""
-    from cuda.pathfinder import find_nvidia_header_directory
-
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+    except ImportError:
+        return "the extra cuda"
     missing = {"gcc": shutil.which("gcc"), "cuda.h": find_nvidia_header_directory("cudart")}
     return ", ".join(name for name, found in missing.items() if not found)
 
