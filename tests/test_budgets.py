@@ -11,11 +11,11 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "lines of Python": 33_650,
-    "modules": 203,
+    "lines of Python": 37_400,
+    "modules": 230,
     "modules under 60 lines": 1,
-    "lines of tests": 33_000,
-    "lines of READMEs": 1_100,
+    "lines of tests": 37_100,
+    "lines of READMEs": 1_240,
     "words of prose for 100 lines of code": 150,
     "modules that `generate` imports": 120,
 }
@@ -60,7 +60,9 @@ def test_budgets():
     found = {
         "lines of Python": sum(lines.values()),
         "modules": len(texts),
-        "modules under 60 lines": sum(n < 60 and "__" not in file.name for file, n in lines.items()),
+        "modules under 60 lines": sum(
+            n < 60 and "__" not in file.name and file.parent.name != "examples" for file, n in lines.items()
+        ),
         "lines of tests": sum(file.read_text(encoding="utf-8").count("\n") for file in python_files("tests")),
         "lines of READMEs": sum(file.read_text(encoding="utf-8").count("\n") for file in readmes),
         "words of prose for 100 lines of code": 100 * words // code,
