@@ -9,6 +9,7 @@ import pytest
 from support.serving import served
 from tinygpt import LLM, ControlVector, Edit, SamplingParams
 from tinygpt.chat import PlainTemplate
+from tinygpt.show import lens
 
 CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
 ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}
@@ -165,3 +166,16 @@ def test_without_look_a_request_is_told_so(closed, field):
     assert (reply.status, reply.error["param"]) == (400, field)
     assert reply.error["message"] == f"{field} needs a server that was started with --look."
     assert "start it with --control-vector" in closed.complete(**ASKED, steer={"happy": 1}).error["message"]
+
+
+def test_the_lens_is_the_librarys(server, llm, closed):
+    ids = llm.tokenizer.encode("the king")
+    found = server.ask("/lens", {"prompt": "the king"}).json
+    table = lens(llm, ids, top=1)
+    assert [each["token"] for each in found["layers"]] == [texts[-1][0] for texts in table.texts]
+    assert np.exp([each["logprob"] for each in found["layers"]]) == pytest.approx(table.probs[:, -1, 0])
+    assert np.array(found["attention"]) == pytest.approx(llm.attentions(ids)[:, :, -1], abs=1e-4)
+    assert "max_capture_bytes" in server.ask("/lens", {"prompt": "the king " * 100}).error["message"]
+    assert closed.ask("/lens", {"prompt": "a"}).error["message"] == "/lens needs a server that was started with --look."
+    cards = [each.ask("/v1/models").json["data"][0] for each in (server, closed)]
+    assert [card["look"] for card in cards] == [True, False]

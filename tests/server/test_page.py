@@ -441,3 +441,55 @@ def test_the_policy_allows_what_stands_in_the_page_alone(server, visit):
     assert visitor.page.title() == "tinygpt"
     assert any("Content Security Policy" in complaint for complaint in visitor.complaints)
     visitor.complaints.clear()
+
+
+def test_a_look_inside_shows_layers_and_what_a_head_attends_to(llm, visit):
+    with served(llm, look=True) as server:
+        visitor = visit(server)
+        visitor.click(5)
+        button, rows, arcs = (visitor.page.locator(each) for each in ("#look", "#inside > div", "#arcs path"))
+        best, share = (visitor.options.first.locator(each).inner_text() for each in (".word", ".share"))
+        button.click()
+        expect(rows).to_have_count(llm.config.n_layer)
+        last = rows.last.locator(".word, .share").all_inner_texts()
+        maps = llm.attentions(ids_of(llm, TEXT)[:5])[:, :, -1]  # (L, H, T)
+        for layer, head in ((0, 0), (llm.config.n_layer - 1, llm.config.n_head - 1)):
+            rows.nth(layer).locator("button").nth(head).hover()
+            found = arcs.evaluate_all("all => all.map(each => Number(each.getAttribute('opacity')))")
+            weights = maps[layer, head]
+            assert found == pytest.approx(weights[weights >= 0.01].tolist(), abs=1e-4)
+            i = 1 + int(weights[1:].argmax())
+            label = rows.nth(layer).locator("button").nth(head).get_attribute("aria-label")
+            assert label.startswith(f"layer {layer}, head {head}: ")
+            assert label.endswith(f" % to {llm.tokenizer.decode([ids_of(llm, TEXT)[i]]).strip()}")
+        begins, ends = (
+            [(box := visitor.tokens.nth(k).bounding_box())["x"] + box["width"] / 2, box["y"]] for k in (4, 0)
+        )
+        page = visitor.page.locator("#page").bounding_box()
+        numbers = [float(each) for each in re.findall(r"[\d.]+", arcs.first.get_attribute("d"))]
+        expected = [begins[0] - page["x"], begins[1] - page["y"], ends[0] - page["x"], ends[1] - page["y"]]
+        assert [*numbers[:2], *numbers[-2:]] == pytest.approx(expected, abs=1)
+        popup, trace = (visitor.page.locator(each).bounding_box() for each in ("#candidates", "#trace"))
+        assert last == [best, share]
+        assert popup["y"] + popup["height"] <= trace["y"] or popup["x"] >= trace["x"] + trace["width"]
+        visitor.page.keyboard.press("Escape")
+        expect(arcs).to_have_count(0)
+        visitor.click(0)  # nothing is before it
+        expect(button).to_be_hidden()
+
+
+def test_a_look_behind_the_models_own_beginning(llm, visit):
+    with served(llm, look=True) as server:
+        visitor = visit(server, "", max_tokens=3)
+        visitor.write()
+        visitor.click(0)  # BOS is before it
+        visitor.page.locator("#look").click()
+        expect(visitor.page.locator("#inside > div")).to_have_count(llm.config.n_layer)
+        expect(visitor.page.locator("#arcs path")).to_have_count(0)
+
+
+def test_without_look_the_server_is_not_asked_for_it(server, visit):
+    visitor = visit(server)
+    visitor.click(3)
+    expect(visitor.options.first).to_be_visible()
+    expect(visitor.page.locator("#look")).to_be_hidden()

@@ -21,6 +21,7 @@ COMPUTING = (
     "/v1/embeddings",
     "/v1/score",
     "/classify",
+    "/lens",
     "/score_continuations",
 )
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"

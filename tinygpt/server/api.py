@@ -35,7 +35,7 @@ from tinygpt.server.completions import (
     scoring_request,
     with_suffix,
 )
-from tinygpt.server.looks import check_size, digest, look_params
+from tinygpt.server.looks import check_size, digest, lens_to_json, look_params
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, json_reply, whole
 from tinygpt.server.responses import Responses
@@ -373,6 +373,13 @@ class Api:
         data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
         head = {"id": f"classify-{secrets.token_hex(16)}", "created": int(time.time())}
         return await json_large(head | self._list(form, data, count))
+
+    async def lens(self, form: protocol.LensRequest, request: Request) -> Response:
+        """Return what each layer would say after a prompt, and how much its last token attends to each."""
+        if not self.config.look:
+            raise ApiError(400, "/lens needs a server that was started with --look.")
+        [prompt], _ = await self._inputs(form.prompt, form, request, "prompt")
+        return await json_large(*await self._in_turn([partial(lens_to_json, self.llm, prompt, self.names)]))
 
     async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
         """Return a vector for each text."""

@@ -59,6 +59,7 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
         ("/v1/embeddings", api.embeddings),
         ("/v1/score", api.score),
         ("/classify", api.classify),
+        ("/lens", api.lens),
         ("/score_continuations", api.score_continuations),
         ("/tokenize", facts.tokenize),
         ("/detokenize", facts.detokenize),

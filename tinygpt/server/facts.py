@@ -64,6 +64,7 @@ class Facts:
 
     def _card(self, name: str) -> dict[str, Any]:
         sizes = {"max_model_len": self._llm.max_model_len, "max_logprobs": self._config.max_logprobs}
+        sizes["look"] = self._config.look
         card = {"id": name, "object": "model", "created": self._api.started, "owned_by": "tinygpt"}
         parent = self._api.model_name if name in self._api.llm.lora_modules else None
         return card | {"root": self._api.model_name, "parent": parent} | sizes

@@ -9,10 +9,11 @@ import numpy as np
 from tinygpt.edits import Edit, salt_of
 from tinygpt.engine.prompts import Prompt
 from tinygpt.errors import RequestError
+from tinygpt.kernels import host
 from tinygpt.llm import LLM
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.server.protocol import Array, LookFields
-from tinygpt.server.replies import ApiError
+from tinygpt.server.replies import ApiError, TokenNames
 
 FIELDS = ("capture", "edits", "extra_args")
 
@@ -38,6 +39,19 @@ def check_size(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> None:
     longest = max(len(prompt.token_ids) for prompt in prompts)
     count = len(prompts) * (params.best_of or params.n)
     llm._inputs.looks(params.capture, (), longest, longest + params.max_tokens - 1, count)
+
+
+def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
+    """Return each layer's best token, by the logit lens, and (L, H, T) of the last token's attention."""
+    _, cache = llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
+    layers = range(llm.config.n_layer)
+    logprobs = host.log_softmax(llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers])))  # (L, V)
+    best = [
+        {"token": names.name(i), "logprob": row[i].item()}
+        for i, row in zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
+    ]
+    attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
+    return {"layers": best, "attention": attention.astype(np.float64).round(4).tolist()}
 
 
 def digest(edits: Any) -> str | None:

@@ -356,6 +356,11 @@ class ClassifyRequest(Form):
     add_special_tokens: bool | None = None
 
 
+class LensRequest(Form):
+    prompt: Text | TokenIds
+    add_special_tokens: bool | None = None
+
+
 class EmbeddingRequest(ClassifyRequest):
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None
@@ -377,7 +382,7 @@ class ContinuationsRequest(Form):
     soft_prompt: Text | None = None
 
 
-NOT_GENERATING = ClassifyRequest, ScoreRequest, ContinuationsRequest
+NOT_GENERATING = ClassifyRequest, LensRequest, ScoreRequest, ContinuationsRequest
 
 
 class TokenizeRequest(Form):
