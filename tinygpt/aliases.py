@@ -71,18 +71,21 @@ log_disable cont_batching -cb simple_io use_cpu time""",
 model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path pad_token_id""",
 )
 WITHOUT_VALUE, WITH_VALUE = ({*names.split()} for names in IGNORED)
+IGNORED_FIELDS = {"pad_token_id", "use_cache"}  # of a server's requests
 
 logger = logging.getLogger(__name__)
 
 
-def renamed(given: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return keywords under our `names`, without those that change nothing; unknown ones stay.
+def renamed(
+    given: Mapping[str, Any], names: Collection[str], ignored: Collection[str] = WITHOUT_VALUE | WITH_VALUE
+) -> dict[str, Any]:
+    """Return keywords under our `names`, without `ignored` ones; unknown ones stay.
 
     Raise RequestError if two name one thing.
     """
     found, spelled = {}, {}
     for name, value in given.items():
-        if name not in names and (name in WITHOUT_VALUE or name in WITH_VALUE):
+        if name not in names and name in ignored:
             logger.info("nothing here depends on %s", name)
             continue
         ours = OURS[name] if name not in names and OURS.get(name) in names else name

@@ -7,7 +7,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from tinygpt.errors import CheckpointError, RequestError, how_to_install, invalid
 from tinygpt.tokenizer.added_tokens import content_of
@@ -22,6 +22,7 @@ PLAIN = "plain"  # the name of PlainTemplate
 MAX_CHARACTERS = 1_000_000  # of a prompt: the search for special tokens holds the GIL for up to a second
 MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special tokens
 Template = Union["ChatTemplate", "PlainTemplate"]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class PlainTemplate:
@@ -179,8 +180,10 @@ def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
         several = [given] if isinstance(given[0], Mapping) else [[*each] for each in given]
         if all(each and all(map(_is_message, each)) for each in several):
             return several
-    raise invalid("messages", messages, 'a list of {"role": ..., "content": ...}, both texts')
+    raise invalid("messages", messages, f'a list of {{"role": ..., "content": text}}, with the roles {get_args(Role)}')
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and all(isinstance(message.get(name), str) for name in ("role", "content"))
+    if not isinstance(message, Mapping) or message.get("role") not in get_args(Role):
+        return False
+    return isinstance(message.get("content"), str)

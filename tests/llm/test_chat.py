@@ -54,9 +54,12 @@ def test_a_file_of_ones_own(small_demo, tmp_path):
         assert ids == llm.tokenizer.encode("Tim: Once upon a time!")
 
 
-@pytest.mark.parametrize("messages", ["Once", [], [[]], [{"role": "user"}], [USER, "a"], [{**USER, "content": 5}], 5])
+WRONG = ["Once", [], [[]], [{"role": "user"}], [USER, "a"], [{**USER, "content": 5}], 5]
+
+
+@pytest.mark.parametrize("messages", [*WRONG, [{**USER, "role": "<|endoftext|>"}]])
 def test_messages_are_checked(llm, messages):
-    with pytest.raises(RequestError, match=r'messages is .* must be a list of \{"role": ..., "content": ...\}'):
+    with pytest.raises(RequestError, match=r'messages is .* must be a list of \{"role": ..., "content": text\}'):
         llm.chat(messages)
 
 

@@ -122,6 +122,7 @@ def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(mon
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "time": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({**ASKED, "top_logprobs": 2}, "top_logprobs"),
         ({**ASKED, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

@@ -16,6 +16,8 @@ BODIES = {
     "unknown field": (b'{"foo": 1}', "foo"),
     "unknown field inside": (b'{"stream_options": {"x": 1}}', "stream_options"),
     "two names of one thing": (b'{"n_predict": 3, "max_tokens": 3}', "n_predict"),
+    "two other names of one thing": (b'{"n_predict": 3, "max_new_tokens": 3}', "n_predict"),
+    "a setting of another program": (b'{"compile": true}', "compile"),
     "an unknown field with a long name": (b'{"' + b"a" * 5000 + b'": 1}', "a" * 100 + "..."),
     "a wrong type inside": (b'{"stream_options": {"include_usage": 1}}', "stream_options"),
     "no object of any kind": (b'{"response_format": 5}', "response_format"),
@@ -86,6 +88,11 @@ def test_a_bad_body_is_refused_with_its_field(server, llm, name):
 def test_a_misspelled_field_or_path_gets_a_suggestion(server):
     assert "did you mean temperature?" in server.complete(prompt="a", tempreature=1).error["message"]
     assert "did you mean /v1/completions?" in server.ask("/v1/completion").error["message"]
+
+
+def test_two_names_of_one_thing_are_told(server):
+    error = server.complete(prompt="a", n_predict=3, max_tokens=3).error
+    assert error["message"] == "n_predict and max_tokens name one thing: give one of them."
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/score_continuations"])

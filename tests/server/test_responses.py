@@ -55,6 +55,13 @@ def test_a_text_is_answered(respond, expected):
     }
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens", "n_predict"])
+def test_other_names_of_max_output_tokens(llm, name):
+    with served(llm, chat_template=PlainTemplate()) as server:
+        reply = server.ask("/v1/responses", {"input": "Once", name: 3}).json
+    assert (reply["max_output_tokens"], reply["usage"]["output_tokens"]) == (3, 3)
+
+
 def test_messages_follow_the_instructions(respond, expected):
     """A message of an earlier response goes in as it came out."""
     [earlier] = respond().json["output"]
@@ -101,6 +108,8 @@ def test_a_text_that_ends_by_itself_is_completed(respond):
         ({"tools": [{}]}, "tools"),
         ({"logprobs": 1}, "logprobs"),
         ({"n": 2}, "n"),
+        ({"max_tokens": 3}, "max_tokens"),  # next to max_output_tokens
+        ({"n_predict": 3}, "n_predict"),
     ],
 )
 def test_what_is_not_possible(respond, body, param):

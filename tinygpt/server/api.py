@@ -164,7 +164,7 @@ class Api:
     async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
         prompts = await self._conversation(form.messages(), form, request)
-        max_tokens = self._max_tokens(form, prompts, form.max_output_tokens, self.llm.max_model_len)
+        max_tokens = self._max_tokens(form, prompts, form.max_tokens, self.llm.max_model_len)
         params = await self._params(form, request, max_tokens=max_tokens)
         head = self._head("resp_", "response", form)
         return await self._answer(Responses(head, form, prompts, params, self.names), request)

@@ -11,11 +11,12 @@ from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import TypeAliasType
 
+from tinygpt.aliases import IGNORED_FIELDS, renamed
+from tinygpt.chat import Role
 from tinygpt.errors import RequestError
-from tinygpt.field_rules import own_names
 from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.wire import UNSENDABLE
 
@@ -73,12 +74,10 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
-        """Read other programs' names, and drop all unknown fields but one: 300 000 errors would take seconds."""
+        """Drop all unknown fields but one: 300 000 errors would take seconds."""
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
         names = cls.fields_by_name()
-        with suppress(RequestError):  # of two names for one thing, the other program's is unknown
-            given = own_names(given, names)
         if len(given) <= len(names):
             return given
         unknown = next(name for name in given if name not in names)
@@ -98,6 +97,15 @@ class Form(Strict):
 
     model: ModelName | None = None
     split_special_tokens: bool | None = None
+
+    @model_validator(mode="before")  # the last one runs first
+    @classmethod
+    def _own_names(cls, given: Any) -> Any:
+        if isinstance(given, dict):
+            names = {name for name, field in cls.model_fields.items() if field.alias not in given}
+            with suppress(RequestError):  # of two names for one thing, the other program's is unknown
+                return renamed(given, names | cls.fields_by_name().keys(), IGNORED_FIELDS)
+        return given
 
 
 class StreamOptions(Strict):
@@ -280,7 +288,7 @@ class TextPart(Strict):
 
 
 class ChatMessage(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Role
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
 
@@ -331,14 +339,15 @@ class ResponsesRequest(SamplingFields):
 
     input: Text | Annotated[list[ResponseMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_tokens: Positive | None = Field(
+        None, alias="max_output_tokens", validation_alias=AliasChoices("max_output_tokens", "max_tokens")
+    )
     metadata: dict[str, str] | None = None
     store: bool | None = None
     n: None = None
     logprobs: None = None
     prompt_logprobs: None = None
     return_token_ids: None = None
-    max_tokens: None = None
 
     def messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]

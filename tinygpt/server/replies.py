@@ -14,6 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from tinygpt.aliases import OURS
 from tinygpt.errors import NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.server.protocol import Strict
@@ -209,7 +210,11 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
     param, name = path[0], ".".join(path)
     if first["type"] != "extra_forbidden":
         return ApiError(400, f"{name}: {first['msg']}", param)
-    known = form.fields_by_name() if form and len(path) == 1 else ()
+    known = form.fields_by_name() if form and len(path) == 1 else {}
+    ours = OURS.get(param, param)
+    if known and ours in form.model_fields:
+        ours = form.model_fields[ours].alias or ours
+        return ApiError(400, f"{name} and {ours} name one thing: give one of them.", param)
     return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)
 
 

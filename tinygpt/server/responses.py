@@ -58,7 +58,7 @@ class Responses(Job):
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": form.instructions,
-            "max_output_tokens": form.max_output_tokens,
+            "max_output_tokens": form.max_tokens,
             "metadata": form.metadata or {},
             "model": self.head["model"],
             "output": items,
