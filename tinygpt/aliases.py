@@ -71,14 +71,11 @@ log_disable cont_batching -cb simple_io use_cpu time""",
 model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path pad_token_id""",
 )
 WITHOUT_VALUE, WITH_VALUE = ({*names.split()} for names in IGNORED)
-IGNORED_FIELDS = {"pad_token_id", "use_cache"}  # of a server's requests
 
 logger = logging.getLogger(__name__)
 
 
-def renamed(
-    given: Mapping[str, Any], names: Collection[str], ignored: Collection[str] = WITHOUT_VALUE | WITH_VALUE
-) -> dict[str, Any]:
+def renamed(given: Mapping[str, Any], names: Collection[str], ignored=WITHOUT_VALUE | WITH_VALUE) -> dict[str, Any]:
     """Return keywords under our `names`, without `ignored` ones; unknown ones stay.
 
     Raise RequestError if two name one thing.
@@ -110,7 +107,9 @@ def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] 
         words = REWRITTEN[name](value if equals else rest.pop(0))
         return words if all(each.partition("=")[0] in flags for each in words) else None
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
-    if key in WITH_VALUE and not equals and rest and re.match(r"-?\d|[^-]", rest[0]):
+    is_switch = key in ("flash_attn", "-fa", "compile")  # their values may be missing
+    value_is = r"(?i)(on|off|auto|true|false|-?\d+)$" if is_switch else r"-?\d|[^-]"
+    if key in WITH_VALUE and not equals and rest and re.match(value_is, rest[0]):
         del rest[0]
     if key in WITHOUT_VALUE or key in WITH_VALUE:
         return []

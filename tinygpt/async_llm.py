@@ -49,8 +49,8 @@ class AsyncLLM:
     async def _submit(self, prompt: Any, params: SamplingParams | None, fields: dict[str, Any]) -> Future:
         fields = own_names(fields, SAMPLING_FIELDS)
         submit = partial(self.llm.submit, prompt, params, **fields)
-        is_guided = getattr(fields.get("sampling_params", params), "guidance", None) is not None
-        if not is_guided and not fields.keys() & GUIDED_FIELDS:
+        slow, given = {*GUIDED_FIELDS, "dry_multiplier"}, fields.get("sampling_params", params)
+        if not fields.keys() & slow and not any(getattr(given, name, None) for name in slow):
             return submit()
         submitting = asyncio.get_running_loop().run_in_executor(None, submit)  # a grammar can take seconds
         try:

@@ -23,6 +23,7 @@ MAX_CHARACTERS = 1_000_000  # of a prompt: the search for special tokens holds t
 MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special tokens
 Template = Union["ChatTemplate", "PlainTemplate"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ROLES = get_args(Role)
 
 
 class PlainTemplate:
@@ -180,10 +181,8 @@ def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
         several = [given] if isinstance(given[0], Mapping) else [[*each] for each in given]
         if all(each and all(map(_is_message, each)) for each in several):
             return several
-    raise invalid("messages", messages, f'a list of {{"role": ..., "content": text}}, with the roles {get_args(Role)}')
+    raise invalid("messages", messages, f'a list of {{"role": ..., "content": text}}, with the roles {ROLES}')
 
 
 def _is_message(message: Any) -> bool:
-    if not isinstance(message, Mapping) or message.get("role") not in get_args(Role):
-        return False
-    return isinstance(message.get("content"), str)
+    return isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)

@@ -112,11 +112,12 @@ class Inside:
         if len(clean_ids) != len(ids):
             reason = f"has {len(ids)} tokens and the clean prompt {len(clean_ids)}: their positions are compared."
             raise RequestError(reason, "corrupted")
+        score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
+        first, _ = score(edits), score(Edit(kind, keep=0))  # refused before any work
         _, (found,) = self._look("activations", [clean_ids], kind, ())
         runs = [Edit(name, keep=0, value=found[name][at], at=at) for name in found for at in range(len(ids))]
-        score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
         requests = [score((*edits, run))[0] for run in runs]
-        for several in (score(edits), requests):  # the first leaves its keys and values to the others
+        for several in (first, requests):  # the first leaves its keys and values to the others
             for _ in self._run(several):
                 pass
         found_at = [sum(each.sequences[0].prompt_logprobs.logprobs) for each in requests]

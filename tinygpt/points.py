@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import RequestError, suggest
+from tinygpt.errors import RequestError, invalid, suggest
 
 # Kinds in the order of a step, and their names.
 BEFORE = {"embed": "hook_embed", "pos_embed": "hook_pos_embed"}
@@ -74,7 +74,9 @@ class Points:
         if callable(given):
             return [name for name in self.places if given(name)]
         found = set()
-        for pattern in [given] if isinstance(given, str) else given:
+        for pattern in [given] if isinstance(given, str) or not isinstance(given, Iterable) else given:
+            if not isinstance(pattern, str):
+                raise invalid(field, given, "None, a name, a list of names or a function of a name")
             if pattern in self.places:  # a hundred times as fast
                 found.add(pattern)
                 continue

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tinygpt.engine.prompts import PromptType
-from tinygpt.errors import RequestError
+from tinygpt.errors import RequestError, invalid
 from tinygpt.kernels import host
 from tinygpt.outputs import bits
 from tinygpt.surprise import color
@@ -109,7 +109,10 @@ def lens(llm: Any, prompt: PromptType, names: Any = "resid_post", top: int = 3, 
 
 def attention(llm: Any, prompt: PromptType, layer: int, edits: Any = ()) -> Attention:
     """Return the attention patterns of a layer. edits: as for `LLM.run_with_cache`."""
-    layer = range(llm.config.n_layer)[layer]
+    layers = range(llm.config.n_layer)
+    if layer not in range(-len(layers), len(layers)):
+        raise invalid("layer", layer, f"from {-len(layers)} to {layers[-1]}")
+    layer = layers[layer]
     ids = llm.read_prompt(prompt).token_ids
     _, cache = llm.run_with_cache([ids], f"blocks.{layer}.attn.hook_pattern", edits)
     return Attention(_decoded(llm, ids), cache["pattern", layer][0])

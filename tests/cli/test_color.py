@@ -119,3 +119,9 @@ def test_commands_color_errors_by_themselves(monkeypatch):
     for command in (["info", "/absent"], ["generate", "Once", "-m", "/absent"]):
         assert cli.main(command) == 2
     assert terminal.getvalue().count("\x1b[31mtinygpt: error: ") == 2
+
+
+def test_colors_are_of_log_probabilities_of_the_model(run):
+    result = run([*ARGUMENTS, "--color", "surprise", "--logprobs-mode", "processed"])
+    assert (result.code, result.out) == (2, "")
+    assert "--logprobs-mode is 'processed' and must be raw with --color surprise" in result.err

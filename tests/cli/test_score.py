@@ -91,9 +91,10 @@ def test_lines_that_are_no_texts(score, tmp_path, line, says):
         (["a", "--input", "x"], "both a TEXT and --input were given"),
         ([""], "a continuation is empty"),
         (["word " * 600], "together"),
+        (["-", "a", "-"], "- was given several times"),
         (["--input", "/no/where"], "--input /no/where cannot be read"),
     ],
-    ids=["both", "empty", "long", "no file"],
+    ids=["both", "empty", "long", "stdin twice", "no file"],
 )
 def test_what_cannot_be_scored(score, arguments, says):
     result = score(*arguments)

@@ -71,6 +71,14 @@ def test_a_file_has_values_of_every_kind(config):
     assert serve.allowed_hosts == ["a", "b"]
 
 
+def test_a_file_in_yaml_needs_no_tomli(call, config, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    result = call("generate", "--config", config("model: m"))
+    assert result.code == 2
+    assert "config.yaml cannot be read: import of yaml" in result.err
+    assert "tomli" not in result.err
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
 def test_a_file_may_be_toml(config):
     args = cli.parse(["generate", "--config", config('model = "m"\nstop = ["a"]\ntop-k = 3', "c.toml")])
@@ -130,6 +138,9 @@ def test_a_flag_that_changes_nothing_takes_its_value_and_no_more():
     for words in (["-fa", "on", "-n", "3"], ["-fa", "-n", "3"], ["-fa=on", "--mlock", "-n", "3"]):
         args = cli.parse(["generate", "x", *words])
         assert (args.prompt, args.max_tokens, args.ignored[0]) == (["x"], 3, "-fa")
+    for flag in ("-fa", "--flash-attn", "--compile"):
+        assert cli.parse(["generate", flag, "Once"]).prompt == ["Once"]
+        assert cli.parse(["generate", flag, "False", "Once"]).prompt == ["Once"]
 
 
 def test_beams_take_temperature_0_unless_one_is_given():

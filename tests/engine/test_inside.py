@@ -54,6 +54,28 @@ def test_a_trace_compares_positions(llm):
         llm.causal_trace(CLEAN, CLEAN[:8], [ANSWER])
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "embed"}, "is 'hook_embed', which cannot be changed here"),
+        ({"edits": Edit("z", at=-10)}, r"edits\[0\] does not fit"),
+    ],
+)
+def test_a_trace_is_refused_before_the_clean_run(llm, monkeypatch, fields, message):
+    runs = []
+    monkeypatch.setattr(llm, "_look", lambda *given: runs.append(given))
+    with pytest.raises(RequestError, match=message):
+        llm.causal_trace(CLEAN, CORRUPTED, [ANSWER], **fields)
+    assert runs == []
+
+
+@pytest.mark.parametrize("names", [5, [5]])
+def test_names_are_texts(llm, names):
+    with pytest.raises(RequestError, match="must be None, a name, a list of names or a function") as caught:
+        llm.run_with_cache(CLEAN, names)
+    assert caught.value.value == names
+
+
 @pytest.mark.parametrize("names", [[], (), lambda name: False])
 def test_a_cache_may_have_no_names(llm, names):
     logits, cache = llm.run_with_cache(CLEAN, names)

@@ -173,7 +173,7 @@ def fail(rows):
     [
         (fail, r"at z of layer 0 failed: ZeroDivisionError\('mine'\)"),
         (lambda rows: rows[:, :1], r"returned an array of shape \(40, 1, 16\) for one of \(40, 4, 16\)"),
-        (lambda rows: rows * np.nan, "not finite numbers"),
+        (lambda rows: rows * np.nan, "position 39 are not finite numbers: the request's edits gave them"),
     ],
 )
 def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
@@ -202,6 +202,11 @@ def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
         ({"edits": Edit("z", index=4, keep=0)}, r"edits\[0\] does not fit"),
         ({"edits": Edit("resid_pre", at=-41)}, r"edits\[0\] does not fit .* and the prompt 40 positions"),
         ({"edits": Edit("resid_pre", value=np.ones((2, 64)), at=[1, 2, 3])}, "does not fit"),
+        (
+            {"edits": [Edit("z"), Edit("z", at=500)]},
+            r"edits.at is \(500,\) and must be below max_model_len, ",
+        ),
+        ({"edits": Edit("z", at=slice(500, None))}, r"edits.at is slice\(500, None, None\) and must be below"),
         ({"edits": "z"}, "edits is 'z' and must be an Edit or a list of them, or None"),
         ({"edits": Edit("z"), "num_beams": 2}, "num_beams is 2 and must be 1 with capture or edits"),
         ({"capture": "z", "overflow": "slide"}, "overflow is 'slide' and must be another one with capture"),

@@ -1,6 +1,7 @@
 """The asyncio door: awaited, streamed, cancelled; the loop goes on meanwhile."""
 
 import asyncio
+import threading
 
 import pytest
 
@@ -8,6 +9,7 @@ from support.gate import Gate, Held, paused
 from support.paths import VOCAB_SIZE
 from tinygpt import AsyncLLM, SamplingParams
 from tinygpt.engine.guided import Guidance
+from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.errors import FailedRequestError, RequestError
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -141,3 +143,14 @@ def test_who_makes_the_llm_closes_it(llm, small_demo):
             own.generate("a")
 
     run(main())
+
+
+@pytest.mark.parametrize("fields", [{"dry_multiplier": 1.0}, {"params": SamplingParams(dry_multiplier=1.0)}])
+def test_vocabularies_are_decoded_in_a_thread(llm, monkeypatch, fields):
+    breakers, threads = InputProcessor._breakers, []
+    monkeypatch.setattr(
+        InputProcessor, "_breakers", lambda *given: threads.append(threading.current_thread()) or breakers(*given)
+    )
+    run(AsyncLLM(llm).generate("a", **fields))
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()

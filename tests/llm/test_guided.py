@@ -4,6 +4,8 @@ import json
 import re
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -305,3 +307,18 @@ def test_requests_of_one_grammar_compile_it_once(monkeypatch):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
         llm.generate(PROMPT, params_of("regex"))
     assert len(compiled) == 2
+
+
+def test_first_requests_at_once_make_one_guidance(monkeypatch):
+    make, made = guided.Guidance, []
+
+    def slow(*given):
+        made.append(given)
+        time.sleep(0.2)
+        return make(*given)
+
+    monkeypatch.setattr(guided, "Guidance", slow)
+    with LLM("demo") as llm, ThreadPoolExecutor(4) as pool:
+        outputs = [*pool.map(lambda _: llm.generate(PROMPT, params_of("choice")), range(4))]
+    assert len(outputs) == 4
+    assert len(made) == 1

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tinygpt import LLM, Edit
+from tinygpt.errors import RequestError
 from tinygpt.show import SHADES, attention, lens
 
 TEXT = 'Once <b>upon</b> a "time" &amp;'
@@ -59,6 +60,13 @@ def test_a_notebook_shows_a_lens_with_candidates_as_titles(llm):
                 == " ".join(f"{prob:.2%} {text!r}" for prob, text in lines).split()
             )  # a parser of XML reads the newline of an attribute as a space
             assert f", {0.8 * found.probs[i, t, 0]:.2f})" in cell.get("style")
+
+
+@pytest.mark.parametrize("layer", [99, -99, 0.5, "1"])
+def test_a_layer_that_is_not_there(llm, layer):
+    with pytest.raises(RequestError, match=f"must be from -{llm.config.n_layer} to {llm.config.n_layer - 1}") as caught:
+        attention(llm, TEXT, layer)
+    assert (caught.value.field, caught.value.value) == ("layer", layer)
 
 
 def test_a_notebook_shows_heads_as_cells_in_shades(llm):

@@ -1,9 +1,12 @@
 """/v1/completions compared with the library: the same tokens, texts and log probabilities, whole and in streams."""
 
+import threading
+
 import pytest
 
 from support.paths import DEMO, VOCAB_SIZE
 from tinygpt import SamplingParams
+from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.server.completions import with_suffix
@@ -288,3 +291,15 @@ def test_no_two_ids_of_a_padded_vocabulary_share_a_name():
     assert len({names.name(i) for i in range(8200)}) == 8200
     assert names.name(8199) == "token_id:8199"
     assert names.bytes_of(8199) == b""
+
+
+def test_vocabularies_are_decoded_outside_of_the_loop(server, monkeypatch):
+    breakers, in_loop = InputProcessor._breakers, []
+
+    def noted(self, params):
+        in_loop.append(threading.current_thread() is server.thread)
+        return breakers(self, params)
+
+    monkeypatch.setattr(InputProcessor, "_breakers", noted)
+    assert server.complete(prompt="Once", max_tokens=2, dry_multiplier=1).status == 200
+    assert in_loop == [False]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tinygpt.errors import invalid
 from tinygpt.sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
 from tinygpt.weights.config import DTYPES, dtype_name
 
@@ -192,8 +193,10 @@ def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
     """Return the params. Without a --temperature, beams set it to 0 in `args`, too; --color may need `logprobs`."""
     if args.num_beams > 1 and "temperature" not in args.given:
         args.temperature = 0.0
-    if shows_surprise(args) and args.logprobs is None:
-        others["logprobs"] = 0  # of the sampled token alone
+    if shows_surprise(args):
+        if args.logprobs_mode != "raw":
+            raise invalid("--logprobs-mode", args.logprobs_mode, "raw with --color surprise")
+        others["logprobs"] = args.logprobs or 0  # of the sampled token alone
     return SamplingParams(**{name: getattr(args, name) for name in FLAGS} | others)
 
 

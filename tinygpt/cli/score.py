@@ -36,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.text and args.input is not None:
         raise RequestError("both a TEXT and --input were given: give one of them.")
+    if args.text.count(STDIN) > 1:
+        raise RequestError("- was given several times, and stdin can be read once: give it once.")
     texts = _read(args)
     llm, _ = load_llm(args)
     soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None

@@ -60,9 +60,9 @@ def read_config(parser: argparse.ArgumentParser, file: str) -> Mapping[str, Any]
             import yaml
 
             values = yaml.safe_load(text) or {}
-    except ImportError:
-        parser.error(f"--config {file}: TOML before Python 3.11 needs tomli: {how_to_install('toml')}")
     except Exception as error:  # each parser has its own
+        if getattr(error, "name", None) == "tomli":
+            parser.error(f"--config {file}: TOML before Python 3.11 needs tomli: {how_to_install('toml')}")
         parser.error(f"--config {file} cannot be read: {error}")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         parser.error(f"--config {file} must map names of flags to values")

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinygpt.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from tinygpt.engine.sampler import NOTHING_LEFT, Sampler, not_finite
 from tinygpt.engine.scheduler import CopyPositions
 from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix, is_looping
 from tinygpt.kernels import host
@@ -314,7 +314,7 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Pre
 
 def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction:
     if not np.isfinite(log_probs.max()):  # max() is NaN if any is
-        return Prediction(None, error=NOT_FINITE.format(len(sequence) - 1))
+        return Prediction(None, error=not_finite(sequence))
     candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)

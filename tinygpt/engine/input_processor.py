@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,6 +66,7 @@ class InputProcessor:
         self._config, self._engine_config, self._points = config, engine_config, points
         self._soft_prompts, self._lora_modules = SoftPrompts(soft_prompts, config), lora_modules
         self._guidance: Guidance | None = None  # made for the first guided request
+        self._guidance_lock = threading.Lock()
         self.note: str | None = None  # logged with the first request
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
@@ -277,7 +279,10 @@ class InputProcessor:
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
-        looks = Looks.of(capture, edits, self._points(), num_prompt, length)
+        looks, most = Looks.of(capture, edits, self._points(), num_prompt, length), self._engine_config.max_model_len
+        for one in chain(*looks.edits.values()):
+            if one.first >= most:
+                raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
         check_size(looks, length, count, self._engine_config.max_capture_bytes)
         return looks
 
@@ -285,13 +290,14 @@ class InputProcessor:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
 
     def _get_guidance(self, field: str) -> "Guidance":
-        if self._guidance is None:
-            if self._tokenizer is None:
-                raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
-            from tinygpt.engine.guided import Guidance  # sockets and subprocess: rarely needed
+        with self._guidance_lock:
+            if self._guidance is None:
+                if self._tokenizer is None:
+                    raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
+                from tinygpt.engine.guided import Guidance  # sockets and subprocess: rarely needed
 
-            self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
-        return self._guidance
+                self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
+            return self._guidance
 
     def _breakers(self, params: SamplingParams) -> Breakers:
         if params.dry_sequence_breakers and self._tokenizer is None:

@@ -18,10 +18,7 @@ from tinygpt.kernels.host import Warpers
 from tinygpt.kernels.reference.sampling import uniform
 from tinygpt.sampling_params import SamplingParams
 
-NOT_FINITE = (
-    "the model's logits at position {} are not finite numbers: the checkpoint is damaged, or its activations "
-    "overflow float32."
-)
+NOT_FINITE = "the checkpoint is damaged, or its activations overflow float32"
 NOTHING_LEFT = (
     "the request's controls leave no token to choose at position {}: allow more in allowed_token_ids or in what guides "
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
@@ -283,7 +280,13 @@ class Sampler:
 
 def sampled(token_id: int, sequence: Sequence) -> SampledToken:
     """Return a backend's own choice; a negative id: the logits are not finite."""
-    return SampledToken(token_id) if token_id >= 0 else SampledToken(-1, error=NOT_FINITE.format(len(sequence) - 1))
+    return SampledToken(token_id) if token_id >= 0 else SampledToken(-1, error=not_finite(sequence))
+
+
+def not_finite(sequence: Sequence, position: int | None = None) -> str:
+    cause = "the request's edits gave them" if sequence.params.edits else NOT_FINITE
+    position = len(sequence) - 1 if position is None else position
+    return f"the model's logits at position {position} are not finite numbers: {cause}."
 
 
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
@@ -312,7 +315,7 @@ def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: Sam
     """Replace row r of the scores (R, V) by a user's function's result. Return an error if it fails."""
     scores = all_scores[r]  # (V,)
     if np.isnan(scores).any() and not (scores > -np.inf).any():  # or a function could hide it from other sequences
-        return NOT_FINITE.format(len(sequence) - 1)
+        return not_finite(sequence)
     name = f"the logits processor {getattr(function, '__name__', type(function).__name__)}"
     try:
         returned = function(list(state.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
@@ -331,7 +334,7 @@ def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: Sam
 
 def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> str:
     is_empty = state.changes_scores and not (scores > -np.inf).any() and not np.isnan(scores).any()
-    return NOTHING_LEFT.format(len(sequence)) if is_empty else NOT_FINITE.format(len(sequence) - 1)
+    return NOTHING_LEFT.format(len(sequence)) if is_empty else not_finite(sequence)
 
 
 @dataclass(eq=False)
@@ -359,10 +362,9 @@ class PromptLogprobs:
     def logprobs(self) -> list[float]:
         return [found[target] for target, found in zip(self.targets, self.found, strict=False)]
 
-    @property
-    def error(self) -> str | None:
+    def error(self, sequence: Sequence) -> str | None:
         wrong = (i for i, logprob in enumerate(self.logprobs) if math.isnan(logprob))
-        return next((NOT_FINITE.format(self.first + i) for i in wrong), None)
+        return next((not_finite(sequence, self.first + i) for i in wrong), None)
 
     def num_logits(self, start: int, stop: int) -> int:
         return 0 if self.is_complete else max(stop - max(start, self.first), 0)

@@ -263,7 +263,7 @@ class Request:
     def output(self) -> RequestOutput:
         """Return the output of a finished request. Raise FailedRequestError if a sequence failed."""
         wanted = self.sequences[0].prompt_logprobs
-        for error in [s.error for s in self.sequences] + [wanted and wanted.error]:
+        for error in [s.error for s in self.sequences] + [wanted and wanted.error(self.sequences[0])]:
             if error:
                 raise FailedRequestError(error)
         output = RequestOutput(

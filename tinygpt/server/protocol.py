@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import TypeAliasType
 
-from tinygpt.aliases import IGNORED_FIELDS, renamed
+from tinygpt.aliases import renamed
 from tinygpt.chat import Role
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
@@ -75,10 +75,8 @@ class Strict(BaseModel):
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
         """Drop all unknown fields but one: 300 000 errors would take seconds."""
-        if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
-            return given
         names = cls.fields_by_name()
-        if len(given) <= len(names):
+        if not isinstance(given, dict) or len(given) <= len(names):
             return given
         unknown = next(name for name in given if name not in names)
         return {name: value for name, value in given.items() if name in names or name == unknown}
@@ -104,7 +102,7 @@ class Form(Strict):
         if isinstance(given, dict):
             names = {name for name, field in cls.model_fields.items() if field.alias not in given}
             with suppress(RequestError):  # of two names for one thing, the other program's is unknown
-                return renamed(given, names | cls.fields_by_name().keys(), IGNORED_FIELDS)
+                return renamed(given, names | cls.fields_by_name().keys(), ("pad_token_id", "use_cache"))
         return given
 
 

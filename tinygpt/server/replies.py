@@ -211,8 +211,7 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
     if first["type"] != "extra_forbidden":
         return ApiError(400, f"{name}: {first['msg']}", param)
     known = form.fields_by_name() if form and len(path) == 1 else {}
-    ours = OURS.get(param, param)
-    if known and ours in form.model_fields:
+    if known and (ours := OURS.get(param, param)) in form.model_fields:
         ours = form.model_fields[ours].alias or ours
         return ApiError(400, f"{name} and {ours} name one thing: give one of them.", param)
     return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)

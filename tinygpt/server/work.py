@@ -89,7 +89,7 @@ class Work:
         try:
             if any(params.guidance is not None for _, params in requests):
                 await self._outbox.in_grammar_thread(partial(self._submit, requests, stream))
-            elif in_thread:
+            elif in_thread or any(params.dry_multiplier for _, params in requests):  # the first decodes all tokens
                 await asyncio.to_thread(self._submit, requests, stream)
             else:
                 self._submit(requests, stream)
