@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from tinygpt.errors import CheckpointError, RequestError, invalid
-from tinygpt.field_rules import need
 from tinygpt.points import Points
 from tinygpt.weights.files import followed
 
@@ -80,14 +79,19 @@ class Edit:
         return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
 
 
+def _need(is_right: bool) -> None:  # field_rules', which read edits
+    if not is_right:
+        raise ValueError
+
+
 def _whole(given: Any) -> int:
-    need(not isinstance(given, bool))  # of a mask
+    _need(not isinstance(given, bool))  # of a mask
     return operator.index(given)
 
 
 def _array(given: Any) -> np.ndarray:
     array = np.array(given, np.float32)  # a copy; None is NaN
-    need(not np.isnan(array).any())
+    _need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
 
@@ -96,7 +100,7 @@ def _direction(given: Any) -> np.ndarray | None:
     if given is None:
         return None
     array = _array(given)
-    need(array.ndim == 1 and array.any())
+    _need(array.ndim == 1 and array.any())
     return array
 
 
@@ -104,10 +108,10 @@ def _at(given: Any) -> Any:
     if given is None or (isinstance(given, str) and given == "new"):
         return given
     if isinstance(given, slice):
-        need(given.step in (None, 1))
+        _need(given.step in (None, 1))
         return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
     found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
-    need(0 < len({*found}) == len(found))
+    _need(0 < len({*found}) == len(found))
     return found
 
 
