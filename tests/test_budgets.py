@@ -13,7 +13,7 @@ PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
     "lines of Python": 37_450,
     "modules": 230,
-    "modules under 60 lines": 1,
+    "modules under 60 lines": 2,
     "lines of tests": 37_250,
     "lines of READMEs": 1_240,
     "words of prose for 100 lines of code": 150,

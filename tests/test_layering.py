@@ -16,7 +16,7 @@ PACKAGES = {"tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weig
 BACKENDS = ("reference", "cpu", "cuda")
 PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each backend's model.py, in this order
 # Functions of a model.py besides PAGE: the loop over the layers, run by each CPU thread or queued by the host.
-LOOPS = {"reference": set(), "cpu": {"take_steps", "multi_step", "stop_early", "final_norm"}, "cuda": {"queue_step"}}
+LOOPS = {"reference": set(), "cpu": {"take_steps"}, "cuda": {"queue_step"}}
 # Libraries of the base install, and of an extra where a package or module needs it.
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},

@@ -13,7 +13,7 @@ from support.recorded import recorded
 from tinygpt.engine.looks import trace
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cpu.model import final_norm
+from tinygpt.kernels.cpu.steps import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
