@@ -1,5 +1,7 @@
 """Log probabilities of prompts: the model's own, and no work unless asked for; neighbours: test_prefix_cache.py."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -83,9 +85,10 @@ def test_logits_that_are_not_finite_are_an_error(backend, wrong):
     logits = np.zeros((3, 11), np.float32)
     logits[1, 4] = wrong
     wanted = PromptLogprobs(first=5, targets=[1, 2, 3], num_best=2)
-    assert wanted.error is None
+    sequence = SimpleNamespace(params=SamplingParams())
+    assert wanted.error(sequence) is None
     wanted.read(backend, logits)
-    assert "position 6 are not finite" in wanted.error
+    assert "position 6 are not finite" in wanted.error(sequence)
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_beams": 2}], ids=str)

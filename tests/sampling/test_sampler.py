@@ -16,7 +16,7 @@ from support.golden_models import write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampler import NOT_FINITE, Sampler
+from tinygpt.engine.sampler import Sampler, not_finite
 from tinygpt.engine.sequence import Sequence
 from tinygpt.kernels import cpu, reference
 
@@ -244,7 +244,7 @@ def test_a_plain_row_has_its_greatest_token_or_an_error_of_its_own(backend):
     logits[0, 0], logits[1] = 99.0, np.nan
     tokens = sample(backend, logits, [sequence_of() for _ in logits])
     assert [token.token_id for token in tokens] == [0, -1, logits[2].argmax()]
-    assert [token.error for token in tokens] == [None, NOT_FINITE.format(2), None]
+    assert [token.error for token in tokens] == [None, not_finite(sequence_of()), None]
 
 
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2, "eos_token_id": 7}
