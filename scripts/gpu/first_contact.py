@@ -33,7 +33,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     let_next_kernel_begin,
     load_shared,
     mma_bfloat16,
-    prefetch,
     prefetch_run,
     shared_address,
     wait_for_copies,
@@ -55,7 +54,6 @@ def multiply(out, a, b):
     lane, zero = int32(cuda.threadIdx.x), float32(0)
     g, q = lane // int32(4), lane % int32(4)
     address = shared_address(cuda.shared.array(24 * 16, float32, alignment=16))  # rows of 64 bytes
-    prefetch(a, 0)
     prefetch_run(b, 0, 512)
     for i in range(2):
         copy_async(address + uint32(16 * (lane + 32 * i)), a, 8 * (lane + 32 * i))

@@ -173,7 +173,6 @@ CALLS = {
     "cp.async.wait_group": "m.wait_for_copies({0})",
     "griddepcontrol.launch_dependents": "pass",
     "griddepcontrol.wait": "m.wait_for_kernel_before()",
-    "prefetch.global.L2": "m.prefetch({0}, np.uint32(1))",
 }
 # Of floats, ne is false of a NaN, and comparisons that end in u are true.
 COMPARISONS = {"eq": "{0} == {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}"}

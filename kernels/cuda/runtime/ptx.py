@@ -183,11 +183,6 @@ def wait_for_kernel_before(typing_context):
 
 
 @intrinsic
-def prefetch(typing_context, array, index):
-    return _instruction(types.void(array, index), "prefetch.global.L2 [$0];", "l,~{memory}")
-
-
-@intrinsic
 def prefetch_run(typing_context, array, index, size):
     """Prefetch `size` bytes, 16 n, by one thread."""
     signature = types.void(array, index, types.int32)
