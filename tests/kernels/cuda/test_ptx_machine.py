@@ -23,7 +23,6 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     load_weights,
     mma_bfloat16,
     pack_bfloat16,
-    prefetch,
     shared_address,
     wait_for_copies,
     wait_for_kernel_before,
@@ -213,7 +212,7 @@ def write_early(out, values):
 
 @kernel
 def never_wait(out, values):
-    prefetch(values, 0)  # brings it nearer and takes nothing from it
+    pass
 
 
 @pytest.mark.parametrize(
