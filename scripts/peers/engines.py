@@ -152,6 +152,65 @@ class Onnxruntime(SteppingEngine):
         return logits.numpy()
 
 
+class Openvino(SteppingEngine):
+    """Optimum's stateful export, whose head takes the last position alone. INT8 and INT4: weights, by NNCF."""
+
+    @staticmethod
+    def make(source: Path, folder: Path, dtype: str) -> None:
+        import nncf
+        import openvino
+        from openvino import opset15
+        from optimum.intel import OVModelForCausalLM
+
+        exported = OVModelForCausalLM.from_pretrained(source, export=True, compile=False, load_in_8bit=False)
+        exported.save_pretrained(folder)  # a model that was read again compiles to other fusions
+        model = openvino.Core().read_model(folder / "openvino_model.xml")
+        head = model.output("logits").get_node().input_value(0).get_node()
+        last = opset15.slice(head.input_value(0), [-1], [np.iinfo(np.int64).max], [1], [1])  # (batch, 1, n_embd)
+        head.input(0).replace_source_output(last.output(0))
+        model.validate_nodes_and_infer_types()
+        if dtype == "int8":
+            model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
+        elif dtype == "int4":
+            every = {"group_size": 32, "ratio": 1.0, "all_layers": True}
+            model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT4_SYM, **every)
+        openvino.save_model(model, folder / "model.xml", compress_to_fp16=False)
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        import openvino
+
+        precision = "bf16" if dtype == "bfloat16" else "f32"
+        # Next to int8 and int4 weights its KV cache stays as it chooses: float16.
+        caches = {"KV_CACHE_PRECISION": precision} if dtype in ("float32", "bfloat16") else {}
+        settings = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_NUM_THREADS": threads, **caches}
+        settings["INFERENCE_PRECISION_HINT"] = precision
+        model = openvino.Core().compile_model(folder / "model.xml", "CPU", settings)
+        self.request = model.create_infer_request()
+
+    def start(self, ids: list[list[int]]) -> None:
+        self.request.reset_state()
+        self.length, self.tokens = 0, np.array(ids)
+        self.step()
+
+    def step(self) -> None:
+        self.tokens = self._forward(self.tokens).argmax(-1)[:, None]
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        self.request.reset_state()
+        self.length = 0
+        return self._forward(np.array([ids]))[0].tolist()
+
+    def _forward(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the logits (batch, vocabulary) of the last of tokens (batch, new), which join the state."""
+        batch, new = tokens.shape
+        positions = np.tile(np.arange(self.length, self.length + new), (batch, 1))
+        self.length += new
+        mask, beams = np.ones((batch, self.length), np.int64), np.arange(batch, dtype=np.int32)
+        inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "beam_idx": beams}
+        self.request.infer(inputs, share_inputs=True, share_outputs=True)
+        return self.request.get_tensor("logits").data[:, -1]
+
+
 class Ctranslate2:
     """CTranslate2's generation loop, timed by a callback for each token."""
 

@@ -56,6 +56,13 @@ PEERS = (
         source="safetensors",
     ),
     Peer(
+        "openvino",
+        "Openvino",
+        ("openvino==2026.4.1", "nncf==3.4.0", "optimum-intel==2.2.0", "transformers==5.5.4", "torch==2.13.0", "numpy"),
+        {"float32": "f32", "bfloat16": "bf16", "int8": "INT8_SYM weights", "int4": "INT4_SYM weights, groups of 32"},
+        source="safetensors",
+    ),
+    Peer(
         "ctranslate2",
         "Ctranslate2",
         ("ctranslate2==4.8.5", "safetensors", "numpy"),
