@@ -32,12 +32,11 @@ PROMPT, POSITIONS, NEW, LAYER = 128, 16, 32, 5  # tokens of a prompt, of a trace
 STEERED = f"blocks.{LAYER}.hook_resid_post"
 
 
-def loaded(shape: str, threads: int) -> tuple[LLM, TransformerBridge]:
-    with tempfile.TemporaryDirectory() as folder:
-        make_checkpoint(f"random:{shape}", Path(folder))
-        llm = LLM(folder, threads=threads, max_num_seqs=256, max_capture_bytes=2**30)
-        model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
-        bridge = TransformerBridge.boot_transformers(folder, hf_model=model, device="cpu", tokenizer=None)
+def loaded(shape: str, folder: str, threads: int) -> tuple[LLM, TransformerBridge]:
+    make_checkpoint(f"random:{shape}", Path(folder))
+    llm = LLM(folder, threads=threads, max_num_seqs=256, max_capture_bytes=2**30)
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").eval()
+    bridge = TransformerBridge.boot_transformers(folder, hf_model=model, device="cpu", tokenizer=None)
     bridge.enable_compatibility_mode(disable_warnings=True, no_processing=True)
     return llm, bridge
 
@@ -72,15 +71,7 @@ def trace(bridge: TransformerBridge, clean: list[int], corrupted: list[int], ans
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="124M", help="a shape of random weights (%(default)s)")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    torch.set_grad_enabled(False)
-    llm, bridge = loaded(args.model, args.threads)
+def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
     draw = np.random.default_rng(0)
     ids = draw.integers(llm.config.vocab_size, size=(8, PROMPT)).tolist()
     clean, corrupted, answer = ids[0][:POSITIONS], ids[1][:POSITIONS], ids[2][0]
@@ -106,7 +97,7 @@ def main() -> None:
     lines = []
     for name, (ours, theirs) in cases.items():
         times = {run: [] for run in (ours, theirs)}
-        for turn in range(1 + args.repeats):
+        for turn in range(1 + repeats):
             for run in times:
                 start = time.perf_counter()
                 run()
@@ -114,9 +105,21 @@ def main() -> None:
         medians = [statistics.median(each) for each in times.values()]
         lines.append([name, *(f"{ms:.1f}" for ms in medians), f"{medians[1] / medians[0]:.1f}"])
     difference = np.abs(trace(bridge, clean, corrupted, answer) - llm.causal_trace(clean, corrupted, [answer])).max()
-    print(f"random:{args.model}, {cpu_name()}, {threads_text(args.threads)}; ms, medians of {args.repeats}\n")
     print(table(["case", "tinygpt", "TransformerLens", "ratio"], lines))
     print(f"\nlargest difference of the two traces, in nats: {difference:.1e}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="124M", help="a shape of random weights (%(default)s)")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.set_grad_enabled(False)
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"random:{args.model}, {cpu_name()}, {threads_text(args.threads)}; ms, medians of {args.repeats}\n")
+        compare(*loaded(args.model, folder, args.threads), args.repeats)
 
 
 if __name__ == "__main__":
