@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from support.gate import Gate
-from tinygpt.server import completions, replies, work
+from tinygpt.server import completions, protocol, replies, work
 from tinygpt.server.completions import MAX_LOGPROBS
 from tinygpt.server.protocol import MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest
 from tinygpt.server.replies import json_parts, to_json, whole
@@ -38,6 +38,12 @@ def test_of_many_errors_a_few_are_looked_for(name):
     with pytest.raises(ValidationError) as found:
         form.model_validate(body)
     assert found.value.error_count() <= FEW
+
+
+def test_many_fields_are_refused_before_their_names_are_compared(monkeypatch):
+    monkeypatch.setattr(protocol, "renamed", lambda given, *_: pytest.fail(f"compares {len(given)} names"))
+    with pytest.raises(ValidationError):
+        CompletionRequest.model_validate({"prompt": "a", **WRONG["unknown fields"]})
 
 
 @pytest.mark.parametrize(

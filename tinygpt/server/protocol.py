@@ -24,6 +24,7 @@ MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
 MAX_PROMPTS, MAX_SAMPLES, MAX_STOPS, MAX_WORDS, MAX_IDS = 256, 128, 64, 10_000, 1_000_000  # of one request
 MAX_CHARACTERS = 2**16  # of a pattern or grammar
+MAX_FIELDS = 1000  # of a request that may use other programs' names
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 ANY_OBJECT = {"type": "object"}
 
@@ -79,7 +80,7 @@ class Strict(BaseModel):
         if not isinstance(given, dict) or len(given) <= len(names):
             return given
         unknown = next(name for name in given if name not in names)
-        return {name: value for name, value in given.items() if name in names or name == unknown}
+        return {name: given[name] for name in (*names, unknown) if name in given}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, Any]:
@@ -99,7 +100,7 @@ class Form(Strict):
     @model_validator(mode="before")  # the last one runs first
     @classmethod
     def _own_names(cls, given: Any) -> Any:
-        if isinstance(given, dict):
+        if isinstance(given, dict) and len(given) <= MAX_FIELDS:
             names = {name for name, field in cls.model_fields.items() if field.alias not in given}
             with suppress(RequestError):  # of two names for one thing, the other program's is unknown
                 return renamed(given, names | cls.fields_by_name().keys(), ("pad_token_id", "use_cache"))
