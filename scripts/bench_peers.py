@@ -4,6 +4,7 @@
     python scripts/bench_peers.py --model random:355M --long
     python scripts/bench_peers.py --model FOLDER           # a checkpoint, "demo", or a Hub id
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
+    python scripts/bench_peers.py --device cuda --dtypes float32 bfloat16    # next to torch, with CUDA graphs
 
 Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process, and they
 take turns. The table has milliseconds for each decode step, or for a prefill: the best of the repeats, and the median.
@@ -53,7 +54,11 @@ CASES = (
     Case("decode, batch 32", 32, 32, 64),
     Case("prefill 512", 1, 512, 1),
 )
-LONG_CASES = (Case("decode at 1000, batch 1", 1, 1000, 24), Case("decode at 1000, batch 8", 8, 1000, 24))
+LONG_CASES = (
+    Case("decode at 277, batch 5", 5, 277, 24),
+    Case("decode at 1000, batch 1", 1, 1000, 24),
+    Case("decode at 1000, batch 8", 8, 1000, 24),
+)
 
 
 @dataclass
@@ -88,9 +93,11 @@ class Results:
     reference: list[float] | None = None  # logits of the first engine in the first dtype
 
 
-def floor(case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None) -> tuple[float, str]:
+def floor(
+    case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None, device: str = "cpu"
+) -> tuple[float, str]:
     """Return the shortest time in milliseconds and its limit: memory, or the peak of multiplying."""
-    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.TILES[dtype])
+    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.tiles_of(dtype, device))
     # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
     tokens = case.batch * (case.prompt if case.is_prefill else 1)
@@ -196,7 +203,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
     parser.add_argument("--kv-cache-dtype", choices=work.CACHE_BYTES, help="of tinygpt and llama.cpp")
     parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
-    parser.add_argument("--long", action="store_true", help="also decode from position 1000 of 1024, two repeats")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone")
+    parser.add_argument("--long", action="store_true", help="also decode from positions 277 and 1000, two repeats")
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
     parser.add_argument("--repeats", type=int, default=5)
     cache = Path.home() / ".cache" / "tinygpt" / "peers"
@@ -212,6 +220,9 @@ def main() -> None:
     if arguments.isa == "avx2":
         os.environ.update(AVX2)  # for every process that is started
         peers = held_to_avx2(peers)
+    if arguments.device == "cuda":
+        os.environ["BENCH_DEVICE"] = "cuda"
+        peers = [peer for peer in peers if peer.has_gpu]
     setup = prepare(folder, arguments.model, peers, arguments.dtypes)
     results, kept = Results(), arguments.json or folder / "results.json"
     for dtype in arguments.dtypes:
@@ -237,7 +248,8 @@ def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, res
             row = engines.measure(case, count)
             if engines.limits:
                 results.limits[dtype] = engines.limits
-                row.floor_ms, row.limit = floor(case, setup.config, dtype, engines.limits, arguments.kv_cache_dtype)
+                known = setup.config, dtype, engines.limits, arguments.kv_cache_dtype, arguments.device
+                row.floor_ms, row.limit = floor(case, *known)
             results.rows.append(row)
             about = {"command": sys.argv, "cpu": cpu_name(), "threads": arguments.threads, "config": setup.config}
             absent = [{"engine": name, "dtype": dtype, "why": why} for (name, dtype), why in setup.absent.items()]

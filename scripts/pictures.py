@@ -91,8 +91,8 @@ def bars(readme: str) -> str:
             y += 32
         y += 22
     title = f"GPT-2 124M in int8: {min(leads):.1f} to {max(leads):.1f} times as fast as the next engine"
-    peers = "the fastest of transformers, onnxruntime, CTranslate2 and llama.cpp"
-    note = f"From the table below: 2 cores of an AMD EPYC (Zen 4). Next is {peers}."
+    peers = "the fastest of transformers, onnxruntime, OpenVINO, CTranslate2 and llama.cpp"
+    note = f"From the table below: 2 cores of an Intel Xeon. Next is {peers}."
     return BARS.format(title=title, rows="\n".join(rows), note=note)
 
 

@@ -85,8 +85,7 @@ class ActivationCache(Mapping[str, Any]):
         return f"ActivationCache({len(self)} names, {len(self.prompts)} prompts)"
 
     def __getitem__(self, key: Any) -> Any:
-        found = [activations[self._name(key)] for activations in self.prompts]
-        return np.stack(found) if len({array.shape for array in found}) == 1 else found
+        return stacked([activations[self._name(key)] for activations in self.prompts])
 
     def _name(self, key: Any) -> str:
         if isinstance(key, str):
@@ -179,6 +178,13 @@ class ActivationCache(Mapping[str, Any]):
         ids = np.asarray(tokens)
         rows = self._points.tensor("lm_head.weight")[ids] * self._points.tensor("ln_f.weight")
         return rows[:, None] if ids.ndim == 1 else rows  # (B, 1, C)
+
+
+def stacked(arrays: list[np.ndarray]) -> Any:
+    """Return arrays of equal shape as one (B, ...), without a copy if there is one; others as they are."""
+    if len(arrays) == 1:
+        return arrays[0][None]
+    return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
 
 
 ALIASES = {"attn": "pattern", "mlp_pre": "pre", "mlp_post": "post", "attn_logits": "attn_scores"}

@@ -34,11 +34,10 @@ class Inside:
         Prompts of different lengths have lists of arrays, one for each prompt, without padding.
         Raise RequestError, before any work, for an unknown name or more than max_capture_bytes.
         """
-        from tinygpt.activations import ActivationCache
+        from tinygpt.activations import ActivationCache, stacked
 
         logits, found = self._look("activations", _some("prompts", prompts), names, edits)
-        is_even = len({len(one) for one in logits}) == 1
-        return np.stack(logits) if is_even else logits, ActivationCache(found, self)
+        return stacked(logits), ActivationCache(found, self)
 
     def logits(self, token_ids: PromptType, edits: Any = ()) -> np.ndarray:
         """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].

@@ -41,24 +41,9 @@ def ansi_chunk(chunk: "StreamChunk") -> str:
 
 def ansi_sample(sample: "CompletionOutput", tokenizer: "Tokenizer") -> str:
     """Return the text of a sample that has log probabilities."""
-    texts = pieces(sample.token_ids, sample.text, tokenizer)
+    texts = tokenizer.pieces(sample.token_ids, sample.text)
     logprobs = (found[i] for i, found in zip(sample.token_ids, sample.logprobs, strict=True))
     return "".join(map(ansi, texts, logprobs))
-
-
-def pieces(token_ids: Sequence[int], text: str, tokenizer: "Tokenizer") -> list[str]:
-    """Return the part of the text that each token completes: joined, they are the text.
-
-    A special token has its name if the text has it, as in a prompt.
-    """
-    stream, left, found = tokenizer.detokenizer(), text, []
-    for i, token_id in enumerate(token_ids, 1):
-        piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
-        if token_id in tokenizer.special_ids and left.startswith(name := tokenizer.decode([token_id])):
-            piece = name
-        found.append(left[: len(piece)])  # a stop string cuts the text
-        left = left[len(piece) :]
-    return found
 
 
 def html(output: "RequestOutput", tokenizer: "Tokenizer | None") -> str:
@@ -86,7 +71,7 @@ def _marks(
     if logprobs is None or tokenizer is None or len(logprobs) != len(token_ids):
         return escape(text)
     marks = []
-    for token_id, piece, found in zip(token_ids, pieces(token_ids, text, tokenizer), logprobs, strict=True):
+    for token_id, piece, found in zip(token_ids, tokenizer.pieces(token_ids, text), logprobs, strict=True):
         if found is None:
             marks.append(escape(piece))
             continue

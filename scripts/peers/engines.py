@@ -20,6 +20,8 @@ import numpy as np
 
 MAX_STEP_TOKENS = 8192  # the prompts of the largest case
 LLAMA_FILE_TYPES = {"bfloat16": "MOSTLY_BF16", "int8": "MOSTLY_Q8_0", "int4": "MOSTLY_Q4_0"}
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")  # of tinygpt and torch
+MOST_NEW = 100  # tokens of any case
 GGML_TYPES = {"float32": 0, "bfloat16": 30, "int8": 8}  # llama_cpp has no name for bfloat16's
 LLAMA_BATCH = 2048  # tokens of one call; longer prompts take several
 
@@ -31,14 +33,14 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 class SteppingEngine:
-    """An engine with `start(ids)`, which reads the prompts, and `step()`, a token for each sequence."""
+    """An engine with `start(ids)`, which reads the prompts, `step()`, and their `tokens`, one for each sequence."""
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
-        return milliseconds(lambda: self.start(ids))
+        return milliseconds(lambda: [self.start(ids), self.tokens.tolist()])  # which waits for a GPU
 
     def step_ms(self, ids: list[list[int]], new: int) -> float:
-        self.start(ids)
-        return milliseconds(lambda: [self.step() for _ in range(new - 1)]) / (new - 1)
+        self.prefill_ms(ids)
+        return milliseconds(lambda: [[self.step() for _ in range(new - 1)], self.tokens.tolist()]) / (new - 1)
 
 
 class Tinygpt:
@@ -50,7 +52,8 @@ class Tinygpt:
         self.dtype, self.threads = dtype, threads
         # All turns have the same prompts, which a prefix cache would hold.
         sizes = {"max_num_batched_tokens": MAX_STEP_TOKENS, "prefix_cache_seqs": 0}
-        self.llm = LLM(str(folder), dtype=dtype, kv_cache_dtype=kv_cache_dtype, threads=threads, **sizes)
+        sizes |= {"kv_cache_dtype": kv_cache_dtype, "threads": threads}
+        self.llm = LLM(str(folder), dtype=dtype, device=DEVICE, **sizes)
 
     def prefill_ms(self, ids: list[list[int]]) -> float:
         return milliseconds(lambda: self._generate(ids, 1))
@@ -67,7 +70,7 @@ class Tinygpt:
         """Measure the bytes read a second, "bandwidth", and the operations a second of each tile of the dtype."""
         from tinygpt.bench.work import measure_limits
 
-        found = measure_limits(self.dtype, self.threads)
+        found = measure_limits(self.dtype, self.threads, DEVICE)
         return {"bandwidth": found.bandwidth, **found.tile_rates}
 
     def _generate(self, ids: list[list[int]], new: int) -> list:
@@ -86,18 +89,56 @@ class Transformers(SteppingEngine):
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)
         self.torch = torch
-        self.model = GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+        self.model = GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).to(DEVICE).eval()
 
     def start(self, ids: list[list[int]]) -> None:
-        self.tokens, self.cache = self.torch.tensor(ids), None
+        self.tokens, self.cache = self.torch.tensor(ids, device=DEVICE), None
         self.step()
 
     def step(self) -> None:
-        out = self.model(self.tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self._forward(self.tokens)
         self.tokens, self.cache = out.logits[:, -1:].argmax(-1), out.past_key_values
 
     def last_logits(self, ids: list[int]) -> list[float]:
-        return self.model(self.torch.tensor([ids]), logits_to_keep=1).logits[0, -1].float().tolist()
+        self.cache = None
+        return self._forward(self.torch.tensor([ids], device=DEVICE)).logits[0, -1].float().tolist()
+
+    def _forward(self, tokens: Any) -> Any:
+        return self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+
+class Compiled(Transformers):
+    """torch.compile with transformers' static cache, and on a GPU with CUDA graphs, as in its documentation."""
+
+    def __init__(self, folder: Path, dtype: str, threads: int):
+        super().__init__(folder, dtype, threads)
+        mode = "reduce-overhead" if DEVICE == "cuda" else "default"
+        self.next, self.size = self.torch.compile(self._next, mode=mode, dynamic=False), None
+
+    def start(self, ids: list[list[int]]) -> None:
+        from transformers import StaticCache
+
+        tokens = self.torch.tensor(ids, device=DEVICE)
+        size = len(tokens), tokens.shape[1] + MOST_NEW
+        if size != self.size:
+            self.cache, self.size = StaticCache(config=self.model.config, max_cache_len=size[1]), size
+            self._next(tokens[:, :1])  # allocates the cache before anything is compiled for it
+        self.cache.reset()
+        self._take(tokens)
+
+    def step(self) -> None:
+        self._take(self.tokens)
+
+    def last_logits(self, ids: list[int]) -> list[float]:
+        self.start([ids[:-1]])
+        return self._forward(self.torch.tensor([ids[-1:]], device=DEVICE)).logits[0, -1].float().tolist()
+
+    def _take(self, tokens: Any) -> None:
+        self.torch.compiler.cudagraph_mark_step_begin()
+        self.tokens = self.next(tokens).clone()  # the next run overwrites this output
+
+    def _next(self, tokens: Any) -> Any:
+        return self._forward(tokens).logits[:, -1:].argmax(-1)
 
 
 class Onnxruntime(SteppingEngine):

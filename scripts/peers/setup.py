@@ -35,17 +35,28 @@ class Peer:
     forms: dict[str, str]  # dtype -> the peer's name of it
     source: str | None = None  # format that `make` reads; None: the engine reads the checkpoint
     has_caches: bool = False  # takes a kv_cache_dtype
+    has_gpu: bool = False  # runs on a GPU, too
+    environment: str = ""  # of another peer
     build_variables: dict[str, str] = field(default_factory=dict)
     build: str = ""  # suffix of the environment of another build
 
 
-OURS = Peer("tinygpt", "Tinygpt", (), {dtype: dtype for dtype in DTYPES}, has_caches=True)
+OURS = Peer("tinygpt", "Tinygpt", (), {dtype: dtype for dtype in DTYPES}, has_caches=True, has_gpu=True)
 PEERS = (
     Peer(
         "transformers",
         "Transformers",
         ("transformers==5.23.0", "torch==2.13.0", "numpy"),
         {"float32": "float32", "bfloat16": "bfloat16"},
+        has_gpu=True,
+    ),
+    Peer(
+        "torch.compile",
+        "Compiled",
+        ("transformers==5.23.0", "torch==2.13.0", "numpy"),
+        {"float32": "float32", "bfloat16": "bfloat16"},
+        has_gpu=True,
+        environment="transformers",
     ),
     Peer(
         "onnxruntime",
@@ -95,9 +106,9 @@ def say(text: str) -> None:
 
 
 def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
-    """Return the peers without AVX-512; skip onnxruntime, which has no switch, and torch's slow bfloat16."""
+    """Return the peers without AVX-512; skip those without a switch, and torch's slow bfloat16."""
     flags, held = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON", []
-    for peer in [peer for peer in peers if peer.name != "onnxruntime"]:
+    for peer in [peer for peer in peers if peer.name not in ("onnxruntime", "torch.compile")]:
         build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
         forms = {dtype: form for dtype, form in peer.forms.items() if (peer.name, form) != ("transformers", "bfloat16")}
         held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
@@ -185,7 +196,7 @@ def provide_python(peer: Peer, work: Path) -> Path:
     """Return the Python of the peer's virtual environment, which is made once, or this Python for tinygpt."""
     if not peer.requirements:
         return Path(sys.executable)
-    folder = work / "environments" / (peer.name + peer.build)
+    folder = work / "environments" / ((peer.environment or peer.name) + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     wanted, installed = "\n".join(peer.requirements), folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:

@@ -10,6 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from support.paths import ROOT
+from support.recorded import needs_transformers
 from tinygpt.kernels.cpu.simd.targets import choose
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -92,7 +93,7 @@ def test_every_peer_has_its_class_and_dtypes():
 
 def test_peers_held_to_avx2_are_switched_built_or_left_out():
     held = {peer.name: peer for peer in held_to_avx2(PEERS)}
-    assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime"}
+    assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime", "torch.compile"}
     assert "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" in held["llama.cpp"].build_variables["CMAKE_ARGS"]
     assert (held["llama.cpp"].build, held["ctranslate2"].build) == ("-avx2", "")
     assert set(held["transformers"].forms) == {"float32"}
@@ -150,6 +151,21 @@ def test_our_process_measures(checkpoint, tmp_path, monkeypatch):
     assert not setup.absent
     assert all(len(measured.ms["tinygpt"]) == 2 and min(measured.ms["tinygpt"]) > 0 for measured in rows)
     assert engines.limits.keys() == {"bandwidth", "float32"}
+
+
+@needs_transformers
+def test_torch_compiled_or_not_makes_the_same_steps(checkpoint, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)  # compiling takes half a minute
+    ids, found = np.random.default_rng(0).integers(50257, size=(2, 7)).tolist(), []
+    for engine in (engines.Transformers(checkpoint, "float32", 1), engines.Compiled(checkpoint, "float32", 1)):
+        last = engine.last_logits(ids[0])
+        assert min(engine.prefill_ms(ids), engine.step_ms(ids, 4), engine.step_ms(ids, 5)) > 0
+        found.append([engine.tokens.tolist(), last, engine._forward(engine.tokens).logits[:, -1].tolist()])
+    torch.set_grad_enabled(True)
+    for eager, compiled in zip(*found, strict=True):
+        np.testing.assert_allclose(eager, compiled, atol=1e-5)
 
 
 def test_only_an_engine_with_a_choice_gets_the_kv_cache_dtype(checkpoint, tmp_path):

@@ -158,15 +158,8 @@ class InputProcessor:
     def score_of(self, request: Request) -> ContinuationScore:
         wanted = request.sequences[0].prompt_logprobs
         best = [next(iter(found)) for found in wanted.found]  # the most probable comes first
-        tokens = None if self._tokenizer is None else self._texts(wanted.targets)
+        tokens = None if self._tokenizer is None else self._tokenizer.pieces(wanted.targets)
         return ContinuationScore(wanted.targets, wanted.logprobs, wanted.targets == best, tokens)
-
-    def _texts(self, token_ids: list[int]) -> list[str]:
-        """Return the text that each token completes, and of a special token its name."""
-        stream, special_ids = self.tokenizer.detokenizer(), self.tokenizer.special_ids
-        texts = [stream.push(i) + (self.tokenizer.decode([i]) if i in special_ids else "") for i in token_ids]
-        texts[-1] += stream.finish()
-        return texts
 
     def _read_pair(
         self, before: str | list[int], after: str | list[int], split: bool | None

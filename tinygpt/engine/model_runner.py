@@ -140,12 +140,13 @@ class Probe:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
         from tinygpt.engine.looks import given  # rarely needed
 
-        found = []
+        config = self._runner.config
+        found = np.empty((len(stream), config.vocab_size), np.float32)
         for start in range(0, len(stream), self._chunk_size):
             rows = stream[start : start + self._chunk_size]
             batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
-            found.append(self._runner.forward(batch, given(batch, self._runner.config.n_layer, rows)).copy())
-        return np.concatenate(found)
+            found[start : start + len(rows)] = self._runner.forward(batch, given(batch, config.n_layer, rows))
+        return found
 
     def hidden_states(self, token_ids: list[int], layers: list[int]) -> np.ndarray:
         return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)

@@ -229,6 +229,20 @@ class Tokenizer:
     def ids_from(self, first: int) -> list[int]:
         return self._model.ids_from(first)
 
+    def pieces(self, token_ids: Sequence[int], text: str | None = None) -> list[str]:
+        """Return the part of the ids' text that each completes: joined, they are the text.
+
+        A special token has its name if the text has it, as in a prompt.
+        """
+        stream, left, found = self.detokenizer(), self.decode(token_ids) if text is None else text, []
+        for i, token_id in enumerate(token_ids, 1):
+            piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
+            if token_id in self.special_ids and left.startswith(name := self.decode([token_id])):
+                piece = name
+            found.append(left[: len(piece)])  # a stop string cuts the text
+            left = left[len(piece) :]
+        return found
+
     def detokenizer(self) -> Detokenizer:
         """Return a new stream: `push` ids, then `finish`."""
         return self._model.detokenizer()

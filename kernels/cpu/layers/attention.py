@@ -20,7 +20,6 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
     VECTOR_BYTES,
     address,
-    expect_write,
     float32_at,
     fma,
     max_lanes,
@@ -73,10 +72,6 @@ def _has_sequence(tile, tiles, token_slots):
 @kernel
 def _write_tile(first, last, head, k_cache, v_cache, qkv, positions, token_slots):
     for n in range(first, last):
-        if n + 1 < last:  # a key has a line for each step
-            following = _column(k_cache, token_slots[n + 1], head, positions[n + 1])
-            for step in range(k_cache.shape[3]):
-                expect_write(following + step * KEY_STEP_BYTES)
         write_token(n, head, k_cache, v_cache, qkv, positions[n], token_slots[n])
 
 
@@ -85,15 +80,11 @@ def write_token(n, head, k_cache, v_cache, qkv, position, slot):
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
     key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
-    value, column = float32_at(key + heads * size * 4, size), _column(k_cache, slot, head, position)
+    block, place = position // KEY_BLOCK, position % KEY_BLOCK
+    keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
+    value, column = float32_at(key + heads * size * 4, size), keys + place * STEP_BYTES
     put_key(k_cache, column, float32_at(key, size))
-    values = _block(v_cache, slot, head, position // KEY_BLOCK)
-    put_value(v_cache, values, position % KEY_BLOCK, value, column)
-
-
-@kernel
-def _column(k_cache, slot, head, position):
-    return _block(k_cache, slot, head, position // KEY_BLOCK) + position % KEY_BLOCK * STEP_BYTES
+    put_value(v_cache, values, place, value, column)
 
 
 @kernel
