@@ -1,7 +1,8 @@
 """Make the README's pictures in scripts/: python scripts/pictures.py stream bars page
 
 stream: a run of the demo as `tinygpt generate --color surprise` prints it, slowed down so that it can be read.
-bars: tokens/s of int8, from the README's table. page: the server's page with the candidates of a token (playwright).
+bars: tokens/s of int8, from the README's table. page: the server's page with the candidates of a token, what each
+layer would say, and what a head attends to (playwright).
 """
 
 import re
@@ -19,6 +20,7 @@ from tinygpt.surprise import NAT, color
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, SEED = "Once upon a time", 264
 COLUMNS, LINE, RATE, REST = 92, 25, 20, 4  # characters, pixels, tokens a second, seconds of the whole text
+HEAD = (1, 3)  # a layer and its head, of the page's picture
 TERMINAL = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">
 <title>{title}</title>
 <style>
@@ -97,11 +99,11 @@ def bars(readme: str) -> str:
 
 
 def page(path: Path) -> None:
-    """Take a picture of the page after a short continuation, with the candidates of a token."""
+    """Take a picture of the page after a short continuation, with a look inside for a token."""
     from playwright.sync_api import sync_playwright
 
     asked = {"text": "Once upon a time, there was a little bird who was afraid to fly.", "max_tokens": 19, "seed": 5}
-    serve = [sys.executable, "-m", "tinygpt", "serve", "--port", "0"]
+    serve = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--look"]
     with started(serve, cwd=ROOT) as (address, _), sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"])
         view = browser.new_page(viewport={"width": 980, "height": 830}, device_scale_factor=1.5)
@@ -111,6 +113,8 @@ def page(path: Path) -> None:
         view.locator("body[data-busy='']").wait_for()
         view.evaluate("() => { pace = null; showStats() }")  # times depend on what else the machine does
         view.locator(".token.made").nth(12).click(force=True)  # under the transparent field
+        view.locator("#look").click()
+        view.locator("#inside > div").nth(HEAD[0]).locator("button").nth(HEAD[1]).hover()
         view.screenshot(path=path)
         browser.close()
 

@@ -106,11 +106,12 @@ def say(text: str) -> None:
 
 
 def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
-    """Return the peers without AVX-512; skip those without a switch, and torch's slow bfloat16."""
+    """Return the peers without AVX-512: those with a switch, and of torch and openvino what works or is fast."""
     flags, held = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON", []
     for peer in [peer for peer in peers if peer.name not in ("onnxruntime", "torch.compile")]:
         build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
-        forms = {dtype: form for dtype, form in peer.forms.items() if (peer.name, form) != ("transformers", "bfloat16")}
+        is_whole = peer.name not in ("transformers", "openvino")
+        forms = {dtype: form for dtype, form in peer.forms.items() if is_whole or dtype == "float32"}
         held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
     return held
 
@@ -201,7 +202,9 @@ def provide_python(peer: Peer, work: Path) -> Path:
     wanted, installed = "\n".join(peer.requirements), folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
-        command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *peer.requirements]
+        # pip's cache does not tell wheels of other build_variables apart.
+        flags = ["--disable-pip-version-check", *["--no-cache-dir"] * bool(peer.build_variables)]
+        command = [str(python), "-m", "pip", "install", *flags, *peer.requirements]
         run_logged(command, folder / "install.log", peer.build_variables)
         installed.write_text(wanted)
     return python

@@ -96,7 +96,8 @@ def test_peers_held_to_avx2_are_switched_built_or_left_out():
     assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime", "torch.compile"}
     assert "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" in held["llama.cpp"].build_variables["CMAKE_ARGS"]
     assert (held["llama.cpp"].build, held["ctranslate2"].build) == ("-avx2", "")
-    assert set(held["transformers"].forms) == {"float32"}
+    assert set(held["transformers"].forms) == set(held["openvino"].forms) == {"float32"}
+    assert set(held["llama.cpp"].forms) == set(DTYPES)
     features = AVX2["NUMBA_CPU_FEATURES"].split(",")
     assert choose(lambda name: f"+{name}" in features, AVX2["NUMBA_CPU_NAME"]).name == "AVX2"
 

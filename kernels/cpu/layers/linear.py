@@ -171,11 +171,10 @@ def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
         following = b + AHEAD
     elif tile.rows > 1:
         b = expand(weight, b, units, scratch)
-    asking = min(tiles, ASKING)
-    for t in range(tiles):
+    for t in range(tiles):  # each prefetches its part of the next chunk: requests of one tile would queue
         low, high = t * tile.rows // tiles, (t + 1) * tile.rows // tiles
-        part = Tile(high - low, tile.row + low, tile.panel)
-        spacing, ahead = (LINE_BYTES + asking - 1) // asking if t < asking else 0, following + t * size // asking
+        part, ahead = Tile(high - low, tile.row + low, tile.panel), following + t * size // tiles
+        spacing = (LINE_BYTES + tiles - 1) // tiles
         add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, ahead, spacing)
 
 
@@ -186,12 +185,7 @@ def _always(unit):
 STEP = OUT_TILE * STEP_BYTES
 # A tile in strips jumps through the panel. The L2 cache is slower than products of integers.
 ALONE = 1 if IN_STRIPS else ROW_TILE
-# Tiles that each prefetch a part of the next chunk: one tile's requests would queue. A tile in strips would ask for
-# each line a dozen times.
-ASKING = 2 if IN_STRIPS else ROW_BLOCK
-# A tile without strips reads float32 and bfloat16 from the L2 cache as fast as it multiplies.
-PLAIN_CHUNK_BYTES = CHUNK_BYTES if IN_STRIPS else 4 * CHUNK_BYTES
-FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, PLAIN_CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
+FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
 INT8_UNIT, INT4_UNIT = (
     Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()
 )
