@@ -28,8 +28,7 @@ from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
 
-PROMPT, POSITIONS, NEW, LAYER = 128, 16, 32, 5  # tokens of a prompt, of a traced prompt, new ones; the steered layer
-STEERED = f"blocks.{LAYER}.hook_resid_post"
+PROMPT, POSITIONS, NEW = 128, 16, 32  # tokens of a prompt, of a traced prompt, and new ones
 
 
 def loaded(shape: str, folder: str, threads: int) -> tuple[LLM, TransformerBridge]:
@@ -48,9 +47,9 @@ def read_all(llm: LLM, ids: list[int]) -> np.ndarray:
     return logits
 
 
-def generate(bridge: TransformerBridge, ids: list[list[int]], vector: np.ndarray) -> torch.Tensor:
+def generate(bridge: TransformerBridge, ids: list[list[int]], name: str, vector: np.ndarray) -> torch.Tensor:
     options = {"do_sample": False, "stop_at_eos": False, "verbose": False, "return_type": "tokens"}
-    with bridge.hooks(fwd_hooks=[(STEERED, lambda x, hook: x + torch.from_numpy(vector))]):
+    with bridge.hooks(fwd_hooks=[(name, lambda x, hook: x + torch.from_numpy(vector))]):
         return bridge.generate(torch.tensor(ids), max_new_tokens=NEW, **options)
 
 
@@ -75,8 +74,9 @@ def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
     draw = np.random.default_rng(0)
     ids = draw.integers(llm.config.vocab_size, size=(8, PROMPT)).tolist()
     clean, corrupted, answer = ids[0][:POSITIONS], ids[1][:POSITIONS], ids[2][0]
+    steered = f"blocks.{llm.config.n_layer // 2}.hook_resid_post"
     vector = draw.standard_normal(llm.config.n_embd).astype(np.float32)
-    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, edits=[Edit(STEERED, value=vector)])
+    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, edits=[Edit(steered, value=vector)])
     cases: dict[str, tuple[Callable, Callable]] = {
         f"a prompt of {PROMPT}, all arrays": (
             partial(read_all, llm, ids[0]),
@@ -85,7 +85,7 @@ def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
         **{
             f"{NEW} steered tokens, {n} prompts of {POSITIONS}": (
                 partial(llm.generate, [row[:POSITIONS] for row in ids[:n]], params, use_tqdm=False),
-                partial(generate, bridge, [row[:POSITIONS] for row in ids[:n]], vector),
+                partial(generate, bridge, [row[:POSITIONS] for row in ids[:n]], steered, vector),
             )
             for n in (1, 8)
         },
