@@ -2,14 +2,25 @@
 
 import asyncio
 import threading
+from select import select
 
 import pytest
 from pydantic import ValidationError
 
-from support.gate import Gate
+from support.gate import Gate, Held
+from support.serving import until
+from tinygpt.aliases import OURS
 from tinygpt.server import completions, protocol, replies, work
 from tinygpt.server.completions import MAX_LOGPROBS
-from tinygpt.server.protocol import MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest
+from tinygpt.server.protocol import (
+    IGNORED,
+    MAX_FIELDS,
+    MAX_IDS,
+    MAX_WORDS,
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
 from tinygpt.server.replies import json_parts, to_json, whole
 
 MANY = 5000
@@ -40,15 +51,52 @@ def test_of_many_errors_a_few_are_looked_for(name):
     assert found.value.error_count() <= FEW
 
 
-def test_many_fields_are_refused_before_their_names_are_compared(monkeypatch):
-    monkeypatch.setattr(protocol, "renamed", lambda given, *_: pytest.fail(f"compares {len(given)} names"))
-    with pytest.raises(ValidationError):
-        CompletionRequest.model_validate({"prompt": "a", **WRONG["unknown fields"]})
+def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
+    sizes, renamed = [], protocol.renamed
+    monkeypatch.setattr(protocol, "renamed", lambda given, *rest: sizes.append(len(given)) or renamed(given, *rest))
+    many = {"use_cache": True, "temp": 0.5, **WRONG["unknown fields"], "max_tokens": 3}
+    asked = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}}
+    for form, body in asked.items():
+        assert len({*form.model_fields, *form.fields_by_name(), *OURS, *IGNORED}) < MAX_FIELDS
+        given = {**many, **body}
+        with pytest.raises(ValidationError, match="Extra inputs"):
+            form.model_validate(given)
+        found = form.model_validate(given, extra="ignore")  # --unknown-fields ignore
+        assert (found.temperature, found.max_tokens) == (0.5, 3)
+    assert max(sizes) < MAX_FIELDS
+
+
+def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
+    monkeypatch.setattr(work, "HUGE", 9000)
+    read, asked = llm.read_prompt, {"max_tokens": 1, "user": "x" * 9000}
+    held = Held(read)
+    monkeypatch.setattr(llm, "read_prompt", held)
+    first = server.begin(prompt="Once", stream=True, **asked)
+    assert held.called.wait(60)
+    monkeypatch.setattr(llm, "read_prompt", read)
+    second = server.begin(prompt="a", stream=True, **asked)
+    assert server.complete(prompt="Once", max_tokens=1).status == 200
+    assert not select([second.socket], [], [], 0.2)[0]
+    held.release.set()
+    assert all(list(client.events()) for client in (first, second))
+
+
+def test_a_huge_request_that_runs_holds_up_no_other(server, llm, monkeypatch):
+    monkeypatch.setattr(work, "HUGE", 9000)
+    asked = {"max_tokens": 1, "user": "x" * 9000}
+    with llm.engine.wrapped(Gate) as gate:
+        running = server.begin(prompt="Once", **asked)
+        until(lambda: llm.engine.scheduler.running)
+        other = server.begin(prompt="a", **asked)
+        until(lambda: len(llm.engine._queued) == 2)
+        gate.allow(10)
+        assert all(client.socket.recv(100).startswith(b"HTTP/1.1 200") for client in (running, other))
 
 
 @pytest.mark.parametrize(
     "body",
     [
+        {"logit_bias": {str(i): 1 for i in range(MAX_WORDS + 1)}},
         {"bad_words": ["a"] * (MAX_WORDS + 1)},
         {"bad_words_ids": [[1]] * (MAX_WORDS + 1)},
         {"prompt": [1] * (MAX_IDS + 1)},

@@ -89,6 +89,7 @@ class Api:
         self._works: WeakSet[Work] = WeakSet()
         self._first: dict[int, float] | None = None
         self._turn, self._num_in_turn = asyncio.Lock(), 0  # embeddings and scores: each between two steps
+        self.huge = asyncio.Lock()  # of the request that has a huge body, until it is read
         try:
             self.names = TokenNames(llm.tokenizer)
         except CheckpointError:
@@ -242,6 +243,7 @@ class Api:
         work = Work(self.llm, self.outbox)
         self._works.add(work)
         await work.submit(requests, stream, len(request._body) > LARGE)
+        await request.state.reading.aclose()
         return work
 
     def _end(self, request: Request, work: Work) -> None:
@@ -273,7 +275,7 @@ class Api:
         self._check_open()
         is_split = form.split_special_tokens is not False
         try:
-            return await _read(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
+            return await read_apart(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
         except (RequestError, NoTokenizerError) as error:
             raise ApiError(400, str(error), field) from None
 
@@ -286,7 +288,7 @@ class Api:
             more = look_params(form, self.config.look, self.config.control_vectors or {}) if looks else {}
             return form.sampling_params(self.encode, **others, **more)
 
-        params = await (self.outbox.in_grammar_thread(read) if form.guides() else _read(request, read))
+        params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
         request.state.notes["edits"] = digest(params.edits)
         return params
 
@@ -355,6 +357,7 @@ class Api:
         if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
             message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
             raise ApiError(400, message, field, "context_length_exceeded")
+        await request.state.reading.aclose()
         count = sum(len(prompt.token_ids) for prompt in prompts)
         request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
         return prompts, count
@@ -422,7 +425,7 @@ class Api:
         return await json_large({"scores": (record_to_json(each) for [each] in found)})
 
 
-async def _read(request: Request, read: Callable[[], Result]) -> Result:
+async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
     return read() if len(request._body) <= LARGE else await asyncio.to_thread(read)
 
 

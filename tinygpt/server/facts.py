@@ -1,6 +1,6 @@
 """Facts: the routes that run no step of the engine: tokenizer, models, health, metrics."""
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 import tinygpt
 from tinygpt.server import protocol
-from tinygpt.server.api import Api
+from tinygpt.server.api import Api, read_apart
 from tinygpt.server.replies import ApiError, json_large, json_reply
 
 
@@ -27,14 +27,14 @@ class Facts:
             names = {"token_strs": [*map(self._api.names.name, ids)]} if form.return_token_strs else {}
             return {"count": len(ids), "max_model_len": self._llm.max_model_len, "tokens": ids, **names}
 
-        return await json_large(await asyncio.to_thread(read))
+        return await json_large(await read_apart(request, read))
 
     async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
         if (highest := max(form.tokens, default=0)) >= (size := self._llm.config.vocab_size):
             raise ApiError(400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens")
-        text = await asyncio.to_thread(self._llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
-        return json_reply({"prompt": text})
+        decode = partial(self._llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
+        return json_reply({"prompt": await read_apart(request, decode)})
 
     async def tokenizer_info(self) -> Response:
         """Return the facts of the tokenizer that evaluation harnesses need."""

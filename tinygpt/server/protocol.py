@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import TypeAliasType
 
-from tinygpt.aliases import renamed
+from tinygpt.aliases import OURS, renamed
 from tinygpt.chat import Role
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
@@ -23,10 +23,11 @@ from tinygpt.wire import UNSENDABLE
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
 MAX_PROMPTS, MAX_SAMPLES, MAX_STOPS, MAX_WORDS, MAX_IDS = 256, 128, 64, 10_000, 1_000_000  # of one request
+MAX_FIELDS = 256  # that are read; more than any form knows
 MAX_CHARACTERS = 2**16  # of a pattern or grammar
-MAX_FIELDS = 1000  # of a request that may use other programs' names
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 ANY_OBJECT = {"type": "object"}
+IGNORED = ("pad_token_id", "use_cache")  # of transformers
 
 
 def _whole(value: Any) -> Any:
@@ -55,7 +56,11 @@ ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-Biases = Annotated[dict[Annotated[str, Field(max_length=1000)], Bias], BeforeValidator(_to_the_first_error)]
+Biases = Annotated[
+    dict[Annotated[str, Field(max_length=1000)], Bias],
+    Field(max_length=MAX_WORDS),
+    BeforeValidator(_to_the_first_error),
+]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 _Ids = Field(max_length=MAX_IDS, fail_fast=True)
@@ -75,12 +80,12 @@ class Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field(cls, given: Any) -> Any:
-        """Drop all unknown fields but one: 300 000 errors would take seconds."""
-        names = cls.fields_by_name()
-        if not isinstance(given, dict) or len(given) <= len(names):
+        """Drop all unknown fields but one: 300 000 would take seconds."""
+        if not isinstance(given, dict) or len(given) <= MAX_FIELDS:
             return given
-        unknown = next(name for name in given if name not in names)
-        return {name: given[name] for name in (*names, unknown) if name in given}
+        known = {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED}
+        unknown = next(name for name in given if name not in known)
+        return {name: given[name] for name in (*known, unknown) if name in given}
 
     @classmethod
     def fields_by_name(cls) -> dict[str, Any]:
@@ -97,13 +102,14 @@ class Form(Strict):
     model: ModelName | None = None
     split_special_tokens: bool | None = None
 
-    @model_validator(mode="before")  # the last one runs first
+    @model_validator(mode="before")
     @classmethod
-    def _own_names(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) <= MAX_FIELDS:
+    def _one_unknown_field(cls, given: Any) -> Any:
+        given = super()._one_unknown_field(given)
+        if isinstance(given, dict):
             names = {name for name, field in cls.model_fields.items() if field.alias not in given}
             with suppress(RequestError):  # of two names for one thing, the other program's is unknown
-                return renamed(given, names | cls.fields_by_name().keys(), ("pad_token_id", "use_cache"))
+                return renamed(given, names | cls.fields_by_name().keys(), IGNORED)
         return given
 
 

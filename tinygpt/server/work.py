@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -33,6 +33,8 @@ from tinygpt.server.replies import BUG, PING, ApiError, PromptChunk, error_body,
 
 log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+# Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
+HUGE, HUGE_PER_SECOND = 2**16, 2**26
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
 Requests = list[tuple[Prompt, SamplingParams]]
@@ -172,12 +174,17 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
-            if request.method == "POST":
-                body = await _read_body(request)
-                ignores = request.app.state.api.config.ignores_unknown_fields
+            if request.method != "POST":
+                return await handle(request)
+            api, body = request.app.state.api, await _read_body(request)
+            async with AsyncExitStack() as request.state.reading:
+                if len(body) > HUGE:
+                    await request.state.reading.enter_async_context(api.huge)
+                    await asyncio.sleep(len(body) / HUGE_PER_SECOND)
+                ignores = api.config.ignores_unknown_fields
                 # FastAPI reads it from here.
                 request._body = _known_fields(self.body_field.field_info.annotation, body) if ignores else body
-            return await handle(request)
+                return await handle(request)
 
         return answer
 
