@@ -11,7 +11,7 @@ from select import select
 
 from support.gate import Gate, Held
 from support.serving import served, until
-from tinygpt import SamplingParams, field_rules
+from tinygpt import SamplingParams, field_rules, grammar_process
 from tinygpt.chat_template import ChatTemplate
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
@@ -117,6 +117,20 @@ def test_without_the_package_the_sentence_says_so(server, monkeypatch):
         reply = server.complete(prompt="a", **body)
         assert (reply.status, reply.error["param"]) == (400, field)
         assert how_to_install("guided") in reply.error["message"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@both_paths
+def test_a_step_beyond_the_limits_ends_its_request_alone(chatting, monkeypatch, path, is_streamed):
+    monkeypatch.setattr(grammar_process, "STEP_SECONDS", 0.1)
+    good = chatting.begin(prompt=PROMPT, max_tokens=200, stream=True, ignore_eos=True)
+    hostile = {"guided_regex": "x{30}" + "a?" * 10_000 + "a" * 10_000, "stream": is_streamed}
+    reply = asked_in(chatting, path, hostile)
+    error = json.loads(reply.body.split(b"\n\n")[-3][6:])["error"] if is_streamed else reply.error
+    assert (reply.status, error["type"]) == (200 if is_streamed else 400, "invalid_request_error")
+    assert "cannot be followed at position" in error["message"]
+    assert error["message"].endswith("it takes more than 0.1 s or 256 MiB.")
+    assert [*good.events()][-1]["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from support.gate import Gate
+from support.gate import Gate, Held
 from support.serving import Reply, served, until
 from tinygpt.chat_template import ChatTemplate
 from tinygpt.server import work
@@ -124,3 +124,17 @@ def test_behind_another_server_a_client_may_leave(server, llm, is_streamed):
 def test_an_upgrade_is_not_taken(server, protocol):
     reply = server.ask("/health", connection="Upgrade", upgrade=protocol)
     assert (reply.status, reply.json) == (200, {"status": "ok"})
+
+
+def test_a_stream_that_is_not_read_ends_with_an_error(server, llm, monkeypatch):
+    monkeypatch.setattr(work, "MAX_UNREAD", 20)
+    held = Held(lambda: None)
+    client = server.begin(prompt="Once", max_tokens=200, n=2, ignore_eos=True, stream=True)
+    events = client.events()
+    next(events)
+    server.loop.call_soon_threadsafe(held)
+    until(lambda: not llm.engine.scheduler.running)
+    held.release.set()
+    *parts, last = events
+    assert len(parts) < 200
+    assert (last["error"]["type"], "more than 20 tokens" in last["error"]["message"]) == ("invalid_request_error", True)

@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from tinygpt.aliases import OURS
-from tinygpt.errors import NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
+from tinygpt.engine.sampler import NOT_FINITE
+from tinygpt.errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
 from tinygpt.outputs import RequestOutput, StreamChunk
 from tinygpt.server.protocol import Strict
 from tinygpt.tokenizer.tokenizer import Tokenizer
@@ -218,11 +219,12 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
 
 
 def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
-    """Return status 400 or 429 for a refusal of the engine, 500 for a failure. form: for the field's name."""
+    """Return status 400 or 429 for the request's own fault, 500 for another. form: for the field's name."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", **RETRY)
     if not isinstance(error, RequestError):
-        return ApiError(400 if isinstance(error, NoTokenizerError) else 500, str(error))
+        is_own = isinstance(error, NoTokenizerError | FailedRequestError) and NOT_FINITE not in str(error)
+        return ApiError(400 if is_own else 500, str(error))
     param = form.name_of(error.field) if form and error.field else None
     return ApiError(400, str(error.named(param) if param else error), param)
 

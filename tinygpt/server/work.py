@@ -35,6 +35,7 @@ log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 # Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
 HUGE, HUGE_PER_SECOND = 2**16, 2**26
+MAX_UNREAD = 10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
 Requests = list[tuple[Prompt, SamplingParams]]
@@ -85,6 +86,8 @@ class Work:
         self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
         self.futures: list[RequestFuture] = []
         self._is_cancelled = False
+        self._num_posted = self._num_taken = 0  # by the thread of the engine, and by the loop
+        self._late: ApiError | None = None
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
         """Run all requests, or none. Raises as LLM.submit does."""
@@ -104,8 +107,8 @@ class Work:
             await asyncio.gather(*(asyncio.wrap_future(future) for future in self.futures if not future.done()))
             return [future.result() for future in self.futures]
         except (asyncio.CancelledError, CancelledError):
-            if self._outbox.stopped is not None:
-                raise self._outbox.stopped from None
+            if reason := self._outbox.stopped or self._late:
+                raise reason from None
             raise
 
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
@@ -124,6 +127,7 @@ class Work:
                     items.remove(None)
                 chunks = [item for item in items if item[1] is not None]
                 num_left -= len(items) - len(chunks)
+                self._num_taken += len(chunks)
                 yield chunks
         finally:
             pinging.cancel()
@@ -164,6 +168,10 @@ class Work:
         """Called by the engine's thread."""
         if chunk is not None and chunk.token_id is not None:
             self._times.setdefault((i, chunk.index), []).append(time.perf_counter())
+        self._num_posted += chunk is not None
+        if self._num_posted - self._num_taken > MAX_UNREAD and self._late is None:
+            self._late = ApiError(400, f"more than {MAX_UNREAD} tokens of the stream were not read: read it faster.")
+            self.cancel()
         self._outbox.post(self._queue, i, chunk)
 
 
