@@ -1,10 +1,13 @@
 """A client that leaves gives its slot back within one step, whatever it was waiting for."""
 
+import socket
+
 import pytest
 
 from support.gate import Gate
-from support.serving import until
+from support.serving import served, until
 from tinygpt import SamplingParams
+from tinygpt.server import serve
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
@@ -77,3 +80,14 @@ def test_others_go_on(server, llm, gate):
     client.reset()
     texts += [event["choices"][0]["text"] for event in events]
     assert "".join(texts) == alone[0]["text"]
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no limit for unread replies")
+def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
+    monkeypatch.setattr(serve, "UNREAD_SECONDS", 0.2)
+    with served(llm) as server:
+        connections = server._server.server_state.connections
+        server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)
+        assert server.ended()["status"] == 200
+        assert connections
+        until(lambda: not connections)

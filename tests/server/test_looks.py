@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from support.serving import served
-from tinygpt import LLM, ControlVector, Edit, SamplingParams
+from tinygpt import LLM, ControlVector, Edit, RemoteLLM, SamplingParams
 from tinygpt.chat import PlainTemplate
+from tinygpt.errors import RequestError
 from tinygpt.show import lens
 
 CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
@@ -157,6 +158,23 @@ def test_refusals(server, fields, says):
     reply = server.complete(**ASKED | fields)
     assert reply.status == 400
     assert says in reply.error["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/responses"])
+@pytest.mark.parametrize("field", ["capture", "edits", "steer", "extra_args"])
+def test_other_paths_refuse_them_by_name(server, path, field):
+    given = {"capture": "z", "edits": [EDIT], "steer": {"happy": 1}, "extra_args": {"output_residual_stream": [0]}}[
+        field
+    ]
+    reply = server.ask(path, {"input" if "v1" in path else "prompt": "Once", field: given})
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert reply.error["message"].startswith(f"unrecognized request argument: {field}")
+
+
+@pytest.mark.parametrize("given", [{"capture": "z"}, {"edits": Edit("blocks.0.hook_resid_pre", value=1)}])
+def test_a_remote_llm_refuses_them_by_name(server, given):
+    with RemoteLLM(server.url) as remote, pytest.raises(RequestError, match=f"{next(iter(given))} cannot be sent"):
+        remote.generate("Once", SamplingParams(**given))
 
 
 @pytest.mark.parametrize("field", ["capture", "edits", "extra_args"])

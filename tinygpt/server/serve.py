@@ -23,6 +23,7 @@ from tinygpt.errors import RequestError
 
 log = logging.getLogger("tinygpt.server")
 KEEP_ALIVE_SECONDS = 30
+UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 END_SECONDS = 5.0  # after that, for threads to end
 SWITCH_SECONDS = 0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
@@ -102,11 +103,14 @@ def allow_all_descriptors() -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket: clients that connect before the model is loaded wait. RequestError if it is taken."""
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:
         why = getattr(error, "strerror", None) or error
         message = f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
         raise RequestError(message) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux's; a reply of 70 MB would wait for ever
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
+    return listener
 
 
 def url_of(listener: socket.socket) -> str:
