@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from select import select
 
 import pytest
 from pydantic import ValidationError
@@ -12,15 +11,7 @@ from support.serving import until
 from tinygpt.aliases import OURS
 from tinygpt.server import completions, protocol, replies, work
 from tinygpt.server.completions import MAX_LOGPROBS
-from tinygpt.server.protocol import (
-    IGNORED,
-    MAX_FIELDS,
-    MAX_IDS,
-    MAX_WORDS,
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-)
+from tinygpt.server.protocol import MAX_FIELDS, MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest, ResponsesRequest
 from tinygpt.server.replies import json_parts, to_json, whole
 
 MANY = 5000
@@ -57,7 +48,7 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
     many = {"use_cache": True, "temp": 0.5, **WRONG["unknown fields"], "max_tokens": 3}
     asked = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}}
     for form, body in asked.items():
-        assert len({*form.model_fields, *form.fields_by_name(), *OURS, *IGNORED}) < MAX_FIELDS
+        assert len({*form.model_fields, *form.fields_by_name(), *OURS, *protocol.IGNORED}) < MAX_FIELDS
         given = {**many, **body}
         with pytest.raises(ValidationError, match="Extra inputs"):
             form.model_validate(given)
@@ -67,30 +58,23 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
 
 
 def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
+    """What runs already holds up no other."""
     monkeypatch.setattr(work, "HUGE", 9000)
     read, asked = llm.read_prompt, {"max_tokens": 1, "user": "x" * 9000}
-    held = Held(read)
-    monkeypatch.setattr(llm, "read_prompt", held)
-    first = server.begin(prompt="Once", stream=True, **asked)
-    assert held.called.wait(60)
-    monkeypatch.setattr(llm, "read_prompt", read)
-    second = server.begin(prompt="a", stream=True, **asked)
-    assert server.complete(prompt="Once", max_tokens=1).status == 200
-    assert not select([second.socket], [], [], 0.2)[0]
-    held.release.set()
-    assert all(list(client.events()) for client in (first, second))
-
-
-def test_a_huge_request_that_runs_holds_up_no_other(server, llm, monkeypatch):
-    monkeypatch.setattr(work, "HUGE", 9000)
-    asked = {"max_tokens": 1, "user": "x" * 9000}
     with llm.engine.wrapped(Gate) as gate:
-        running = server.begin(prompt="Once", **asked)
+        clients = [server.begin(prompt="Once", **asked)]
         until(lambda: llm.engine.scheduler.running)
-        other = server.begin(prompt="a", **asked)
-        until(lambda: len(llm.engine._queued) == 2)
+        monkeypatch.setattr(llm, "read_prompt", held := Held(read))
+        clients.append(server.begin(prompt="Once", **asked))
+        assert held.called.wait(60)
+        monkeypatch.setattr(llm, "read_prompt", lambda *given: order.append(given) or read(*given))
+        order = []
+        clients.append(server.begin(prompt="a", **asked))
         gate.allow(10)
-        assert all(client.socket.recv(100).startswith(b"HTTP/1.1 200") for client in (running, other))
+        assert server.complete(prompt="Once", max_tokens=1).status == 200
+        assert len(order) == 1
+        held.release.set()
+        assert all(client.socket.recv(100).startswith(b"HTTP/1.1 200") for client in clients)
 
 
 @pytest.mark.parametrize(

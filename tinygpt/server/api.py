@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 import tinygpt
 from tinygpt.chat import Template, chat_ids
-from tinygpt.edits import ControlVector
+from tinygpt.edits import ControlVector, salt_of
 from tinygpt.engine.prompts import Prompt, encode
 from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from tinygpt.llm import LLM
@@ -35,9 +35,9 @@ from tinygpt.server.completions import (
     scoring_request,
     with_suffix,
 )
-from tinygpt.server.looks import check_size, digest, lens_to_json, look_params
+from tinygpt.server.looks import check_size, lens_to_json, look_params
 from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, json_reply, whole
+from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, whole
 from tinygpt.server.responses import Responses
 from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
 from tinygpt.wire import record_to_json
@@ -196,9 +196,8 @@ class Api:
             raise ApiError(400, f"{asked}; this server gives at most {limit} in a reply: split the request.", field)
         if job.params.capture or job.params.edits:
             if run is not None:
-                raise ApiError(
-                    400, "capture, edits and steer need max_tokens of 1 or more, and no suffix.", "max_tokens"
-                )
+                message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
+                raise ApiError(400, message, "max_tokens")
             check_size(self.llm, job.params, job.prompts)
         requests = [(prompt, job.params) for prompt in job.prompts]
         if job.form.stream and run is None:
@@ -289,7 +288,9 @@ class Api:
             return form.sampling_params(self.encode, **others, **more)
 
         params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
-        request.state.notes["edits"] = digest(params.edits)
+        request.state.notes["edits"] = (
+            f"{salt_of(params.edits, num_prompt=0):016x}" if params.edits else None
+        )  # a digest
         return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
@@ -374,8 +375,7 @@ class Api:
         found = await self._in_turn([partial(self.llm.classify, prompt) for prompt in prompts])
         names = "label", "probs", "num_classes"
         data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
-        head = {"id": f"classify-{secrets.token_hex(16)}", "created": int(time.time())}
-        return await json_large(head | self._list(form, data, count))
+        return await self._list(form, data, count, "classify-")
 
     async def lens(self, form: protocol.LensRequest, request: Request) -> Response:
         """Return what each layer would say after a prompt, and how much its last token attends to each."""
@@ -395,7 +395,7 @@ class Api:
         else:
             written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
         data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
-        return await json_large(self._list(form, data, count))
+        return await self._list(form, data, count)
 
     async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
@@ -409,13 +409,15 @@ class Api:
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
         cosines = np.clip(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1)  # (N,)
-        data = [{"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist())]
-        head = {"id": f"score-{secrets.token_hex(16)}", "created": int(time.time())}
-        return json_reply(head | self._list(form, data, count_1 + count_2))
+        data = ({"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist()))
+        return await self._list(form, data, count_1 + count_2, "score-")
 
-    def _list(self, form: Any, data: Iterable[Any], count: int) -> dict[str, Any]:
+    async def _list(self, form: Any, data: Iterable[Any], count: int, prefix: str = "") -> Response:
+        """prefix: of an id, which embeddings do not have."""
+        head = {"id": prefix + secrets.token_hex(16), "created": int(time.time())} if prefix else {}
         counts = {"prompt_tokens": count, "total_tokens": count}
-        return {"object": "list", "model": form.model or self.model_name, "data": data, "usage": counts}
+        more = {"object": "list", "model": form.model or self.model_name, "data": data, "usage": counts}
+        return await json_large(head | more)
 
     async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""

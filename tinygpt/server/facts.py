@@ -40,8 +40,7 @@ class Facts:
         """Return the facts of the tokenizer that evaluation harnesses need."""
         config, template = self._llm.config, self._api.chat_template
         ids = next(iter(config.eos_token_ids), None), config.bos_token_id
-        if not self._api.names.has_tokenizer:
-            ids = None, None
+        ids = ids if self._api.names.has_tokenizer else (None, None)
         eos, bos = (None if i is None else self._llm.tokenizer.decode([i]) for i in ids)
         names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
         sizes = {"vocab_size": config.vocab_size, "model_max_length": self._llm.max_model_len}

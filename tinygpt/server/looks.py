@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.edits import Edit, salt_of
+from tinygpt.edits import Edit
 from tinygpt.engine.prompts import Prompt
 from tinygpt.errors import RequestError
 from tinygpt.kernels import host
@@ -46,40 +46,27 @@ def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
     _, cache = llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
     layers = range(llm.config.n_layer)
     logprobs = host.log_softmax(llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers])))  # (L, V)
-    best = [
-        {"token": names.name(i), "logprob": row[i].item()}
-        for i, row in zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
-    ]
+    pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
+    best = [{"token": names.name(i), "logprob": row[i].item()} for i, row in pairs]
     attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
     return {"layers": best, "attention": attention.astype(np.float64).round(4).tolist()}
 
 
-def digest(edits: Any) -> str | None:
-    """Return what the log tells of edits."""
-    return f"{salt_of(edits, num_prompt=0):016x}" if edits else None
-
-
 def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return each array as little-endian float32 in base64, with its shape."""
-    return {name: _encoded(np.ascontiguousarray(activations[name], "<f4")) for name in activations}
+    data = {name: base64.b64encode(np.asarray(array, "<f4").tobytes()).decode() for name, array in activations.items()}
+    return {name: {"dtype": "float32", "shape": [*activations[name].shape], "data": data[name]} for name in data}
 
 
-def _encoded(array: np.ndarray) -> dict[str, Any]:
-    return {"dtype": "float32", "shape": [*array.shape], "data": base64.b64encode(array.tobytes()).decode()}
-
-
-def _edit(field: str, given: Any) -> Edit:
-    values = {name: getattr(given, name) for name in given.model_fields_set}
+def _edit(field: str, form: Any) -> Edit:
+    values = {name: getattr(form, name) for name in form.model_fields_set}
     try:
-        arrays = {
-            name: _array(values[name]) for name in ("keep", "value", "project_out") if values.get(name) is not None
-        }
-        edit = Edit(**values | arrays)
+        given = [name for name in ("keep", "value", "project_out") if values.get(name) is not None]
+        return Edit(**values | {name: _array(values[name]) for name in given})
     except RequestError as error:
         raise error.named(f"{field}.{error.field}") from None
     except (ValueError, TypeError) as error:
         raise RequestError(f"has an array that cannot be read: {error}.", field) from None
-    return edit
 
 
 def _array(given: Any) -> np.ndarray:

@@ -153,12 +153,8 @@ def chat_logprobs(names: TokenNames, num_top: int, tokens: Iterable[tuple[int, L
     def named(token_id: int, value: float) -> dict[str, Any]:
         return {"token": names.name(token_id), "logprob": max(value, LOWEST), "bytes": list(names.bytes_of(token_id))}
 
-    return {
-        "content": [
-            {**named(i, logprobs[i]), "top_logprobs": [named(*pair) for pair in list(logprobs.items())[:num_top]]}
-            for i, logprobs in tokens
-        ]
-    }
+    tops = ((i, found[i], islice(found.items(), num_top)) for i, found in tokens)
+    return {"content": [named(i, value) | {"top_logprobs": [named(*pair) for pair in top]} for i, value, top in tops]}
 
 
 def described(names: TokenNames, num_top: int, token_id: int, logprobs: Logprobs | None) -> dict[str, Any] | None:

@@ -9,6 +9,9 @@ from tinygpt.server.completions import Job
 from tinygpt.server.replies import PromptChunk, event, json_parts, usage
 
 OF_TEXT = {"output_index": 0, "content_index": 0}
+ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
+ALWAYS |= {"text": {"format": {"type": "text"}}, "tool_choice": "none", "tools": [], "truncation": "disabled"}
+COUNTS = {"prompt": "input", "completion": "output", "total": "total"}  # OpenAI's two words for one count
 
 
 class Responses(Job):
@@ -23,12 +26,9 @@ class Responses(Job):
 
     def begin(self) -> str:
         started = self._response("in_progress", [])
-        return (
-            self._told("created", response=started)
-            + self._told("in_progress", response=started)
-            + self._told("output_item.added", output_index=0, item=self._item("in_progress", []))
-            + self._told("content_part.added", **self._of_item(), part=_part(""))
-        )
+        told = self._told("created", response=started) + self._told("in_progress", response=started)
+        told += self._told("output_item.added", output_index=0, item=self._item("in_progress", []))
+        return told + self._told("content_part.added", **self._of_item(), part=_part(""))
 
     def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
         texts = (chunk.text for _, chunk in chunks if chunk.text)
@@ -46,42 +46,22 @@ class Responses(Job):
         status = "incomplete" if sample.finish_reason == "length" else "completed"
         return self._response(status, [self._item(status, [_part(sample.text or "")])], outputs)
 
-    def _response(
-        self, status: str, items: list[dict[str, Any]], outputs: list[RequestOutput] | None = None
-    ) -> dict[str, Any]:
-        form = self.form
+    def _response(self, status: str, items: list, outputs: list[RequestOutput] | None = None) -> dict[str, Any]:
         return {
             "id": self.head["id"],
             "object": "response",
             "created_at": self.head["created"],
             "status": status,
-            "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": form.instructions,
-            "max_output_tokens": form.max_tokens,
-            "metadata": form.metadata or {},
+            "instructions": self.form.instructions,
+            "max_output_tokens": self.form.max_tokens,
+            "metadata": self.form.metadata or {},
             "model": self.head["model"],
             "output": items,
-            "parallel_tool_calls": False,
-            "previous_response_id": None,
-            "store": False,
             "temperature": self.params.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": "none",
-            "tools": [],
             "top_p": self.params.top_p,
-            "truncation": "disabled",
-            "usage": outputs and self._counts(outputs),
-        }
-
-    def _counts(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        counts = usage(outputs)
-        return {
-            "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": counts["prompt_tokens_details"],
-            "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": counts["total_tokens"],
+            "usage": outputs and _counts(outputs),
+            **ALWAYS,
         }
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
@@ -93,6 +73,13 @@ class Responses(Job):
     def _told(self, name: str, **fields: Any) -> str:
         kind = f"response.{name}"
         return f"event: {kind}\n" + event({"type": kind, "sequence_number": next(self._numbers), **fields})
+
+
+def _counts(outputs: list[RequestOutput]) -> dict[str, Any]:
+    found = usage(outputs)
+    counts = {f"{name}_tokens": found[f"{other}_tokens"] for other, name in COUNTS.items()}
+    details = {"input_tokens_details": found["prompt_tokens_details"], "output_tokens_details": {"reasoning_tokens": 0}}
+    return counts | details
 
 
 def _part(text: str) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from fastapi import FastAPI
 
 from tinygpt.errors import RequestError
 
+Call = Callable[[], None]
 log = logging.getLogger("tinygpt.server")
 KEEP_ALIVE_SECONDS = 30
 UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
@@ -37,13 +38,7 @@ class Server(uvicorn.Server):
     It listens while it drains, so that load balancers read status 503 from /health. A second signal ends it at once.
     """
 
-    def __init__(
-        self,
-        app: FastAPI,
-        drain_seconds: float,
-        on_start: Callable[[], None],
-        on_signal: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, app: FastAPI, drain_seconds: float, on_start: Call, on_signal: Call = lambda: None):
         """drain_seconds: until running requests end with an error.
 
         on_start, on_signal: called when requests can come, and at the first signal.
@@ -77,7 +72,7 @@ class Server(uvicorn.Server):
         self.should_exit = self._api.is_draining = True
 
 
-def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Callable[[], None]) -> None:
+def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Call) -> None:
     """Serve until SIGTERM or Ctrl-C, and until all that ran then has ended; END_SECONDS too late with status 1."""
     for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again at its end: status 0
         signal.signal(number, lambda *_: None)
