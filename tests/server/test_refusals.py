@@ -187,24 +187,18 @@ def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_request_that_leaves_no_token_is_told_so(server, is_streamed):
-    """The processors of the request leave no token; the same error, whole or as the last event of a stream."""
-    forbidding = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}
-    reply = server.complete(prompt="a", max_tokens=2, stream=is_streamed, **forbidding)
+@pytest.mark.parametrize(("is_own", "says"), [(True, "leave no token to choose at position"), (False, "not finite")])
+def test_a_request_that_fails_on_the_way(server, llm, monkeypatch, is_streamed, is_own, says):
+    """By its own processors, or by the weights; the same error, whole or as the last event of a stream."""
+    forbidding, forward = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}, llm.engine.runner.forward
+    monkeypatch.setattr(
+        llm.engine.runner, "forward", lambda *given: forward(*given) * np.float32(1 if is_own else "nan")
+    )
+    reply = server.complete(prompt="a", max_tokens=2, stream=is_streamed, **(forbidding if is_own else {}))
     error = json.loads(reply.body.split(b"\n\n")[-3][6:])["error"] if is_streamed else reply.error
-    assert (reply.status, error["type"], error["param"]) == (200 if is_streamed else 400, "invalid_request_error", None)
-    assert "leave no token to choose at position" in error["message"]
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-def test_numbers_that_are_not_finite_are_a_server_error(server, llm, monkeypatch, is_streamed):
-    forward = llm.engine.runner.forward
-    monkeypatch.setattr(llm.engine.runner, "forward", lambda *given: forward(*given) * np.float32("nan"))
-    monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *_: 1)
-    reply = server.complete(prompt="a", max_tokens=2, stream=is_streamed)
-    error = json.loads(reply.body.split(b"\n\n")[-3][6:])["error"] if is_streamed else reply.error
-    assert (reply.status, error["type"]) == (200 if is_streamed else 500, "server_error")
-    assert "not finite" in error["message"]
+    kind, status = ("invalid_request_error", 400) if is_own else ("server_error", 500)
+    assert (reply.status, error["type"], error["param"]) == (200 if is_streamed else status, kind, None)
+    assert says in error["message"]
 
 
 def test_unknown_fields_may_be_ignored(llm, server):
