@@ -93,7 +93,7 @@ def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepS
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
     if shape.tiles:  # prefill, and steps in which some sequences have several new tokens
         function, grid = attend_prefill_kernel(c.padded_head, family), (shape.tiles, c.num_heads)
-        w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
+        w.device.launch(function, grid, TILE_WARPS[family] * WARP, attended, *keys, w.inputs.tiles, *more)
         return
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS

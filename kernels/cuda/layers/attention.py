@@ -37,7 +37,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
 )
 from tinygpt.kernels.cuda.step import QUERY_TILE
 
-TILE_WARPS = 4  # of a block of attend_prefill
+TILE_WARPS = {"float32": 16, "bfloat16": 4}  # of a block of attend_prefill
 TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 
@@ -135,13 +135,13 @@ def _combine_function(products: Products, size: int):
 
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str):
-    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS."""
+    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS[dtype]."""
     products = attention_products(size, dtype)
     load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
     store, QUERIES, QUERY_WORDS = products.store, products.queries, products.query_words
     ROWS, ROW_LANES, DIMS, PACKED_WORDS = products.rows, products.row_lanes, products.dims, products.packed_words
     BLOCKS, HELD = size // DIM_BLOCK, ROWS * DIMS
-    VALUES, TURNS = BLOCKS * HELD, QUERY_TILE // (TILE_WARPS * QUERIES)
+    VALUES, WARPS, TURNS = BLOCKS * HELD, TILE_WARPS[dtype], QUERY_TILE // (TILE_WARPS[dtype] * QUERIES)
 
     def attend_prefill(
         attended, q, k_cache, v_cache, layer, num_slots, padded_len,
@@ -159,7 +159,7 @@ def attend_prefill_kernel(size: int, dtype: str):
         kept, added = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
         for turn in range(TURNS):
-            first = int32(tiles[tile] + (turn * TILE_WARPS + warp) * QUERIES)
+            first = int32(tiles[tile] + (turn * WARPS + warp) * QUERIES)
             count = int32(min(tiles[tile + 1] - first, QUERIES))
             if count <= 0:
                 return

@@ -126,7 +126,7 @@ class Attention:
         grid = (len(tiles) - 1, self.heads)
         given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
         given = (*given, self.heads, self.size, self.width, self.scale)
-        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
+        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS[self.dtype], *given)
         return self.result(attended)
 
     def exact(self, step) -> np.ndarray:

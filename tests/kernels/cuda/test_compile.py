@@ -89,7 +89,7 @@ def kernels() -> dict[str, tuple]:
     for dtype in ("float32", "bfloat16"):
         decode, prefill = attend_decode_kernel(128, dtype), attend_prefill_kernel(128, dtype)
         found[f"attend_decode {dtype}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", dtype)
-        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", dtype)
+        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS[dtype] * WARP, *attention_arguments("prefill", dtype)
     return found
 
 
