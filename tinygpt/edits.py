@@ -160,6 +160,12 @@ class PlacedEdit:
     def first(self) -> int:
         return self.positions.start if isinstance(self.positions, range) else int(self.positions.min())
 
+    def sets_all(self, length: int) -> bool:
+        """Return whether no value before it counts, from its first position to `length`."""
+        edit, positions = self.edit, self.positions
+        is_whole = edit.function is None and edit.project_out is None and not edit.keep.any() and not edit.index
+        return is_whole and isinstance(positions, range) and positions.stop >= length
+
     def apply(self, array: np.ndarray, start: int) -> None:
         """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""
         positions, stop, edit = self.positions, start + len(array), self.edit

@@ -227,10 +227,6 @@ def _json_schema(value: Any) -> str:
         raise ValueError from error
 
 
-def _early_stopping(value: Any) -> bool | str:
-    return value if value == "never" else _boolean(value)
-
-
 _IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"
 COUNT = integer(0, note=" (0 is off)")
 POSITIVE = integer(1)
@@ -255,7 +251,9 @@ REGEX = optional(Rule("a regular expression", as_unicode))
 GRAMMAR = optional(Rule("the text of a grammar", as_unicode))
 JSON_SCHEMA = optional(Rule("a JSON schema: a dict, or the same as JSON text", _json_schema))
 EARLY_STOPPING = Rule(
-    "True, False or 'never'", _early_stopping, lambda text: {"true": True, "false": False}.get(text.lower(), text)
+    "True, False or 'never'",
+    lambda value: value if value == "never" else _boolean(value),
+    lambda text: {"true": True, "false": False}.get(text.lower(), text),
 )
 
 

@@ -43,7 +43,8 @@ def logical_cores() -> int:
 
 def linux_cores(allowed: Iterable[int], root: Path) -> int:
     """Return `physical_cores` from files under `root`."""
-    cores = len({_siblings(cpu, root) for cpu in _fast(set(allowed), root)})
+    cpus, siblings = root / "sys/devices/system/cpu", "topology/thread_siblings_list"
+    cores = len({_read(cpus / f"cpu{cpu}" / siblings) or str(cpu) for cpu in _fast(set(allowed), root)})
     return max(1, min([cores, *(int(share) for share in _quotas(root))]))
 
 
@@ -52,10 +53,6 @@ def _fast(allowed: set[int], root: Path) -> set[int]:
         return listed
     sizes = {cpu: int(_read(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") or 0) for cpu in allowed}
     return {cpu for cpu, size in sizes.items() if 3 * size >= 2 * max(sizes.values())}
-
-
-def _siblings(cpu: int, root: Path) -> str:
-    return _read(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
 
 
 def _listed(text: str) -> set[int]:

@@ -158,9 +158,10 @@ class RemoteLLM:
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split, "soft_prompt": soft_prompt}
         listed, found = [*map(_sendable, prompt_list(continuations))], []
+        read = partial(record_from_json, ContinuationScore)
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.ask("/score_continuations", _scores, part)
+            found += self._server.ask("/score_continuations", lambda reply: [*map(read, reply["scores"])], part)
         return found
 
     def embed(self, prompts: Prompts, pooling: str = "last") -> "np.ndarray":
@@ -422,10 +423,6 @@ def _card(reply: Any) -> tuple[str, int]:
     if card["owned_by"] != "tinygpt":
         raise ServerError("the server is no tinygpt server: for one of another kind, use OpenAI's client.")
     return _text(card["id"]), index(card["max_model_len"])
-
-
-def _scores(reply: Any) -> list[ContinuationScore]:
-    return [record_from_json(ContinuationScore, score) for score in reply["scores"]]
 
 
 def _text(found: Any) -> str:

@@ -87,10 +87,6 @@ class RepetitionDetection:
             raise invalid("min_pattern_size", self.min_pattern_size, allowed)
 
 
-def _repetition(value: Any) -> RepetitionDetection:
-    return value if isinstance(value, RepetitionDetection) else RepetitionDetection(**value)
-
-
 def repetition(text: str) -> dict[str, int]:
     size, count, least = [*map(int, text.split(",")), 1][:3]
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
@@ -119,7 +115,7 @@ REPETITION = rules.optional(
     Rule(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
         "min_pattern_size, 1 to max_pattern_size",
-        _repetition,
+        lambda value: value if isinstance(value, RepetitionDetection) else RepetitionDetection(**value),
         repetition,
     )
 )

@@ -32,7 +32,7 @@ class Lens:
 
     def rows(self) -> list[list[str]]:
         """Return a table: a token's candidates are below each other, in a column for each stream."""
-        rows = [["token", "bits", *map(_short, self.names)]]
+        rows = [["token", "bits", *(name.removeprefix("blocks.").replace("hook_", "") for name in self.names)]]
         for t, (token, surprisal) in enumerate(self._positions()):
             for k in range(self.probs.shape[-1]):
                 cells = [f"{self.probs[i, t, k]:4.0%} {self.texts[i][t][k]!r}" for i in range(len(self.names))]
@@ -127,7 +127,3 @@ def _best(logits: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _decoded(llm: Any, token_ids: list[int]) -> list[str]:
     return [llm.tokenizer.decode([token_id]) for token_id in token_ids]
-
-
-def _short(name: str) -> str:
-    return name.removeprefix("blocks.").replace("hook_", "")

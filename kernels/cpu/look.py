@@ -35,7 +35,7 @@ def run(take_steps: Callable, params, batch, kv_cache, workspace: Workspace, loo
         look("resid_post", layers - 1, workspace.buffers.x[:rows])
         return
     if look.first not in workspace.looking:
-        workspace.looking[look.first] = _looking(workspace.buffers, params, layers, look.first)
+        workspace.looking[look.first] = _looking(workspace, params, layers, look.first)
     buffers = workspace.looking[look.first]
     buffers.look.wanted[:] = 0
     for kind, layer in look.points:
@@ -49,9 +49,12 @@ def run(take_steps: Callable, params, batch, kv_cache, workspace: Workspace, loo
         raise step.error
 
 
-def _looking(buffers: Buffers, params, layers: int, first: int) -> Buffers:
-    width = params.c_fc.bias.shape[1]
-    inner = buffers.inner.values if isinstance(buffers.inner, Float32Operand) else zeros((len(buffers.x), width))
+def _looking(workspace: Workspace, params, layers: int, first: int) -> Buffers:
+    buffers, others = workspace.buffers, [*workspace.looking.values()]
+    if isinstance(buffers.inner, Float32Operand):
+        inner = buffers.inner.values
+    else:
+        inner = others[0].look.inner if others else zeros((len(buffers.x), params.c_fc.bias.shape[1]))
     wanted = np.zeros((POINTS.size, layers + 1), np.int8)
     return buffers._replace(look=Look(np.zeros(1, np.int64), wanted, np.array([first]), inner))
 

@@ -7,7 +7,7 @@ import pytest
 
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
-from tinygpt import LLM, ControlVector, Edit
+from tinygpt import LLM, ControlVector, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
 FIELDS = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 64, "vocab_size": 97}
@@ -43,10 +43,51 @@ def test_a_causal_trace_restores_one_activation_at_a_time(llm, kind, tail):
             restored = Edit(f"blocks.{layer}.{tail}", keep=0, value=cache[kind, layer][0, at], at=at)
             expected = log_probability(llm.logits(CORRUPTED, [noise, restored]))
             assert found[layer, at] == pytest.approx(expected, abs=1e-5)
+            (whole,) = llm.score(CORRUPTED, [[ANSWER]], edits=[noise, restored])  # of all layers
+            assert found[layer, at] == whole.logprobs[0]
     base = log_probability(llm.logits(CORRUPTED, noise))
     assert len(set(found[:, :3].ravel())) == 1  # to the bit: nothing differs before the corruption
     assert found[0, 0] == pytest.approx(base, abs=1e-5)
     assert np.ptp(found) > 0.01
+
+
+class Firsts:
+    """A runner, with the layer that each step began with."""
+
+    def __init__(self, runner):
+        self._runner, self.layers = runner, []
+
+    def __getattr__(self, name):
+        return getattr(self._runner, name)
+
+    def forward(self, batch, look=None):
+        self.layers.append(look.first if look else 0)
+        return self._runner.forward(batch, look)
+
+
+def test_layers_before_a_set_input_do_not_run(llm):
+    _, cache = llm.run_with_cache(CORRUPTED, "resid_pre")
+    edit = Edit("blocks.2.hook_resid_pre", keep=0, value=cache["resid_pre", 2][0])
+    asked = {"edits": edit, "logprobs": 1, "ignore_eos": True}
+    with llm.engine.wrapped(Firsts) as runner:
+        (first,) = llm.generate([CLEAN], max_tokens=1, **asked)
+        assert runner.layers == [2]
+        (longer,) = llm.generate([CLEAN], max_tokens=5, **asked)  # shares no keys with it, of which layers 0 and 1 lack
+        assert runner.layers == [2, 0, 0, 0, 0, 0]
+    (whole,) = llm.generate([CLEAN], max_tokens=5, capture="z", **asked)  # the captures need all layers
+    assert longer.outputs[0].logprobs == whole.outputs[0].logprobs
+    assert first.outputs[0].logprobs == whole.outputs[0].logprobs[:1]
+
+
+def test_steps_of_a_trace_take_turns_with_other_requests(llm):
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    alone = llm.generate([CLEAN], params)[0].outputs[0].token_ids
+    with llm.engine.wrapped(Firsts) as runner:
+        future = llm.submit(CLEAN, params)
+        llm.causal_trace(CLEAN * 5, CORRUPTED * 5, [ANSWER])
+        assert future.result().outputs[0].token_ids == alone
+    assert {0, 1, 2} == {*runner.layers}
+    assert max(map(len, "".join(map(str, runner.layers)).split("0"))) <= 2  # steps between two of the other request's
 
 
 def test_a_trace_compares_positions(llm):

@@ -167,11 +167,8 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
                 emit(front + (ansi_sample(sample, llm.tokenizer) if is_colored else sample.text))
     if params.guidance is not None and (num_cut := finish_reasons.count("length")):
         log(f"{counted(num_cut, 'guided text')} cut short by --max-tokens or --max-time")
-    log(f"{rates(llm.engine.throughput - before)}; {_load(load_seconds, params)}")
-
-
-def _load(seconds: float, params: SamplingParams) -> str:
-    return f"load {seconds:.2f} s" + (f"; seed {params.seed}" if params.temperature else "")
+    seed = f"; seed {params.seed}" if params.temperature else ""
+    log(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{seed}")
 
 
 GENERATE = Command(

@@ -25,6 +25,7 @@ class Looks:
     edits: Mapping[Place, list[PlacedEdit]] = field(default_factory=dict)
     first_edit: int = 0  # the first position that an edit changes
     salt: int = 0  # of equal edits
+    begin: tuple[int, int] = (0, 0)  # a layer whose input edits set, and from which position on
     wanted: frozenset[Place] = frozenset()
     seen: dict[Place, list[np.ndarray]] = field(default_factory=dict)
 
@@ -35,7 +36,16 @@ class Looks:
         placed = place(edits, points, num_prompt, length)
         first = min((one.first for several in placed.values() for one in several), default=length)
         wanted = frozenset(source for name in names for source in points.sources(name))
-        return cls(points, names, placed, first, salt_of(edits, num_prompt), wanted)
+        inputs = [(layer, one) for (kind, layer), several in placed.items() if kind == "resid_pre" for one in several]
+        set_from = [(layer, one.first) for layer, one in inputs if not names and one.sets_all(length)]
+        begin = max(set_from, default=(0, 0))
+        salt = salt_of(edits, num_prompt) ^ begin[0] << 40  # the layers before it write no keys
+        return cls(points, names, placed, first, salt, begin, wanted)
+
+    def first_layer(self, position: int) -> int:
+        """Return the layer that a step from this position on begins with."""
+        layer, start = self.begin
+        return layer if position >= start else 0
 
     def copy(self) -> "Looks":
         """Return the looks of another sequence of the request."""

@@ -41,6 +41,11 @@ class Chunk(NamedTuple):
         return cls(sequence, count, count == sequence.num_uncached, num_prompt_logits)
 
     @property
+    def first_layer(self) -> int:
+        looks = self.sequence.looks
+        return 0 if looks is None else looks.first_layer(self.sequence.num_cached)
+
+    @property
     def num_logits(self) -> int:
         return max(int(self.is_sampled), self.num_prompt_logits)
 
@@ -108,6 +113,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
         self._copy_positions, self._write_prefix = copy_positions, write_prefix
+        self._layer = 0  # that the last step began with
         # By waiting sequence: the sequence that computes its first tokens, and how many.
         self._pending: dict[Sequence, tuple[Sequence, int]] = {}
 
@@ -124,7 +130,11 @@ class Scheduler:
         chunks = [Chunk.of(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) < len(self.running):
             self._add_prompts(chunks)
-        return chunks
+        layers = {chunk.first_layer for chunk in chunks}
+        if len(layers) < 2:
+            return chunks
+        self._layer = min(layers, key=lambda layer: (layer <= self._layer, layer))  # in turn
+        return [chunk for chunk in chunks if chunk.first_layer == self._layer]
 
     @property
     def finished(self) -> list[Sequence]:

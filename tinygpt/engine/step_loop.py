@@ -114,7 +114,7 @@ class StepLoop:
             return self.runner.forward(step.batch)
         from tinygpt.engine.looks import StepLook  # rarely needed
 
-        look = StepLook(step.batch, looks)
+        look = StepLook(step.batch, looks, step.chunks[0].first_layer)
         logits = self.runner.forward(step.batch, look)
         for i, error in look.failed.items():
             step.chunks[i].sequence.error = error

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import iadd
 
 import numpy as np
 
@@ -129,13 +130,8 @@ def _changed(
         tensor = rule.transform.of(tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names))
     if not updates.keys().isdisjoint(names):
         found = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
-        tensor = LazyTensor(_sum, (rule.transform.of(tuple(found)), tensor))
+        tensor = LazyTensor(iadd, (rule.transform.of(tuple(found)), tensor))
     return tensor
-
-
-def _sum(update: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    update += weight
-    return update
 
 
 def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:

@@ -43,10 +43,6 @@ def _config(source: Source) -> ModelConfig:
     return config
 
 
-def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
-    return {name: Rule((NAMES.of(name),)) for name in parameter_shapes(config)}
-
-
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
     blocks = sorted({t.dtype for t in source.container.tensors.values() if t.dtype.startswith("Q")})
     return [f"{', '.join(blocks)} expanded to float32, and not kept as they are"] if blocks else []
@@ -68,7 +64,7 @@ FAMILY = Family(
     described_by="its header",
     detect=lambda source: isinstance(source.container.metadata.get(ARCHITECTURE), str),
     config=_config,
-    rules=_rules,
+    rules=lambda source, config: {name: Rule((NAMES.of(name),)) for name in parameter_shapes(config)},
     quirks=_quirks,
     tokenizer=_tokenizer,
 )

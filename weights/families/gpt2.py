@@ -93,11 +93,6 @@ WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array:
 _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
 
 
-def _is_openais(source: Source) -> bool:
-    names = source.container.tensors
-    return "model/wte" in names or any(name.startswith("model/wte/") for name in names)
-
-
 def tf_name(parameter: str) -> str:
     """h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
     if parameter in (EMBEDDING, POSITIONS):
@@ -132,7 +127,7 @@ def _openai_rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
 OPENAI = Family(
     name="GPT-2 of OpenAI's TensorFlow",
     described_by="hparams.json",
-    detect=_is_openais,
+    detect=lambda source: any(f"{name}/".startswith("model/wte/") for name in source.container.tensors),
     config=_openai_config,
     rules=_openai_rules,
     is_ignored=lambda name: bool(_OPTIMIZER.fullmatch(name)),

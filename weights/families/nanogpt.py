@@ -25,11 +25,6 @@ _MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 
 _MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
 
 
-def _is_nanogpt(source: Source) -> bool:
-    names = source.container.tensors
-    return bool(_arguments(source)) and any(name.startswith("model.") for name in names)
-
-
 def _arguments(source: Source) -> dict[str, Any]:
     return fields_of(source.container.metadata.get("model_args"))
 
@@ -90,7 +85,9 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
 NANOGPT = Family(
     name="nanoGPT",
     described_by="model_args",
-    detect=_is_nanogpt,
+    detect=lambda source: (
+        bool(_arguments(source)) and any(name.startswith("model.") for name in source.container.tensors)
+    ),
     config=_nanogpt_config,
     rules=_rules,
     named=_named_model,
