@@ -6,9 +6,9 @@
     python scripts/bench_peers.py --isa avx2               # as on a CPU without AVX-512
     python scripts/bench_peers.py --device cuda --dtypes float32 bfloat16    # next to torch, with CUDA graphs
 
-Each peer is installed into a virtual environment of its own; each engine and dtype runs in its own process, and they
-take turns. The table has milliseconds for each decode step, or for a prefill: the best of the repeats, and the median.
-The ratio is the best peer's best time over ours. A peer that cannot be installed or fails is listed with the reason.
+Each peer is installed into a virtual environment of its own, 5 GB in all; `--peers` without names leaves them out.
+Engines run in processes of their own, and take turns. The table has milliseconds for each decode step, or for a
+prefill: the best of the repeats, and the median; the ratio of the best times; and why a peer is absent.
 """
 
 import argparse

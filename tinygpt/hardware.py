@@ -31,7 +31,8 @@ def physical_cores() -> int:
     All threads wait for the slowest: slow cores of a hybrid CPU do not count, nor a core's second hyper-thread.
     """
     if sys.platform == "darwin":
-        return _mac_cores() or logical_cores()
+        counts = (_sysctl(name, ctypes.c_int()) for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"))
+        return next(filter(None, counts), 0) or logical_cores()
     if not hasattr(os, "sched_getaffinity"):
         return logical_cores()
     return linux_cores(os.sched_getaffinity(0), ROOT)
@@ -73,11 +74,6 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-def _mac_cores() -> int:
-    counts = (_sysctl(name, ctypes.c_int()) for name in ("hw.perflevel0.physicalcpu", "hw.physicalcpu"))
-    return next(filter(None, counts), 0)
 
 
 def _sysctl(name: str, value: Any) -> Any:

@@ -134,8 +134,8 @@ def _fetch(name: HubName, patterns: Iterable[str]) -> Path:
         utils.RepositoryNotFoundError: "is no local folder and there is no such model on the Hub, or it is private: "
         f"check the spelling, or {log_in}",
         utils.RevisionNotFoundError: f"on the Hub has no revision {name.revision!r}: give a commit, branch or tag",
-        utils.LocalEntryNotFoundError: f"is no local folder, and not wholly in the cache {constants.HF_HUB_CACHE}; "
-        f"{cannot}",
+        utils.LocalEntryNotFoundError: "is no local folder, and not all of it is in the cache "
+        f"{constants.HF_HUB_CACHE}: check the spelling; {cannot}",
     }
     try:
         folder = huggingface_hub.snapshot_download(name.repo_id, revision=name.revision, allow_patterns=[*patterns])

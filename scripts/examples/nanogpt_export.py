@@ -6,6 +6,8 @@ from pathlib import Path
 from tinygpt import LLM
 from tinygpt.__main__ import main
 
+if len(sys.argv) != 3:
+    sys.exit(__doc__)
 source, target = Path(sys.argv[1]), Path(sys.argv[2])
 target.mkdir()
 made = [source]

@@ -89,7 +89,7 @@ def test_lines_that_are_no_texts(score, tmp_path, line, says):
     ("arguments", "says"),
     [
         (["a", "--input", "x"], "both a TEXT and --input were given"),
-        ([""], "a continuation is empty"),
+        ([""], "a text to score is empty"),
         (["word " * 600], "together"),
         (["-", "a", "-"], "- was given several times"),
         (["--input", "/no/where"], "--input /no/where cannot be read"),

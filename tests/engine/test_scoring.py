@@ -156,9 +156,9 @@ def test_the_last_token_needs_no_position(small_demo):
 @pytest.mark.parametrize(
     ("prompt", "continuations", "message"),
     [
-        (PROMPT, ["a", ""], "a continuation is empty"),
-        (PROMPT + " ", [[]], "a continuation is empty"),
-        (PROMPT + " ", [""], "a continuation is empty"),
+        (PROMPT, ["a", ""], "a text to score is empty"),
+        (PROMPT + " ", [[]], "a text to score is empty"),
+        (PROMPT + " ", [""], "a text to score is empty"),
         (PROMPT, [[V]], f"token id {V} is outside"),
         ([-1], [[1]], "token id -1 is outside"),
         (PROMPT, [[1.5]], "1.5"),

@@ -90,9 +90,17 @@ def test_a_misspelled_field_or_path_gets_a_suggestion(server):
     assert "did you mean /v1/completions?" in server.ask("/v1/completion").error["message"]
 
 
-def test_two_names_of_one_thing_are_told(server):
-    error = server.complete(prompt="a", n_predict=3, max_tokens=3).error
-    assert error["message"] == "n_predict and max_tokens name one thing: give one of them."
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("", {"n_predict": 3, "max_tokens": 3}, "n_predict and max_tokens name one thing: give one of them."),
+        ("", {"stop": 5}, "stop is 5: Input should be a valid string, or a valid list."),
+        ("chat/", {"messages": [{"content": "a"}]}, "messages.0.role is required."),
+    ],
+)
+def test_messages_say_what_was_given(server, path, body, message):
+    given = body if path else {"prompt": "a", **body}
+    assert server.ask(f"/v1/{path}completions", given).error["message"] == message
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/score_continuations"])

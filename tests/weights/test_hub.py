@@ -150,7 +150,7 @@ def test_what_cannot_be_had_is_a_sentence(tmp_path):
         assert "nor a Hub id such as" in no_id
         assert "owner/none on the Hub has no config.json" in empty
         (offline,) = errors("owner/other", HF_HUB_OFFLINE="1")
-        assert offline.startswith("'owner/other' is no local folder, and not wholly in the cache")
+        assert offline.startswith("'owner/other' is no local folder, and not all of it is in the cache")
         assert "HF_HUB_OFFLINE forbids downloads" in offline
     (unreachable,) = errors("owner/other")
     assert "cannot be reached" in unreachable

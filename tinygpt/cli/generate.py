@@ -136,6 +136,8 @@ def _given_prompt(args: argparse.Namespace) -> str | None:
 
 
 def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> None:
+    if not text:
+        log("the prompt is empty: the text starts from the BOS token")
     llm, load_seconds = load_llm(args)
     if not args.json:
         _ = llm.tokenizer  # raises if there is none: the output is text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinygpt.cli.flags import Command, add_group
 from tinygpt.cli.loading import load_llm
-from tinygpt.cli.streams import STDIN, check_writable, print_json, print_table, read_text, write_results
+from tinygpt.cli.streams import STDIN, check_writable, log, print_json, print_table, read_text, write_results
 from tinygpt.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
         check_writable("--html", Path(args.html))
     text = read_text("stdin") if args.text in (None, STDIN) else args.text
     if not text:
-        raise RequestError("the TEXT is empty: give one of a token or more.")
+        raise RequestError("the TEXT is empty and must have a token.")
     llm, _ = load_llm(args)
     from tinygpt.show import lens
 
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
         print_table(f"{args.model}: the most probable next tokens, by {args.names}", found.rows())
     else:
         write_results(PAGE + found._repr_html_(), Path(args.html))
+        log(f"{args.html} is written")
 
 
 def record_of(lens: "Lens") -> dict[str, Any]:

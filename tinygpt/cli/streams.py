@@ -225,8 +225,6 @@ def read_bytes(name: str, path: str | Path) -> bytes:
 def read_text(name: str, path: str = STDIN) -> str:
     """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
     data = read_bytes(name, path)
-    if not data and path == STDIN:
-        log("stdin is empty: the text starts from the BOS token")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

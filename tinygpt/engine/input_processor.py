@@ -166,7 +166,7 @@ class InputProcessor:
     ) -> tuple[list[int], list[int]]:
         """Return the ids of a context, and of its continuation. `LLM.score` says where one ends."""
         if not after:
-            raise RequestError("a continuation is empty: give each some text, or a token id at least.")
+            raise RequestError("a text to score is empty and must have a token.")
         are_texts = isinstance(before, str) and isinstance(after, str)
         if are_texts:
             whole = before + after

@@ -130,10 +130,8 @@ class Scheduler:
         chunks = [Chunk.of(sequence, 1) for sequence in self.running if sequence.num_uncached == 1]
         if len(chunks) < len(self.running):
             self._add_prompts(chunks)
-        layers = {chunk.first_layer for chunk in chunks}
-        if len(layers) < 2:
-            return chunks
-        self._layer = min(layers, key=lambda layer: (layer <= self._layer, layer))  # in turn
+        layers = {chunk.first_layer for chunk in chunks}  # a step begins with one, in turn
+        self._layer = min(layers, default=0, key=lambda layer: (layer <= self._layer, layer))
         return [chunk for chunk in chunks if chunk.first_layer == self._layer]
 
     @property

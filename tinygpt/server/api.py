@@ -288,9 +288,7 @@ class Api:
             return form.sampling_params(self.encode, **others, **more)
 
         params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
-        request.state.notes["edits"] = (
-            f"{salt_of(params.edits, num_prompt=0):016x}" if params.edits else None
-        )  # a digest
+        request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None  # a digest
         return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:

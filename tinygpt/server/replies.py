@@ -3,6 +3,7 @@
 import asyncio
 import codecs
 import json
+import reprlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import lru_cache
@@ -205,8 +206,13 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body must be a JSON object: {reason}.")
     param, name = path[0], ".".join(path)
+    if first["type"] == "missing":
+        lacking = "" if first["loc"][-1] == path[-1] else f".{first['loc'][-1]}"
+        return ApiError(400, f"{name}{lacking} is required.", param)
     if first["type"] != "extra_forbidden":
-        return ApiError(400, f"{name}: {first['msg']}", param)
+        first_reason, *others = dict.fromkeys(each["msg"] for one, each in found if one == path)  # of a union
+        reasons = ", or ".join([first_reason, *(each.removeprefix("Input should be ") for each in others)])
+        return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {reasons}.", param)
     known = form.fields_by_name() if form and len(path) == 1 else {}
     if known and (ours := OURS.get(param, param)) in form.model_fields:
         ours = form.model_fields[ours].alias or ours
