@@ -60,7 +60,8 @@ class Edit:
     @property
     def key(self) -> tuple:
         """All that decides the change."""
-        arrays = (None if a is None else (a.shape, a.tobytes()) for a in (self.keep, self.value, self.project_out))
+        given = self.keep, self.value, self.project_out
+        arrays = (None if a is None else (a.shape, blake2b(a.tobytes()).digest()) for a in given)
         return self.name, *arrays, repr(self.at), repr(self.index), self.function
 
     def __eq__(self, other: object) -> bool:
@@ -219,8 +220,7 @@ def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
     if any(edit.function is not None for edit in edits):
         return secrets.randbits(63)
     keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
-    digest = blake2b(repr(keys).encode(), digest_size=8)
-    return int.from_bytes(digest.digest(), "big")
+    return int.from_bytes(blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
