@@ -40,9 +40,11 @@ def from_rows(rows: np.ndarray) -> np.ndarray:
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
+    logits = np.asarray(logits)  # which may be a GPU's
     with np.errstate(invalid="ignore"):
-        rows = [row - row.max() for row in logits]
-        return np.stack([row - np.log(np.exp(row).sum()) for row in rows])
+        rows = logits - logits.max(-1, keepdims=True)  # (R, V)
+        rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+    return rows
 
 
 def attention_scores(q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()) -> np.ndarray:

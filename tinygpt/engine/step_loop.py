@@ -125,12 +125,13 @@ class StepLoop:
         searched = [(row, sequence) for row, sequence in step.ends() if sequence.beams is not None]
         if searched:  # first: the sampler may write over the logits
             rows, sequences = zip(*searched, strict=True)
-            predictions = predict(self.sampler, logits[list(rows)], sequences)
+            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V), without a copy if possible
+            predictions = predict(self.sampler, own, sequences)
             for sequence, prediction in zip(sequences, predictions, strict=True):
                 sequence.beams.take(sequence, prediction)
         if drawn:
             rows, sequences = zip(*drawn, strict=True)
-            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V), without a copy if possible
+            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V)
             for sequence, token in zip(sequences, self.sampler.sample(own, sequences), strict=True):
                 sequence.take(token)
 

@@ -72,7 +72,8 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     if tied:
         stored[HEAD] = stored[EMBEDDING]
         names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
-        replaced = _with_ties(replaced, contents.saved, names)
+        shared = [name for name in names if name not in contents.saved]
+        replaced = replaced | {name: replaced[one] for one in shared[::-1] if one in replaced for name in shared}
         one, other = map(replaced.get, names)
         tied = one == other and updates.keys().isdisjoint(names)
     for parameter in {parts[name].parameter for name in (*replaced, *updates)}:
@@ -214,8 +215,3 @@ def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str],
 def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: str) -> frozenset[str]:
     adapted = {"all": set(modules.values()), "lora_only": {modules[name] for name in targets}, "none": set()}[bias]
     return frozenset(name for name, module in modules.items() if name.endswith(".bias") and module in adapted)
-
-
-def _with_ties(replaced: dict[str, Tensor], saved: frozenset[str], tied: tuple[str, ...]) -> dict[str, Tensor]:
-    shared = [replaced[name] for name in tied if name in replaced and name not in saved]
-    return replaced | {name: shared[0] for name in tied if shared and name not in saved}
