@@ -99,3 +99,7 @@ def is_rare_edit(processors) -> np.ndarray:
     for bounds in (p.allowed_ids.bounds, p.forbidden_ids.bounds):
         is_rare = is_rare | (np.diff(bounds) > 0)
     return is_rare
+
+
+def stacked(checkpoint, names: list[str]) -> np.ndarray:
+    return np.stack([checkpoint.tensor(name) for name in names])

@@ -91,7 +91,8 @@ def _whole(given: Any) -> int:
 
 
 def _array(given: Any) -> np.ndarray:
-    array = np.array(given, np.float32)  # a copy; None is NaN
+    is_kept = isinstance(given, np.ndarray) and given.dtype == np.float32 and not given.flags.writeable
+    array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
     _need(not np.isnan(array).any())
     array.flags.writeable = False
     return array
@@ -163,9 +164,8 @@ class PlacedEdit:
 
     def sets_all(self, length: int) -> bool:
         """Return whether no value before it counts, from its first position to `length`."""
-        edit, positions = self.edit, self.positions
-        is_whole = edit.function is None and edit.project_out is None and not edit.keep.any() and not edit.index
-        return is_whole and isinstance(positions, range) and positions.stop >= length
+        is_whole = not (self.edit.keep.any() or self.edit.index)
+        return is_whole and isinstance(self.positions, range) and self.positions.stop >= length
 
     def apply(self, array: np.ndarray, start: int) -> None:
         """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""

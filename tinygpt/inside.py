@@ -101,8 +101,8 @@ class Inside:
         """Return the answer's log probability (L, T) after the corrupted prompt, by the activation that is restored.
 
         kind: of points, whose value at a layer and position is the clean prompt's: "resid_pre", "attn_out", "z".
-        edits: of the corrupted prompt, such as noise. The runs go through steps together, and share what is before: the
-        corrupted prompt's earlier positions and, for an answer of one token, layers.
+        edits: of the corrupted prompt, such as noise. The runs share positions before an edit and, for an answer of one
+        token and without functions, layers.
         Source: Meng et al., "Locating and Editing Factual Associations in GPT" (2022).
         """
         from tinygpt.edits import Edit
@@ -115,12 +115,13 @@ class Inside:
         score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
         first, _ = score(edits), score(Edit(kind, keep=0))  # refused before any work
         _, (found,) = self._look("activations", [clean_ids], kind, ())
-        _, (before,) = self._look("activations", [ids], "resid_pre", edits)
         inputs = [f"blocks.{found.points.places[name][1]}.hook_resid_pre" for name in found]
+        _, (before,) = self._look("activations", [ids], inputs, edits)
         requests = []
         for name, stream in zip(found, inputs, strict=True):
+            (rows := before[stream]).flags.writeable = False  # edits keep views
             for at in range(len(ids)):
-                own = Edit(stream, keep=0, value=before[stream][at:], at=slice(at, None))
+                own = Edit(stream, keep=0, value=rows[at:], at=slice(at, None))
                 requests += score((*edits, own, Edit(name, keep=0, value=found[name][at], at=at)))
         for several in (first, requests):  # the first leaves its keys and values to the others
             for _ in self._run(several):

@@ -404,8 +404,6 @@ def num_best(count: int, vocab_size: int) -> int:
 
 def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
     """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
-    if not params.bad_words:
-        return params
     texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
     resolved = (tuple(encode(text)) for text in texts)
     return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))

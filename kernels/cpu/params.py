@@ -15,6 +15,7 @@ from tinygpt.kernels.cpu.packing.part import Part
 from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
 from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers, panel_count
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
+from tinygpt.kernels.host import stacked
 
 # The smoothing factors of a c_proj's input.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
@@ -65,7 +66,7 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
             names = _linear_names(config, ours, layers)
             weights, factors_of = [f"{n}.weight" for n in names], partial(smoothing.factors, ours)
             arrays[ours], factors = pack_layers(checkpoint, weights, dtype, packers, factors_of, part.keep(ours))
-            arrays[f"{ours}_bias"] = part.values(ours, _stack(checkpoint, [f"{n}.bias" for n in names]))
+            arrays[f"{ours}_bias"] = part.values(ours, stacked(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
                 given = name, arrays[ours], factors, calibration.means
                 arrays[f"{ours}_bias"] += _corrections(checkpoint, dtype, *given)
@@ -96,9 +97,9 @@ def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: Part) ->
     if part.is_first and not checkpoint.tied:
         arrays["wte"], _ = pack_layers(checkpoint, ["wte.weight"], head_dtype, packers, keep=part.keep("wte"))
     if not config.has_alibi:
-        arrays["wpe"] = _stack(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)
+        arrays["wpe"] = stacked(checkpoint, ["wpe.weight"])[0] if part.is_first else no_positions(config)
     for kind in KINDS if config.embed_norm and part.is_first else ():
-        arrays[f"ln_e_{kind}"] = _stack(checkpoint, [f"ln_e.{kind}"])[0]
+        arrays[f"ln_e_{kind}"] = stacked(checkpoint, [f"ln_e.{kind}"])[0]
     for kind in KINDS if config.final_norm else ():
         divisor = factors if config.embed_dim is None else np.float32(1)
         arrays[f"ln_f_{kind}"] = _divided(checkpoint, ["ln_f"], kind, divisor)[0]
@@ -117,12 +118,12 @@ def _experts(checkpoint, dtype: str, packers: Executor) -> Experts:
     for ours, part in EXPERT_LINEARS.items():
         names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]
         weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, packers)
-        linears[ours] = Linear(weight, _stack(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
+        linears[ours] = Linear(weight, stacked(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
     others = [i for i in range(config.n_layer) if i not in config.expert_layers]
     places = np.empty(config.n_layer, np.int64)
     places[list(config.expert_layers)] = np.arange(len(config.expert_layers))
     places[others] = -1 - np.arange(len(others))
-    gate = _stack(checkpoint, [f"h.{i}.mlp.gate.weight" for i in config.expert_layers])
+    gate = stacked(checkpoint, [f"h.{i}.mlp.gate.weight" for i in config.expert_layers])
     return Experts(places, gate, **linears, sums_to_one=config.norm_topk_prob)
 
 
@@ -228,7 +229,7 @@ def _segments(k: int, unit: int, dtype: str) -> np.ndarray:
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:
-    return _stack(checkpoint, [f"{norm}.{kind}" for norm in norms]) / factors
+    return stacked(checkpoint, [f"{norm}.{kind}" for norm in norms]) / factors
 
 
 def _corrections(checkpoint, dtype: str, name: str, record, factors: np.ndarray, means) -> np.ndarray:
@@ -248,7 +249,3 @@ def to_panels(factors: np.ndarray) -> np.ndarray:
     padded = np.zeros((layers, panel_count(n) * OUT_TILE), np.float32)
     padded[:, :n] = factors
     return padded
-
-
-def _stack(checkpoint, names: list[str]) -> np.ndarray:
-    return np.stack([checkpoint.tensor(name) for name in names])

@@ -13,7 +13,7 @@ import numpy as np
 
 from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
 from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.host import to_bfloat16
+from tinygpt.kernels.host import stacked, to_bfloat16
 
 OUT_TILE = 8  # features of a panel
 STEP = 64
@@ -82,19 +82,16 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
             checkpoint.release(name)
         return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
 
-    def stacked(names: list[str]) -> np.ndarray:
-        return np.stack([checkpoint.tensor(name) for name in names])
-
     no_bias = np.zeros(1, np.float32)
     wte = weights(["wte.weight"], no_bias)
     final_norm = NormWeights(*(np.array(checkpoint.tensor(f"ln_f.{kind}")) for kind in KINDS))
     norms = {"ln_f": NormWeights(*map(device.array, final_norm))}
     for norm in NORMS:
-        kinds = [stacked([f"h.{i}.{norm}.{kind}" for i in layers]) for kind in KINDS]
+        kinds = [stacked(checkpoint, [f"h.{i}.{norm}.{kind}" for i in layers]) for kind in KINDS]
         norms[norm] = NormWeights(*map(device.array, kinds))
     linears = {"lm_head": wte if checkpoint.tied else weights(["lm_head.weight"], no_bias)}
     for ours, name in LINEARS.items():
-        bias = stacked([f"h.{i}.{name}.bias" for i in layers])
+        bias = stacked(checkpoint, [f"h.{i}.{name}.bias" for i in layers])
         linears[ours] = weights([f"h.{i}.{name}.weight" for i in layers], bias)
     return Params(
         device=device,

@@ -79,6 +79,25 @@ def test_layers_before_a_set_input_do_not_run(llm):
     assert first.outputs[0].logprobs == whole.outputs[0].logprobs[:1]
 
 
+WHOLE = {"keep": 0, "value": np.ones((9, 32))}
+NEEDING = {
+    "keeps": [WHOLE | {"keep": 1}],
+    "a unit": [{"keep": 0, "index": 0}],
+    "a direction": [{"project_out": np.ones(32)}],
+    "a function": [WHOLE, {"function": np.copy}],
+    "too few": [WHOLE | {"value": np.ones((8, 32))}],
+}
+
+
+@pytest.mark.parametrize("name", [*NEEDING, "a capture"])
+def test_edits_that_need_all_layers(llm, name):
+    edits = [Edit("blocks.2.hook_resid_pre", **fields) for fields in NEEDING.get(name, [WHOLE])]
+    capture = None if name in NEEDING else "blocks.0.hook_resid_post"
+    with llm.engine.wrapped(Firsts) as runner:
+        llm.generate([CLEAN], max_tokens=1, edits=edits, capture=capture)
+    assert runner.layers == [0]
+
+
 def test_steps_of_a_trace_take_turns_with_other_requests(llm):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     alone = llm.generate([CLEAN], params)[0].outputs[0].token_ids
@@ -86,8 +105,10 @@ def test_steps_of_a_trace_take_turns_with_other_requests(llm):
         future = llm.submit(CLEAN, params)
         llm.causal_trace(CLEAN * 5, CORRUPTED * 5, [ANSWER])
         assert future.result().outputs[0].token_ids == alone
-    assert {0, 1, 2} == {*runner.layers}
-    assert max(map(len, "".join(map(str, runner.layers)).split("0"))) <= 2  # steps between two of the other request's
+    steps = "".join(map(str, runner.layers))
+    assert {*"012"} == {*steps}
+    assert max(map(len, steps.split("0"))) <= 2  # steps between two of the other request's
+    assert "0" * 12 not in steps
 
 
 def test_a_trace_compares_positions(llm):

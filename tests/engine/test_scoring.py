@@ -168,3 +168,10 @@ def test_the_last_token_needs_no_position(small_demo):
 def test_what_is_refused(llm, prompt, continuations, message):
     with pytest.raises(RequestError, match=message):
         llm.score(prompt, continuations)
+
+
+def test_pieces_joined_are_the_text(llm):
+    """Also if a special token follows half a character."""
+    special = llm.tokenizer.eos_token_id
+    for ids in ([168, 167, special], [168, special, 168, 167], [special, 40, 168]):
+        assert "".join(llm.tokenizer.pieces(ids)) == llm.tokenizer.decode(ids)

@@ -37,7 +37,8 @@ class Looks:
         first = min((one.first for several in placed.values() for one in several), default=length)
         wanted = frozenset(source for name in names for source in points.sources(name))
         inputs = [(layer, one) for (kind, layer), several in placed.items() if kind == "resid_pre" for one in several]
-        set_from = [(layer, one.first) for layer, one in inputs if not names and one.sets_all(length)]
+        needs_all = names or any(edit.function is not None for edit in edits)  # functions see real rows
+        set_from = [(layer, one.first) for layer, one in inputs if not needs_all and one.sets_all(length)]
         begin = max(set_from, default=(0, 0))
         salt = salt_of(edits, num_prompt) ^ begin[0] << 40  # the layers before it write no keys
         return cls(points, names, placed, first, salt, begin, wanted)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -39,14 +39,13 @@ from tinygpt.server.looks import check_size, lens_to_json, look_params
 from tinygpt.server.metrics import Metrics
 from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, whole
 from tinygpt.server.responses import Responses
-from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Work, while_connected
+from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Result, Work, while_connected
 from tinygpt.wire import record_to_json
 
 log = logging.getLogger("tinygpt.server")
 LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block the loop for milliseconds
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 
-Result = TypeVar("Result")
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 
 
@@ -80,10 +79,8 @@ class Api:
 
     def __init__(self, llm: LLM, config: ServerConfig):
         self.llm, self.config, self.started = llm, config, int(time.time())
-        self.model_name, self.model_names = (
-            config.served_model_names[0],
-            (*config.served_model_names, *llm.lora_modules),
-        )
+        self.model_name = config.served_model_names[0]
+        self.model_names = (*config.served_model_names, *llm.lora_modules)
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
         self._works: WeakSet[Work] = WeakSet()
@@ -235,14 +232,13 @@ class Api:
             self._end(request, work)
 
     async def _work(self, requests: Requests, stream: bool, request: Request) -> Work:
-        self._check_open()
+        self.check_open()
         sizes, count = self.llm.engine.engine_config, sum(params.best_of or params.n for _, params in requests)
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
             raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
         work = Work(self.llm, self.outbox)
         self._works.add(work)
         await work.submit(requests, stream, len(request._body) > LARGE)
-        await request.state.reading.aclose()
         return work
 
     def _end(self, request: Request, work: Work) -> None:
@@ -271,7 +267,7 @@ class Api:
 
     async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
         """field: name of the prompts in the request."""
-        self._check_open()
+        self.check_open()
         is_split = form.split_special_tokens is not False
         try:
             return await read_apart(request, lambda: [self.llm.read_prompt(each, is_split) for each in given])
@@ -288,6 +284,7 @@ class Api:
             return form.sampling_params(self.encode, **others, **more)
 
         params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
+        await request.state.reading.aclose()
         request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None  # a digest
         return params
 
@@ -310,7 +307,7 @@ class Api:
             message = f"the model {name!r} does not exist: this server has {listed}."
             raise ApiError(404, message, "model", "model_not_found")
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         if self.is_draining:  # the next connection may reach another server
             raise ApiError(503, "the server is shutting down: try again later.", **RETRY, connection="close")
 
@@ -334,7 +331,7 @@ class Api:
 
     async def _in_turn(self, calls: list[Callable[[], Result]]) -> list[Result]:
         """Return the calls' results. Each runs in a thread, between the calls of other requests."""
-        self._check_open()
+        self.check_open()
         max_queue = self.llm.engine.engine_config.max_queue
         if max_queue is not None and self._num_in_turn >= max_queue:
             raise ApiError(429, "too many requests are waiting.", code="queue_full", **RETRY)
@@ -421,6 +418,7 @@ class Api:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
         is_split = form.split_special_tokens is not False
         score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
+        await request.state.reading.aclose()
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
         return await json_large({"scores": (record_to_json(each) for [each] in found)})
 

@@ -48,8 +48,7 @@ class Facts:
 
     async def models(self) -> Response:
         """List the names of the model."""
-        cards = [self._card(name) for name in self._api.model_names]
-        return json_reply({"object": "list", "data": cards})
+        return json_reply({"object": "list", "data": [*map(self._card, self._api.model_names)]})
 
     async def model(self, model: str, request: Request) -> Response:
         """Return the model by one of its names; DELETE is refused for a served name, and deletes nothing."""
@@ -63,10 +62,9 @@ class Facts:
 
     def _card(self, name: str) -> dict[str, Any]:
         sizes = {"max_model_len": self._llm.max_model_len, "max_logprobs": self._config.max_logprobs}
-        sizes["look"] = self._config.look
         card = {"id": name, "object": "model", "created": self._api.started, "owned_by": "tinygpt"}
         parent = self._api.model_name if name in self._api.llm.lora_modules else None
-        return card | {"root": self._api.model_name, "parent": parent} | sizes
+        return card | {"root": self._api.model_name, "parent": parent, "look": self._config.look} | sizes
 
     async def health(self) -> Response:
         """Return whether new requests are taken."""

@@ -201,7 +201,7 @@ def respond(error: HTTPException) -> Response:
 def from_validation(error: RequestValidationError, form: type[Strict] | None) -> ApiError:
     """Return a refusal with the most specific error, a missing field last."""
     found = [(_path(each["loc"][1:], error.body), each) for each in error.errors()]
-    path, first = max(found, key=lambda pair: (pair[1]["type"] != "missing", len(pair[0])))
+    path, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
     if first["type"] == "json_invalid" or not path:
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body must be a JSON object: {reason}.")

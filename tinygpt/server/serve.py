@@ -78,7 +78,7 @@ def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start:
         signal.signal(number, lambda *_: None)
     allow_all_descriptors()
     sys.setswitchinterval(SWITCH_SECONDS)
-    # Python waits for its threads at the end; faulthandler's does not need the GIL, and a full stderr cannot block it.
+    # Python waits for its threads; faulthandler's needs no GIL, and a full stderr cannot block it.
     seconds = min(drain_seconds + FLUSH_SECONDS + END_SECONDS, threading.TIMEOUT_MAX / 2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     end_in_any_case = partial(faulthandler.dump_traceback_later, seconds, exit=True, file=nowhere)

@@ -35,6 +35,7 @@ log = logging.getLogger("tinygpt.server")
 SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 # Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
 HUGE, HUGE_PER_SECOND = 2**16, 2**26
+UNREAD_SECONDS = 5.0
 MAX_UNREAD = 10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
@@ -87,6 +88,7 @@ class Work:
         self.futures: list[RequestFuture] = []
         self._is_cancelled = False
         self._num_posted = self._num_taken = 0  # by the thread of the engine, and by the loop
+        self._taken_at = time.perf_counter()
         self._late: ApiError | None = None
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
@@ -112,7 +114,7 @@ class Work:
             raise
 
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
-        """Yield all chunks that have come, until the last request has ended; None after some silence."""
+        """Yield all chunks that have come, until the last request has ended; None for a ping."""
         num_left = len(self.futures)
         ping_later = partial(asyncio.get_running_loop().call_later, PING_SECONDS, self._queue.put_nowait, None)
         pinging = ping_later()
@@ -127,7 +129,7 @@ class Work:
                     items.remove(None)
                 chunks = [item for item in items if item[1] is not None]
                 num_left -= len(items) - len(chunks)
-                self._num_taken += len(chunks)
+                self._num_taken, self._taken_at = self._num_taken + len(chunks), time.perf_counter()
                 yield chunks
         finally:
             pinging.cancel()
@@ -165,13 +167,15 @@ class Work:
                 self.cancel()
 
     def _post(self, i: int, chunk: StreamChunk | None) -> None:
-        """Called by the engine's thread."""
-        if chunk is not None and chunk.token_id is not None:
-            self._times.setdefault((i, chunk.index), []).append(time.perf_counter())
-        self._num_posted += chunk is not None
-        if self._num_posted - self._num_taken > MAX_UNREAD and self._late is None:
-            self._late = ApiError(400, f"more than {MAX_UNREAD} tokens of the stream were not read: read it faster.")
-            self.cancel()
+        """Called by the engine's thread; with None, also by the loop's."""
+        if chunk is not None:
+            self._num_posted, now = self._num_posted + 1, time.perf_counter()
+            if chunk.token_id is not None:
+                self._times.setdefault((i, chunk.index), []).append(now)
+            is_late = self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
+            if is_late and self._late is None:
+                self._late = ApiError(400, f"{MAX_UNREAD} tokens of the stream were not read: read it faster.")
+                self.cancel()
         self._outbox.post(self._queue, i, chunk)
 
 
@@ -187,7 +191,8 @@ class JsonRoute(APIRoute):
             api, body = request.app.state.api, await _read_body(request)
             async with AsyncExitStack() as request.state.reading:
                 if len(body) > HUGE:
-                    await request.state.reading.enter_async_context(api.huge)
+                    await while_connected(request.receive, request.state.reading.enter_async_context(api.huge))
+                    api.check_open()
                     await asyncio.sleep(len(body) / HUGE_PER_SECOND)
                 ignores = api.config.ignores_unknown_fields
                 # FastAPI reads it from here.

@@ -237,8 +237,10 @@ class Tokenizer:
         stream, left, found = self.detokenizer(), self.decode(token_ids) if text is None else text, []
         for i, token_id in enumerate(token_ids, 1):
             piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
-            if token_id in self.special_ids and left.startswith(name := self.decode([token_id])):
-                piece = name
+            if token_id in self.special_ids:
+                held, name, _ = left.partition(self.decode([token_id]))  # held: half a character before it
+                if name and not held.strip("\ufffd"):
+                    piece, stream = held + name, self.detokenizer()
             found.append(left[: len(piece)])  # a stop string cuts the text
             left = left[len(piece) :]
         return found
