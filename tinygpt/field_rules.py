@@ -261,12 +261,11 @@ EARLY_STOPPING = Rule(
 
 # 20 000 alternatives compile in a second, and then in the square of their number.
 MAX_CHARACTERS = 2**16
-# Rules of a grammar, or objects of a schema. If each refers to the next, two or three times as many overflow a stack of
-# 8 MB in the package, and end the process.
+# Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
 MAX_PARTS = 1000
 # As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
 SPACES = {"whitespace_pattern": "[ ]?"}
-# By default the package forces the tokens of a certain text, so that nothing is left if one of them may not come.
+# The package would force the tokens of a certain text, and leave nothing if one of them may not come.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 

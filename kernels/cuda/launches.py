@@ -1,7 +1,7 @@
 """The layers as model.py calls them. Grids cover a step of `shape`; blocks past the true number of rows return."""
 
 from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, Heads
 from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
 from tinygpt.kernels.cuda.layers.linear import (
@@ -17,13 +17,15 @@ from tinygpt.kernels.cuda.layers.linear import (
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from tinygpt.kernels.cuda.params import STEP, Params, family_of, padded_columns
+from tinygpt.kernels.cuda.runtime.jit import OLDEST
 from tinygpt.kernels.cuda.runtime.ptx import WARP
 from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
 from tinygpt.kernels.cuda.workspace import Workspace
 from tinygpt.kernels.host import from_bfloat16
 
 DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
-MAX_OCTETS = {"float32": 2, "bfloat16": 8, "int8": 8}  # of ROWS tokens in a block of `linear`
+MAX_OCTETS = {"float32": 1, "bfloat16": 8, "int8": 8}  # of ROWS tokens in a block of `linear`
+FEW_TOKENS = 64  # on an H200, up to which `linear` is faster than `gemm`
 HEAD_BLOCKS = 4  # of a multiprocessor, which share the panels of the head
 
 
@@ -70,8 +72,8 @@ def linear(
     weights, dtype, device = params.linears[name], params.dtype, workspace.device
     count, row_kind = rows_of(epilogue, shape)
     arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind
-    if dtype != "float32" and count > MAX_OCTETS[dtype] * ROWS:
-        tile = pick_tile(count, weights.features, device)
+    if count > FEW_TOKENS and device.capability >= OLDEST["bfloat16"]:
+        tile = pick_tile(count, weights.features, dtype, device)
         grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
         device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
         return
@@ -92,8 +94,9 @@ def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepS
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
     if shape.tiles:  # prefill, and steps in which some sequences have several new tokens
-        function, grid = attend_prefill_kernel(c.padded_head, family), (shape.tiles, c.num_heads)
-        w.device.launch(function, grid, TILE_WARPS[family] * WARP, attended, *keys, w.inputs.tiles, *more)
+        grid = shape.tiles, c.num_heads, TILE_BLOCKS[family]
+        function, threads = attend_prefill_kernel(c.padded_head, family), TILE_WARPS * WARP
+        w.device.launch(function, grid, threads, attended, *keys, w.inputs.tiles, *more)
         return
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
     warps = 1 if is_small else DECODE_WARPS

@@ -9,6 +9,7 @@ import pytest
 
 from support import cuda_compile
 from support.ptx_machine import Touched, simulate
+from tinygpt.kernels.cuda.launches import MAX_OCTETS
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
 from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
 from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
@@ -129,6 +130,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def run_linear(target, inputs, weights, layer, width, count, dtype, octets, epilogue):
+    octets = min(octets, MAX_OCTETS[dtype])
     grid = (weights.num_panels, math.ceil(count / (8 * octets)))
     sizes = np.array([0, count], np.int32)
     kernel = linear_kernel(dtype, octets, epilogue, steps_ahead(dtype, octets, weights.num_steps))

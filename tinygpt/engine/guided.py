@@ -14,7 +14,7 @@ from tinygpt.grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, Lim
 from tinygpt.sampling_params import SamplingParams
 from tinygpt.tokenizer.tokenizer import Tokenizer
 
-# Kept by a model: a grammar compiles in milliseconds, and a mask is expanded in the time it takes to compute.
+# Kept by a model: a grammar compiles in milliseconds.
 MAX_GRAMMARS, MAX_MASKS = 32, 64
 _OF_BYTE = np.where(np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf))  # (256, 8)
 

@@ -300,7 +300,7 @@ FAMILY = Family(
 )
 
 
-# Models with experts: Megatron's names, and a file for each expert. A gate chooses among a layer's MLPs for each token.
+# Models with experts: Megatron's names, and a file for each expert.
 # Training may leave out tokens that an expert has no room for. Inference never does: no text depends on its batch.
 
 _IN_GATE = re.compile(rf"layers\.(\d{{1,6}})\.{re.escape(_GATE)}")
@@ -338,7 +338,7 @@ def _config_of_experts(source: Source) -> ModelConfig:
         raise source.error(f"has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number.")
     (num_experts,) = numbers
     per_token = settings.get("topk", 1)
-    # Most experts must be there, so that the list of missing tensors is in proportion to the files.
+    # The list of missing tensors has to be in proportion to the files.
     found = sum(".mlp.experts." in one.name for one in tensors)
     wanted = num_experts * len(gates)
     if found < wanted:

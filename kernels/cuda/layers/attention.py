@@ -29,15 +29,16 @@ from tinygpt.kernels.cuda.layers.attention_products import (
 )
 from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
 from tinygpt.kernels.cuda.runtime.ptx import (
+    WARP,
     is_last_warp,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.cuda.step import QUERY_TILE
 
-TILE_WARPS = {"float32": 16, "bfloat16": 4}  # of a block of attend_prefill
+TILE_WARPS = 4  # of a block of attend_prefill
+TILE_BLOCKS = {"float32": 4, "bfloat16": 1}  # which share QUERY_TILE queries: a warp has 4 or 16
 TURNS_AT_ONCE = 8  # partials that a lane loads together
 
 
@@ -135,13 +136,13 @@ def _combine_function(products: Products, size: int):
 
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str):
-    """Prefill and mixed steps: grid (tiles, H), threads 32 * TILE_WARPS[dtype]."""
+    """Prefill and mixed steps: grid (tiles, H, TILE_BLOCKS[dtype]), threads 32 * TILE_WARPS."""
     products = attention_products(size, dtype)
     load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
     store, QUERIES, QUERY_WORDS = products.store, products.queries, products.query_words
     ROWS, ROW_LANES, DIMS, PACKED_WORDS = products.rows, products.row_lanes, products.dims, products.packed_words
-    BLOCKS, HELD = size // DIM_BLOCK, ROWS * DIMS
-    VALUES, WARPS, TURNS = BLOCKS * HELD, TILE_WARPS[dtype], QUERY_TILE // (TILE_WARPS[dtype] * QUERIES)
+    BLOCKS, HELD, VALUES = size // DIM_BLOCK, ROWS * DIMS, size // DIM_BLOCK * ROWS * DIMS
+    LANE_ROWS = WARP // ROW_LANES
 
     def attend_prefill(
         attended, q, k_cache, v_cache, layer, num_slots, padded_len,
@@ -158,45 +159,44 @@ def attend_prefill_kernel(size: int, dtype: str):
         block_highest, block_total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         kept, added = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
         packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
-        for turn in range(TURNS):
-            first = int32(tiles[tile] + (turn * WARPS + warp) * QUERIES)
-            count = int32(min(tiles[tile + 1] - first, QUERIES))
-            if count <= 0:
-                return
-            load_queries(words, q, first, count, head, num_heads, lane)
-            for r in range(ROWS):
-                row = int32(lane // ROW_LANES + 8 * r)
-                newest[r] = positions[first + row] if row < count else -1
-                highest[r], total[r] = float32(-math.inf), float32(0)
-            for i in range(VALUES):
-                values[i] = float32(0)
+        first = int32(tiles[tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
+        count = int32(min(tiles[tile + 1] - first, QUERIES))
+        if count <= 0:
+            return
+        load_queries(words, q, first, count, head, num_heads, lane)
+        for r in range(ROWS):
+            row = int32(lane // ROW_LANES + LANE_ROWS * r)
+            newest[r] = positions[first + row] if row < count else -1
+            highest[r], total[r] = float32(-math.inf), float32(0)
+        for i in range(VALUES):
+            values[i] = float32(0)
 
-            start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
-            last = positions[first + count - 1]
-            while last >= 0:
-                weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, lane)
-                for r in range(ROWS):
-                    new = merge(highest[r], total[r], block_highest[r], block_total[r])
-                    highest[r], total[r], kept[r], added[r] = new
+        start = _cache_start(layer, num_slots, token_slots[first], num_heads, head, padded_len * size)
+        last = positions[first + count - 1]
+        while last >= 0:
+            weigh_keys(block_highest, block_total, packed, words, newest, k_cache, start, scale, lane)
+            for r in range(ROWS):
+                new = merge(highest[r], total[r], block_highest[r], block_total[r])
+                highest[r], total[r], kept[r], added[r] = new
+            for block in range(BLOCKS):
+                weigh_values(sums, packed, held, v_cache, start, block, last, lane)
+                for i in range(HELD):
+                    if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
+                        value = values[block * HELD + i]
+                        values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
+            start, last = start + KEY_BLOCK * size, int32(last - KEY_BLOCK)
+            for r in range(ROWS):
+                newest[r] -= KEY_BLOCK
+
+        for r in range(ROWS):
+            row = int32(lane // ROW_LANES + LANE_ROWS * r)
+            if row < count:
+                share, out = float32(1) / total[r], (first + row) * width + head * head_size
                 for block in range(BLOCKS):
-                    weigh_values(sums, packed, held, v_cache, start, block, last, lane)
-                    for i in range(HELD):
-                        if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
-                            value = values[block * HELD + i]
-                            values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
-                start, last = start + KEY_BLOCK * size, int32(last - KEY_BLOCK)
-                for r in range(ROWS):
-                    newest[r] -= KEY_BLOCK
-
-            for r in range(ROWS):
-                row = int32(lane // ROW_LANES + 8 * r)
-                if row < count:
-                    share, out = float32(1) / total[r], (first + row) * width + head * head_size
-                    for block in range(BLOCKS):
-                        for i in range(DIMS):
-                            dim = int32(block * DIM_BLOCK + lane % ROW_LANES * DIMS + i)
-                            if dim < head_size:
-                                store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
+                    for i in range(DIMS):
+                        dim = int32(block * DIM_BLOCK + lane % ROW_LANES * DIMS + i)
+                        if dim < head_size:
+                            store(attended, out + dim, values[block * HELD + r * DIMS + i] * share)
 
     return kernel(attend_prefill)
 

@@ -1,6 +1,6 @@
 """Products of attention for one warp: scores of a block of keys, weighted values, and the softmax between them.
 
-`row_lanes` lanes share a query's row: a lane has rows lane // row_lanes + 8 r; of each row, scores i of the keys
+`row_lanes` lanes share a query's row: a lane has rows (lane + 32 r) // row_lanes; of each row, scores i of the keys
 2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, and of a block of DIM_BLOCK dims those from
 dims * (lane % row_lanes) on. bfloat16 has mma_bfloat16's layout: 16 queries, 4 lanes to a row.
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint32
 
-from tinygpt.kernels.cuda.runtime.jit import device_function
+from tinygpt.kernels.cuda.runtime.jit import device_function, unrolled
 from tinygpt.kernels.cuda.runtime.ptx import (
     ALL_LANES,
     WARP,
@@ -27,6 +27,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
 
 KEY_BLOCK = 64  # positions
 DIM_BLOCK = 32
+LOADS = 8  # that a lane asks for together
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ class Products:
 
 
 def attention_products(size: int, dtype: str, rows: int = 2) -> Products:
-    """rows: that a lane has, at most; 1 if a warp has one query."""
-    return _float32_products(size) if dtype == "float32" else _bfloat16_products(size, rows)
+    """rows: that a lane has in bfloat16, twice as many in float32; 1 if a warp has one query."""
+    return _float32_products(size, rows * rows) if dtype == "float32" else _bfloat16_products(size, rows)
 
 
 def _bfloat16_products(size: int, rows: int) -> Products:
@@ -160,32 +161,41 @@ def _kept(distance):
     return uint32(0xFFFF) if distance == 0 else uint32(0)
 
 
-def _float32_products(size: int) -> Products:
+def _float32_products(size: int, rows: int) -> Products:
     """Return the functions on ordinary units: lanes exchange dims and weights by shuffles."""
     BLOCKS = size // DIM_BLOCK
 
     @device_function
     def load_queries(words, q, first, count, head, num_heads, lane):
-        at = (first * num_heads + head) * size + lane
-        for block in range(BLOCKS):
-            words[block] = float32_to_bits(q[at + block * DIM_BLOCK])
+        for r in range(rows):
+            row = first + min(int32(r), int32(count - 1))
+            for block in range(BLOCKS):
+                at = (row * num_heads + head) * size + lane + block * DIM_BLOCK
+                words[block * rows + r] = float32_to_bits(q[at])
+
+    @device_function
+    def multiply_dims(block, scores, words, k_cache, at):
+        for word in range(DIM_BLOCK // 4):
+            offset = block * DIM_BLOCK + word * 4
+            even, odd = load_cached(k_cache, at + offset), load_cached(k_cache, at + (offset + size))
+            for k in range(4):
+                for r in range(rows):
+                    query = bits_to_float32(words[block * rows + r])
+                    query = cuda.shfl_sync(uint32(ALL_LANES), query, word * 4 + k)
+                    scores[2 * r] = cuda.fma(query, bits_to_float32(even[k]), scores[2 * r])
+                    scores[2 * r + 1] = cuda.fma(query, bits_to_float32(odd[k]), scores[2 * r + 1])
+
+    multiply_blocks = unrolled(multiply_dims, BLOCKS)
 
     @device_function
     def multiply_keys(scores, words, k_cache, start, lane):
-        scores[0] = scores[1] = float32(0)
-        at = start + int32(lane * 2 * size)
-        for block in range(BLOCKS):
-            for word in range(DIM_BLOCK // 4):
-                offset = block * DIM_BLOCK + word * 4
-                even, odd = load_cached(k_cache, at + offset), load_cached(k_cache, at + (offset + size))
-                for k in range(4):
-                    query = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(words[block]), word * 4 + k)
-                    scores[0] = cuda.fma(query, bits_to_float32(even[k]), scores[0])
-                    scores[1] = cuda.fma(query, bits_to_float32(odd[k]), scores[1])
+        for i in range(2 * rows):
+            scores[i] = float32(0)
+        multiply_blocks(scores, words, k_cache, start + int32(lane * 2 * size))
 
     @device_function
     def pack_weights(packed, weights):
-        for i in range(2):
+        for i in range(2 * rows):
             packed[i] = float32_to_bits(weights[i])
 
     @device_function
@@ -194,19 +204,25 @@ def _float32_products(size: int) -> Products:
 
     @device_function
     def weigh_values(sums, packed, held, v_cache, start, block, newest, lane):
-        total, at = float32(0), start + int32(block * DIM_BLOCK + lane)
-        for key in range(KEY_BLOCK):
-            weight = cuda.shfl_sync(uint32(ALL_LANES), bits_to_float32(packed[key % 2]), key // 2)
-            value = v_cache[at + key * size]
-            total = cuda.fma(weight, value if key <= newest else float32(0), total)
-        sums[0] = total
+        at = start + int32(block * DIM_BLOCK + lane)
+        for r in range(rows):
+            sums[r] = float32(0)
+        values = cuda.local.array(LOADS, float32)
+        for key in range(int32(0), int32(KEY_BLOCK), int32(LOADS)):
+            for i in range(LOADS):
+                values[i] = v_cache[at + min(int32(key + i), newest) * size]
+            for i in range(LOADS):
+                value = values[i] if key + i <= newest else float32(0)
+                for r in range(rows):
+                    weight = bits_to_float32(packed[2 * r + i % 2])
+                    sums[r] = cuda.fma(cuda.shfl_sync(uint32(ALL_LANES), weight, (key + i) // 2), value, sums[r])
 
     @device_function
     def store(attended, index, value):
         attended[index] = value
 
     functions = load_queries, multiply_keys, pack_weights, load_values, weigh_values, store
-    return Products(1, 32, BLOCKS, 2, 1, *functions)
+    return Products(rows, 32, rows * BLOCKS, 2 * rows, 1, *functions)
 
 
 def weigh_keys_function(products: Products):

@@ -1,8 +1,10 @@
-"""inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features, on the tensor cores.
+"""inputs @ weights.T + bias for many tokens: a block for each tile of tokens and features.
+
+bfloat16 and int8 run on the tensor cores, float32 on the ordinary units, from compute capability 8.0 on.
 
 Inputs and weights pass through shared memory, several steps of K ahead. A token has the same bits as from linear.py: a
 chain of products for each segment of K, and the segments' sums in order. On an H200, prompts of 124M reach a fifth of
-the rate of mma.sync: what limits is the latency of a block's first loads and of its last stores.
+mma.sync's rate, and a quarter of float32's: latency of first loads and last stores limits them.
 """
 
 import functools
@@ -14,10 +16,12 @@ from numba import cuda, float32, int32, int64, uint32
 
 from tinygpt.kernels.cuda.layers.epilogue import epilogue_of
 from tinygpt.kernels.cuda.layers.linear import ROW_TILE, first_weight, segment_start
-from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
+from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE, family_of, item_bytes
+from tinygpt.kernels.cuda.runtime.jit import device_function, kernel, unrolled
 from tinygpt.kernels.cuda.runtime.ptx import (
+    ALL_LANES,
     WARP,
+    bits_to_float32,
     commit_copies,
     copy_async,
     int8_to_bfloat16,
@@ -31,18 +35,15 @@ from tinygpt.kernels.cuda.runtime.ptx import (
 
 STAGES = 4  # steps of K in shared memory: three are on their way
 SUM_PAD = 8  # float32 between two rows of sums, which spreads a warp's writes over the banks
-WEIGHT_BYTES = {"bfloat16": 2, "int8": 1}
-
 COPY_BYTES = 16
-ROW_BYTES = STEP * 2  # of a token's step in shared memory
-ROW_COPIES = ROW_BYTES // COPY_BYTES
+ROW_BYTES = STEP * 2  # of a token's step in shared memory, in bfloat16
 ROWS_AT_ONCE = 8  # tokens whose sums a lane finishes together
 PENDING = STAGES - 2  # groups of copies under way when a step is multiplied
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's warps, in all an even number; each multiplies token_tiles * 16 tokens by `panels` panels."""
+    """A block's warps, in all 2 n, in float32 4 n; each multiplies token_tiles * 16 tokens by `panels` panels."""
 
     token_warps: int
     feature_warps: int
@@ -68,39 +69,39 @@ class Tile:
     def grid(self, tokens: int, features: int) -> tuple[int, int]:
         return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
 
-    def input_bytes(self) -> int:
-        return self.tokens * STEP * 2
+    def input_bytes(self, dtype: str) -> int:
+        return self.tokens * STEP * item_bytes(family_of(dtype))
 
     def stage_bytes(self, dtype: str) -> int:
-        return self.input_bytes() + self.features // OUT_TILE * STEP_SIZE * WEIGHT_BYTES[dtype]
+        return self.input_bytes(dtype) + self.features * STEP * item_bytes(dtype)
 
     def shared_bytes(self, dtype: str) -> int:
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
 
 
-# 32, 64 and 128 tokens by 32, 96 and 128 features, and from how many blocks a multiprocessor on. Smaller tiles hide
-# latency better, larger tiles share more loads: of six tiles in 24 shapes on an H200, the first two are the fastest.
+# From how many blocks a multiprocessor on: small tiles hide latency, large tiles share loads. Of six in 24 shapes on an
+# H200, the first two are the fastest.
 TILES = {Tile(2, 2, 1, 2): 0, Tile(2, 4, 2, 3): 1, Tile(2, 4, 4, 4): 2}
 
 
-def pick_tile(tokens: int, features: int, device: Any) -> Tile:
+def pick_tile(tokens: int, features: int, dtype: str, device: Any) -> Tile:
     """Return the largest tile that fits in the device's shared memory and has enough blocks."""
     return next(
         tile
         for tile, least in reversed(TILES.items())
-        if tile.shared_bytes("bfloat16") <= device.shared_bytes
+        if tile.shared_bytes(dtype) <= device.shared_bytes
         and math.prod(tile.grid(tokens, features)) >= least * device.multiprocessors
     )
 
 
 @functools.cache
 def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
-    """Return a kernel with the bits and arguments of linear_kernel's, not for float32. Grid tile.grid(n, features)."""
-    copy_inputs, copy_weights = _copy_inputs_function(tile), _copy_weights_function(dtype, tile)
-    multiply = _multiply_function(dtype, tile)
-    write_sums, store = _write_sums_function(tile), _store_function(dtype, tile, epilogue)
+    """Return a kernel with the bits and arguments of linear_kernel's. Grid tile.grid(n, features)."""
+    copy_inputs, copy_weights = _copy_inputs_function(dtype, tile), _copy_weights_function(dtype, tile)
+    functions = _float32_functions if dtype == "float32" else _bfloat16_functions
+    sums_size, multiply, add_segment, write_sums = functions(dtype, tile)
+    store, totals_size = _store_function(dtype, tile, epilogue), tile.token_tiles * tile.panels * 4
     tile_tokens, tile_features, stage_bytes = tile.tokens, tile.features, tile.stage_bytes(dtype)
-    sums_size = tile.token_tiles * tile.panels * 4
 
     @device_function
     def stage_of(stages, step):
@@ -109,7 +110,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     def gemm(target, inputs, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
         shared = cuda.shared.array(0, float32, alignment=16)
-        sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(sums_size, float32)
+        sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(totals_size, float32)
         first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[row_kind]
         first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
         if first >= count:
@@ -121,7 +122,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
         for ahead in range(int32(0), int32(STAGES - 1)):
             copy_inputs(stage_of(stages, ahead), inputs, weights.num_steps, first, count, ahead)
             commit_copies()
-        for i in range(sums_size):
+        for i in range(totals_size):
             totals[i] = float32(-0.0)  # -0 + x is x, also if x is -0
         step = int32(0)
         for segment in range(int32(0), int32(SEGMENTS)):
@@ -136,8 +137,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
                 commit_copies()
                 multiply(sums, stage_of(stages, step))
                 step = int32(step + int32(1))
-            for i in range(sums_size):
-                totals[i] += sums[i]
+            add_segment(totals, sums)
         cuda.syncthreads()  # no thread reads the stages, which the sums overwrite
         write_sums(shared, totals)
         cuda.syncthreads()
@@ -147,30 +147,32 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 
 
 @functools.cache
-def _copy_inputs_function(tile: Tile):
-    # In odd tokens the halves of a row are exchanged: see _multiply_function.
-    tokens_at_once = tile.threads // ROW_COPIES
+def _copy_inputs_function(dtype: str, tile: Tile):
+    # In odd tokens of bfloat16 the halves of a row are exchanged: see _bfloat16_functions.
+    exchange, row_bytes = 0 if dtype == "float32" else 4, STEP * item_bytes(family_of(dtype))
+    row_copies, copy_size = row_bytes // COPY_BYTES, STEP * COPY_BYTES // row_bytes
+    tokens_at_once = tile.threads // row_copies
     rounds = tile.tokens // tokens_at_once
 
     def copy_inputs(stage, inputs, num_steps, first, count, step):
         thread = int32(cuda.threadIdx.x)
         if step >= num_steps:
             return
-        token, chunk = thread // int32(ROW_COPIES), thread % int32(ROW_COPIES)
-        to = stage + uint32(token * int32(ROW_BYTES) + (chunk ^ (token % int32(2) * int32(4))) * int32(COPY_BYTES))
-        start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(8))
+        token, chunk = thread // int32(row_copies), thread % int32(row_copies)
+        to = stage + uint32((token * int32(row_copies) + (chunk ^ token % 2 * int32(exchange))) * int32(COPY_BYTES))
+        start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(copy_size))
         for i in range(rounds):
             if first + token + int32(i * tokens_at_once) < count:
                 further = int32(i * tokens_at_once * STEP) * num_steps
-                copy_async(to + uint32(i * (tokens_at_once * ROW_BYTES)), inputs, int32(start + further))
+                copy_async(to + uint32(i * (tokens_at_once * row_bytes)), inputs, int32(start + further))
 
     return device_function(copy_inputs)
 
 
 @functools.cache
 def _copy_weights_function(dtype: str, tile: Tile):
-    input_bytes, threads, tile_panels = tile.input_bytes(), tile.threads, tile.features // OUT_TILE
-    panel_copies, copy_size = STEP_SIZE * WEIGHT_BYTES[dtype] // COPY_BYTES, COPY_BYTES // WEIGHT_BYTES[dtype]
+    input_bytes, threads, tile_panels = tile.input_bytes(dtype), tile.threads, tile.features // OUT_TILE
+    panel_copies, copy_size = STEP_SIZE * item_bytes(dtype) // COPY_BYTES, COPY_BYTES // item_bytes(dtype)
     panels_at_once = threads // panel_copies
     rounds = math.ceil(tile_panels / panels_at_once)
 
@@ -192,16 +194,17 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
 
 @functools.cache
-def _multiply_function(dtype: str, tile: Tile):
+def _bfloat16_functions(dtype: str, tile: Tile):
+    """Return the sums of a lane, (sums, stage), (totals, sums), (shared, totals), in mma_bfloat16's layout."""
     # Eight lanes read 64 bytes of two tokens each, which without the exchange would share banks.
     load_panels = _load_panels_function(dtype, tile.panels)
     token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
-    input_bytes, panel_bytes, words_size = tile.input_bytes(), STEP_SIZE * WEIGHT_BYTES[dtype], tile.panels * 4
+    input_bytes, panel_bytes, words_size = tile.input_bytes(dtype), STEP_SIZE * item_bytes(dtype), tile.panels * 4
+    sums_size, row_size = token_tiles * panels * 4, tile.features + SUM_PAD
 
     @device_function
     def multiply_half(sums, words, inputs_at):
-        # With a zero that ptxas does not know, each word is computed into its place; otherwise ptxas copies words
-        # three times for every mma.
+        # A zero that ptxas does not know keeps words in place: else it copies them three times for every mma.
         zero = uint32(cuda.blockIdx.z)
         for t in range(token_tiles):
             a = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES)))
@@ -232,7 +235,23 @@ def _multiply_function(dtype: str, tile: Tile):
         load_panels(words, packed, weights_at, lane, 1)
         multiply_half(sums, words, row + uint32((chunk ^ int32(4)) * int32(COPY_BYTES)))
 
-    return device_function(multiply)
+    def add_segment(totals, sums):
+        for i in range(sums_size):
+            totals[i] += sums[i]
+
+    def write_sums(shared, totals):
+        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        g, q = lane // int32(4), lane % int32(4)
+        token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
+        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
+        for t in range(token_tiles):
+            for p in range(panels):
+                i, at = (t * panels + p) * 4, start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
+                shared[at], shared[at + 1] = totals[i], totals[i + 1]
+                at += int32(8 * row_size)
+                shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]
+
+    return sums_size, *map(device_function, (multiply, add_segment, write_sums))
 
 
 @functools.cache
@@ -261,23 +280,61 @@ def _load_panels_function(dtype: str, panels: int):
 
 
 @functools.cache
-def _write_sums_function(tile: Tile):
-    token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
-    row_size = tile.features + SUM_PAD
+def _float32_functions(dtype: str, tile: Tile):
+    """Return the same. Lane 16 t + 4 f + q has each second token from t on, and each fourth feature from f on."""
+    rows, columns, feature_warps = tile.token_tiles * ROW_TILE // 2, 2 * tile.panels, tile.feature_warps
+    row_bytes, panel_bytes, part_bytes = STEP * 4, STEP_SIZE * 4, WARP * COPY_BYTES
+    input_bytes, row_size, words_size = tile.input_bytes(dtype), tile.features + SUM_PAD, 4 * columns
+
+    @device_function
+    def multiply_four(i, sums, words, row):
+        for j in range(4):
+            x = load_shared(row + uint32((4 * i + j) * (2 * row_bytes)))
+            for c in range(columns):
+                at = (4 * i + j) * columns + c
+                for k in range(4):
+                    sums[at] = cuda.fma(words[c * 4 + k], bits_to_float32(x[k]), sums[at])
+
+    @device_function
+    def add_four(i, totals, sums):  # a lane keeps one of four tokens
+        q = int32(cuda.threadIdx.x) % int32(4)
+        for c in range(columns):
+            for j in range(4):
+                value = sums[(4 * i + j) * columns + c]
+                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
+                value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
+                if q == j:
+                    totals[i * columns + c] += value
+
+    multiply_rows, add_segment = unrolled(multiply_four, rows // 4), unrolled(add_four, rows // 4)
+
+    @device_function
+    def place():
+        """Return the first token and the first feature of a lane, and q."""
+        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(16)
+        return token, warp % int32(feature_warps) * int32(4 * columns) + lane // int32(4) % int32(4), lane % int32(4)
+
+    def multiply(sums, stage):
+        words, (token, feature, q) = cuda.local.array(words_size, float32), place()
+        row = stage + uint32(token * int32(row_bytes) + q * int32(COPY_BYTES))
+        panel, column = feature // int32(OUT_TILE), feature % int32(OUT_TILE)
+        weights_at = stage + uint32(input_bytes + panel * int32(panel_bytes) + (4 * column + q) * int32(COPY_BYTES))
+        for part in range(int32(0), int32(4)):
+            for c in range(columns):
+                at = part * int32(part_bytes) + int32(c // 2 * panel_bytes + c % 2 * (part_bytes // 2))
+                loaded = load_shared(weights_at + uint32(at))
+                for k in range(4):
+                    words[c * 4 + k] = bits_to_float32(loaded[k])
+            multiply_rows(sums, words, row + uint32(part * int32(4 * COPY_BYTES)))
 
     def write_sums(shared, totals):
-        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
-        g, q = lane // int32(4), lane % int32(4)
-        token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
-        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
-        for t in range(token_tiles):
-            for p in range(panels):
-                i, at = (t * panels + p) * 4, start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
-                shared[at], shared[at + 1] = totals[i], totals[i + 1]
-                at += int32(8 * row_size)
-                shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]
+        token, feature, q = place()
+        for i in range(rows // 4):
+            for c in range(columns):
+                shared[(token + 2 * (4 * i + q)) * row_size + feature + 4 * c] = totals[i * columns + c]
 
-    return device_function(write_sums)
+    return rows * columns, device_function(multiply), add_segment, device_function(write_sums)
 
 
 @functools.cache

@@ -40,6 +40,19 @@ def device_function(function):
     return cuda.jit(function, device=True, forceinline=True)
 
 
+def unrolled(step: Callable, count: int, first: int = 0):
+    """Return a device function that calls step(i, ...) for `count` i: LLVM leaves long loops, and arrays in memory."""
+    if count == 1:
+        return device_function(lambda *arguments: step(first, *arguments))
+    low, high = unrolled(step, count // 2, first), unrolled(step, count - count // 2, first + count // 2)
+
+    def call(*arguments):
+        low(*arguments)
+        high(*arguments)
+
+    return device_function(call)
+
+
 class DiskCache:
     """numba-cuda's interface to saved kernels. A file's name covers the values that a kernel closes over."""
 

@@ -238,24 +238,6 @@ def _instruction(
 
 
 @device_function
-def warp_sum(value):
-    """Return the lanes' sum, added in one order."""
-    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 16)
-    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 8)
-    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 4)
-    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 2)
-    value += cuda.shfl_xor_sync(uint32(ALL_LANES), value, 1)
-    return value
-
-
-@device_function
-def warp_greatest(value):
-    for i in range(LANE_BITS):
-        value = max(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(1 << i)))
-    return value
-
-
-@device_function
 def warp_cumulated(value):
     """Return the sum of the int64 of this lane and the lanes before it."""
     lane = int32(cuda.threadIdx.x) % WARP
@@ -265,31 +247,33 @@ def warp_cumulated(value):
     return value
 
 
-@device_function
-def block_sum(value, partial):
-    """Return the threads' sum, added in one order. partial: shared, (MAX_WARPS,), which two kernels cannot link."""
-    value = warp_sum(value)
-    if int32(cuda.threadIdx.x) % WARP == 0:
-        partial[int32(cuda.threadIdx.x) // WARP] = value
-    cuda.syncthreads()
-    total = partial[0]
-    for warp in range(1, int32(cuda.blockDim.x) // WARP):
-        total += partial[warp]
-    cuda.syncthreads()
-    return total
+def _reductions(join):
+    """Return the functions that join the values of a warp, and of a block, in one order."""
+
+    @device_function
+    def of_warp(value):
+        for i in range(LANE_BITS):
+            value = join(value, cuda.shfl_xor_sync(uint32(ALL_LANES), value, int32(WARP >> 1 + i)))
+        return value
+
+    @device_function
+    def of_block(value, partial):
+        """partial: shared, (MAX_WARPS,), which two kernels cannot link."""
+        value = of_warp(value)
+        if int32(cuda.threadIdx.x) % WARP == 0:
+            partial[int32(cuda.threadIdx.x) // WARP] = value
+        cuda.syncthreads()
+        joined = partial[0]
+        for warp in range(1, int32(cuda.blockDim.x) // WARP):
+            joined = join(joined, partial[warp])
+        cuda.syncthreads()
+        return joined
+
+    return of_warp, of_block
 
 
-@device_function
-def block_greatest(value, partial):
-    value = warp_greatest(value)
-    if int32(cuda.threadIdx.x) % WARP == 0:
-        partial[int32(cuda.threadIdx.x) // WARP] = value
-    cuda.syncthreads()
-    greatest = partial[0]
-    for warp in range(1, int32(cuda.blockDim.x) // WARP):
-        greatest = max(greatest, partial[warp])
-    cuda.syncthreads()
-    return greatest
+warp_sum, block_sum = _reductions(device_function(lambda a, b: a + b))
+warp_greatest, block_greatest = _reductions(device_function(lambda a, b: max(a, b)))
 
 
 @device_function

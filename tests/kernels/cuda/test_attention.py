@@ -11,7 +11,7 @@ import pytest
 
 from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from support.ptx_machine import simulate
-from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.step import QUERY_TILE
 from tinygpt.kernels.reference import model as reference
@@ -123,10 +123,10 @@ class Attention:
         tiles = query_tiles(step) if tiles is None else tiles
         *inputs, positions, token_slots = self.inputs(step)
         attended = self.unwritten_result(len(positions))
-        grid = (len(tiles) - 1, self.heads)
+        grid = (len(tiles) - 1, self.heads, TILE_BLOCKS[self.dtype])
         given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
         given = (*given, self.heads, self.size, self.width, self.scale)
-        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS[self.dtype], *given)
+        simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)
         return self.result(attended)
 
     def exact(self, step) -> np.ndarray:

@@ -33,7 +33,6 @@ DTYPES = ("float32", "bfloat16", "int8")
 SMALLEST, MIDDLE, LARGEST = TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
 CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
-STACKS = {("attend_prefill float32", (12, 0)): 16}  # bytes: queries of 128 dims, in a loop that is not unrolled
 DOUBLES, LONGS, WORDS, SEEDS = np.zeros(8), np.zeros(8, np.int64), np.zeros(8, np.uint32), np.zeros(8, np.uint64)
 HALVES, NUMBERS = np.zeros(8, np.uint16), (1, 1, 1)
 DRAW = FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
@@ -76,10 +75,11 @@ def kernels() -> dict[str, tuple]:
         "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
         "embed": (embed_kernel("int8"), EMBED_THREADS, *embed_arguments("int8")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
-        "linear float32": (linear_kernel("float32", 2, QKV, 1), LINEAR_THREADS, *linear_arguments("float32", QKV)),
+        "linear float32": (linear_kernel("float32", 1, QKV, 1), LINEAR_THREADS, *linear_arguments("float32", QKV)),
     }
     for direction in (COPY, READ, WRITE):
         found[f"move {direction}"] = _move_kernel(direction, True), MOVE_THREADS, HALVES, HALVES, *[1] * 8
+    found["gemm float32"] = gemm_kernel("float32", MIDDLE, QKV), MIDDLE.threads, *linear_arguments("float32", QKV)
     for dtype in ("bfloat16", "int8"):
         found[f"linear {dtype}"] = linear_kernel(dtype, 8, QKV, 2), LINEAR_THREADS, *linear_arguments(dtype, QKV)
         normed = normed_linear_kernel(dtype, 1600, QKV)
@@ -89,7 +89,7 @@ def kernels() -> dict[str, tuple]:
     for dtype in ("float32", "bfloat16"):
         decode, prefill = attend_decode_kernel(128, dtype), attend_prefill_kernel(128, dtype)
         found[f"attend_decode {dtype}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", dtype)
-        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS[dtype] * WARP, *attention_arguments("prefill", dtype)
+        found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", dtype)
     return found
 
 
@@ -98,8 +98,7 @@ def kernels() -> dict[str, tuple]:
 def test_a_block_has_registers_for_all_its_threads(name, capability):
     kernel, threads, *arguments = kernels()[name]
     compiled = compile_kernel(kernel, *arguments, architecture=capability)
-    assert compiled.spilled == 0
-    assert compiled.stack == STACKS.get((name, capability), 0)
+    assert compiled.spilled == compiled.stack == 0
     assert -(-compiled.registers // 8) * 8 * threads <= 1 << 16  # given in eights
 
 
@@ -153,7 +152,7 @@ MOST_REGISTERS = {1: 80, 2: 96, 4: 112, 8: 160}  # by octets
 @pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linear_layers_stay_in_registers(dtype, epilogue):
-    cases = [(1, 1), (2, 1)]
+    cases = [(1, 1)]
     if dtype != "float32":
         cases = [(1, 2), (2, 2), (4, 2), (8, 2), (1, 4 if epilogue == LOGITS else 6)]
     for octets, ahead in cases:

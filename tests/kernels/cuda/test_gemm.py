@@ -1,5 +1,6 @@
 """The CUDA backend's gemm for many tokens: the bits of its kernel for few tokens, whatever the tile."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -8,14 +9,16 @@ import pytest
 
 from support.cuda_device import heads_of, normal, packed, run_linear, stored
 from support.ptx_machine import simulate
+from tinygpt.kernels.cuda.launches import linear
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile
+from tinygpt.kernels.cuda.step import StepShape
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
-DTYPES = ("bfloat16", "int8")
+DTYPES = ("float32", "bfloat16", "int8")
 H200 = SimpleNamespace(multiprocessors=132, shared_bytes=227 << 10, capability=(9, 0))
-SMALL = Tile(2, 1, 1, 2)  # 32 tokens by 16 features, by two warps: cheap to simulate
+SMALL = Tile(2, 2, 1, 1)  # 32 tokens by 16 features, by four warps: cheap to simulate
 
 
 def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, epilogue):
@@ -54,7 +57,10 @@ def test_the_bits_are_those_of_the_linear_kernel(dtype, count, features, k):
     assert not changed[:, features:].any()
 
 
-@pytest.mark.parametrize(("tile", "dtype"), list(zip(TILES, [*DTYPES, DTYPES[0]], strict=True)))
+@pytest.mark.parametrize(
+    ("tile", "dtype"),
+    [*zip(TILES, ["bfloat16", "int8", "bfloat16"], strict=True), *zip(TILES, ["float32"] * 2, strict=False)],
+)
 def test_each_tile_gives_the_same_bits(tile, dtype):
     count, features = tile.tokens + 1, 35
     arguments = *case(count, features, 136, dtype), 0, features, count, dtype, LOGITS
@@ -66,10 +72,10 @@ def test_each_tile_gives_the_same_bits(tile, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", ["gelu_tanh", "relu"])
 def test_activations_give_the_same_bits(dtype, epilogue):
-    arguments = *case(33, 27, 136, dtype), 1, 64, 33, dtype, epilogue
-    expected, result = both(np.full(34 * 64, 7, np.uint16), *arguments, tile=SMALL)
+    target, arguments = stored(normal(34, 64, seed=1), dtype), (1, 64, 33, dtype, epilogue)
+    expected, result = both(target, *case(33, 27, 136, dtype), *arguments, tile=SMALL)
     assert (result == expected).all()
-    assert (result.reshape(34, 64)[:33, :27] != 7).all()
+    assert (result != target).reshape(34, 64)[:33, :27].mean() > 0.9
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,15 +121,34 @@ def test_the_number_of_tokens_is_read_on_the_device():
     [(65, 768, (32, 32)), (1024, 768, (32, 32)), (1024, 3072, (64, 96)), (2048, 3072, (128, 128))],
 )
 def test_small_shapes_have_small_tiles(tokens, features, size):
-    tile = pick_tile(tokens, features, H200)
+    tile = pick_tile(tokens, features, "bfloat16", H200)
     assert (tile.tokens, tile.features) == size
 
 
-def test_a_tile_fits_in_a_small_devices_memory():
+@pytest.mark.parametrize(("dtype", "count"), [("float32", 1), ("bfloat16", 2), ("int8", 3)])
+def test_a_tile_fits_in_a_small_devices_memory(dtype, count):
     device = SimpleNamespace(**vars(H200) | {"shared_bytes": 99 << 10})  # as much as an RTX 50 has
-    tiles = {pick_tile(tokens, features, device) for tokens in (65, 512, 4096) for features in (768, 2304, 3072)}
-    assert len(tiles) > 1
-    assert max(tile.shared_bytes("bfloat16") for tile in tiles) <= device.shared_bytes
+    shapes = itertools.product((65, 512, 4096), (768, 2304, 3072))
+    tiles = {pick_tile(tokens, features, dtype, device) for tokens, features in shapes}
+    assert len(tiles) == count
+    assert max(tile.shared_bytes(dtype) for tile in tiles) <= device.shared_bytes
+
+
+@pytest.mark.parametrize(
+    ("capability", "tokens", "name"), [((7, 5), 128, "linear"), ((8, 0), 64, "linear"), ((8, 0), 128, "gemm")]
+)
+def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name):
+    launched = []
+
+    def launch(kernel, *_, **__):
+        launched.append(kernel.py_func.__name__)
+
+    device = SimpleNamespace(**vars(H200) | {"capability": capability}, launch=launch)
+    weights = packed(normal(1, 8, 64), normal(1, 8), "float32")
+    params = SimpleNamespace(dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8))
+    workspace = SimpleNamespace(device=device, inputs=SimpleNamespace(sizes=None))
+    linear(params, "attn_proj", 0, None, None, StepShape(tokens, 1, 1, 0), workspace, ADD)
+    assert launched == [name]
 
 
 @pytest.mark.parametrize("tile", TILES)
