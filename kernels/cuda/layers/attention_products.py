@@ -212,10 +212,10 @@ def _float32_products(size: int, rows: int) -> Products:
             for i in range(LOADS):
                 values[i] = v_cache[at + min(int32(key + i), newest) * size]
             for i in range(LOADS):
-                value = values[i] if key + i <= newest else float32(0)
                 for r in range(rows):
                     weight = bits_to_float32(packed[2 * r + i % 2])
-                    sums[r] = cuda.fma(cuda.shfl_sync(uint32(ALL_LANES), weight, (key + i) // 2), value, sums[r])
+                    weight = cuda.shfl_sync(uint32(ALL_LANES), weight, (key + i) // 2)  # 0 after the newest
+                    sums[r] = cuda.fma(weight, values[i], sums[r])
 
     @device_function
     def store(attended, index, value):
