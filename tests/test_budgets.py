@@ -14,7 +14,7 @@ BUDGETS = {
     "lines of Python": 37_574,
     "modules": 231,
     "modules under 60 lines": 2,
-    "lines of tests": 37_439,
+    "lines of tests": 37_449,
     "lines of READMEs": 1_240,
     "words of prose for 100 lines of code": 150,
     "modules that `generate` imports": 120,

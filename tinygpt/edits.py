@@ -91,7 +91,9 @@ def _whole(given: Any) -> int:
 
 
 def _array(given: Any) -> np.ndarray:
-    is_kept = isinstance(given, np.ndarray) and given.dtype == np.float32 and not given.flags.writeable
+    owner = given if getattr(given, "base", None) is None else given.base
+    is_fixed = isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
+    is_kept = is_fixed and given.dtype == np.float32 and not given.flags.writeable
     array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
     _need(not np.isnan(array).any())
     array.flags.writeable = False

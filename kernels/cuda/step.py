@@ -11,7 +11,7 @@ from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 # Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
 NUM_TOKENS, NUM_LOGITS, NUM_STEPS_DONE = 0, 1, 2
 NUM_SIZES = 4
-QUERY_TILE = 64  # tokens of one sequence that a block of prefill attention takes
+QUERY_TILE = 64  # tokens of one sequence that TILE_BLOCKS blocks of prefill attention take
 
 
 @dataclass(frozen=True)

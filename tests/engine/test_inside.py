@@ -152,6 +152,14 @@ def test_prompts_are_needed(llm):
         llm.control_vector(CLEAN, [])
 
 
+def test_an_edit_keeps_its_array_as_it_was_given():
+    array = np.zeros(32, np.float32)
+    views = np.broadcast_to(array, (2, 32)), array[:], array
+    edits = [Edit("blocks.2.hook_resid_pre", value=view) for view in views]
+    array[:] = 1
+    assert not any(edit.value.any() for edit in edits)
+
+
 def test_the_cone_of_an_edit(llm):
     found = llm.diff(CLEAN, Edit("blocks.1.attn.hook_z", keep=0, index=2, at=4))
     assert next(iter(found)) == "blocks.1.attn.hook_z"

@@ -256,9 +256,7 @@ def product_function(dtype: str, octets: int, ahead: int, in_shared: bool = Fals
     partials: shared float32 (octets, SEGMENTS, ROWS, OUT_TILE), of which a warp writes one segment
     words: local (ahead * WORDS[dtype],), the first weights. inputs: an address if in_shared
     """
-    if dtype == "float32":
-        return _product_float32()
-    return _product_bfloat16(dtype, octets, ahead, in_shared)
+    return _product_float32() if dtype == "float32" else _product_bfloat16(dtype, octets, ahead, in_shared)
 
 
 def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):

@@ -29,7 +29,7 @@ def load_weights(typing_context, array, index):
 
 @intrinsic
 def load_cached(typing_context, array, index):
-    """Load 16 bytes that other warps of the block read, too. Not `.nc`: the kernel before may still write."""
+    """Load 16 bytes that other warps or blocks read, too. Not `.nc`: the kernel before may still write."""
     return _load_128("ld.global.v4.u32", array, index)
 
 

@@ -209,6 +209,7 @@ def kernels():
         yield from (gemm_kernel(dtype, tile, epilogue) for tile in TILES)
         yield from (linear_kernel(dtype, octets, epilogue, 2) for octets in (1, 2, 4, 8))
     yield from (linear_kernel("float32", 1, epilogue, 1) for epilogue in EPILOGUES)
+    yield from (gemm_kernel("float32", tile, epilogue) for tile in TILES for epilogue in EPILOGUES)
     for dtype in ("float32", "bfloat16"):
         yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
         yield from (make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel))

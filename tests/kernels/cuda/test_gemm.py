@@ -155,6 +155,6 @@ def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name)
 def test_a_tile_fits(tile):
     assert tile.shared_bytes("int8") <= tile.shared_bytes("bfloat16") <= 227 << 10
     assert tile.tokens % (tile.warps * ROWS_AT_ONCE) == 0
-    assert tile.threads % 64 == 0
+    assert tile.threads % 128 == 0
     assert math.prod(tile.grid(tile.tokens, tile.features)) == 1
     assert math.prod(tile.grid(tile.tokens + 1, tile.features + 1)) == 4
