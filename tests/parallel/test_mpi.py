@@ -228,14 +228,14 @@ def test_when_a_rank_ends_all_do(rank, how, call):
 
 
 def test_a_killed_rank_of_a_command_is_one_sentence_on_stderr(five):
-    """MPICH's mpiexec says it in ten lines on stdout."""
+    """MPICH's mpiexec says it in ten lines on stdout, and may name either rank's process."""
     process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
     pids = ranks_of(process.pid, 2)
     read_to(process, process.stderr, "serving")
     os.kill(pids[1], signal.SIGKILL)
     out, err = process.communicate(timeout=TO_END)
     assert (process.returncode, out) == (9, "")
-    assert re.fullmatch(rf"tinygpt: error: process {pids[1]}, a rank on \S+, was killed, which ends all ranks\n", err)
+    assert re.fullmatch(r"tinygpt: error: a rank on \S+ was killed, which ends all ranks\n", err)
     assert_gone(pids)
 
 

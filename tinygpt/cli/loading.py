@@ -146,8 +146,8 @@ def _without_banners() -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             with open(source, "rb") as pipe:
                 said = pipe.read()
-            if killed := re.search(rb"PID (\d+) RUNNING AT (\S+)", said):
-                said = b"tinygpt: error: process %b, a rank on %b, was killed, which ends all ranks\n" % killed.groups()
+            if killed := re.search(rb"PID \d+ RUNNING AT (\S+)", said):  # the PID may be of a rank killed in turn
+                said = b"tinygpt: error: a rank on %b was killed, which ends all ranks\n" % killed[1]
             os.write(2, said)
         os._exit(0)
     os.wait()
