@@ -93,7 +93,7 @@ def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepS
     w, c, config, family = workspace, kv_cache, params.config, family_of(params.dtype)
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
-    if shape.tiles:  # prefill, and steps in which some sequences have several new tokens
+    if shape.tiles:  # prefill, and steps with several new tokens of a sequence
         grid = shape.tiles, c.num_heads, TILE_BLOCKS[family]
         function, threads = attend_prefill_kernel(c.padded_head, family), TILE_WARPS * WARP
         w.device.launch(function, grid, threads, attended, *keys, w.inputs.tiles, *more)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tinygpt.sampling_params import SamplingParams
 
 BEGINNING = b'{"id": '  # of every record: tells a half-written record from other text
-SYNC_SECONDS = 1.0  # between two fsyncs: a power cut may cost the records of a second
+SYNC_SECONDS = 1.0  # between two fsyncs: a power cut may cost their records
 
 
 def record_line(record_id: str | int | None, model: str, dtype: str, output: "RequestOutput") -> str:

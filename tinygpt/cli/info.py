@@ -168,7 +168,7 @@ def _tokenizer(
 def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
     """Return the files that the checkpoint is read from, damaged or not, with their sizes and SHA-256.
 
-    Files that are not opened, such as links out of the folder, are left out. place: the file or folder of the weights.
+    Special files and links out of the folder are left out. place: the file or folder of the weights.
     """
     from tinygpt.weights.containers.formats import find_weights
     from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, open_regular

@@ -136,7 +136,7 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
 def _without_banners() -> int:
     """Make stdout a pipe, on which MPICH says in ten lines that a rank was killed. Return rank 0's descriptor.
 
-    A process that outlives mpiexec reads the pipe and says it on stderr, in one sentence.
+    A process that outlives mpiexec reads the pipe and says it on stderr.
     """
     stdout, (source, sink) = os.dup(1), os.pipe()
     os.set_inheritable(stdout, True)
@@ -146,7 +146,7 @@ def _without_banners() -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             with open(source, "rb") as pipe:
                 said = pipe.read()
-            if killed := re.search(rb"PID \d+ RUNNING AT (\S+)", said):  # the PID may be of a rank killed in turn
+            if killed := re.search(rb"PID \d+ RUNNING AT (\S+)", said):  # the PID may be another rank's
                 said = b"tinygpt: error: a rank on %b was killed, which ends all ranks\n" % killed[1]
             os.write(2, said)
         os._exit(0)

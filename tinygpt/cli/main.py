@@ -107,7 +107,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _own_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], set[str], list[str]]:
-    """Return the words with our flags, the destinations of these, and the flags that are ignored.
+    """Return the words with our flags, their destinations, and the flags that are ignored.
 
     Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
     """
