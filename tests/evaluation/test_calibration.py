@@ -67,7 +67,7 @@ def tool_scales(model: str) -> dict:
 
     with tempfile.TemporaryDirectory() as folder:
         path = open_checkpoint("demo").path if model == "demo" else write_family(Path(folder), model)
-        lm = AutoModelForCausalLM.from_pretrained(path)
+        lm = AutoModelForCausalLM.from_pretrained(path).float()
     sizes = {}
 
     def hook(name, inputs):

@@ -90,9 +90,9 @@ class Visitor:
         self.wait()
 
     def click(self, i):
-        """On token i, where it stands."""
-        box = self.tokens.nth(i).bounding_box()
-        self.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+        """On token i, where it stands: on the last of its lines, as the first may have its space alone."""
+        boxes = "token => [...token.getClientRects()].map(box => [box.x + box.width / 2, box.y + box.height / 2])"
+        self.page.mouse.click(*self.tokens.nth(i).evaluate(boxes)[-1])
 
     def texts(self):
         return self.tokens.all_text_contents()
