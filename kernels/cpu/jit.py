@@ -26,6 +26,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.extending import overload
 
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
 
 SOURCES = Path(__file__).resolve().parent
@@ -207,6 +208,7 @@ def build() -> tuple:
         platform.machine(),
         binding.get_process_triple(),
         binding.get_host_cpu_name(),
+        TARGET.name,  # the system may refuse AMX
         binding.get_host_cpu_features().flatten(),
         f"{sys.version}{'' if __debug__ else ' -O'}",  # -O compiles no assertion
         numba.__version__,

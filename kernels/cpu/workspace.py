@@ -161,7 +161,7 @@ def new_operand(dtype: str, n: int, k: int):
     if dtype == "float32":
         return Float32Operand(zeros((n, k)))
     if dtype == "bfloat16":
-        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.multiplies_bfloat16 else np.float32))
+        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.packs_bfloat16 else np.float32))
     groups = -(-k // SCALE_GROUP)
     values = zeros((n, groups * SCALE_GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
     return Int8Operand(values, zeros((n, groups, 4)))

@@ -92,6 +92,7 @@ def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):
 
 
 def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
+    llm.generate([PROMPT] * 2, max_tokens=1)  # compiles, and says so on stderr
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(sys, "stderr", terminal)

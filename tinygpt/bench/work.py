@@ -38,7 +38,7 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
 
         return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
     from tinygpt.hardware import read_bandwidth
-    from tinygpt.kernels.cpu.simd.peak import tile_rate
+    from tinygpt.kernels.cpu.peak import tile_rate
 
     return MachineLimits(read_bandwidth(threads), {kind: tile_rate(kind, threads) for kind in kinds})
 

@@ -336,6 +336,9 @@ def instructions() -> dict[str, str]:
     steps |= {"int8 KV cache": TARGET.int8_cache}
     lanes = TARGET.vector_bytes // 4
     shown = {dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction" for dtype, step in steps.items()}
+    if TARGET.has_amx:
+        shown["bfloat16"] = "tdpbf16ps, 8192 products an instruction"
+        shown["int8"] = f"tdpbsud, 16384; few rows: {shown['int8']}"
     return {"target": TARGET.name, **shown}
 
 

@@ -19,6 +19,7 @@ from tinygpt.kernels.cpu.layers.formats import (
     Linear,
 )
 from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
+from tinygpt.kernels.cpu.simd.amx_tiles import amx_bfloat16, amx_int8
 from tinygpt.kernels.cpu.simd.grouped_tiles import (
     EXPANDS,
     EXPANSION,
@@ -32,6 +33,7 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import (
     AHEAD,
     CHUNK_BYTES,
@@ -48,6 +50,7 @@ from tinygpt.kernels.cpu.team import claim, complete, finish_phase
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
 # NumPy scalars: see activations.py.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
+LEAST_AMX = 5  # rows of int8
 
 
 class Tile(NamedTuple):
@@ -65,6 +68,7 @@ class Unit(NamedTuple):
     bytes: int  # of a panel
     of_chunk: int  # units that several tiles share at a time
     alone: int  # rows up to which a tile takes all of K
+    rows: int = ROW_TILE  # of a tile
 
 
 @inline
@@ -166,7 +170,8 @@ def products(weight, x, tile, layer, segments, scratch):
 @kernel
 def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     """Add products of units of K, with weights at `b`, to C (rows, OUT_TILE). following: the next address."""
-    tiles, size = (tile.rows + ROW_TILE - 1) // ROW_TILE, units * unit_of(weight).bytes
+    height, size = unit_of(weight).rows, units * unit_of(weight).bytes
+    tiles = (tile.rows + height - 1) // height
     if tile.rows <= unit_of(weight).alone:
         following = b + AHEAD
     elif tile.rows > 1:
@@ -185,18 +190,14 @@ def _always(unit):
 STEP = OUT_TILE * STEP_BYTES
 # A tile in strips jumps through the panel. The L2 cache is slower than products of integers.
 ALONE = 1 if IN_STRIPS else ROW_TILE
-FLOAT32_UNIT, BFLOAT16_UNIT = (Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k in (1, 2))
-INT8_UNIT, INT4_UNIT = (
-    Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()
-)
-unit_of = overload_by_dtype(
-    {
-        Float32Weight: _always(FLOAT32_UNIT),
-        BFloat16Weight: _always(BFLOAT16_UNIT),
-        Int8Weight: _always(INT8_UNIT),
-        Int4Weight: _always(INT4_UNIT),
-    }
-)
+UNITS = {dtype: Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k, dtype in ((1, "float32"), (2, "bfloat16"))}
+UNITS |= {
+    dtype: Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()
+}
+if TARGET.has_amx:
+    UNITS |= {dtype: UNITS[dtype]._replace(alone=ROW_BLOCK, rows=ROW_BLOCK) for dtype in ("bfloat16", "int8")}
+RECORDS = {"float32": Float32Weight, "bfloat16": BFloat16Weight, "int8": Int8Weight, "int4": Int4Weight}
+unit_of = overload_by_dtype({record: _always(UNITS[dtype]) for dtype, record in RECORDS.items()})
 
 
 def _as_it_lies(weight, b, units, scratch):
@@ -224,11 +225,30 @@ def _add_plain(weight, x, tile, layer, first, units, b, c, ahead, spacing):
     panel_add(weight.panels, tile.rows, a, lda, b, OUT_TILE * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing)
 
 
+def _add_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    lda = x.values.shape[1] * x.values.itemsize
+    amx_bfloat16(tile.rows, address(x.values) + tile.row * lda + first * 4, lda, b, units, c)
+
+
 def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
     lda, lds = x.values.shape[1] * x.values.itemsize, x.scales.shape[1] * SCALES_BYTES
     a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
     scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
-    tile_int8(tile.rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+    tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
+
+
+def _tile_vnni(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
+    tile_int8(rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+
+
+def _tile_amx(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
+    if rows < LEAST_AMX:
+        tile_int8(rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
+    else:
+        amx_int8(rows, a, lda, scales, lds, b, units, c)
+
+
+tile_bytes = kernel(_tile_amx if TARGET.has_amx else _tile_vnni)
 
 
 def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
@@ -241,7 +261,10 @@ def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
 
 INT4_SCALES_BYTES = SCALE_GROUP // WEIGHT_GROUP * WEIGHT_SCALES_BYTES  # of a group
 # add_tile adds some units' products to C (rows, OUT_TILE).
-add_tile = overload_by_dtype({Int8Weight: _add_int8, Int4Weight: _add_int4}, otherwise=_add_plain)
+_add_pairs = _add_bfloat16 if TARGET.has_amx else _add_plain
+add_tile = overload_by_dtype(
+    {BFloat16Weight: _add_pairs, Int8Weight: _add_int8, Int4Weight: _add_int4}, otherwise=_add_plain
+)
 
 
 @kernel

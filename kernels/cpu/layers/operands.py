@@ -100,7 +100,7 @@ def _put_int8(operand, row, first, values):
 
 
 # put stores float32 values (n,) from column `first`, a multiple of SCALE_GROUP.
-_put_rounded = _put_bfloat16 if TARGET.multiplies_bfloat16 else _put_widened
+_put_rounded = _put_bfloat16 if TARGET.packs_bfloat16 else _put_widened
 put = overload_by_dtype({Float32Operand: _put_float32, BFloat16Operand: _put_rounded, Int8Operand: _put_int8})
 
 

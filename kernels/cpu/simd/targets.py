@@ -3,8 +3,10 @@
 LLVM does not list an ARM CPU's features, but inlines no function that needs a feature its caller lacks.
 """
 
+import ctypes
 import functools
 import platform
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,11 +25,21 @@ def has_feature(name: str) -> bool:
         if features is None:
             features = binding.get_host_cpu_features().flatten()
         return name in arm_features(binding.get_process_triple(), target_cpu(), features)
+    if name.startswith("amx") and not may_use_amx():
+        return False
     if config.CPU_FEATURES is not None:
         return f"+{name}" in config.CPU_FEATURES.split(",")
-    if name.startswith("avx") and not config.ENABLE_AVX:
+    if name.startswith(("avx", "amx")) and not config.ENABLE_AVX:
         return False
     return binding.get_host_cpu_features().get(name, False)
+
+
+@functools.cache
+def may_use_amx() -> bool:
+    """Ask Linux for AMX's registers."""
+    arch_prctl, permission, registers = 158, 0x1023, 18
+    is_able = (sys.platform, platform.machine()) == ("linux", "x86_64")
+    return is_able and ctypes.CDLL(None).syscall(arch_prctl, permission, registers) == 0
 
 
 def target_cpu() -> str:
@@ -94,8 +106,17 @@ class Target:
         return "neon" in self.features
 
     @property
+    def has_amx(self) -> bool:
+        return "amx-bf16" in self.features
+
+    @property
     def multiplies_bfloat16(self) -> bool:
         return self.bfloat16 in (PAIRS, LONGS)
+
+    @property
+    def packs_bfloat16(self) -> bool:
+        """Whether the left side of a matrix product is pairs of bfloat16."""
+        return self.has_amx or self.multiplies_bfloat16
 
     @property
     def int8_cache(self) -> str:
@@ -107,6 +128,7 @@ class Target:
 # differently.
 TARGETS = (
     Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, PAIRS, FOURS, FOURS),
+    Target("AMX", ("amx-bf16", "amx-int8", "avx512vnni"), "", 64, 32, WIDENED, FOURS, FOURS),
     Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, FOURS, FOURS),
     Target("AVX-512", ("avx512bw",), "", 64, 32, WIDENED, SHORTS, BYTES),
     Target("AVX2 VNNI", ("avx2", "fma", "avxvnni"), "", 32, 16, WIDENED, FOURS, FOURS),

@@ -27,6 +27,7 @@ from tinygpt.kernels.cpu.layers.formats import Linear
 from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
 from tinygpt.kernels.cpu.params import NO_FACTORS
+from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
@@ -163,7 +164,8 @@ def test_a_cpu_without_avx512(name, dtype, tmp_path):
     whole, pieces = computed_on(name, dtype, tmp_path)
     same_bits(pieces, whole)
     # In bfloat16 too: AVX-512's product of pairs takes numbers below 1e-38 for 0, and the demo's steps meet none.
-    same_bits(whole, whole_logits(dtype))
+    if dtype != "bfloat16" or not TARGET.has_amx:  # which sums in an order of its own: test_amx.py
+        same_bits(whole, whole_logits(dtype))
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -47,6 +47,11 @@ def test_a_cpu_gets_what_is_fastest_on_it(features, cpu, expected):
     assert (target.bfloat16, target.int8, target.int4) == expected
 
 
+def test_amx_is_taken_for_bfloat16_and_int8_together():
+    chosen = [choose((VNNI | amx).__contains__, "") for amx in ({"amx-bf16", "amx-int8"}, {"amx-int8"}, set())]
+    assert [target.has_amx for target in chosen] == [True, False, False]
+
+
 def test_vectors_are_as_wide_as_the_features_allow():
     sizes = {name: choose(has.__contains__, "").vector_bytes for name, has in (("512", VNNI), ("2", AVX2), ("", set()))}
     assert sizes == {"512": 64, "2": 32, "": 16}

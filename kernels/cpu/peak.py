@@ -1,0 +1,51 @@
+"""The rate of the tiles with all operands in the caches: the bound of prefill."""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers.linear import UNITS, Tile, add_tile
+from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
+from tinygpt.kernels.cpu.simd.panels import zeros
+from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE
+from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.workspace import new_operand
+
+TILES = 20000  # a run is 0.05 s or so
+
+
+def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES) -> float:
+    """Return all threads' operations a second in a dtype's tiles; a product and a sum are two."""
+    unit = UNITS[kind]
+    arguments = [_arguments(kind, unit.rows, unit.of_chunk * unit.k) for _ in range(threads)]
+    loop(*arguments[0], unit.of_chunk, 1)  # compiles
+    with ThreadPoolExecutor(threads) as pool:
+        seconds = min(
+            _seconds(pool, lambda given: loop(*given, unit.of_chunk, tiles), arguments) for _ in range(repetitions)
+        )
+    return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / seconds
+
+
+def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments: list[tuple]) -> float:
+    start = time.perf_counter()
+    list(pool.map(run, arguments))
+    return time.perf_counter() - start
+
+
+@jit
+def loop(weight, x, b, c, units, times):
+    tile = Tile(x.values.shape[0], 0, 0)
+    for _ in range(times):
+        add_tile(weight, x, tile, 0, 0, units, address(b), address(c), address(b), LINE_BYTES)
+
+
+def _arguments(dtype: str, rows: int, k: int) -> tuple:
+    """Return a weight and an operand of normal numbers, an expanded chunk, and sums."""
+    weight, x = FORMATS[dtype][0](*new_weight(dtype, 1, OUT_TILE, k)), new_operand(dtype, rows, k)
+    chunk, random = zeros((CHUNK_BYTES,), np.uint8), np.random.default_rng(0)
+    for array in (*weight, *x, chunk):
+        array.view(np.uint8)[...] = random.integers(0x3C, 0x40, array.view(np.uint8).shape, np.uint8)
+    return weight, x, chunk, zeros((rows, OUT_TILE))

@@ -1,0 +1,85 @@
+"""AMX's tiles to the bit, on a CPU that has them; and a system that refuses their registers."""
+
+import numpy as np
+import pytest
+
+from support.kernel_tools import as_float32, operand_of, packed, random_values, same_bits, unwritten
+from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.simd import amx_tiles, targets
+from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, tile_int8
+from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, ROW_TILE
+from tinygpt.kernels.cpu.simd.vector_ir import address
+
+F32 = np.float32
+needs_amx = pytest.mark.skipif(not targets.TARGET.has_amx, reason="this CPU has no AMX, or the system refuses it")
+ROWS = (1, 5, 16, 17, 33, 48)
+
+
+@jit
+def pairs_tile(rows, a, b, c):
+    amx_tiles.amx_bfloat16(rows, address(a), a.shape[1] * 2, address(b), a.shape[1] // 2, address(c))
+
+
+@jit
+def bytes_tile(rows, a, scales, b, c):
+    lda, lds = a.shape[1], scales.shape[1] * 16
+    amx_tiles.amx_int8(rows, address(a), lda, address(scales), lds, address(b), scales.shape[1], address(c))
+
+
+@jit
+def vnni_tiles(rows, a, scales, b, c):
+    lda, lds, start = a.shape[1], scales.shape[1] * 16, address(b)
+    for row in range(0, rows, ROW_TILE):
+        x, s, total = address(a) + row * lda, address(scales) + row * lds, address(c) + row * OUT_TILE * 4
+        tile_int8(min(ROW_TILE, rows - row), x, lda, s, lds, start, start, scales.shape[1], total, start, 64)
+
+
+def in_amx_order(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """c (M, N) + a (M, K) @ b (N, K).T, by blocks of 32 of K: a chain of the even k and one of the odd."""
+    a, b = (x.astype(np.longdouble).reshape(len(x), 1, -1, 2) for x in (a, b))  # a product and a sum, rounded once
+    for first in range(0, a.shape[2], 16):
+        even_odd = np.zeros((2, *c.shape), F32)
+        for k in range(first, min(first + 16, a.shape[2])):
+            even_odd = np.stack([a[:, :, k, i] * b[:, 0, k, i] + even_odd[i] for i in (0, 1)]).astype(F32)
+        c = c + even_odd.sum(0)
+    return c
+
+
+@needs_amx
+@pytest.mark.parametrize("k", [2, 30, 32, 192, 194, 420])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_tile_of_bfloat16(rows, k):
+    x, weight, c = (
+        operand_of(random_values(rows, k), "bfloat16"),
+        packed(random_values(OUT_TILE, k, seed=1), "bfloat16"),
+        unwritten(rows + 1, OUT_TILE),
+    )
+    c[:rows] = random_values(rows, OUT_TILE, seed=2)
+    columns = as_float32(weight.panels[0, 0]).transpose(1, 0, 2).reshape(OUT_TILE, k)
+    expected = in_amx_order(as_float32(x.values), columns, c[:rows])
+    pairs_tile(rows, x.values, weight.panels, c)
+    same_bits(c[:rows], expected)
+    assert np.isnan(c[rows]).all()
+
+
+@needs_amx
+@pytest.mark.parametrize("groups", [1, 6, 7, 13])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_tile_of_int8_is_that_of_vnni(rows, groups):
+    k, (found, expected) = groups * SCALE_GROUP, (unwritten(rows + 1, OUT_TILE) for _ in range(2))
+    x, weight = operand_of(random_values(rows, k), "int8"), packed(random_values(OUT_TILE, k, seed=1), "int8")
+    for c, tile in ((found, bytes_tile), (expected, vnni_tiles)):
+        c[:rows] = random_values(rows, OUT_TILE, seed=2)
+        tile(rows, x.values, x.scales, weight.panels, c)
+    same_bits(found, expected)
+
+
+def test_a_system_that_refuses_amx_gets_vnni(monkeypatch):
+    monkeypatch.setattr(targets.config, "CPU_FEATURES", None)
+    features = {"amx-bf16", "amx-int8", "avx512vnni", "avx512bf16"}
+    monkeypatch.setattr(targets.binding, "get_host_cpu_features", lambda: dict.fromkeys(features, True))
+    names = []
+    for may in (True, False):
+        monkeypatch.setattr(targets, "may_use_amx", lambda may=may: may)
+        names.append(targets.choose(targets.has_feature, "sapphirerapids").name)
+    assert names == ["AMX", "AVX-512 VNNI"]
