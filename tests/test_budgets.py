@@ -11,10 +11,10 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "lines of Python": 37_778,
+    "lines of Python": 37_781,
     "modules": 231,
     "modules under 60 lines": 3,
-    "lines of tests": 37_544,
+    "lines of tests": 37_577,
     "lines of READMEs": 1_240,
     "words of prose for 100 lines of code": 150,
     "modules that `generate` imports": 120,

@@ -1,4 +1,4 @@
-"""Hashes of the demo's logits of one token and of three, in every dtype or in those given: the same on every CPU.
+"""Hashes of the demo's logits of one and three tokens, by dtype: the same on every CPU, save bfloat16 on AMX.
 
 python tests/support/logit_hashes.py [DTYPE ...]
 """

@@ -1,10 +1,11 @@
-"""The instructions of the tiles, by the features of the CPU that Numba compiles for. All give the same bits.
+"""The instructions of the tiles, by the features of the CPU that Numba compiles for. All but AMX give the same bits.
 
 LLVM does not list an ARM CPU's features, but inlines no function that needs a feature its caller lacks.
 """
 
 import ctypes
 import functools
+import logging
 import platform
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from llvmlite import binding
 from numba.core import config
 
+logger = logging.getLogger(__name__)
 ARM_FEATURES = ("neon", "dotprod", "i8mm", "bf16")  # in LLVM's spelling
 
 
@@ -25,21 +27,22 @@ def has_feature(name: str) -> bool:
         if features is None:
             features = binding.get_host_cpu_features().flatten()
         return name in arm_features(binding.get_process_triple(), target_cpu(), features)
-    if name.startswith("amx") and not may_use_amx():
-        return False
     if config.CPU_FEATURES is not None:
-        return f"+{name}" in config.CPU_FEATURES.split(",")
-    if name.startswith(("avx", "amx")) and not config.ENABLE_AVX:
-        return False
-    return binding.get_host_cpu_features().get(name, False)
+        is_there = f"+{name}" in config.CPU_FEATURES.split(",")
+    else:
+        is_there = binding.get_host_cpu_features().get(name, False)
+        is_there &= bool(config.ENABLE_AVX) or not name.startswith(("avx", "amx"))
+    return is_there and (not name.startswith("amx") or may_use_amx())
 
 
 @functools.cache
 def may_use_amx() -> bool:
     """Ask Linux for AMX's registers."""
     arch_prctl, permission, registers = 158, 0x1023, 18
-    is_able = (sys.platform, platform.machine()) == ("linux", "x86_64")
-    return is_able and ctypes.CDLL(None).syscall(arch_prctl, permission, registers) == 0
+    if sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, permission, registers) == 0:
+        return True
+    logger.info("the system refuses AMX: bfloat16 has the bits of CPUs without it, and is slower")
+    return False
 
 
 def target_cpu() -> str:

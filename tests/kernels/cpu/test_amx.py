@@ -1,12 +1,20 @@
 """AMX's tiles to the bit, on a CPU that has them; and a system that refuses their registers."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from support.kernel_tools import as_float32, operand_of, packed, random_values, same_bits, unwritten
+from support.kernel_tools import as_float32, operand_of, packed, random_values, same_bits, solo_team, unwritten
+from tinygpt.kernels.cpu import jit as jit_module
 from tinygpt.kernels.cpu.jit import jit
+from tinygpt.kernels.cpu.layers.activations import NONE
+from tinygpt.kernels.cpu.layers.formats import Linear
+from tinygpt.kernels.cpu.layers.linear import LEAST_AMX, REPLACE, linear, whole
+from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.kernels.cpu.simd import amx_tiles, targets
 from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, tile_int8
+from tinygpt.kernels.cpu.simd.targets import TARGETS
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
@@ -74,12 +82,37 @@ def test_a_tile_of_int8_is_that_of_vnni(rows, groups):
     same_bits(found, expected)
 
 
-def test_a_system_that_refuses_amx_gets_vnni(monkeypatch):
-    monkeypatch.setattr(targets.config, "CPU_FEATURES", None)
-    features = {"amx-bf16", "amx-int8", "avx512vnni", "avx512bf16"}
-    monkeypatch.setattr(targets.binding, "get_host_cpu_features", lambda: dict.fromkeys(features, True))
-    names = []
-    for may in (True, False):
-        monkeypatch.setattr(targets, "may_use_amx", lambda may=may: may)
-        names.append(targets.choose(targets.has_feature, "sapphirerapids").name)
-    assert names == ["AMX", "AVX-512 VNNI"]
+@pytest.mark.parametrize(("enabled", "expected"), [(1, "AVX-512 VNNI"), (0, TARGETS[-1].name)])
+def test_without_its_registers_amx_is_not_taken(monkeypatch, caplog, enabled, expected):
+    caplog.set_level("INFO")
+    features = dict.fromkeys(("amx-bf16", "amx-int8", "avx512vnni"), True)
+    monkeypatch.setattr(targets, "platform", SimpleNamespace(machine=lambda: "x86_64"))
+    monkeypatch.setattr(targets, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(targets, "config", SimpleNamespace(CPU_FEATURES=None, ENABLE_AVX=enabled))
+    monkeypatch.setattr(targets, "binding", SimpleNamespace(get_host_cpu_features=lambda: features))
+    monkeypatch.setattr(targets, "may_use_amx", targets.may_use_amx.__wrapped__)
+    assert targets.choose(targets.has_feature, "sapphirerapids").name == expected
+    told = "the system refuses AMX: bfloat16 has the bits of CPUs without it, and is slower"
+    assert caplog.messages == [told] * enabled  # it is not asked for what is not enabled
+    monkeypatch.setattr(targets, "may_use_amx", lambda: True)
+    assert targets.choose(targets.has_feature, "sapphirerapids").name == ("AMX" if enabled else expected)
+
+
+def test_a_process_that_is_refused_amx_loads_no_kernels_that_use_it(monkeypatch):
+    known = set()
+    for target in TARGETS:
+        monkeypatch.setattr(jit_module, "TARGET", target)
+        known.add(str(jit_module.build()))
+    assert len(known) == len(TARGETS)
+
+
+@needs_amx
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_of_int8_have_the_bits_that_they_have_among_more(rows):
+    weight = Linear(packed(random_values(OUT_TILE, 130), "int8"), random_values(1, OUT_TILE, seed=1), NO_FACTORS)
+    found = []
+    for count in (rows, LEAST_AMX):
+        x, out = operand_of(random_values(LEAST_AMX, 130, seed=2)[:count], "int8"), unwritten(count, OUT_TILE)
+        linear(solo_team(), out, x, weight, np.int64(0), whole(130), NONE, REPLACE)
+        found.append(out[:rows])
+    same_bits(*found)
