@@ -11,7 +11,7 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "lines of Python": 37_781,
+    "lines of Python": 37_777,
     "modules": 231,
     "modules under 60 lines": 3,
     "lines of tests": 37_577,

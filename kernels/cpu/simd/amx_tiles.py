@@ -8,7 +8,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ROW_BYTES, SCALES_BYTES, ask_ahead
+from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ROW_BYTES, SCALES_BYTES, ask_ahead, row_vectors
 from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES
 from tinygpt.kernels.cpu.simd.vector_ir import (
     F32,
@@ -89,7 +89,7 @@ def amx_int8(typingctx, rows, a, lda, scales, lds, b, groups, c):
                     place = at(builder, builder.add(scales_row, builder.mul(r, lds)), number, SCALES_BYTES)
                     scale = broadcast(builder, load(builder, place, F32, 4))
                     first_sum = broadcast(builder, load(builder, at(builder, place, 4), I32, 4))
-                    for v, total in enumerate(_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))):
+                    for v, total in enumerate(row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))):
                         found = load(builder, at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES), INTS, 64)
                         whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
                         store(builder, multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4)), total, 4)
@@ -153,19 +153,15 @@ def _configure(builder, rows, height) -> None:
 
 def _multiply(builder, name: str, a, lda, b) -> None:
     _call(builder, "tileloadd64", _register(A), _pointer(builder, a), lda)
-    for v, place in enumerate(_vectors(builder, b)):
+    for v, place in enumerate(row_vectors(builder, b)):
         register = _register(B[v % len(B)])
         _call(builder, "tileloadd64", register, _pointer(builder, place), _number(ROW_BYTES))
         _call(builder, name, _register(v), _register(A), register)
 
 
 def _each_column(builder, name: str, c) -> None:
-    for v, place in enumerate(_vectors(builder, c)):
+    for v, place in enumerate(row_vectors(builder, c)):
         _call(builder, name, _register(v), _pointer(builder, place), _number(ROW_BYTES))
-
-
-def _vectors(builder, row):
-    return [at(builder, row, v, VECTOR_BYTES) for v in range(PANEL_VECTORS)]
 
 
 def _call(builder, name: str, *arguments) -> None:

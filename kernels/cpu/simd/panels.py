@@ -65,12 +65,12 @@ def untouched(shape: tuple[int, ...], dtype) -> np.ndarray:
     return np.frombuffer(pages, dtype).reshape(shape)
 
 
-def _vectors(builder, start):
+def row_vectors(builder, start):
     return [at(builder, start, v, VECTOR_BYTES) for v in range(PANEL_VECTORS)]
 
 
 def load_row(builder, start):
-    return [load(builder, place, FLOATS, 4) for place in _vectors(builder, start)]
+    return [load(builder, place, FLOATS, 4) for place in row_vectors(builder, start)]
 
 
 def store_each(builder, values, places) -> None:
@@ -92,7 +92,7 @@ def make_rows(adds: bool):
 
             def finish(i, _):
                 values = load_row(builder, at(builder, y, i, ROW_BYTES))
-                places = _vectors(builder, builder.add(target, builder.mul(i, stride)))
+                places = row_vectors(builder, builder.add(target, builder.mul(i, stride)))
                 for value, scale, bias, place in zip(values, scales, biases, places, strict=True):
                     result = builder.fadd(builder.fmul(value, scale), bias)
                     result = builder.fadd(load(builder, place, FLOATS, 4), result) if adds else result
@@ -128,7 +128,7 @@ def make_segments_sum(segments: int):
                         [builder.fadd(*pair) for pair in zip(*rows[s : s + 2], strict=True)]
                         for s in range(0, len(rows), 2)
                     ]
-                store_each(builder, rows[0], _vectors(builder, first))
+                store_each(builder, rows[0], row_vectors(builder, first))
                 return []
 
             repeat(builder, count, add_up, [])
