@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tinygpt.kernels.batch import Batch
+from .batch import Batch
 
 KINDS = ("weight", "bias")
 # Names in the kernels, and in a checkpoint's layer.
@@ -21,7 +21,7 @@ class DeviceError(Exception):
     """This machine cannot run a backend or a model."""
 
 
-class Look(Protocol):
+class Hooks(Protocol):
     """A caller inside a step: its arrays at some points, as they come by.
 
     points: kinds, of LOOKS or SCORES, with layers; changes: whether it writes anywhere; first: the layer that the step
@@ -74,7 +74,7 @@ class Backend(Protocol):
     def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int: ...
     def new_workspace(self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str) -> Any: ...
 
-    def forward(self, params, batch: Batch, kv_cache, workspace, look: Look | None = None) -> Any:
+    def forward(self, params, batch: Batch, kv_cache, workspace, look: Hooks | None = None) -> Any:
         """Run a step. Return logits (R, V) float32, valid until the next step."""
 
     def multi_step(
@@ -105,13 +105,13 @@ class Backend(Protocol):
     def read_positions(
         self, kv_cache, slot: int, start: int, stop: int, head_size: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies (L, H, stop - start, D) in the cache's dtype; int8 as rows of host.py."""
+        """Return copies (L, H, stop - start, D) in the cache's dtype; int8 as rows of numbers.py."""
 
     def write_positions(self, kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
         """Write keys and values, float32 or as read."""
 
 
-def accept(*arguments) -> None:
+def no_op(*arguments) -> None:
     pass
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
-from tinygpt.bench import work
+from tinygpt.bench import roofline
 from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
 from tinygpt.weights.families.gpt2 import model_config
@@ -97,15 +97,19 @@ def floor(
     case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None, device: str = "cpu"
 ) -> tuple[float, str]:
     """Return the shortest time in milliseconds and its limit: memory, or the peak of multiplying."""
-    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in work.tiles_of(dtype, device))
+    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in roofline.tiles_of(dtype, device))
     # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
     tokens = case.batch * (case.prompt if case.is_prefill else 1)
-    cached = 0 if case.is_prefill else work.kv_cache_bytes(model, cache or work.CACHES[dtype], case.batch * positions)
-    in_blocks = work.block_operations(model, tokens, positions) / block_rate
+    cached = (
+        0
+        if case.is_prefill
+        else roofline.kv_cache_bytes(model, cache or roofline.CACHES[dtype], case.batch * positions)
+    )
+    in_blocks = roofline.block_operations(model, tokens, positions) / block_rate
     seconds = {
-        "bandwidth": (work.weight_bytes(model, dtype) + cached) / limits["bandwidth"],
-        "tile peak": in_blocks + work.head_operations(model, case.batch) / head_rate,
+        "bandwidth": (roofline.weight_bytes(model, dtype) + cached) / limits["bandwidth"],
+        "tile peak": in_blocks + roofline.head_operations(model, case.batch) / head_rate,
     }
     limit = max(seconds, key=seconds.__getitem__)
     return 1e3 * seconds[limit], limit
@@ -201,7 +205,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
     parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
-    parser.add_argument("--kv-cache-dtype", choices=work.CACHE_BYTES, help="of tinygpt and llama.cpp")
+    parser.add_argument("--kv-cache-dtype", choices=roofline.CACHE_BYTES, help="of tinygpt and llama.cpp")
     parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone")
     parser.add_argument("--long", action="store_true", help="also decode from positions 277 and 1000, two repeats")
@@ -215,7 +219,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    folder = arguments.work.resolve()
+    folder = arguments.roofline.resolve()
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
     if arguments.isa == "avx2":
         os.environ.update(AVX2)  # for every process that is started

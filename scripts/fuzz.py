@@ -48,9 +48,9 @@ from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import TinyGPTError
 from tinygpt.evaluation.parity import Golden, load_goldens, save_goldens
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
+from tinygpt.weights.convert.export import parts_of
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.stored.export import parts_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS, MEMORY = 20, 2 << 30  # of a load: CPU time, and bytes on top of the memory that is in use

@@ -15,7 +15,7 @@ from urllib.parse import urlencode
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.study_runs import started
-from tinygpt.surprise import NAT, color
+from tinygpt.look.surprise import NAT, color
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, SEED = "Once upon a time", 264

@@ -31,8 +31,8 @@ from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import DTYPES
+from tinygpt.weights.convert.export import parts_of
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.stored.export import parts_of
 
 INT8_CACHE = "int8 KV cache"  # with float32 weights: the name of its results
 Tensors = dict[str, np.ndarray]

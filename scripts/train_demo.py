@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 
 # 7 layers and 7935 merges, a vocabulary of 8192, fit into 32 MB of bfloat16.
 SIZES = {"merges": 7935, "layers": 7, "width": 384, "heads": 6, "positions": 1024}

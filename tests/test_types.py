@@ -20,7 +20,7 @@ import tinygpt
 from tinygpt import LLM, AsyncLLM, PromptType, RemoteLLM, SamplingParams
 from tinygpt import LM  # wrong
 from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 
 llm = LLM(Path("demo"), max_num_seqs=2)
 assert_type(llm, LLM)

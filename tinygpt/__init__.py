@@ -20,17 +20,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from tinygpt.async_llm import AsyncLLM
-    from tinygpt.edits import ControlVector, Edit
-    from tinygpt.engine.prompts import PromptType
-    from tinygpt.llm import LLM, warmup
-    from tinygpt.remote import RemoteLLM
-    from tinygpt.sampling_params import SamplingParams
+    from .async_llm import AsyncLLM
+    from .engine.prompts import PromptType
+    from .llm import LLM, warmup
+    from .look.edits import ControlVector, Edit
+    from .remote import RemoteLLM
+    from .sampling_params import SamplingParams
 else:
     _HOMES = {
         "AsyncLLM": "async_llm",
-        "ControlVector": "edits",
-        "Edit": "edits",
+        "ControlVector": "look.edits",
+        "Edit": "look.edits",
         "PromptType": "engine.prompts",
         "RemoteLLM": "remote",
         "SamplingParams": "sampling_params",
@@ -40,6 +40,8 @@ else:
         """Import a name on first use, so that `--help` never waits for NumPy or Numba."""
         from importlib import import_module
 
+        if name == "show":
+            return import_module("tinygpt.look.html")
         if name not in __all__:
             raise AttributeError(f"module 'tinygpt' has no attribute {name!r}")
         return getattr(import_module(f"tinygpt.{_HOMES.get(name, 'llm')}"), name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import RequestError
+from .errors import RequestError
 
 # Our name -> other names; with a hyphen: of a flag alone. In a command with a flag of that name, it is no alias.
 NAMES = {

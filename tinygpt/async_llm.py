@@ -6,14 +6,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.engine.prompts import PromptType
-from tinygpt.field_rules import own_names
-from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
+from .engine.prompts import PromptType
+from .fields import own_names
+from .outputs import RequestOutput, StreamChunk
+from .sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
-    from tinygpt.llm import LLM
-    from tinygpt.remote import RemoteLLM
+    from .llm import LLM
+    from .remote import RemoteLLM
 
 
 class AsyncLLM:
@@ -72,6 +72,6 @@ class AsyncLLM:
 
 
 def _load(arguments: dict[str, Any]) -> "LLM":
-    from tinygpt.llm import LLM
+    from .llm import LLM
 
     return LLM(**arguments)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from tinygpt.weights.errors import CheckpointError, LostFileError, NoTokenizerError, TinyGPTError, how_to_install
+from .weights.errors import CheckpointError, LostFileError, NoTokenizerError, TinyGPTError, how_to_install
 
 __all__ = ["CheckpointError", "LostFileError", "NoTokenizerError", "TinyGPTError", "how_to_install"]
 

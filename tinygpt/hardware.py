@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tinygpt.field_rules import integer, read_field
+from .fields import integer, read_field
 
 MAX_THREADS = 1024
 ROOT = Path("/")

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinygpt.engine.engine import Engine, RequestFuture
-from tinygpt.engine.input_processor import InputProcessor, OnChunk
-from tinygpt.engine.model_runner import ModelRunner, Probe
-from tinygpt.engine.model_source import EngineConfig, ModelSource, load_backend
-from tinygpt.engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
-from tinygpt.engine.sequence import Request
-from tinygpt.engine.spec_decode import DraftModel, check_draft
-from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, invalid
-from tinygpt.field_rules import accept_other_names
-from tinygpt.hardware import thread_count
-from tinygpt.inside import Inside, points_of
-from tinygpt.kernels.host import Warpers
-from tinygpt.outputs import (
+from .engine.engine import Engine, RequestFuture
+from .engine.input_processor import InputProcessor, OnChunk
+from .engine.model_runner import ModelRunner, Probe
+from .engine.model_source import EngineConfig, ModelSource, load_backend
+from .engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
+from .engine.sequence import Request
+from .engine.spec_decode import DraftModel, check_draft
+from .errors import FailedRequestError, RequestError, TinyGPTError, invalid
+from .fields import accept_other_names
+from .hardware import thread_count
+from .kernels.numbers import Warpers
+from .look.methods import LookMethods, points_of
+from .outputs import (
     Classification,
     ContinuationScore,
     RequestOutput,
@@ -31,15 +31,15 @@ from tinygpt.outputs import (
     as_finished,
     with_bar,
 )
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.config import dtype_name
-from tinygpt.weights.open import with_revision
-from tinygpt.weights.stored.packed import PackedCheckpoint
+from .sampling_params import SamplingParams
+from .text.tokenizer import Tokenizer
+from .weights.config import dtype_name
+from .weights.convert.packed import PackedCheckpoint
+from .weights.open import with_revision
 
 if TYPE_CHECKING:  # `generate` has no use for them
-    from tinygpt.chat import Template
-    from tinygpt.session import Session
+    from .text.chat import Template
+    from .text.session import Session
 
 # Requests that reach all kernels.
 WARMUP_REQUESTS = (
@@ -53,7 +53,7 @@ WARMUP_REQUESTS = (
 )
 
 
-class LLM(Inside):
+class LLM(LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
     model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2" (also id@revision, id/folder,
@@ -144,7 +144,7 @@ class LLM(Inside):
         )
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
-            from tinygpt.engine.classifier import read_heads  # rarely needed
+            from .engine.classifier import read_heads  # rarely needed
 
             self._classifier, self._inputs.note = read_heads(source.checkpoint)
         draft = None
@@ -177,7 +177,7 @@ class LLM(Inside):
     @cached_property
     def chat_template(self) -> "Template | None":
         """The template of `chat`, None if there is none. Raise CheckpointError if the checkpoint's is damaged."""
-        from tinygpt.chat import open_template
+        from .text.chat import open_template
 
         return open_template(self._given_template, self.checkpoint_path)
 
@@ -229,7 +229,7 @@ class LLM(Inside):
         messages: [{"role": "user", "content": text}, ...], which the chat template makes a prompt.
         Raise RequestError without a template: LLM(chat_template="plain") is for any model.
         """
-        from tinygpt.chat import conversations
+        from .text.chat import conversations
 
         prompts = [self.read_messages(each) for each in conversations(messages)]
         return self.generate(prompts, params, use_tqdm=use_tqdm, **fields)
@@ -239,7 +239,7 @@ class LLM(Inside):
 
         chat_template_kwargs: further variables of the template.
         """
-        from tinygpt.chat import chat_ids, conversations
+        from .text.chat import chat_ids, conversations
 
         self.engine.check_open()
         if self.chat_template is None:
@@ -289,7 +289,7 @@ class LLM(Inside):
 
     def session(self) -> "Session":
         """Return an empty session: each turn computes its new tokens alone."""
-        from tinygpt.session import Session  # rarely needed
+        from .text.session import Session  # rarely needed
 
         self.engine.check_open()
         return Session(self, [])
@@ -388,12 +388,12 @@ class LLM(Inside):
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
-    from tinygpt.parallel.launch import Layout
-    from tinygpt.parallel.mpi import world_of
+    from .ranks.launch import Layout
+    from .ranks.mpi import world_of
 
     layout = Layout(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
-    from tinygpt.parallel.runner import join  # which imports the CPU's kernels
+    from .ranks.runner import join  # which imports the CPU's kernels
 
     return join(layout, world)
 
@@ -411,7 +411,7 @@ def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto
     Later processes find them on the disk. The arguments are LLM's.
     Raise TinyGPTError if the kernels cannot be kept, and the errors of LLM.
     """
-    from tinygpt.kernels.cpu.jit import kernel_cache
+    from .kernels.cpu.jit import kernel_cache
 
     dtype = dtype_name(dtype)
     load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
@@ -429,7 +429,7 @@ def start_compiling_draw() -> None:
 
     Numba compiles one kernel at a time in a process; if the second is late, this one compiles the draw, too.
     """
-    from tinygpt.kernels.cpu.jit import kernel_cache
+    from .kernels.cpu.jit import kernel_cache
 
     if kernel_cache().folder is None or kernel_cache().names():
         return

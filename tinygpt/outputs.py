@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from tinygpt.errors import RequestError, invalid
+from .errors import RequestError, invalid
 
 Result = TypeVar("Result")
 
@@ -223,7 +223,7 @@ class RequestOutput(_Shown):
 
     def _repr_html_(self) -> str:
         """Return the texts for a notebook: with `logprobs`, tokens have colors and their candidates as titles."""
-        from tinygpt.surprise import html
+        from .look.surprise import html
 
         return html(self, getattr(self, "tokenizer", None))
 

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
-from tinygpt.engine.prompts import (
+from .engine.prompts import (
     Params,
     Prompt,
     Prompts,
@@ -26,8 +26,8 @@ from tinygpt.engine.prompts import (
     params_or_fields,
     prompt_list,
 )
-from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
-from tinygpt.outputs import (
+from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
+from .outputs import (
     ContinuationScore,
     RequestOutput,
     StreamChunk,
@@ -38,8 +38,8 @@ from tinygpt.outputs import (
     has_threads,
     with_bar,
 )
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.wire import output_from_json, params_to_json, record_from_json
+from .sampling_params import SamplingParams
+from .wire import output_from_json, params_to_json, record_from_json
 
 if TYPE_CHECKING:
     import httpx

@@ -1,6 +1,6 @@
 """SamplingParams: the fields of a request, each declared on one line.
 
-A line gives the field's name, type, default, rule (`field_rules.py`), and the flag's metavar, help text and group. The
+A line gives the field's name, type, default, rule (`fields.py`), and the flag's metavar, help text and group. The
 checks, `help(SamplingParams)`, `tinygpt/cli/flags.py` and `tinygpt/server/protocol.py` derive from it. To add one: a
 line here, the place that acts on it, and a test.
 """
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-from tinygpt import field_rules as rules
-from tinygpt.errors import RequestError, invalid, suggest
-from tinygpt.field_rules import Rule, option
+from . import fields as rules
+from .errors import RequestError, invalid, suggest
+from .fields import FieldRule, option
 
 MAX_SEED = 2**64 - 1
 MAX_SAMPLES = 10_000  # of one prompt: all stay in memory until the last is finished
@@ -106,13 +106,15 @@ TEMPERATURE = rules.number(
     lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
     f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
 )
-TOP_K = Rule("-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(rules.as_integer(value, -1), 0), int)
-SEED = rules.optional(Rule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
+TOP_K = FieldRule(
+    "-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(rules.as_integer(value, -1), 0), int
+)
+SEED = rules.optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
 SAMPLES, BEAM_COUNT = rules.integer(1, MAX_SAMPLES), rules.integer(1, MAX_BEAMS)
 PENALTY = rules.between(-2, 2, " (0 is off)")  # OpenAI's limit
 TOP_P = rules.number(lambda found: 0 <= found <= 1, rules.SHARE.allowed)  # 0 is FasterTransformer's
 REPETITION = rules.optional(
-    Rule(
+    FieldRule(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
         "min_pattern_size, 1 to max_pattern_size",
         lambda value: value if isinstance(value, RepetitionDetection) else RepetitionDetection(**value),
@@ -121,7 +123,7 @@ REPETITION = rules.optional(
 )
 DRY_BREAKERS = ("\n", ":", '"', "*")
 LAST_N = rules.integer(-1, note=" (-1 is all, 0 is off)")
-BREAKERS = Rule("a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True)
+BREAKERS = FieldRule("a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True)
 
 
 @_documented
@@ -186,7 +188,11 @@ class SamplingParams:
     )
     no_repeat_ngram_size: int = option(0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
     dry_multiplier: float = option(
-        0.0, rules.between(0, 1e3, " (0 is off)"), "X", "DRY: the penalty of a token that goes on with a repeat", SCORES
+        0.0,
+        rules.between(0, 1e3, " (0 is off)"),
+        "X",
+        "DRY: the penalty of a token that goes on with a repeat",
+        SCORES,
     )
     dry_base: float = option(1.75, rules.between(1, 1e3), "X", "multiply it by X for each more token repeated", SCORES)
     dry_allowed_length: int = option(2, rules.integer(0), "N", "repeats of fewer tokens have no penalty", SCORES)
@@ -293,7 +299,11 @@ class SamplingParams:
     )
     guided_regex: str | None = option(None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED)
     guided_json: str | Mapping[str, Any] | type[Any] | None = option(
-        None, rules.JSON_SCHEMA, "SCHEMA", 'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"', GUIDED
+        None,
+        rules.JSON_SCHEMA,
+        "SCHEMA",
+        'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"',
+        GUIDED,
     )
     guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "this grammar, Lark's or GBNF", GUIDED)
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from tinygpt.errors import RequestError
-from tinygpt.field_rules import MAX_COUNT
-from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.sampling_params import ALL, SamplingParams
+from .errors import RequestError
+from .fields import MAX_COUNT
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from .sampling_params import ALL, SamplingParams
 
 ALWAYS_SENT = ("max_tokens", "temperature")  # the server has other defaults
 UNSENDABLE = ("logits_processors", "prompt_embeds", "capture", "edits")

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.safetensors import NAME as FLOAT8
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families import gpt2
-from tinygpt.weights.files import crc32_of, in_a_thread, open_regular, read_json_object
-from tinygpt.weights.tensor import RandomTensor, Tensor
+from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
+from .containers.safetensors import NAME as FLOAT8
+from .errors import CheckpointError
+from .families import gpt2
+from .files import crc32_of, in_a_thread, open_regular, read_json_object
+from .tensor import RandomTensor, Tensor
 
 READ_SIZE = 2**20  # bytes
 
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> ModelConfig:
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     if gpt2.is_gpt2(fields):
         return gpt2.model_config(fields, generation)
-    from tinygpt.weights.families.table import model_type_of  # all families: a twentieth of a start
+    from .families.table import model_type_of  # all families: a twentieth of a start
 
     return model_type_of(fields).model_config(fields, generation)
 

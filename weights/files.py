@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tinygpt.weights.errors import CheckpointError
+from .errors import CheckpointError
 
 # Files that only `convert` writes.
 PACKED_FILE, PREPARED_FILE = "model.tinygpt.safetensors", "tokenizer.tinygpt"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from tinygpt.weights.containers.mapped_file import FILES
-from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.files import ADAPTER_CONFIG, ADAPTER_FILES, CONFIG_FILES, SUFFIXES, TENSOR_NAMES, TOKENIZER_FILES
+from .containers.mapped_file import FILES
+from .errors import CheckpointError, listed
+from .files import ADAPTER_CONFIG, ADAPTER_FILES, CONFIG_FILES, SUFFIXES, TENSOR_NAMES, TOKENIZER_FILES
 
 URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
 # owner/name@revision/path:quant, or of a page, owner/name/tree/revision/path?query.
@@ -46,7 +46,7 @@ def download(text: str) -> Path:
 
     Safetensors are preferred to pytorch_model.bin, and these to GGUF. Of an adapter, only the configuration is fetched.
     """
-    from tinygpt.weights.containers.formats import INDEX, shard_of_each_tensor
+    from .containers.formats import INDEX, shard_of_each_tensor
 
     name, beside = parse(text), [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
     if name.path.lower().endswith(SUFFIXES):

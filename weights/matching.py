@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.formats import read_weights
-from tinygpt.weights.containers.mapped_file import StoredTensor
-from tinygpt.weights.errors import CheckpointError, listed, of_any_layer
-from tinygpt.weights.families.family import Family, NamedTensor, Rule, Source
-from tinygpt.weights.families.gpt2 import is_other_head
-from tinygpt.weights.families.table import family_of
-from tinygpt.weights.files import TENSOR_NAMES
-from tinygpt.weights.tensor import DefaultTensor, Tensor
+from .checkpoint import Checkpoint
+from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
+from .containers.formats import read_weights
+from .containers.mapped_file import StoredTensor
+from .errors import CheckpointError, listed, of_any_layer
+from .families.family import Family, NamedTensor, Source, TensorRule
+from .families.gpt2 import is_other_head
+from .families.table import family_of
+from .files import TENSOR_NAMES
+from .tensor import DefaultTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
@@ -101,13 +101,13 @@ class _Found:
     def has(self, names: tuple[str, ...]) -> bool:
         return all(name in self.tensors for name in names)
 
-    def parameter(self, rule: Rule, shape: tuple[int, ...]) -> Tensor:
+    def parameter(self, rule: TensorRule, shape: tuple[int, ...]) -> Tensor:
         if rule.default is not None:
             return DefaultTensor(shape, rule.default)
         parts = self._parts_of(rule)
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
 
-    def problems(self, rules: Mapping[str, Rule], shapes: Shapes, described_by: str) -> Problems:
+    def problems(self, rules: Mapping[str, TensorRule], shapes: Shapes, described_by: str) -> Problems:
         missing, misshapen, unreadable = [], [], []
         for name, part, wanted in self._wanted(rules, shapes):
             parts = self.tensors.get(name, {})
@@ -134,7 +134,7 @@ class _Found:
             ],
         }
 
-    def _wanted(self, rules: Mapping[str, Rule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    def _wanted(self, rules: Mapping[str, TensorRule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         for parameter, rule in rules.items():
             parts = self._parts_of(rule)
             wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
@@ -145,12 +145,12 @@ class _Found:
         first = copies.pop(0, None)
         return [] if first is None else [part for part, copy in copies.items() if not _is_copy(first, copy)]
 
-    def _parts_of(self, rule: Rule) -> range:
+    def _parts_of(self, rule: TensorRule) -> range:
         """Return all parts of a divided parameter; of others, each part has a copy."""
         return range(self.parts if rule.transform.axis is not None else 1)
 
 
-def _made_up(rules: Mapping[str, Rule]) -> list[str]:
+def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:
     names = [name for name, rule in rules.items() if rule.default is not None]
     return [f"made up: {listed(names, 3)}, which the files leave out"] if names else []
 

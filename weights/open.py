@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from tinygpt.weights.adapters.files import refuse_adapter
-from tinygpt.weights.checkpoint import Checkpoint, is_random, open_random
-from tinygpt.weights.containers.mapped_file import FILES
-from tinygpt.weights.errors import CheckpointError, describe, listed
-from tinygpt.weights.files import PACKED_FILE, looks_local
-from tinygpt.weights.stored.packed import PackedCheckpoint
+from .adapters.files import refuse_adapter
+from .checkpoint import Checkpoint, is_random, open_random
+from .containers.mapped_file import FILES
+from .convert.packed import PackedCheckpoint
+from .errors import CheckpointError, describe, listed
+from .files import PACKED_FILE, looks_local
 
 DEMO = Path(__file__).resolve().parent / "demo"
 
@@ -23,7 +23,7 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     path = resolve(model)
     if (path / PACKED_FILE).exists():
         return PackedCheckpoint.open(path)
-    from tinygpt.weights.matching import read_checkpoint  # every format: a tenth of a converted checkpoint's start
+    from .matching import read_checkpoint  # every format: a tenth of a converted checkpoint's start
 
     return read_checkpoint(path)
 
@@ -42,7 +42,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
     try:
         path = _local_path(model)
         if path is None:
-            from tinygpt.weights.hub import download  # rarely needed
+            from .hub import download  # rarely needed
 
             path = download(str(model))
         refuse_adapter(path, str(model))
@@ -54,7 +54,7 @@ def resolve(model: str | os.PathLike[str]) -> Path:
 
 def with_revision(model: str, revision: str) -> str:
     """Return the name of a revision of a Hub model. Raise CheckpointError for another model, or a second revision."""
-    from tinygpt.weights.hub import parse
+    from .hub import parse
 
     if not isinstance(revision, str) or not revision:
         raise CheckpointError(f"revision is {revision!r} and must be the name of a commit, branch or tag.")
@@ -83,7 +83,7 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
 def _check_is_checkpoint(folder: Path) -> None:
     if folder.is_file() or (folder / "config.json").is_file():
         return
-    from tinygpt.weights.containers.formats import find_weights
+    from .containers.formats import find_weights
 
     if find_weights(folder):
         return

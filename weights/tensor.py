@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tinygpt.weights.config import is_transposed
+from .config import is_transposed
 
 STD = np.float32(0.02)
 

@@ -26,8 +26,8 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.extending import overload
 
-from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
+from ..kernel_cache import KernelCache, fingerprint, open_cache
+from .simd.targets import TARGET
 
 SOURCES = Path(__file__).resolve().parent
 # NUMBA_* variables that do not change the machine code.

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, padded_head
-from tinygpt.kernels.cpu.layers.int8_cache import SCALE_STEPS
-from tinygpt.kernels.cpu.simd.panels import untouched
-from tinygpt.kernels.host import SCALE_BYTES, to_bfloat16, to_rows
+from ..numbers import SCALE_BYTES, to_bfloat16, to_rows
+from .layers.attention import KEY_BLOCK, padded_head
+from .layers.int8_cache import SCALE_STEPS
+from .simd.panels import untouched
 
 # The type of a cache's arrays, and the values in a step of 4 bytes.
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}

@@ -6,27 +6,27 @@ All threads run the whole step (see team.py).
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import inline, kernel
-from tinygpt.kernels.cpu.kv_cache import KVCache
-from tinygpt.kernels.cpu.layers.activations import NONE
-from tinygpt.kernels.cpu.layers.attention import attend, write_kv
-from tinygpt.kernels.cpu.layers.experts import expert_block, has_experts, mlp_row
-from tinygpt.kernels.cpu.layers.linear import REPLACE, add_projection, linear
-from tinygpt.kernels.cpu.layers.look import ATTENDED, HEADS, MIDDLE, STREAM, SUMMAND, first_layer, inner_linear, look
-from tinygpt.kernels.cpu.layers.low_rank import ATTN_PROJ, C_ATTN, MLP_PROJ, add_low_rank
-from tinygpt.kernels.cpu.layers.operands import quantize_activations
-from tinygpt.kernels.cpu.layers.rows import (
+from .jit import inline, kernel
+from .kv_cache import KVCache
+from .layers.activations import NONE
+from .layers.adapters import ATTN_PROJ, C_ATTN, MLP_PROJ, add_low_rank
+from .layers.attention import attend, write_kv
+from .layers.experts import expert_block, has_experts, mlp_row
+from .layers.hooks import ATTENDED, HEADS, MIDDLE, STREAM, SUMMAND, first_layer, inner_linear, look
+from .layers.linear import REPLACE, add_projection, linear
+from .layers.operands import quantize_activations
+from .layers.rows import (
     ONE_LAYER,
     embed_rows,
+    norm_after,
     norm_before,
-    norm_behind,
     norm_if_any,
     score_tokens,
 )
-from tinygpt.kernels.cpu.params import Params
-from tinygpt.kernels.cpu.sampling_rows import choose_greatest, is_last_step
-from tinygpt.kernels.cpu.team import begin_step, join_step
-from tinygpt.kernels.cpu.workspace import Workspace, fill, step_of
+from .params import Params
+from .sampling_rows import choose_greatest, is_last_step
+from .team import begin_step, join_step
+from .workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> np.ndarray:
@@ -34,7 +34,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     if look is None:
         workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
     else:
-        from tinygpt.kernels.cpu.look import run  # rarely needed
+        from .hooks import run  # rarely needed
 
         run(take_steps, params, batch, kv_cache, workspace, look)
     return workspace.buffers.logits[: batch.logit_rows.size]
@@ -56,13 +56,13 @@ def take_steps(team, leads, params, kv_cache, buffers):
         for layer in range(first_layer(buffers.look), layers):
             look(team, buffers.look, STREAM, layer)
             attention_block(team, params, layer, x, step, kv_cache, buffers)
-            norm_behind(team, buffers.stream, x, every, params.ln_1, layer, params.epsilon)
+            norm_after(team, buffers.stream, x, every, params.ln_1, layer, params.epsilon)
             look(team, buffers.look, MIDDLE, layer)
             if has_experts(params.experts, layer):
                 expert_block(team, params.experts, params, layer, x, buffers)
             else:
                 mlp_block(team, params, layer, x, buffers)
-            norm_behind(team, buffers.stream, x, every, params.ln_2, layer, params.epsilon)
+            norm_after(team, buffers.stream, x, every, params.ln_2, layer, params.epsilon)
         look(team, buffers.look, STREAM, layers)
         head(team, params, x, step, buffers)
         choose_greatest(team, step, buffers.choices, buffers.logits[: step.logit_rows.size])

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from tinygpt.kernels.backend import KINDS, LINEARS, NORMS
-from tinygpt.kernels.cpu.packing.part import Part
-from tinygpt.kernels.cpu.packing.smoothing import BALANCE
-from tinygpt.kernels.cpu.packing.weights import FORMATS, head_dtype_of, panel_count, weight_layout
-from tinygpt.kernels.cpu.params import FACTORS_BEFORE, PROJECTIONS, Params, new_params, no_head, no_positions, to_panels
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
+from ..backend import KINDS, LINEARS, NORMS
+from .packing.share import RankShare
+from .packing.smoothing import BALANCE
+from .packing.weights import FORMATS, head_dtype_of, panel_count, weight_layout
+from .params import FACTORS_BEFORE, PROJECTIONS, Params, new_params, no_head, no_positions, to_panels
+from .simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from .simd.tiles import OUT_TILE
 
 # A reader refuses other values. Count `packing` up when the same layout means other numbers.
 PACKING = {"packing": 3, "panel": OUT_TILE, "group": SCALE_GROUP, "weight_group": WEIGHT_GROUP}
@@ -63,7 +63,7 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
     return new_params(config, dtype, given)
 
 
-def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Part) -> Params:
+def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: RankShare) -> Params:
     whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
     given = {name: getattr(whole, name) for name in ("wte_factors", "head_factors")}
     if not config.has_alibi:

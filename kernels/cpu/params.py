@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE, NORMS
-from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS
-from tinygpt.kernels.cpu.layers.epilogue import MAX_SEGMENTS
-from tinygpt.kernels.cpu.layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
-from tinygpt.kernels.cpu.layers.linear import quarters, whole
-from tinygpt.kernels.cpu.packing.part import Part
-from tinygpt.kernels.cpu.packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
-from tinygpt.kernels.cpu.packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers, panel_count
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.host import stacked
+from ..backend import KINDS, LINEARS, NORM_BEFORE, NORMS
+from ..numbers import stacked
+from .layers.activations import ACTIVATIONS
+from .layers.epilogue import MAX_SEGMENTS
+from .layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
+from .layers.linear import quarters, whole
+from .packing.share import RankShare
+from .packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
+from .packing.weights import FORMATS, K_UNIT, head_dtype_of, new_weight, pack_layers, panel_count
+from .simd.tiles import OUT_TILE
 
 # The smoothing factors of a c_proj's input.
 FACTORS_BEFORE = {"attn_proj": "attended_factors", "mlp_proj": "inner_factors"}
@@ -82,7 +82,7 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
     return new_params(config, dtype, arrays, part)
 
 
-def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: Part) -> dict[str, Any]:
+def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: RankShare) -> dict[str, Any]:
     config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
     # The largest first: it is in memory twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
@@ -136,7 +136,7 @@ def no_head(config, dtype: str):
     return FORMATS[dtype][0](*new_weight(dtype, 1, 1, config.n_embd))
 
 
-def new_params(config, dtype: str, arrays: dict[str, Any], part: Part | None = None) -> Params:
+def new_params(config, dtype: str, arrays: dict[str, Any], part: RankShare | None = None) -> Params:
     """Build Params from arrays under their names in `packed.py`. part: None for all."""
     part = part or part_of(config, dtype)
     norm_record = PostNorm if config.norm_placement == "post" else Norm
@@ -178,14 +178,14 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
     return Projection(Linear(arrays[name], np.zeros((1, n), np.float32), NO_FACTORS), whole(k))
 
 
-def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> Part:
+def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> RankShare:
     """Return a rank's part of a model, by default all. Ranks share the segments of K."""
     layers = range(config.n_layer) if layers is None else layers
     heads, inner = head_segments(config, dtype), inner_segments(config, dtype)
     segments = _share(4, tensor_rank, tensor_size)
     if tensor_size == 1:
         heads, inner, segments = heads[[0, -1]], inner[[0, -1]], range(1)
-    return Part(
+    return RankShare(
         layers=layers,
         heads=range(heads[segments.start] // config.head_size, heads[segments.stop] // config.head_size),
         inner=range(inner[segments.start], inner[segments.stop]),
@@ -212,7 +212,7 @@ def inner_segments(config, dtype: str) -> np.ndarray:
     return _segments(config.inner_size, K_UNIT[dtype], dtype)
 
 
-def _of_rank(segments: np.ndarray, part: Part) -> np.ndarray:
+def _of_rank(segments: np.ndarray, part: RankShare) -> np.ndarray:
     if part.tensor_size == 1:
         return segments
     return segments[part.segments.start : part.segments.stop + 1] - segments[part.segments.start]

@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.layers.linear import UNITS, Tile, add_tile
-from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight
-from tinygpt.kernels.cpu.simd.panels import zeros
-from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import address
-from tinygpt.kernels.cpu.workspace import new_operand
+from .jit import jit
+from .layers.linear import UNITS, Tile, add_tile
+from .packing.weights import FORMATS, new_weight
+from .simd.panels import zeros
+from .simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE
+from .simd.vector_ir import address
+from .workspace import new_operand
 
 TILES = 20000  # a run is 0.05 s or so
 

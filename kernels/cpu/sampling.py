@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels import reference
-from tinygpt.kernels.cpu.jit import inline, jit, kernel
-from tinygpt.kernels.cpu.sampling_rows import (
+from .. import reference
+from ..numbers import needs_reference_draw, needs_reference_processors
+from ..reference.sampling import process_row
+from .jit import inline, jit, kernel
+from .sampling_rows import (
     divide,
     exponentials,
     find_border,
@@ -20,8 +22,6 @@ from tinygpt.kernels.cpu.sampling_rows import (
     sum_of,
     work_in,
 )
-from tinygpt.kernels.host import is_rare_draw, is_rare_edit
-from tinygpt.kernels.reference.sampling import process_row
 
 NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
 STRIDE = 1024  # of a draw's search, before single weights
@@ -77,7 +77,7 @@ def top_logprobs(logits, token_id, n):
 
 def process_logits(logits, processors):
     p = processors
-    is_rare = is_rare_edit(p)  # (P,)
+    is_rare = needs_reference_processors(p)  # (P,)
     for i in np.flatnonzero(is_rare):
         process_row(logits[p.rows[i]], p, i)
     if not is_rare.all():
@@ -85,7 +85,7 @@ def process_logits(logits, processors):
 
 
 def _split(warpers):
-    is_rare = is_rare_draw(warpers)
+    is_rare = needs_reference_draw(warpers)
     temperature = np.where(is_rare, 0.0, warpers.temperature)
     return Warpers(temperature, warpers.top_k, warpers.top_p, warpers.min_p), np.flatnonzero(is_rare)
 

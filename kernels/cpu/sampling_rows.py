@@ -11,9 +11,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import inline, kernel
-from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
-from tinygpt.kernels.cpu.team import atomic_load, atomic_store, claim, complete, finish_phase
+from .jit import inline, kernel
+from .simd.vector_ir import address, float32_at
+from .team import atomic_load, atomic_store, claim, complete, finish_phase
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
 PARTIAL_SUMS = 64  # accumulators that LLVM adds side by side

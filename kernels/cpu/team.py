@@ -20,15 +20,15 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.simd.panels import zeros
-from tinygpt.kernels.cpu.simd.vector_ir import address, declare
+from .jit import kernel
+from .simd.panels import zeros
+from .simd.vector_ir import address, declare
 
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
 PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the board; groups follow the shares
 GROUP = 8  # shares whose items are counted together first
-# Indices into a thread's own words. LOOKS: vain looks at others' shares. LET_RUN: the time of the last yield.
-PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LET_RUN = range(10)
+# Indices into a thread's own words. LOOKS: vain looks at others' shares. LAST_YIELD: the time of the last yield.
+PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LAST_YIELD = range(10)
 SHIFT = np.int64(24)  # 16 million items a phase, 2**39 phases
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
 ZERO, ONE, EIGHT = np.int64(0), np.int64(1), np.int64(8)
@@ -39,7 +39,7 @@ ROWS_PER_ITEM = 4  # claiming costs about as much as a row, below 1 us
 PATIENCE = 30  # looks before a thread begins another's share
 SPINS = 4000  # pauses, about 50 us, before a waiting thread yields its core
 IDLE_SPINS = 60000  # before a thread sleeps: longer than Python between two calls
-TURN = 5_000_000  # ticks, about 2 ms, a time slice of Linux: yielding more often costs the core
+YIELD_TICKS = 5_000_000  # ticks, about 2 ms, a time slice of Linux: yielding more often costs the core
 
 
 class Team(NamedTuple):
@@ -181,8 +181,8 @@ def finish_phase(team):
 @kernel
 def _let_others_run(team):
     now = ticks()
-    if not ZERO <= now - team.own[LET_RUN] <= TURN:  # cores' clocks may differ
-        team.own[LET_RUN] = now
+    if not ZERO <= now - team.own[LAST_YIELD] <= YIELD_TICKS:  # cores' clocks may differ
+        team.own[LAST_YIELD] = now
         yield_core()
 
 
@@ -203,7 +203,7 @@ def join_step(team):
             team.own[JOINED] = team.own[PHASE] = first
             return True
         _relax(spins)
-        if spins > SPINS and ticks() - begun > TURN:
+        if spins > SPINS and ticks() - begun > YIELD_TICKS:
             break
     return False
 

@@ -5,20 +5,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.batch import query_tiles
-from tinygpt.kernels.cpu.jit import inline
-from tinygpt.kernels.cpu.layers.attention import scratch_size
-from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
-from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
-from tinygpt.kernels.cpu.layers.ranks import Ranks
-from tinygpt.kernels.cpu.packing.weights import head_dtype_of
-from tinygpt.kernels.cpu.sampling_rows import MAX_ENDS, Choices
-from tinygpt.kernels.cpu.simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
-from tinygpt.kernels.cpu.simd.panels import zeros
-from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import LANES
-from tinygpt.kernels.cpu.team import TeamThreads
+from ..batch import query_tiles
+from .jit import inline
+from .layers.attention import scratch_size
+from .layers.epilogue import SCRATCH
+from .layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from .layers.ranks import Ranks
+from .packing.weights import head_dtype_of
+from .sampling_rows import MAX_ENDS, Choices
+from .simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
+from .simd.panels import zeros
+from .simd.targets import TARGET
+from .simd.tiles import ROW_TILE
+from .simd.vector_ir import LANES
+from .team import TeamThreads
 
 MAX_STEPS = 16  # of a call
 

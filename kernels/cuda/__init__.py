@@ -1,13 +1,13 @@
 """The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first."""
 
-from tinygpt.kernels.cuda.kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
-from tinygpt.kernels.cuda.model import forward
-from tinygpt.kernels.cuda.params import check_model, load_params
-from tinygpt.kernels.cuda.runtime.device import check_device
-from tinygpt.kernels.cuda.sampling.sampling import filter_logits, process_logits, sample
-from tinygpt.kernels.cuda.steps import final_norm, multi_step, stop_early
-from tinygpt.kernels.cuda.workspace import check_memory, new_workspace
-from tinygpt.kernels.reference import top_logprobs
+from ..reference import top_logprobs
+from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
+from .model import forward
+from .multi_step import final_norm, multi_step, stop_early
+from .params import check_model, load_params
+from .runtime.device import check_device
+from .sampling.sampling import filter_logits, process_logits, sample
+from .workspace import check_memory, new_workspace
 
 DTYPES = ("float32", "bfloat16", "int8")
 MAX_STEP_TOKENS = 2048

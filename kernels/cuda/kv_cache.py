@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numba import cuda, int32, int64
 
-from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
-from tinygpt.kernels.cuda.params import array_type, item_bytes
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.host import to_bfloat16
+from ..numbers import to_bfloat16
+from .layers.attention_products import KEY_BLOCK
+from .params import array_type, item_bytes
+from .runtime import device as devices
+from .runtime.jit import kernel
 
 MOVE_THREADS = 128
 COPY, READ, WRITE = "copy", "read", "write"

@@ -1,10 +1,11 @@
 """The layers as model.py calls them. Grids cover a step of `shape`; blocks past the true number of rows return."""
 
-from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
-from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, Heads
-from tinygpt.kernels.cuda.layers.gemm import gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.layers.linear import (
+from ..numbers import from_bfloat16
+from .kv_cache import KVCache
+from .layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from .layers.epilogue import ADD, LOGITS, Heads
+from .layers.gemm import gemm_kernel, pick_tile
+from .layers.linear import (
     FUSED_TOKENS,
     LINEAR_THREADS,
     ROWS,
@@ -15,13 +16,12 @@ from tinygpt.kernels.cuda.layers.linear import (
     normed_linear_kernel,
     steps_ahead,
 )
-from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
-from tinygpt.kernels.cuda.params import STEP, Params, family_of, padded_columns
-from tinygpt.kernels.cuda.runtime.jit import OLDEST
-from tinygpt.kernels.cuda.runtime.ptx import WARP
-from tinygpt.kernels.cuda.step import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
-from tinygpt.kernels.cuda.workspace import Workspace
-from tinygpt.kernels.host import from_bfloat16
+from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from .params import STEP, Params, activation_dtype, padded_columns
+from .runtime.jit import OLDEST
+from .runtime.ptx import WARP
+from .shapes import NUM_LOGITS, NUM_TOKENS, StepShape, rounded_up
+from .workspace import Workspace
 
 DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
 MAX_OCTETS = {"float32": 1, "bfloat16": 8, "int8": 8}  # of ROWS tokens in a block of `linear`
@@ -61,7 +61,7 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, works
     rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
     count, row_kind = rows_of(epilogue, shape)
     sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
-    function, grid = layer_norm_kernel(family_of(params.dtype), columns), -(-count // NORM_WARPS)
+    function, grid = layer_norm_kernel(activation_dtype(params.dtype), columns), -(-count // NORM_WARPS)
     w.device.launch(function, grid, NORM_WARPS * WARP, w.normed, x, rows, *params.norms[norm], layer, *sizes)
 
 
@@ -90,7 +90,7 @@ def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape
 
 
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
-    w, c, config, family = workspace, kv_cache, params.config, family_of(params.dtype)
+    w, c, config, family = workspace, kv_cache, params.config, activation_dtype(params.dtype)
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
     if shape.tiles:  # prefill, and steps with several new tokens of a sequence

@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from tinygpt.kernels.backend import accept
-from tinygpt.kernels.cuda.kv_cache import KVCache
-from tinygpt.kernels.cuda.launches import add_projection, attend, embed_tokens, heads_of, normed_linear, show
-from tinygpt.kernels.cuda.layers.epilogue import LOGITS, QKV
-from tinygpt.kernels.cuda.params import Params
-from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits
-from tinygpt.kernels.cuda.step import StepShape
-from tinygpt.kernels.cuda.workspace import Workspace, fill
+from ..backend import no_op
+from .kv_cache import KVCache
+from .launches import add_projection, attend, embed_tokens, heads_of, normed_linear, show
+from .layers.epilogue import LOGITS, QKV
+from .params import Params
+from .sampling.sampling import DeviceLogits
+from .shapes import StepShape
+from .workspace import Workspace, fill
 
 HEAD_LAYER = 0  # ln_f and the head are one layer
 
@@ -31,7 +31,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
 
 
 def queue_step(
-    params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace, look=accept, first: int = 0
+    params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace, look=no_op, first: int = 0
 ) -> None:
     x = workspace.x
     embed(params, x, shape, workspace)

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.backend import KINDS, LINEARS, NORMS, DeviceError
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.host import stacked, to_bfloat16
+from ..backend import KINDS, LINEARS, NORMS, DeviceError
+from ..numbers import stacked, to_bfloat16
+from .runtime import device as devices
 
 OUT_TILE = 8  # features of a panel
 STEP = 64
@@ -125,7 +125,7 @@ def item_bytes(dtype: str) -> int:
     return np.dtype(array_type(dtype)).itemsize
 
 
-def family_of(dtype: str) -> str:
+def activation_dtype(dtype: str) -> str:
     """Return the dtype of activations."""
     return "float32" if dtype == "float32" else "bfloat16"
 

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.batch import query_tiles
-from tinygpt.kernels.cuda.kv_cache import kv_cache_bytes, padded_head
-from tinygpt.kernels.cuda.params import array_type, family_of, item_bytes, padded_columns, params_bytes
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.device import Graphs
-from tinygpt.kernels.cuda.runtime.jit import need_capability
-from tinygpt.kernels.cuda.sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
-from tinygpt.kernels.cuda.step import NUM_SIZES, QUERY_TILE, MaxShape, Parts
+from ..backend import DeviceError
+from ..batch import query_tiles
+from .kv_cache import kv_cache_bytes, padded_head
+from .params import activation_dtype, array_type, item_bytes, padded_columns, params_bytes
+from .runtime import device as devices
+from .runtime.device import Graphs
+from .runtime.jit import need_capability
+from .sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
+from .shapes import NUM_SIZES, QUERY_TILE, MaxShape, PackedArrays
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Inputs:
     """A step's batch on the device, by one copy."""
 
     whole: Any
-    parts: Parts
+    parts: PackedArrays
     sizes: Any  # (NUM_SIZES,)
     token_ids: Any  # (N,)
     positions: Any  # (N,)
@@ -58,7 +58,7 @@ def new_workspace(
     device, max_shape = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = _input_parts(max_shape)
     whole = device.zeros((inputs.num_bytes,), np.uint8)
-    shapes = _shapes(config, max_shape, family_of(dtype))
+    shapes = _shapes(config, max_shape, activation_dtype(dtype))
     return Workspace(
         device=device,
         inputs=Inputs(whole, inputs, **inputs.split(whole)),
@@ -72,7 +72,7 @@ def new_workspace(
 
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    shapes = _shapes(config, max_shape, family_of(dtype)).values()
+    shapes = _shapes(config, max_shape, activation_dtype(dtype)).values()
     buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
     counts = 4 * (max(max_shape.tokens, max_shape.logits) + max_shape.decode_tokens * config.n_head)
     return buffers + counts + _input_parts(max_shape).num_bytes + sampling_bytes(config, max_shape)
@@ -132,8 +132,8 @@ def _shapes(config, max_shape: MaxShape, family: str) -> dict[str, tuple[tuple[i
     }
 
 
-def _input_parts(max_shape: MaxShape) -> Parts:
+def _input_parts(max_shape: MaxShape) -> PackedArrays:
     n, r = max_shape.tokens, max_shape.logits
     lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
     lengths["tiles"] = 2 * n + 2  # their number is rounded up
-    return Parts({name: (length, np.int32) for name, length in lengths.items()})
+    return PackedArrays({name: (length, np.int32) for name, length in lengths.items()})

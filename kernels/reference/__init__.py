@@ -1,10 +1,10 @@
 """The NumPy backend: the readable specification and oracle of the others. Read `model.py` first."""
 
-from tinygpt.kernels.backend import LOOKS, SCORES, accept
-from tinygpt.kernels.reference.layers import final_norm
-from tinygpt.kernels.reference.model import forward
-from tinygpt.kernels.reference.sampling import filter_logits, process_logits, sample, top_logprobs
-from tinygpt.kernels.reference.state import (
+from ..backend import LOOKS, SCORES, no_op
+from .layers import final_norm
+from .model import forward
+from .sampling import filter_logits, process_logits, sample, top_logprobs
+from .state import (
     copy_positions,
     kv_cache_bytes,
     load_params,
@@ -20,7 +20,7 @@ PACKED = None
 QUEUES_STEPS = False
 SEEN = CHANGED = (*LOOKS, *SCORES)
 multi_step = None  # single steps are easier to read
-check_device = check_model = check_memory = accept
+check_device = check_model = check_memory = no_op
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:

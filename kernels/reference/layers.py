@@ -4,19 +4,19 @@ import math
 
 import numpy as np
 
-from tinygpt.kernels.backend import accept
-from tinygpt.kernels.reference.state import Params, to_int8
+from ..backend import no_op
+from .state import Params, to_int8
 
 INT8_BLOCK = 64
 WEIGHT_LEVELS = 2**14 - 1
 
 
-def attend(q, k, v, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
+def attend(q, k, v, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
     """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D), slopes (H,) or ()."""
     return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes, look), v)
 
 
-def attention_weights(q, k, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
+def attention_weights(q, k, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
     scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
     if len(slopes):
@@ -29,7 +29,7 @@ def attention_weights(q, k, positions, scale: float, slopes=(), look=accept) -> 
     return weights  # (N, H, T)
 
 
-def attend_int8(q, k, v, positions, scale: float, slopes=(), look=accept) -> np.ndarray:
+def attend_int8(q, k, v, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
     """Attend with int8 queries, and weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
     weights = attention_weights(q * q_scales, k, positions, scale, slopes, look)
@@ -55,7 +55,7 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     return y
 
 
-def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray, look=accept) -> None:
+def add_projection(params: Params, name: str, x: np.ndarray, y: np.ndarray, look=no_op) -> None:
     """x (N, C) += linear(y): tensor-parallel ranks sum here."""
     summand = linear(params, name, y)
     look(summand)
@@ -67,7 +67,7 @@ def norm_before(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     return layer_norm(params, name, x) if params.config.norm_placement == "pre" else x
 
 
-def norm_behind(params: Params, name: str, x: np.ndarray) -> None:
+def norm_after(params: Params, name: str, x: np.ndarray) -> None:
     if params.config.norm_placement == "post":
         x[:] = layer_norm(params, name, x)
 
@@ -95,7 +95,7 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
     return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]
 
 
-def expert_block(params: Params, layer: int, x: np.ndarray, look=accept) -> None:
+def expert_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:
     """x (N, C) += each row's experts, weighted."""
     name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
-from tinygpt.kernels.backend import accept
-from tinygpt.kernels.reference.layers import (
+from ..backend import no_op
+from .layers import (
     ACTIVATIONS,
     add_projection,
     attend,
@@ -19,15 +19,15 @@ from tinygpt.kernels.reference.layers import (
     final_norm,
     layer_norm,
     linear,
+    norm_after,
     norm_before,
-    norm_behind,
     queries_keys_values,
 )
-from tinygpt.kernels.reference.state import KVCache, Params, write_kv
+from .state import KVCache, Params, write_kv
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None) -> np.ndarray:
-    look, first = (look, look.first) if look else (accept, 0)
+    look, first = (look, look.first) if look else (no_op, 0)
     if params.adapters:
         params = replace(params, of_row=params.of_slot[batch.token_slots])
     x = embed(params, batch)
@@ -36,10 +36,10 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None)
     for layer in range(first, params.config.n_layer):
         look("resid_pre", layer, x)
         attention_block(params, layer, x, batch, kv_cache, look)
-        norm_behind(params, f"h.{layer}.ln_1", x)
+        norm_after(params, f"h.{layer}.ln_1", x)
         look("resid_mid", layer, x)
         (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x, look)
-        norm_behind(params, f"h.{layer}.ln_2", x)
+        norm_after(params, f"h.{layer}.ln_2", x)
         look("resid_post", layer, x)
     return head(params, x, batch)
 
@@ -61,7 +61,7 @@ def embed(params: Params, batch) -> np.ndarray:
     return layer_norm(params, "ln_e", x) if params.config.embed_norm else x
 
 
-def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache, look=accept) -> None:
+def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache, look=no_op) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     q, k, v = queries_keys_values(params, layer, x)
     look("q", layer, q), look("k", layer, k), look("v", layer, v)
@@ -83,7 +83,7 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
     add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape), partial(look, "attn_out", layer))
 
 
-def mlp_block(params: Params, layer: int, x: np.ndarray, look=accept) -> None:
+def mlp_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
     normed = norm_before(params, f"h.{layer}.ln_2", x)
     inner = linear(params, f"h.{layer}.mlp.c_fc", normed)  # (N, F)

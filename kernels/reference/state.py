@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.backend import KINDS, NORMS, linear_names
+from ..backend import KINDS, NORMS, linear_names
 
 
 @dataclass(frozen=True)

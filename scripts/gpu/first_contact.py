@@ -38,7 +38,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
-from tinygpt.kernels.host import to_bfloat16
+from tinygpt.kernels.numbers import to_bfloat16
 
 from numba import cuda, float32, int32, uint32  # isort: skip
 

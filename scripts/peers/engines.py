@@ -68,7 +68,7 @@ class Tinygpt:
 
     def limits(self) -> dict[str, float]:
         """Measure the bytes read a second, "bandwidth", and the operations a second of each tile of the dtype."""
-        from tinygpt.bench.work import measure_limits
+        from tinygpt.bench.roofline import measure_limits
 
         found = measure_limits(self.dtype, self.threads, DEVICE)
         return {"bandwidth": found.bandwidth, **found.tile_rates}

@@ -151,7 +151,7 @@ def make_checkpoint(model: str, folder: Path) -> None:
     from safetensors.numpy import save_file
 
     from tinygpt.weights.checkpoint import open_random
-    from tinygpt.weights.stored.export import parts_of
+    from tinygpt.weights.convert.export import parts_of
 
     checkpoint = open_random(model)
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}

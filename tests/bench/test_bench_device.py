@@ -9,7 +9,7 @@ from support.bench_records import LIMITS
 from support.cuda_compile import compile_kernel
 from support.tiny_checkpoint import write_one_layer
 from tinygpt.bench import sweep
-from tinygpt.bench.work import MachineLimits, measure_limits
+from tinygpt.bench.roofline import MachineLimits, measure_limits
 from tinygpt.cli import main as cli
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda.runtime import device as devices

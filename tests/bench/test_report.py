@@ -10,7 +10,7 @@ import pytest
 from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, TINY, generation_record, prompt_record
 from support.family_models import FAMILY_MODELS, write_family
 from support.moe_models import moe_arrays, write_moe
-from tinygpt.bench import plot, work
+from tinygpt.bench import plot, roofline
 from tinygpt.bench.report import (
     COLUMNS,
     FORMATS,
@@ -131,27 +131,27 @@ def test_records_are_drawn(records, tmp_path, monkeypatch):
 
 def test_work_of_a_tiny_model():
     # A layer: 4 x 12 + 4 x 4 + 4 x 6 + 6 x 4 weights, 12 + 4 + 6 + 4 biases, 2 norms of 8.
-    assert work.block_weights(TINY) == 2 * 112
-    assert work.num_parameters(TINY) == 2 * (112 + 26 + 16) + 10 * 4 + 5 * 4 + 8
-    assert work.weight_bytes(TINY, "float32") == 4 * (224 + 40)
-    assert work.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
-    assert work.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
-    assert work.kv_cache_bytes(TINY, "bfloat16", 7) == 7 * 2 * 2 * 4 * 2
-    assert work.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * (4 + 4)  # a scale of the one head
-    assert work.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
-    assert work.head_operations(TINY, 3) == 3 * 2 * 40
+    assert roofline.block_weights(TINY) == 2 * 112
+    assert roofline.num_parameters(TINY) == 2 * (112 + 26 + 16) + 10 * 4 + 5 * 4 + 8
+    assert roofline.weight_bytes(TINY, "float32") == 4 * (224 + 40)
+    assert roofline.weight_bytes(TINY, "int4", 3, 2) == 3 * 0.625 * 224 + 2 * 40
+    assert roofline.model_bytes(TINY, "bfloat16") == 2 * (224 + 40) + 4 * (2 * 42 + 20 + 8)
+    assert roofline.kv_cache_bytes(TINY, "bfloat16", 7) == 7 * 2 * 2 * 4 * 2
+    assert roofline.kv_cache_bytes(TINY, "int8", 7) == 7 * 2 * 2 * (4 + 4)  # a scale of the one head
+    assert roofline.block_operations(TINY, 3, 5) == 3 * (2 * 224 + 2 * 5 * 2 * 4 * 2)
+    assert roofline.head_operations(TINY, 3) == 3 * 2 * 40
 
 
 def test_work_of_gpt2():
-    assert work.weight_bytes(ModelConfig(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
-    assert work.block_operations(ModelConfig(), 1, 0) == 2 * 84_934_656
+    assert roofline.weight_bytes(ModelConfig(), "float32") == 4 * (124_439_808 - 1024 * 768 - 121_344)
+    assert roofline.block_operations(ModelConfig(), 1, 0) == 2 * 84_934_656
 
 
 def test_an_untied_head_is_counted():
     untied = ModelConfig(**{**vars(TINY), "tie_word_embeddings": False})
-    assert work.num_parameters(untied) - work.num_parameters(TINY) == 40
-    assert work.model_bytes(untied, "int4") - work.model_bytes(TINY, "int4") == 40
-    assert work.weight_bytes(untied, "int4") == work.weight_bytes(TINY, "int4")
+    assert roofline.num_parameters(untied) - roofline.num_parameters(TINY) == 40
+    assert roofline.model_bytes(untied, "int4") - roofline.model_bytes(TINY, "int4") == 40
+    assert roofline.weight_bytes(untied, "int4") == roofline.weight_bytes(TINY, "int4")
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
@@ -160,9 +160,9 @@ def test_parameters_of_other_families(name, tmp_path):
     checkpoint = open_checkpoint(write_family(tmp_path, name))
     count = sum(np.prod(shape) for shape in parameter_shapes(checkpoint.config).values())
     tied = checkpoint.tensor("wte.weight").size if checkpoint.tied else 0
-    assert work.num_parameters(checkpoint.config) == count - tied
+    assert roofline.num_parameters(checkpoint.config) == count - tied
 
 
 def test_parameters_of_experts(tmp_path):
     checkpoint = open_checkpoint(write_moe(tmp_path, moe_arrays()))
-    assert work.num_parameters(checkpoint.config) == sum(array.size for array in moe_arrays().values())
+    assert roofline.num_parameters(checkpoint.config) == sum(array.size for array in moe_arrays().values())

@@ -17,9 +17,9 @@ from support.bench_records import (
     run_of,
 )
 from support.golden_models import write_model
-from tinygpt.bench import sweep, work
+from tinygpt.bench import roofline, sweep
 from tinygpt.bench.measure import Case
-from tinygpt.bench.work import MachineLimits
+from tinygpt.bench.roofline import MachineLimits
 from tinygpt.errors import RequestError
 
 
@@ -79,7 +79,7 @@ def test_a_record_has_llama_benchs_keys():
         assert {*LLAMA_BENCH_KEYS.split(), *SAMPLES} <= found.keys()
         assert found["test_time"] == "2026-01-02T03:04:05Z" == ENDED.strftime("%Y-%m-%dT%H:%M:%SZ")
         assert (found["n_batch"], found["n_threads"]) == (512, 2)
-        assert found["model_n_params"] == work.num_parameters(TINY)
+        assert found["model_n_params"] == roofline.num_parameters(TINY)
 
 
 def test_record_of_prompts():

@@ -7,7 +7,7 @@ import pytest
 
 from support.processes import Result
 from tinygpt import LLM, SamplingParams
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,12 +25,12 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
-from tinygpt.tokenizer.prepared import PREPARED_FILE
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.prepared import PREPARED_FILE
+from tinygpt.text.tokenizer import Tokenizer
 from tinygpt.weights.config import DTYPES
 from tinygpt.weights.containers.safetensors import read_safetensors
+from tinygpt.weights.convert.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint
 from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.stored.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint
 
 IDS = [3, 1, 4, 1, 5, 9]
 TEXT = "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."

@@ -162,7 +162,7 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "lora_modules": {"b": "c"},
         "soft_prompts": {"n": "p=q"},
     }
-    # Another number of ranks would start processes: parallel/test_mpi.py.
+    # Another number of ranks would start processes: ranks/test_mpi.py.
     ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True, "revision": "v1"}
     assert given == model | sizes | others | ranks
 

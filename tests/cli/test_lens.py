@@ -6,7 +6,7 @@ import re
 import pytest
 
 from support.processes import Result
-from tinygpt.show import lens as lens_of
+from tinygpt.look.html import lens as lens_of
 
 TEXT = "Once upon <b>a time"
 

@@ -1,7 +1,7 @@
 """An int8 KV cache in all that the engine does with one: each request gets the bits that it gets alone.
 
-What moves keys and values between slots has to move their scales, too. That of sessions is in llm/test_session.py, of
-ranks in parallel/test_bits.py.
+What moves keys and values between slots has to move their scales, too. That of sessions is in text/test_session.py, of
+ranks in ranks/test_bits.py.
 """
 
 from dataclasses import replace

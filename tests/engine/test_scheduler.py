@@ -46,10 +46,10 @@ class Cache:
 def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, int]]:
     chunks = scheduler.schedule()
     for chunk in chunks:
-        is_sampled = chunk.is_sampled
+        reaches_end = chunk.reaches_end
         cache_of(scheduler).write(chunk.sequence, chunk.count)
         chunk.sequence.num_cached += chunk.count
-        if is_sampled:
+        if reaches_end:
             chunk.sequence.take(SampledToken(token_id))
     for sequence in scheduler.finished:
         scheduler.remove(sequence)
@@ -85,7 +85,7 @@ def test_a_long_prompt_is_cut_and_is_sampled_once_at_its_end():
     sampled = []
     while scheduler.waiting or scheduler.running:
         chunk = scheduler.schedule()[0]
-        sampled.append((chunk.count, chunk.is_sampled))
+        sampled.append((chunk.count, chunk.reaches_end))
         run_step(scheduler)
     assert sampled == [(10, False), (10, False), (5, True), (1, True)]
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from support.paths import EOS
-from tinygpt import LLM, SamplingParams, grammar_process
-from tinygpt.engine import guided
+from tinygpt import LLM, SamplingParams
+from tinygpt.engine import grammar_process, guided
 from tinygpt.engine.guided import Guidance, Mask
 from tinygpt.errors import RequestError, TinyGPTError
 

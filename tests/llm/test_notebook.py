@@ -10,8 +10,8 @@ from html.parser import HTMLParser
 import pytest
 
 from tinygpt import LLM, SamplingParams
+from tinygpt.look.surprise import PAGE
 from tinygpt.outputs import with_bar
-from tinygpt.surprise import PAGE
 
 TEXT = "Once <b>upon</b> a time &amp;"
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tinygpt import LLM, SamplingParams, field_rules
+from tinygpt import LLM, SamplingParams, fields
 from tinygpt.errors import RequestError
 
 ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
@@ -53,7 +53,7 @@ def test_a_grammar_is_checked_once(monkeypatch):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     schema = {"title": "asked for by no other test"}
     SamplingParams(guided_json=schema)
-    monkeypatch.setattr(field_rules._validator(), "grammar", None)
+    monkeypatch.setattr(fields._validator(), "grammar", None)
     SamplingParams(guided_json=schema)
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from tinygpt import SamplingParams
+from tinygpt.engine.grammar_process import Matchers
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError
-from tinygpt.field_rules import OPTIONS
-from tinygpt.grammar_process import Matchers
+from tinygpt.fields import OPTIONS
 
 ALPHABET = ["a", "b", "é", '"']
 # All bytes, some strings of them that end within a character, two tokens of the same bytes, one of none, special ones.

@@ -15,7 +15,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.engine.sampler import Sampler
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.numbers import Warpers
 
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

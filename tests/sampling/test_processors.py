@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.engine.sampler import Edits, SamplingState, gather_processors
+from tinygpt.engine.sampler import SamplingState, TokenRules, gather_processors
 from tinygpt.engine.sequence import Sequence
 from tinygpt.kernels import cpu, reference
 from tinygpt.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def sequence_of(prompt, new, **fields):
 
 def process(backend, rows, sequences):
     logits = np.stack(rows)
-    edits = [Edits(sequence.params, sequence.eos_token_ids, logits.shape[1]) for sequence in sequences]
+    edits = [TokenRules(sequence.params, sequence.eos_token_ids, logits.shape[1]) for sequence in sequences]
     of_rows = [*map(SamplingState, sequences, edits)]
     for notes, sequence in zip(of_rows, sequences, strict=True):
         notes.update(sequence.new_token_ids)

@@ -13,7 +13,7 @@ from tinygpt.engine.sampler import TOP_P_RULES
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.sampling import STRIDE
 from tinygpt.kernels.cpu.sampling import _draw as cpu_draw
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.numbers import Warpers
 
 if HAS_TRANSFORMERS:
     import torch

@@ -10,7 +10,7 @@ import pytest
 from support.recorded import recorded
 from tinygpt.engine.sampler import warpers_of
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.numbers import Warpers
 from tinygpt.sampling_params import SamplingParams
 
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])

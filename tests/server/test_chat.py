@@ -8,9 +8,9 @@ from jinja2.defaults import DEFAULT_FILTERS
 from support.golden_models import write_small_demo
 from support.serving import served
 from tinygpt import LLM, SamplingParams
-from tinygpt.chat import MAX_CHARACTERS, MAX_TEXTS, Marks, PlainTemplate, chat_ids, open_template
-from tinygpt.chat_template import ChatTemplate
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.text.chat import MAX_CHARACTERS, MAX_TEXTS, Marks, PlainTemplate, chat_ids, open_template
+from tinygpt.text.chat_template import ChatTemplate
 
 SOURCE = """\
 {%- for message in messages %}
@@ -253,7 +253,7 @@ def test_a_template_that_jinja_takes_and_python_does_not_is_a_damaged_one(source
 
 
 def test_a_long_conversation_is_refused_before_it_is_searched(llm, monkeypatch):
-    monkeypatch.setattr("tinygpt.chat.Marks", None)
+    monkeypatch.setattr("tinygpt.text.chat.Marks", None)
     message = {"role": "user", "content": "b" * (MAX_CHARACTERS // 2)}
     messages = [message, message, {"role": "user", "content": "a"}]
     with pytest.raises(RequestError, match=f"messages holds {MAX_CHARACTERS + 1} characters; at most {MAX_CHARACTERS}"):

@@ -14,9 +14,9 @@ from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, ControlVector
-from tinygpt.chat import PlainTemplate
 from tinygpt.cli import loading
 from tinygpt.server.api import ServerConfig
+from tinygpt.text.chat import PlainTemplate
 
 
 @pytest.fixture

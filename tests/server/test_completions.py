@@ -11,7 +11,7 @@ from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput
 from tinygpt.server.completions import with_suffix
 from tinygpt.server.replies import TokenNames
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
 SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7, "max_tokens": 12}

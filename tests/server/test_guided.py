@@ -11,11 +11,12 @@ from select import select
 
 from support.gate import Gate, Held
 from support.serving import served, until
-from tinygpt import SamplingParams, field_rules, grammar_process
-from tinygpt.chat_template import ChatTemplate
+from tinygpt import SamplingParams, fields
+from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
-from tinygpt.server.work import GRAMMAR_THREADS
+from tinygpt.server.running import GRAMMAR_THREADS
+from tinygpt.text.chat_template import ChatTemplate
 
 PROMPT = "In the house lived"
 PERSON = {
@@ -139,13 +140,13 @@ def compiling(monkeypatch):
 
 
 def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
-    checked, in_loop = field_rules.check_guide, []
+    checked, in_loop = fields.check_guide, []
 
     def noted(name, value):
         in_loop.append(threading.current_thread() is server.thread)
         checked(name, value)
 
-    monkeypatch.setattr(field_rules, "check_guide", noted)
+    monkeypatch.setattr(fields, "check_guide", noted)
     assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
     assert set(in_loop) == {False}
 
@@ -173,8 +174,8 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
 @pytest.fixture
 def endless(monkeypatch):
     """The check of the expression x waits until the test has ended."""
-    check, checked = Held(lambda name, value: None), field_rules.check_guide
-    monkeypatch.setattr(field_rules, "check_guide", lambda *given: (check if given[1] == "x" else checked)(*given))
+    check, checked = Held(lambda name, value: None), fields.check_guide
+    monkeypatch.setattr(fields, "check_guide", lambda *given: (check if given[1] == "x" else checked)(*given))
     yield check.called
     check.release.set()
 

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from support.gate import Gate, Held
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import completions, protocol, replies, work
+from tinygpt.server import completions, protocol, replies, running
 from tinygpt.server.completions import MAX_LOGPROBS
 from tinygpt.server.protocol import MAX_FIELDS, MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest, ResponsesRequest
 from tinygpt.server.replies import json_parts, to_json, whole
@@ -59,7 +59,7 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
 
 def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
     """What runs already holds up no other."""
-    monkeypatch.setattr(work, "HUGE", 9000)
+    monkeypatch.setattr(running, "HUGE", 9000)
     read, asked = llm.read_prompt, {"max_tokens": 1, "user": "x" * 9000}
     with llm.engine.wrapped(Gate) as gate:
         clients = [server.begin(prompt="Once", **asked)]
@@ -211,7 +211,7 @@ def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
             sizes.append(len(part))
             yield part
 
-    for module in (replies, work):
+    for module in (replies, running):
         monkeypatch.setattr(module, "in_turns", noted)
     assert server.ask(path, body).status == 200
     assert 5 * max(sizes) < sum(sizes)

@@ -8,9 +8,9 @@ import pytest
 
 from support.serving import served
 from tinygpt import LLM, ControlVector, Edit, RemoteLLM, SamplingParams
-from tinygpt.chat import PlainTemplate
 from tinygpt.errors import RequestError
-from tinygpt.show import lens
+from tinygpt.look.html import lens
+from tinygpt.text.chat import PlainTemplate
 
 CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
 ASKED = {"prompt": "Once upon a time", "max_tokens": 6, "temperature": 0}

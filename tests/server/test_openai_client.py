@@ -14,8 +14,8 @@ import openai
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM
-from tinygpt.chat import PlainTemplate
-from tinygpt.chat_template import ChatTemplate
+from tinygpt.text.chat import PlainTemplate
+from tinygpt.text.chat_template import ChatTemplate
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
 # A folder with openai-python's source, whose own tests then run: its tests/api_resources.

@@ -6,7 +6,7 @@ import pytest
 
 from support.serving import served
 from tinygpt import SamplingParams
-from tinygpt.chat import PlainTemplate
+from tinygpt.text.chat import PlainTemplate
 
 ASKED = {"input": "Once upon a time", "max_output_tokens": 8, "temperature": 0.8, "top_p": 0.9, "seed": 4}
 BEGINNING = ["created", "in_progress", "output_item.added", "content_part.added"]

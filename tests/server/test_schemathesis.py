@@ -7,7 +7,7 @@ import pytest
 
 from support.serving import served
 from tinygpt import LLM
-from tinygpt.chat_template import ChatTemplate
+from tinygpt.text.chat_template import ChatTemplate
 
 COMMAND = os.environ.get("SCHEMATHESIS")  # it has dependencies of its own, so an environment of its own
 SECONDS = os.environ.get("SCHEMATHESIS_SECONDS", "60")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tinygpt.errors import TinyGPTError
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
 from tinygpt.weights.open import open_checkpoint

@@ -3,8 +3,8 @@
 from datetime import datetime, timezone
 
 from tinygpt.bench.measure import Case, Measurement, Run
+from tinygpt.bench.roofline import MachineLimits
 from tinygpt.bench.sweep import Plan, Test, make_plan, record_of
-from tinygpt.bench.work import MachineLimits
 from tinygpt.weights.config import ModelConfig
 
 # Keys that llama-bench always writes, and that llama.cpp's compare-llama-bench.py requires.

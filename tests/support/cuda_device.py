@@ -15,7 +15,7 @@ from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, st
 from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
 from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
 from tinygpt.kernels.cuda.runtime.ptx import HOPPER
-from tinygpt.kernels.host import to_bfloat16
+from tinygpt.kernels.numbers import to_bfloat16
 
 
 def why_no_gpu() -> str:

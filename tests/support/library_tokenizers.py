@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
 from support.recorded import MISSING
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from tinygpt.text.tokenizer import Tokenizer
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 

@@ -70,7 +70,7 @@ class Threads:
 
 
 class ThreadWorld:
-    """One rank's view: the interface of tinygpt.parallel.mpi.World."""
+    """One rank's view: the interface of tinygpt.ranks.mpi.World."""
 
     host = "here"
 

@@ -7,7 +7,7 @@ from support.tiny_checkpoint import C, T, random_tensors, write_checkpoint
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.config import is_transposed, parameter_shapes
 from tinygpt.weights.families import table
-from tinygpt.weights.families.family import Family, Rule, Transform, as_is
+from tinygpt.weights.families.family import Family, TensorRule, Transform, as_is
 from tinygpt.weights.families.gpt2 import model_config
 from tinygpt.weights.open import open_checkpoint
 
@@ -22,8 +22,10 @@ def split_names(name):
 
 def rule_of(name):
     if name == "wpe.weight":
-        return Rule((name,), Transform(lambda shape, n: (shape[0] + SKIPPED, shape[1]), lambda array: array[SKIPPED:]))
-    return Rule(split_names(name), as_is(0)) if ".c_attn." in name else Rule((name,))
+        return TensorRule(
+            (name,), Transform(lambda shape, n: (shape[0] + SKIPPED, shape[1]), lambda array: array[SKIPPED:])
+        )
+    return TensorRule(split_names(name), as_is(0)) if ".c_attn." in name else TensorRule((name,))
 
 
 # GPT-2 with queries, keys and values in matrices of their own, (out, in) all of them, and positions from 2 on.

@@ -14,14 +14,14 @@ from support.paths import DEMO, EOS, ROOT, VOCAB_SIZE
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
 from support.tiny_checkpoint import assert_refused
 from tinygpt import LLM
-from tinygpt.bench.work import num_parameters
+from tinygpt.bench.roofline import num_parameters
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import SHAPES, Checkpoint
 from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.containers.formats import read_weights
+from tinygpt.weights.convert.export import write_safetensors, write_sidecar_files
 from tinygpt.weights.open import open_checkpoint, resolve
-from tinygpt.weights.stored.export import write_safetensors, write_sidecar_files
 
 if HAS_TRANSFORMERS:
     import torch

@@ -11,8 +11,8 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.host import Warpers
-from tinygpt.weights.stored.packed import PACKED_FILE
+from tinygpt.kernels.numbers import Warpers
+from tinygpt.weights.convert.packed import PACKED_FILE
 
 
 def call_after(tell, folder, change):

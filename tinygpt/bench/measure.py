@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.hardware import forget_peak, peak_memory
-from tinygpt.llm import LLM
-from tinygpt.sampling_params import SamplingParams
+from ..hardware import forget_peak, peak_memory
+from ..llm import LLM
+from ..sampling_params import SamplingParams
 
 PROMPT, GENERATION, TOGETHER, CHOICE = "prompt", "generation", "together", "choice"
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
@@ -77,7 +77,7 @@ class DeviceMeter:
     warmups = 2  # the first run compiles kernels, the second captures a graph
 
     def __init__(self):
-        from tinygpt.kernels.cuda.runtime.device import the_device
+        from ..kernels.cuda.runtime.device import the_device
 
         self._device = the_device()
         self.gpu, self._free = self._device.name, self._device.free_bytes()

@@ -7,8 +7,8 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from tinygpt.bench.report import Record, runs_text
-from tinygpt.errors import RequestError, how_to_install
+from ..errors import RequestError, how_to_install
+from .report import Record, runs_text
 
 SUFFIXES = (".png", ".svg")
 INCHES, DOTS_PER_INCH = (9, 6), 100  # 900 x 600 pixels

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import RequestError
+from ..errors import RequestError
 
 Record = dict[str, Any]
 

@@ -15,20 +15,20 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tinygpt.bench.measure import measure, meter_of, random_prompts
-from tinygpt.bench.plot import Lines, Panel, draw
-from tinygpt.bench.report import Record, cells_of, parameters_text, runs_text, table, threads_text
-from tinygpt.bench.studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Study, StudyCase
-from tinygpt.bench.work import num_parameters
-from tinygpt.engine.model_source import ModelSource, load_tokenizer
-from tinygpt.errors import CheckpointError, RequestError, how_to_install, invalid
-from tinygpt.evaluation.tasks import NUM_TOGETHER, perplexity
-from tinygpt.evaluation.texts import read_text
-from tinygpt.hardware import cpu_name, thread_count
-from tinygpt.llm import LLM
-from tinygpt.remote import KEY_VARIABLE, RemoteLLM
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.open import open_checkpoint
+from ..engine.model_source import ModelSource, load_tokenizer
+from ..errors import CheckpointError, RequestError, how_to_install, invalid
+from ..evaluation.tasks import NUM_TOGETHER, perplexity
+from ..evaluation.texts import read_text
+from ..hardware import cpu_name, thread_count
+from ..llm import LLM
+from ..remote import KEY_VARIABLE, RemoteLLM
+from ..sampling_params import SamplingParams
+from ..weights.open import open_checkpoint
+from .measure import measure, meter_of, random_prompts
+from .plot import Lines, Panel, draw
+from .report import Record, cells_of, parameters_text, runs_text, table, threads_text
+from .roofline import num_parameters
+from .studies import ABSENT, NUM_CALLERS, NUM_CHARACTERS, Study, StudyCase
 
 NUM_WARMUP_PROMPTS = 10  # at least, of a warm-up
 SAME_SIZE = 0.1  # relative difference of models of one size

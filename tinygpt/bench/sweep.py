@@ -24,17 +24,18 @@ from pathlib import Path
 from tqdm import tqdm
 
 import tinygpt
-from tinygpt.bench import work
-from tinygpt.bench.measure import Case, Measurement, Run, meter_of, run_case
-from tinygpt.bench.report import Record, parameters_text, threads_text
-from tinygpt.bench.work import CACHE_NAMES, MachineLimits, measure_limits
-from tinygpt.engine.model_source import load_backend
-from tinygpt.engine.scheduler import WORTH_WAITING
-from tinygpt.errors import RequestError
-from tinygpt.hardware import cpu_name, thread_count
-from tinygpt.llm import LLM
-from tinygpt.parallel.runner import open_sources
-from tinygpt.weights.config import ModelConfig
+
+from ..engine.model_source import load_backend
+from ..engine.scheduler import WORTH_WAITING
+from ..errors import RequestError
+from ..hardware import cpu_name, thread_count
+from ..llm import LLM
+from ..ranks.runner import open_sources
+from ..weights.config import ModelConfig
+from . import roofline
+from .measure import Case, Measurement, Run, meter_of, run_case
+from .report import Record, parameters_text, threads_text
+from .roofline import CACHE_NAMES, MachineLimits, measure_limits
 
 # GGML's names.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
@@ -184,12 +185,12 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     rates = [tokens / seconds for seconds, tokens, *_ in passes]
     # llama-bench times all tokens: a generation has one pass less than new tokens.
     times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
-    block_rate, head_rate = map(limits.tile_rates.get, work.tiles_of(dtype, plan.device))
+    block_rate, head_rate = map(limits.tile_rates.get, roofline.tiles_of(dtype, plan.device))
     read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in passes)
     operations = [(blocks + head) / seconds for seconds, *_, blocks, head in passes]
     peak_shares = [(blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in passes]
     together = case.batch_size if n_gen else 1
-    size, cache = work.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
+    size, cache = roofline.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
     model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
     return {
         "build_commit": commit,
@@ -199,7 +200,7 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
         "backends": "CUDA" if gpu else "CPU",
         "model_filename": plan.model,
         "model_type": model_type,
-        "model_size": work.model_bytes(config, dtype),
+        "model_size": roofline.model_bytes(config, dtype),
         "model_n_params": size,
         "n_batch": plan.step_tokens,
         "n_ubatch": plan.step_tokens,
@@ -250,15 +251,15 @@ def _work(plan: Plan, test: Test, run: Run) -> tuple[float, int, float, float, f
     if not case.new_tokens:
         tokens = case.batch_size * case.prompt_length
         num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends
-        read = work.weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
-        blocks = work.block_operations(config, tokens, (case.prompt_length + 1) / 2)
-        return run.prompt, tokens, read, blocks, work.head_operations(config, case.batch_size)
+        read = roofline.weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
+        blocks = roofline.block_operations(config, tokens, (case.prompt_length + 1) / 2)
+        return run.prompt, tokens, read, blocks, roofline.head_operations(config, case.batch_size)
     tokens = run.num_together * case.batch_size
     attended = case.prompt_length + case.new_tokens / 2  # by a token, on average
-    read = work.weight_bytes(config, dtype, run.num_together)
-    read += work.kv_cache_bytes(config, plan.caches[dtype], tokens * attended)
-    blocks = work.block_operations(config, tokens, attended)
-    return run.together, tokens, read, blocks, work.head_operations(config, tokens)
+    read = roofline.weight_bytes(config, dtype, run.num_together)
+    read += roofline.kv_cache_bytes(config, plan.caches[dtype], tokens * attended)
+    blocks = roofline.block_operations(config, tokens, attended)
+    return run.together, tokens, read, blocks, roofline.head_operations(config, tokens)
 
 
 def _deviation(values: list[float]) -> float:

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli import streams
-from tinygpt.cli.loading import load_llm, sigterm_raises, warm_up
-from tinygpt.cli.streams import PromptRecord, check_writable, counted, emit, log, progress, rates
-from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError
-from tinygpt.weights.files import sync, sync_folder
+from ..errors import FailedRequestError, RequestError, TinyGPTError
+from ..weights.files import sync, sync_folder
+from . import streams
+from .loading import load_llm, sigterm_raises, warm_up
+from .streams import PromptRecord, check_writable, counted, emit, log, progress, rates
 
 if TYPE_CHECKING:
-    from tinygpt.engine.prompts import Prompt
-    from tinygpt.outputs import RequestOutput
-    from tinygpt.sampling_params import SamplingParams
+    from ..engine.prompts import Prompt
+    from ..outputs import RequestOutput
+    from ..sampling_params import SamplingParams
 
 BEGINNING = b'{"id": '  # of every record: tells a half-written record from other text
 SYNC_SECONDS = 1.0  # between two fsyncs: a power cut may cost their records
@@ -105,7 +105,7 @@ class Run:
         return num_failed
 
     def answer_on_ray(self) -> int:
-        from tinygpt.on_ray.batch import outputs_on_ray, setup
+        from ..on_ray.batch import outputs_on_ray, setup
 
         started = time.perf_counter()
         arguments, inputs = setup(self.args)

@@ -4,12 +4,12 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tinygpt.bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
-from tinygpt.bench.studies import STUDIES
-from tinygpt.cli import loading
-from tinygpt.cli.flags import CHECKPOINT, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
-from tinygpt.cli.streams import check_writable, counted, emit, log, table_format, write_results
-from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
+from ..bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
+from ..bench.studies import STUDIES
+from ..errors import RequestError, TinyGPTError, invalid, work_started_by
+from . import loading
+from .flags import CHECKPOINT, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
+from .streams import check_writable, counted, emit, log, table_format, write_results
 
 # A flag that has no meaning next to another is refused.
 CASES = ("batch_sizes", "prompt_lengths", "new_tokens", "kv_cache_dtype")
@@ -108,27 +108,27 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
     if args.threads is None and loading.has_ranks(args):
-        from tinygpt.parallel.driver import rank_threads
-        from tinygpt.parallel.mpi import process_world
+        from ..ranks.driver import rank_threads
+        from ..ranks.mpi import process_world
 
         args.threads = (rank_threads(None, process_world()),)
     threads = args.threads or (None,)
     loading.set_thread_pools(None if None in threads else max(threads))
     if args.random is not None:
-        from tinygpt.weights.checkpoint import PREFIX, SHAPE_OF, SHAPES
+        from ..weights.checkpoint import PREFIX, SHAPE_OF, SHAPES
 
         if args.random.lower() not in SHAPE_OF:
             raise invalid("--random", args.random, f"one of {', '.join(SHAPES)}")
         args.model = f"{PREFIX}{SHAPE_OF[args.random.lower()]}"
     if args.plot is not None:
-        from tinygpt.bench.plot import check
+        from ..bench.plot import check
 
         check(args.plot)
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    from tinygpt.bench.plot import draw_records
-    from tinygpt.bench.sweep import make_plan, run_plan
+    from ..bench.plot import draw_records
+    from ..bench.sweep import make_plan, run_plan
 
     cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, 5 if args.repetitions is None else args.repetitions
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
@@ -144,7 +144,7 @@ def _run_cases(args: argparse.Namespace) -> None:
 
 
 def _run_preset(args: argparse.Namespace) -> None:
-    from tinygpt.bench.study_runs import Options, draw_study, run_study, study_text
+    from ..bench.study_runs import Options, draw_study, run_study, study_text
 
     threads = None if args.threads is None else args.threads[0]
     how = args.repetitions, args.small, args.text, args.remote, args.device

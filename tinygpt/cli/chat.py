@@ -8,7 +8,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tinygpt.cli.flags import (
+from ..errors import RequestError, invalid, suggest
+from ..sampling_params import MAX_SEED, SamplingParams
+from .flags import (
     FLAGS,
     Command,
     add_chat_template,
@@ -20,14 +22,12 @@ from tinygpt.cli.flags import (
     shows_surprise,
     with_seed,
 )
-from tinygpt.cli.loading import load_llm, warm_up
-from tinygpt.cli.streams import counted, emit, log, stdin_lines
-from tinygpt.errors import RequestError, invalid, suggest
-from tinygpt.sampling_params import MAX_SEED, SamplingParams
+from .loading import load_llm, warm_up
+from .streams import counted, emit, log, stdin_lines
 
 if TYPE_CHECKING:
-    from tinygpt.chat import Template
-    from tinygpt.llm import LLM
+    from ..llm import LLM
+    from ..text.chat import Template
 
 EVERY_DAY = (
     *("chat_template", "system", "color", "max_tokens", "temperature", "top_k", "top_p", "seed", "stop"),
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     params = with_seed(params_of(args, soft_prompt=args.soft_prompt[0][0] if args.soft_prompt else None))
     if params.n != 1:
         raise invalid("--n", params.n, "1: a chat has one answer")
-    from tinygpt.chat import PlainTemplate
+    from ..text.chat import PlainTemplate
 
     llm, _ = load_llm(args, chat_template=args.chat_template)
     _ = llm.tokenizer  # raises if there is none
@@ -83,7 +83,7 @@ class Conversation:
         self._llm, self._template, self._params, self._num_answers = llm, template, params, 0
         self._shown = attrgetter("text")
         if shows_surprise(args):
-            from tinygpt.surprise import ansi_chunk
+            from ..look.surprise import ansi_chunk
 
             self._shown = ansi_chunk
         self._first = [] if args.system is None else [{"role": "system", "content": args.system}]
@@ -91,7 +91,7 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """Add a message and print the answer, or log the reason why that is impossible."""
-        from tinygpt.chat import chat_ids
+        from ..text.chat import chat_ids
 
         messages = [*self._messages, {"role": "user", "content": text}]
         params = replace(self._params, seed=(self._params.seed + self._num_answers) % (MAX_SEED + 1))

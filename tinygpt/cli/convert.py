@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group
-from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.streams import log, progress
-from tinygpt.errors import RequestError, TinyGPTError, invalid
-from tinygpt.weights.config import DTYPES, STORAGE_DTYPE
+from ..errors import RequestError, TinyGPTError, invalid
+from ..weights.config import DTYPES, STORAGE_DTYPE
+from .flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group
+from .loading import set_thread_pools
+from .streams import log, progress
 
 if TYPE_CHECKING:
-    from tinygpt.weights.checkpoint import Checkpoint
+    from ..weights.checkpoint import Checkpoint
 
 ALPHA = 0.5
 FORMATS = {  # -> dtypes; None is tinygpt's own format
@@ -116,12 +116,12 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
-    from tinygpt.engine.model_source import check_tokenizer
-    from tinygpt.tokenizer.prepared import write_prepared
-    from tinygpt.weights.checkpoint import is_random
-    from tinygpt.weights.open import open_checkpoint
-    from tinygpt.weights.stored import export, gguf_out, packed
-    from tinygpt.weights.stored.export import write_sidecar_files
+    from ..engine.model_source import check_tokenizer
+    from ..text.prepared import write_prepared
+    from ..weights.checkpoint import is_random
+    from ..weights.convert import export, gguf_out, packed
+    from ..weights.convert.export import write_sidecar_files
+    from ..weights.open import open_checkpoint
 
     if is_random(args.source):
         raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
@@ -155,9 +155,9 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
-    from tinygpt.engine.model_source import read_spec
-    from tinygpt.tokenizer.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
-    from tinygpt.weights.families.tokenizers import is_blooms_kind
+    from ..engine.model_source import read_spec
+    from ..text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
+    from ..weights.families.tokenizers import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
@@ -176,13 +176,13 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
     """Return the arrays to write, and the metadata of the file."""
-    from tinygpt.engine.model_source import load_tokenizer
-    from tinygpt.engine.prompts import encode
-    from tinygpt.evaluation.calibration import calibrate, read_act_scales
-    from tinygpt.evaluation.texts import read_text
-    from tinygpt.hardware import thread_count
-    from tinygpt.kernels.cpu import packed
-    from tinygpt.kernels.cpu.params import load_params
+    from ..engine.model_source import load_tokenizer
+    from ..engine.prompts import encode
+    from ..evaluation.calibration import calibrate, read_act_scales
+    from ..evaluation.texts import read_text
+    from ..hardware import thread_count
+    from ..kernels.cpu import packed
+    from ..kernels.cpu.params import load_params
 
     share, calibration = ALPHA if args.smooth is None else args.smooth, None
     if args.act_scales is not None:
@@ -205,8 +205,8 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
 
 def _warm_up(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)
-    from tinygpt.kernels.cpu.jit import kernel_cache
-    from tinygpt.llm import warmup
+    from ..kernels.cpu.jit import kernel_cache
+    from ..llm import warmup
 
     if not warmup(args.model, args.dtype, args.kv_cache_dtype, args.threads):
         log("nothing was left to compile")

@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.bench.report import FORMATS, aligned, records_table
-from tinygpt.cli import flags, streams
-from tinygpt.cli.loading import set_thread_pools
-from tinygpt.cli.streams import check_writable, emit, log, progress, table_format
-from tinygpt.errors import RequestError, TinyGPTError, invalid, work_started_by
-from tinygpt.evaluation.texts import read_articles, read_rows, read_text
-from tinygpt.hardware import thread_count
-from tinygpt.sampling_params import SamplingParams
+from ..bench.report import FORMATS, aligned, records_table
+from ..errors import RequestError, TinyGPTError, invalid, work_started_by
+from ..evaluation.texts import read_articles, read_rows, read_text
+from ..hardware import thread_count
+from ..sampling_params import SamplingParams
+from . import flags, streams
+from .loading import set_thread_pools
+from .streams import check_writable, emit, log, progress, table_format
 
 if TYPE_CHECKING:
-    from tinygpt.evaluation.parity import Difference, Golden, Parity
-    from tinygpt.llm import LLM
+    from ..evaluation.parity import Difference, Golden, Parity
+    from ..llm import LLM
 
 # Title of a column -> its format for a record.
 COLUMNS = {
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> None:
     given = _read(args)
     set_thread_pools(args.threads)
     if len(args.dtype) > 1:  # LLM refuses a single one
-        from tinygpt.parallel.runner import open_sources
+        from ..ranks.runner import open_sources
 
         ranks = args.tensor_parallel_size, args.pipeline_parallel_size
         open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)
@@ -104,7 +104,7 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
         return read_text("FILE", args.file)
     if args.task == "lambada":
         return read_rows("FILE", args.file)[: args.limit]
-    from tinygpt.evaluation.tasks import new_scorer
+    from ..evaluation.tasks import new_scorer
 
     articles = read_articles("FILE", args.file)[: args.limit]
     new_scorer()  # raises if the library is missing
@@ -112,8 +112,8 @@ def _read(args: argparse.Namespace) -> "str | list[Any]":
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
-    from tinygpt.evaluation.tasks import NUM_TOGETHER, check_stride
-    from tinygpt.llm import LLM
+    from ..evaluation.tasks import NUM_TOGETHER, check_stride
+    from ..llm import LLM
 
     arguments = {name: getattr(args, name) for name in MODEL} | {"dtype": dtype, "max_num_seqs": NUM_TOGETHER}
     with LLM(**arguments) as llm:
@@ -125,7 +125,7 @@ def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") ->
 
 
 def _measure(task: str, llm: "LLM", given: Any, stride: int | None) -> list[dict[str, Any]]:
-    from tinygpt.evaluation import tasks
+    from ..evaluation import tasks
 
     if task == "lambada":
         found = tasks.lambada(llm, given, use_tqdm=progress("row"))
@@ -181,8 +181,8 @@ def _run_parity(args: argparse.Namespace) -> None:
     _check_parity(args)
     set_thread_pools(args.threads)
     folder = _folder_for_transformers(args.model) if args.golden is None else None
-    from tinygpt.evaluation.parity import compare
-    from tinygpt.llm import LLM
+    from ..evaluation.parity import compare
+    from ..llm import LLM
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         if args.layers and llm.config.embed_dim is not None:
@@ -224,10 +224,10 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 
 def _folder_for_transformers(model: str) -> Path:
-    from tinygpt.weights.containers.formats import INDEX
-    from tinygpt.weights.containers.mapped_file import FILES
-    from tinygpt.weights.open import open_checkpoint, resolve
-    from tinygpt.weights.stored.packed import PackedCheckpoint
+    from ..weights.containers.formats import INDEX
+    from ..weights.containers.mapped_file import FILES
+    from ..weights.convert.packed import PackedCheckpoint
+    from ..weights.open import open_checkpoint, resolve
 
     path, checkpoint = resolve(model), open_checkpoint(model)
     if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
@@ -246,7 +246,7 @@ def _folder_for_transformers(model: str) -> Path:
 
 
 def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    from tinygpt.evaluation.parity import load_goldens
+    from ..evaluation.parity import load_goldens
 
     goldens = load_goldens(Path(args.golden))
     V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
@@ -262,7 +262,7 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
 
 
 def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
-    from tinygpt.evaluation.parity import compute_goldens, save_goldens
+    from ..evaluation.parity import compute_goldens, save_goldens
 
     room = llm.max_model_len
     if args.input is None:  # ids all over the vocabulary, the same in every run

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinygpt.errors import invalid
-from tinygpt.sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
-from tinygpt.weights.config import DTYPES, dtype_name
+from ..errors import invalid
+from ..sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
+from ..weights.config import DTYPES, dtype_name
 
 SHORT = {"model": ["-m"], "threads": ["-t"], "max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
 OTHER_NAMES = {"split_special_tokens": "--no-special-tokens", "prompt_text": "--prompt"}

@@ -4,8 +4,10 @@ import argparse
 import shlex
 from typing import Any
 
-from tinygpt.cli.batch import record_line, run_batch
-from tinygpt.cli.flags import (
+from ..errors import RequestError
+from ..sampling_params import SamplingParams
+from .batch import record_line, run_batch
+from .flags import (
     Command,
     add_color,
     add_group,
@@ -16,10 +18,8 @@ from tinygpt.cli.flags import (
     steering,
     with_seed,
 )
-from tinygpt.cli.loading import load_llm, set_thread_pools, warm_up
-from tinygpt.cli.streams import STDIN, counted, emit, log, rates, read_text
-from tinygpt.errors import RequestError
-from tinygpt.sampling_params import SamplingParams
+from .loading import load_llm, set_thread_pools, warm_up
+from .streams import STDIN, counted, emit, log, rates, read_text
 
 EVERY_DAY = (
     *("prompt", "prompt_text", "file", "input", "output", "json", "echo", "color"),
@@ -88,7 +88,7 @@ def _edits(args: argparse.Namespace) -> list[Any]:
     if args.steer is None:
         return []
     set_thread_pools(args.threads)  # before NumPy is imported
-    from tinygpt.edits import ControlVector
+    from ..look.edits import ControlVector
 
     found = []
     for path, *how in args.steer:
@@ -147,7 +147,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     warm_up(llm, args)
     front = text if args.echo else ""
     if is_colored := shows_surprise(args):
-        from tinygpt.surprise import ansi_chunk, ansi_sample
+        from ..look.surprise import ansi_chunk, ansi_sample
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     finish_reasons = []

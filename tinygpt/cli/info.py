@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tinygpt
-from tinygpt.cli.flags import Command, add_checkpoint, add_flag
-from tinygpt.cli.loading import THREAD_POOLS, set_thread_pools
-from tinygpt.cli.streams import log, print_fields, print_json, print_table, size_text
-from tinygpt.errors import CheckpointError, NoTokenizerError
-from tinygpt.hardware import cpu_name, logical_cores, thread_count
-from tinygpt.weights.files import PACKED_FILE, PREPARED_FILE, followed
+
+from ..errors import CheckpointError, NoTokenizerError
+from ..hardware import cpu_name, logical_cores, thread_count
+from ..weights.files import PACKED_FILE, PREPARED_FILE, followed
+from .flags import Command, add_checkpoint, add_flag
+from .loading import THREAD_POOLS, set_thread_pools
+from .streams import log, print_fields, print_json, print_table, size_text
 
 if TYPE_CHECKING:
-    from tinygpt.weights.checkpoint import Checkpoint
-    from tinygpt.weights.config import ModelConfig
-    from tinygpt.weights.families.family import Source
+    from ..weights.checkpoint import Checkpoint
+    from ..weights.config import ModelConfig
+    from ..weights.families.family import Source
 
 NUM_SHOWN = 5  # tokens without a row of the embedding
 
@@ -46,8 +47,8 @@ def run(args: argparse.Namespace) -> None:
     if args.cached:
         _print_cached(args)
         return
-    from tinygpt.weights.containers.formats import reader_of
-    from tinygpt.weights.open import resolve
+    from ..weights.containers.formats import reader_of
+    from ..weights.open import resolve
 
     path = resolve(args.model)
     if path.is_file():
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_cached(args: argparse.Namespace) -> None:
-    from tinygpt.weights.hub import cached_models
+    from ..weights.hub import cached_models
 
     models = cached_models()
     if args.json:
@@ -84,12 +85,12 @@ def describe(path: Path) -> dict[str, Any]:
 
     refused: why the checkpoint, or its tokenizer, cannot be loaded. size: bytes in the file, 0 for unknown formats.
     """
-    from tinygpt.weights.containers.formats import read_weights
-    from tinygpt.weights.containers.mapped_file import Container
-    from tinygpt.weights.containers.safetensors import read_safetensors
-    from tinygpt.weights.families.family import Source
-    from tinygpt.weights.families.table import family_of
-    from tinygpt.weights.matching import match
+    from ..weights.containers.formats import read_weights
+    from ..weights.containers.mapped_file import Container
+    from ..weights.containers.safetensors import read_safetensors
+    from ..weights.families.family import Source
+    from ..weights.families.table import family_of
+    from ..weights.matching import match
 
     refused: list[str] = []
     unread: list[str] = []
@@ -137,7 +138,7 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 
 def _load_packed(path: Path) -> tuple[str, bool]:
     """Load a converted checkpoint, which checks it. Return its dtype, and whether the head is tied."""
-    from tinygpt.engine.model_source import ModelSource
+    from ..engine.model_source import ModelSource
 
     source = ModelSource.open(str(path))
     source.load_params(threads=1)
@@ -148,8 +149,8 @@ def _tokenizer(
     refused: list[str], source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None"
 ) -> dict[str, Any]:
     """Describe the tokenizer. `outside_vocabulary` lists its tokens without a row of the embedding."""
-    from tinygpt.engine.model_source import load_tokenizer
-    from tinygpt.tokenizer.tokenizer import Tokenizer
+    from ..engine.model_source import load_tokenizer
+    from ..text.tokenizer import Tokenizer
 
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
@@ -170,8 +171,8 @@ def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
 
     Special files and links out of the folder are left out. place: the file or folder of the weights.
     """
-    from tinygpt.weights.containers.formats import find_weights
-    from tinygpt.weights.files import CONFIG_FILES, TOKENIZER_FILES, open_regular
+    from ..weights.containers.formats import find_weights
+    from ..weights.files import CONFIG_FILES, TOKENIZER_FILES, open_regular
 
     weights = sorted({tensor.path for tensor in source.container.tensors.values()})
     if not weights:
@@ -231,7 +232,7 @@ def _once(error: str | None, refused: list[str]) -> str | None:
 
 def _rows(tensors: dict[str, dict[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yield one row for the tensors of the same name, dtype and shape in several layers."""
-    from tinygpt.weights.errors import of_any_layer
+    from ..weights.errors import of_any_layer
 
     groups: dict[tuple, list[str]] = {}
     for name, tensor in tensors.items():
@@ -248,7 +249,7 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(args: argparse.Namespace) -> None:
-    from tinygpt.weights.open import resolve
+    from ..weights.open import resolve
 
     variables = {name: os.environ.get(name) for name in THREAD_POOLS}
     set_thread_pools(args.threads)
@@ -283,10 +284,10 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
     import numpy as np
     from llvmlite import binding
 
-    from tinygpt.bench.work import BYTES, weight_bytes
-    from tinygpt.hardware import read_bandwidth
-    from tinygpt.kernels.cpu.simd.targets import has_feature
-    from tinygpt.weights.config import ModelConfig
+    from ..bench.roofline import BYTES, weight_bytes
+    from ..hardware import read_bandwidth
+    from ..kernels.cpu.simd.targets import has_feature
+    from ..weights.config import ModelConfig
 
     log("measuring the memory's bandwidth")
     bandwidth = read_bandwidth(threads)
@@ -330,7 +331,7 @@ def _version_of(package: str) -> str | None:
 
 def instructions() -> dict[str, str]:
     """Return the target of the kernels, and the instructions of each dtype's products with their width."""
-    from tinygpt.kernels.cpu.simd.targets import PRODUCTS, SINGLES, TARGET
+    from ..kernels.cpu.simd.targets import PRODUCTS, SINGLES, TARGET
 
     steps = {"float32": SINGLES, "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
     steps |= {"int8 KV cache": TARGET.int8_cache}
@@ -350,7 +351,7 @@ def _memory_sizes() -> dict[str, int | None]:
 
 
 def _cache() -> dict[str, Any]:
-    from tinygpt.kernels.cpu.jit import kernel_cache
+    from ..kernels.cpu.jit import kernel_cache
 
     cache = kernel_cache()
     path = cache.folder
@@ -370,8 +371,8 @@ def _size_of(folders: list[Path]) -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    from tinygpt.kernels.cuda.runtime.device import the_device
-    from tinygpt.kernels.cuda.runtime.jit import OLDEST, DeviceError
+    from ..kernels.cuda.runtime.device import the_device
+    from ..kernels.cuda.runtime.jit import OLDEST, DeviceError
 
     try:
         capability = the_device().capability

@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import Command, add_group
-from tinygpt.cli.loading import load_llm
-from tinygpt.cli.streams import STDIN, check_writable, log, print_json, print_table, read_text, write_results
-from tinygpt.errors import RequestError
+from ..errors import RequestError
+from .flags import Command, add_group
+from .loading import load_llm
+from .streams import STDIN, check_writable, log, print_json, print_table, read_text, write_results
 
 if TYPE_CHECKING:
-    from tinygpt.show import Lens
+    from ..look.html import Lens
 
 MODEL = ("model", "dtype", "threads", "device", "lora", "revision", "split_special_tokens")
 DEFAULT_NAMES = "resid_post"
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     if not text:
         raise RequestError("the TEXT is empty and must have a token.")
     llm, _ = load_llm(args)
-    from tinygpt.show import lens
+    from ..look.html import lens
 
     try:
         found = lens(llm, text, args.names.split(","), args.top)

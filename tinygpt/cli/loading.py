@@ -15,13 +15,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import RANK_FLAGS, llm_arguments
-from tinygpt.errors import RequestError, Terminated, how_to_install
-from tinygpt.hardware import thread_count
-from tinygpt.parallel.launch import Layout, find_mpiexec, launched_rank
+from ..errors import RequestError, Terminated, how_to_install
+from ..hardware import thread_count
+from ..ranks.launch import Layout, find_mpiexec, launched_rank
+from .flags import RANK_FLAGS, llm_arguments
 
 if TYPE_CHECKING:
-    from tinygpt.llm import LLM
+    from ..llm import LLM
 
 # Each library reads its variable once, when it is imported.
 LIBRARIES = ("NUMBA_NUM", "OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM")
@@ -54,7 +54,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     set_thread_pools(args.threads)
     gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s
     try:
-        from tinygpt.llm import LLM, start_compiling_draw
+        from ..llm import LLM, start_compiling_draw
 
         if args.device == "cpu" and args.temperature > 0 and thread_count(args.threads) > 1:
             start_compiling_draw()
@@ -69,8 +69,8 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     """Take a step if loading compiled kernels, so that rates contain less compilation."""
     if args.device != "cpu":
         return
-    from tinygpt.kernels.cpu.jit import kernel_cache
-    from tinygpt.sampling_params import SamplingParams
+    from ..kernels.cpu.jit import kernel_cache
+    from ..sampling_params import SamplingParams
 
     if kernel_cache().num_compiled:
         params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
@@ -100,8 +100,8 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
-    from tinygpt.parallel.driver import driver_of
-    from tinygpt.parallel.mpi import process_world, world_of
+    from ..ranks.driver import driver_of
+    from ..ranks.mpi import process_world, world_of
 
     world = process_world()
     if world.rank == 0:
@@ -113,7 +113,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
         return
     if world.size != layout.size:  # rank 0 reports it
         sys.exit(USAGE)
-    from tinygpt.parallel.runner import join
+    from ..ranks.runner import join
 
     join(layout, world)
 

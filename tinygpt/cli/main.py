@@ -11,11 +11,12 @@ from importlib import import_module
 from typing import NoReturn
 
 import tinygpt
-from tinygpt.cli.flags import Command, flag_of
-from tinygpt.cli.loading import has_ranks, start_ranks
-from tinygpt.cli.streams import MessageHandler, emit, log, logging_to_stderr, print_error
-from tinygpt.errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
-from tinygpt.parallel.launch import is_first_of_host, launched_rank
+
+from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
+from ..ranks.launch import is_first_of_host, launched_rank
+from .flags import Command, flag_of
+from .loading import has_ranks, start_ranks
+from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
 # Modules are imported when their command runs, or when all commands are listed.
 COMMANDS = ("generate", "chat", "score", "lens", "serve", "convert", "warmup", "bench", "eval", "info", "doctor")
@@ -82,7 +83,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser = command_parser(words[0], "--help-all" in words)
     rest, given, ignored = _own_words(words[1:], parser)
     if "config" in given or (words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)):
-        from tinygpt.cli.settings import set_defaults
+        from .settings import set_defaults
 
         config = parser.parse_known_args(rest)[0].config if "config" in given else None
         set_defaults(parser, lambda flag: _own_words([flag], parser)[0], given, config)
@@ -122,7 +123,7 @@ def _own_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
         flag = name.replace("_", "-") if name.startswith("--") else name
         own = [flag + word[len(name) :]] if flag in flags else [word]
         if word.startswith("-") and flag not in flags:
-            from tinygpt.aliases import translated
+            from ..aliases import translated
 
             try:
                 own = translated(flag + word[len(name) :], rest, flags)

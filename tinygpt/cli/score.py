@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.cli.flags import Command, add_group
-from tinygpt.cli.loading import load_llm
-from tinygpt.cli.streams import STDIN, counted, emit, print_table, read_lines, read_object, read_text
-from tinygpt.errors import RequestError
-from tinygpt.outputs import bits
+from ..errors import RequestError
+from ..outputs import bits
+from .flags import Command, add_group
+from .loading import load_llm
+from .streams import STDIN, counted, emit, print_table, read_lines, read_object, read_text
 
 if TYPE_CHECKING:
-    from tinygpt.outputs import ContinuationScore
+    from ..outputs import ContinuationScore
 
 Text = tuple[int | str, str]  # with its id
 EVERY_DAY = ("text", "prompt", "input", "json", "model", "dtype", "threads", "device")

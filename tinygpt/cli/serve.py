@@ -6,13 +6,13 @@ from dataclasses import replace
 from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
-from tinygpt.cli import loading
-from tinygpt.cli.flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group, named_path
-from tinygpt.cli.streams import log
-from tinygpt.errors import NoTokenizerError, RequestError, how_to_install, invalid
+from ..errors import NoTokenizerError, RequestError, how_to_install, invalid
+from . import loading
+from .flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group, named_path
+from .streams import log
 
 if TYPE_CHECKING:
-    from tinygpt.server.api import ServerConfig
+    from ..server.api import ServerConfig
 
 MAX_CAPTURED = 64 * 2**20  # bytes of a reply's activations
 KEY_VARIABLE = "TINYGPT_API_KEY"
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     loading.set_thread_pools(args.threads)  # before NumPy is imported
     try:
-        from tinygpt.edits import ControlVector
-        from tinygpt.server.app import create_app
-        from tinygpt.server.serve import configure_logging, listen, serve, url_of
+        from ..look.edits import ControlVector
+        from ..server.app import create_app
+        from ..server.serve import configure_logging, listen, serve, url_of
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
     with listen(args.host, args.port) as listener:
@@ -93,8 +93,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _server_config(args: argparse.Namespace, address: str) -> "ServerConfig":
     """address: the numeric address of --host."""
-    from tinygpt.server.api import ServerConfig
-    from tinygpt.server.app import LOOPBACK
+    from ..server.api import ServerConfig
+    from ..server.app import LOOPBACK
 
     keys, is_local = _keys(args), ip_address(address).is_loopback
     hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}

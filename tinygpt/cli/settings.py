@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import how_to_install, suggest
+from ..errors import how_to_install, suggest
 
 VARIABLES = {f"TINYGPT_{name}": f"--{name.lower()}" for name in ("MODEL", "HOST", "PORT", "DTYPE", "THREADS")}
 VARIABLES["TINYGPT_LOG"] = "--log-level"

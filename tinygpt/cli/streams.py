@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from tinygpt.cli.flags import with_seed
-from tinygpt.errors import RequestError, TinyGPTError, suggest
-from tinygpt.field_rules import own_names
-from tinygpt.sampling_params import SAMPLING_FIELDS, SamplingParams
-from tinygpt.weights.errors import printable
+from ..errors import RequestError, TinyGPTError, suggest
+from ..fields import own_names
+from ..sampling_params import SAMPLING_FIELDS, SamplingParams
+from ..weights.errors import printable
+from .flags import with_seed
 
 if TYPE_CHECKING:
-    from tinygpt.outputs import Throughput
+    from ..outputs import Throughput
 
 INTERVAL = 20.0  # seconds between progress messages
 Result = TypeVar("Result")
@@ -190,7 +190,7 @@ def write_results(text: str, path: Path | None) -> None:
     if path is None:
         emit(text)
         return
-    from tinygpt.weights.files import atomic_write
+    from ..weights.files import atomic_write
 
     data = f"{text}\n".encode("utf-8", "backslashreplace")
     try:
@@ -205,7 +205,7 @@ def write_results(text: str, path: Path | None) -> None:
 
 def read_bytes(name: str, path: str | Path) -> bytes:
     """Return the content of a file, or of stdin for "-". Raise RequestError, which begins with `name`."""
-    from tinygpt.evaluation.texts import check_encoding
+    from ..evaluation.texts import check_encoding
 
     if str(path) == STDIN:
         if sys.stdin is None:  # the descriptor was closed, as by `<&-`

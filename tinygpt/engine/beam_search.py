@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinygpt.engine.sampler import NOTHING_LEFT, Sampler, not_finite
-from tinygpt.engine.scheduler import CopyPositions
-from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix, is_looping
-from tinygpt.kernels import host
-from tinygpt.sampling_params import SamplingParams, num_best
-from tinygpt.tokenizer.stream import TextStream
+from ..kernels import numbers
+from ..sampling_params import SamplingParams, num_best
+from ..text.stream import TextStream
+from .sampler import NOTHING_LEFT, Sampler, not_finite
+from .scheduler import CopyPositions
+from .sequence import SampledToken, Sequence, common_prefix, is_looping
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Beams:
 
     def take(self, sequence: Sequence, prediction: Prediction) -> None:
         self._predictions[sequence] = prediction
-        sequence.is_proven = prediction.error is None
+        sequence.has_finite_logits = prediction.error is None
         self._missing.discard(sequence)
 
     def advance(self, copy_positions: CopyPositions) -> None:
@@ -303,7 +303,7 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Pre
 
     As in transformers, the processors change log probabilities; without beams they change logits.
     """
-    log_probs = host.log_softmax(logits)  # (R, V)
+    log_probs = numbers.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
     errors = sampler.process(scores, sequences)
     return [
@@ -318,7 +318,7 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
     candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)
-    reported = log_probs if params.logprobs_mode == "raw" else host.log_softmax(scores[None])[0]  # (V,)
+    reported = log_probs if params.logprobs_mode == "raw" else numbers.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
     best_logprobs = dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True))
     of_candidates = dict(zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True))

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError
-from tinygpt.kernels import host
-from tinygpt.outputs import Classification
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.files import read_json_object
+from ..errors import CheckpointError
+from ..kernels import numbers
+from ..outputs import Classification
+from ..weights.checkpoint import Checkpoint
+from ..weights.files import read_json_object
 
 SEQUENCE_HEAD, TOKEN_HEAD = "score.weight", "classifier.weight"
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
@@ -49,7 +49,7 @@ class Classifier:
             return logits
         if self._kind == "multi_label_classification":
             return 0.5 * (1 + np.tanh(0.5 * logits))  # without overflow
-        return host.softmax(logits)  # (T, K)
+        return numbers.softmax(logits)  # (T, K)
 
 
 def read_heads(checkpoint: Checkpoint) -> tuple[Classifier | None, str]:

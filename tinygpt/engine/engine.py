@@ -12,13 +12,13 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
 
-from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import EngineConfig
-from tinygpt.engine.sequence import Request
-from tinygpt.engine.spec_decode import DraftModel
-from tinygpt.engine.step_loop import CALL_SECONDS, StepLoop
-from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
-from tinygpt.outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
+from ..errors import QueueFullError, RequestError, TinyGPTError
+from ..outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
+from .model_runner import ModelRunner
+from .model_source import EngineConfig
+from .sequence import Request
+from .spec_decode import DraftModel
+from .step_loop import CALL_SECONDS, StepLoop
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinygpt.errors import RequestError, how_to_install
-from tinygpt.field_rules import grammar_of, in_short, refuse
-from tinygpt.grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, LimitError, Sample
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from ..errors import RequestError, how_to_install
+from ..fields import grammar_of, in_short, refuse
+from ..sampling_params import SamplingParams
+from ..text.tokenizer import Tokenizer
+from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, LimitError, Sample
 
 # Kept by a model: a grammar compiles in milliseconds.
 MAX_GRAMMARS, MAX_MASKS = 32, 64

@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tinygpt.engine.beam_search import Beams, beam_rules
-from tinygpt.engine.model_source import EngineConfig, load_tokenizer
-from tinygpt.engine.prompts import (
+from ..errors import CheckpointError, RequestError, invalid
+from ..outputs import ContinuationScore, StreamChunk
+from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from ..text.stream import TextStream
+from ..text.tokenizer import Tokenizer
+from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
+from ..weights.checkpoint import Checkpoint
+from ..weights.config import ModelConfig
+from ..weights.convert.packed import PackedCheckpoint
+from .beam_search import Beams, beam_rules
+from .model_source import EngineConfig, load_tokenizer
+from .prompts import (
     Fitted,
     Prompt,
     VirtualTokens,
@@ -25,27 +34,17 @@ from tinygpt.engine.prompts import (
     prompt_list,
     text_or_ids,
 )
-from tinygpt.engine.sampler import PromptLogprobs
-from tinygpt.engine.scheduler import SINGLE_USE_IDS
-from tinygpt.engine.sequence import Breakers, Request, Sequence, copied
-from tinygpt.errors import CheckpointError, RequestError, invalid
-from tinygpt.outputs import ContinuationScore, StreamChunk
-from tinygpt.sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
-from tinygpt.tokenizer.stream import TextStream
-from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.stored.packed import PackedCheckpoint
+from .sampler import PromptLogprobs
+from .scheduler import SINGLE_USE_IDS
+from .sequence import Breakers, Request, Sequence, copied
 
 logger = logging.getLogger(__name__)
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
 if TYPE_CHECKING:
-    from tinygpt.engine.guided import Guidance
-    from tinygpt.engine.looks import Looks
-    from tinygpt.points import Points
+    from ..look.captures import Captures
+    from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
 
@@ -60,7 +59,7 @@ class InputProcessor:
         checkpoint: Checkpoint | PackedCheckpoint,
         soft_prompts: Mapping | None,
         split_special_tokens: bool,
-        points: "Callable[[], Points] | None" = None,
+        points: "Callable[[], HookPoints] | None" = None,
         lora_modules: tuple[str, ...] = (),
     ):
         self._config, self._engine_config, self._points = config, engine_config, points
@@ -261,18 +260,18 @@ class InputProcessor:
             for index in range(count)
         ]
 
-    def _looks(self, params: SamplingParams, num_prompt: int, count: int) -> "Looks | None":
+    def _looks(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
         if not (params.capture or params.edits):
             return None
         return self.looks(params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count)
 
-    def looks(self, capture: Any, edits: Any, num_prompt: int, length: int, count: int = 1) -> "Looks":
+    def looks(self, capture: Any, edits: Any, num_prompt: int, length: int, count: int = 1) -> "Captures":
         """Return the looks of `count` texts of `length` positions. Raise RequestError."""
-        from tinygpt.engine.looks import Looks, check_size  # rarely needed
+        from ..look.captures import Captures, check_size  # rarely needed
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
-        looks, most = Looks.of(capture, edits, self._points(), num_prompt, length), self._engine_config.max_model_len
+        looks, most = Captures.of(capture, edits, self._points(), num_prompt, length), self._engine_config.max_model_len
         for one in chain(*looks.edits.values()):
             if one.first >= most:
                 raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
@@ -287,7 +286,7 @@ class InputProcessor:
             if self._guidance is None:
                 if self._tokenizer is None:
                     raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
-                from tinygpt.engine.guided import Guidance  # sockets and subprocess: rarely needed
+                from .guided import Guidance  # sockets and subprocess: rarely needed
 
                 self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
             return self._guidance

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.model_source import LOGIT_ROWS, EngineConfig, ModelSource
-from tinygpt.errors import FailedRequestError, RequestError, invalid
-from tinygpt.kernels import host
-from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.batch import Batch
-from tinygpt.sampling_params import num_best
-from tinygpt.weights.config import ModelConfig
+from ..errors import FailedRequestError, RequestError, invalid
+from ..kernels import numbers
+from ..kernels.backend import DeviceError
+from ..kernels.batch import Batch
+from ..sampling_params import num_best
+from ..weights.config import ModelConfig
+from .model_source import LOGIT_ROWS, EngineConfig, ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class ModelRunner:
 
         is_whole: False for the last two states alone.
         """
-        from tinygpt.engine.looks import trace  # rarely needed
+        from ..look.captures import trace  # rarely needed
 
         streams, queries = trace(partial(self.forward, batch), batch, self.config.n_layer, is_whole)
         normed = self._backend.final_norm(self._params, streams[-1])
@@ -124,7 +124,7 @@ class Probe:
         self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
 
     def logits(self, token_ids: list[int], looks: Any = None) -> np.ndarray:
-        """Return logits (T, V). looks: Looks, which see all positions. Raise FailedRequestError if an edit fails."""
+        """Return logits (T, V). looks: Captures, which see all positions. Raise FailedRequestError if an edit fails."""
         if looks is None:  # copies: the next step overwrites them
             return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
         last = "resid_post", self._runner.config.n_layer - 1
@@ -138,7 +138,7 @@ class Probe:
 
     def logits_of(self, stream: np.ndarray) -> np.ndarray:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
-        from tinygpt.engine.looks import given  # rarely needed
+        from ..look.captures import given  # rarely needed
 
         config = self._runner.config
         found = np.empty((len(stream), config.vocab_size), np.float32)
@@ -157,7 +157,7 @@ class Probe:
         config, maps = self._runner.config, np.empty((*keys.shape[:3], len(token_ids)), np.float32)
         for layer in range(config.n_layer):
             of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
-            maps[layer] = host.softmax(host.attention_scores(*of_layer))
+            maps[layer] = numbers.softmax(numbers.attention_scores(*of_layer))
         return maps  # (L, H, T, T)
 
     def last_states(self, token_ids: list[int]) -> np.ndarray:

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import NoTokenizerError, RequestError, invalid, suggest
-from tinygpt.kernels.backend import DeviceError
-from tinygpt.tokenizer.files import checked_spec, read_tokenizer
-from tinygpt.tokenizer.tokenizer import Tokenizer
-from tinygpt.weights.checkpoint import Checkpoint, is_random
-from tinygpt.weights.config import STORAGE_DTYPE, ModelConfig
-from tinygpt.weights.containers.mapped_file import MappedFile
-from tinygpt.weights.open import open_checkpoint
-from tinygpt.weights.stored.packed import PackedCheckpoint
+from ..errors import NoTokenizerError, RequestError, invalid, suggest
+from ..kernels.backend import DeviceError
+from ..text.files import checked_spec, read_tokenizer
+from ..text.tokenizer import Tokenizer
+from ..weights.checkpoint import Checkpoint, is_random
+from ..weights.config import STORAGE_DTYPE, ModelConfig
+from ..weights.containers.mapped_file import MappedFile
+from ..weights.convert.packed import PackedCheckpoint
+from ..weights.open import open_checkpoint
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 # Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.
@@ -53,7 +53,7 @@ class ModelSource:
         backends = [load_backend(device, dtype) for dtype in dtypes]
         checkpoint = open_checkpoint(model)
         if lora is not None:
-            from tinygpt.weights.adapters.lora import merge_lora
+            from ..weights.adapters.lora import merge_lora
 
             checkpoint = merge_lora(checkpoint, lora)
         adapters = _read_adapters(checkpoint, lora_modules)
@@ -105,7 +105,7 @@ def _read_adapters(
         return ()
     if not isinstance(lora_modules, Mapping) or not all(isinstance(name, str) and name for name in lora_modules):
         raise invalid("lora_modules", lora_modules, "a dict from names to folders")
-    from tinygpt.weights.adapters.lora import read_lora
+    from ..weights.adapters.lora import read_lora
 
     return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tinygpt.errors import RequestError, invalid
-from tinygpt.sampling_params import SamplingParams
+from ..errors import RequestError, invalid
+from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
-    from tinygpt.tokenizer.tokenizer import Tokenizer
-    from tinygpt.weights.adapters.soft_prompt import SoftPrompt
+    from ..text.tokenizer import Tokenizer
+    from ..weights.adapters.soft_prompt import SoftPrompt
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.sequence import Breakers, SampledToken, Sequence
-from tinygpt.kernels.host import Warpers
-from tinygpt.kernels.reference.sampling import uniform
-from tinygpt.sampling_params import SamplingParams
+from ..kernels.numbers import Warpers
+from ..kernels.reference.sampling import uniform
+from ..sampling_params import SamplingParams
+from .model_runner import ModelRunner
+from .sequence import Breakers, SampledToken, Sequence
 
 NOT_FINITE = "the checkpoint is damaged, or its activations overflow float32"
 NOTHING_LEFT = (
@@ -70,7 +70,7 @@ class Processors(NamedTuple):
     forbidden_ids: Ragged  # int32
 
 
-class Edits:
+class TokenRules:
     """What params name by token ids. The samples of a request share it, and `Sampler` forgets it with the last."""
 
     def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int):
@@ -94,7 +94,7 @@ class Edits:
 class SamplingState:
     """The sampler's state of one sequence, which never gets shorter."""
 
-    def __init__(self, sequence: Sequence, edits: Edits):
+    def __init__(self, sequence: Sequence, edits: TokenRules):
         params, self.params, self.edits = sequence.params, sequence.params, edits
         self.warpers = warpers_of(params)
         is_ft = params.presence_penalty_rule == "fastertransformer"
@@ -183,7 +183,7 @@ class Sampler:
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
-        self._edits: WeakValueDictionary[tuple[int, frozenset[int]], Edits] = WeakValueDictionary()
+        self._edits: WeakValueDictionary[tuple[int, frozenset[int]], TokenRules] = WeakValueDictionary()
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
@@ -253,10 +253,12 @@ class Sampler:
                 sequence.sampling_state.update(sequence.new_token_ids)
         return [sequence.sampling_state for sequence in sequences]
 
-    def _edits_of(self, sequence: Sequence) -> Edits:
+    def _edits_of(self, sequence: Sequence) -> TokenRules:
         key = id(sequence.params), sequence.eos_token_ids
         if (edits := self._edits.get(key)) is None:
-            edits = self._edits[key] = Edits(sequence.params, sequence.eos_token_ids, self.runner.config.vocab_size)
+            edits = self._edits[key] = TokenRules(
+                sequence.params, sequence.eos_token_ids, self.runner.config.vocab_size
+            )
         return edits
 
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
@@ -351,7 +353,7 @@ class PromptLogprobs:
         return [None, *self.found]  # the first token has none
 
     @property
-    def num_reusable(self) -> int | float:
+    def max_prefix_tokens(self) -> int | float:
         return math.inf if self.is_complete else self.first
 
     @property

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.engine.model_source import LOGIT_ROWS
-from tinygpt.engine.sequence import Sequence, common_prefix
-from tinygpt.kernels.batch import NO_EMBEDS, Batch
+from ..kernels.batch import NO_EMBEDS, Batch
+from .model_source import LOGIT_ROWS
+from .sequence import Sequence, common_prefix
 
 # Tokens that waiting for another sequence's prompt must save. Waiting costs a step, as long as 9 (alone) to 60 (with 31
 # others) tokens of a prompt: measured on the demo checkpoint.
@@ -31,7 +31,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     count: int
-    is_sampled: bool  # whether they reach the sequence's last token
+    reaches_end: bool  # whether they reach the sequence's last token
     num_prompt_logits: int  # of the last tokens, for the prompt's log probabilities
 
     @classmethod
@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
     @property
     def num_logits(self) -> int:
-        return max(int(self.is_sampled), self.num_prompt_logits)
+        return max(int(self.reaches_end), self.num_prompt_logits)
 
 
 class SlotTable:
@@ -145,7 +145,7 @@ class Scheduler:
             self._copy_to_followers(sequence)
             self.running.remove(sequence)
             self._pending.pop(sequence, None)
-            self.slots.release(sequence.slot, sequence.prefix_ids[: sequence.num_shareable])
+            self.slots.release(sequence.slot, sequence.prefix_ids[: sequence.num_copyable_positions])
             sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
@@ -160,7 +160,7 @@ class Scheduler:
                     budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
 
     def _admit(self, sequence: Sequence) -> None:
-        sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.num_reusable + 1]))
+        sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))
         self.running.append(sequence)  # first: if a copy fails, `remove` finds the slot
         if sequence.soft_prompt is not None and not sequence.num_cached:
             self._write_prefix(sequence)
@@ -174,10 +174,10 @@ class Scheduler:
 
     def _share(self, sequence: Sequence) -> None:
         """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
-        wanted = sequence.prefix_ids[: sequence.num_reusable]
+        wanted = sequence.prefix_ids[: sequence.max_prefix_tokens]
         earlier = self.running[: self.running.index(sequence)]
         running = [(_num_shared(wanted, other), other) for other in earlier]
-        ready = [(min(count, other.num_shareable), other.slot) for count, other in running]
+        ready = [(min(count, other.num_copyable_positions), other.slot) for count, other in running]
         cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.items()]
         num_ready, slot = max(ready + cached, default=(0, None))
         num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
@@ -192,7 +192,7 @@ class Scheduler:
     def _waits(self, sequence: Sequence) -> bool:
         if sequence in self._pending:
             other, count = self._pending[sequence]
-            if other.slot is None or other.num_shareable >= count:
+            if other.slot is None or other.num_copyable_positions >= count:
                 self._share(sequence)
         return sequence in self._pending
 
@@ -200,7 +200,7 @@ class Scheduler:
         """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
         followers = [follower for follower, (other, _) in self._pending.items() if other is sequence]
         for follower in followers:
-            self._copy(sequence.slot, follower, min(sequence.num_shareable, self._pending[follower][1]))
+            self._copy(sequence.slot, follower, min(sequence.num_copyable_positions, self._pending[follower][1]))
         return followers
 
     def _copy(self, slot: int | None, sequence: Sequence, stop: int) -> None:
@@ -237,7 +237,7 @@ class StepInput:
     def ends(self) -> list[tuple[int, Sequence]]:
         """Return each sequence whose next token is due, with its row of logits."""
         pairs = zip(self.last_rows, self.chunks, strict=True)
-        return [(row, chunk.sequence) for row, chunk in pairs if chunk.is_sampled]
+        return [(row, chunk.sequence) for row, chunk in pairs if chunk.reaches_end]
 
     def prompt_rows(self, i: int) -> slice:
         return slice(self.last_rows[i] + 1 - self.chunks[i].num_prompt_logits, self.last_rows[i] + 1)

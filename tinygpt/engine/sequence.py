@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from tinygpt.engine.prompts import Prompt, VirtualTokens, Window
-from tinygpt.errors import FailedRequestError
-from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.tokenizer.stream import TextStream
+from ..errors import FailedRequestError
+from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from ..sampling_params import SamplingParams
+from ..text.stream import TextStream
+from .prompts import Prompt, VirtualTokens, Window
 
 FinishReason = Literal["stop", "length"]
 Breakers = Mapping[int, list[tuple[int, ...]]]  # first token -> the others of each text of dry_sequence_breakers
@@ -42,7 +42,7 @@ class Sequence:
     guide: Any = None  # Guide
     adapter: int = -1  # of the LLM's lora_modules
     dry_breakers: Breakers = field(default_factory=dict)
-    looks: Any = None  # Looks
+    looks: Any = None  # Captures
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Sequence:
     num_cached: int = 0  # positions in that slot
     num_reused: int = 0  # of these, computed by other sequences
     num_dropped: int = 0  # tokens that have left the window
-    is_proven: bool = False  # whether logits after the cached positions were finite, and so the positions are
+    has_finite_logits: bool = False  # whether logits after the cached positions were finite, and so the positions are
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -96,17 +96,17 @@ class Sequence:
         return len(self) - self.num_dropped - self.num_cached
 
     @property
-    def num_reusable(self) -> int:
+    def max_prefix_tokens(self) -> int:
         """Tokens that may be copied from other sequences: not the last, and none whose logits or rows are wanted."""
         if self.looks is not None and self.looks.names:
             return 0
         count = self.num_cached + self.num_uncached - 1
-        return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.num_reusable)
+        return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.max_prefix_tokens)
 
     @property
-    def num_shareable(self) -> int:
+    def num_copyable_positions(self) -> int:
         """Positions that other sequences may copy: a NaN spreads backwards to earlier positions of its step."""
-        return self.num_cached if self.is_proven and self.error is None else 0
+        return self.num_cached if self.has_finite_logits and self.error is None else 0
 
     @property
     def has_to_slide(self) -> bool:
@@ -140,7 +140,7 @@ class Sequence:
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""
         self.num_dropped = self.window.num_dropped(len(self))
-        self.num_cached, self.is_proven = min(self.num_cached, self.window.num_fixed), False
+        self.num_cached, self.has_finite_logits = min(self.num_cached, self.window.num_fixed), False
 
     # Its tokens, and its end.
 
@@ -149,7 +149,7 @@ class Sequence:
         if self.error is not None or token.error is not None:
             self.error = self.error or token.error
             return
-        self.is_proven = True
+        self.has_finite_logits = True
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         self.new_token_ids.append(token.token_id)

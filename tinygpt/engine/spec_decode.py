@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import EngineConfig, ModelSource
-from tinygpt.engine.sampler import Sampler
-from tinygpt.engine.scheduler import Chunk, StepInput
-from tinygpt.engine.sequence import Sequence, common_prefix
-from tinygpt.errors import RequestError
-from tinygpt.kernels.batch import Batch
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.weights.config import ModelConfig
+from ..errors import RequestError
+from ..kernels.batch import Batch
+from ..sampling_params import SamplingParams
+from ..weights.config import ModelConfig
+from .model_runner import ModelRunner
+from .model_source import EngineConfig, ModelSource
+from .sampler import Sampler
+from .scheduler import Chunk, StepInput
+from .sequence import Sequence, common_prefix
 
 
 class Drafter:
@@ -55,7 +55,7 @@ class Drafter:
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
             count = self._draft_model.num_speculative_tokens
-        if not count or sequence.beams is not None or sequence.looks is not None or not chunk.is_sampled:
+        if not count or sequence.beams is not None or sequence.looks is not None or not chunk.reaches_end:
             return 0
         if sequence.window is not None:
             count = min(count, sequence.window.size - len(sequence) + sequence.num_dropped)

@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.beam_search import predict
-from tinygpt.engine.model_runner import ModelRunner
-from tinygpt.engine.model_source import EngineConfig
-from tinygpt.engine.sampler import Sampler, draws_of, gather_warpers, sampled
-from tinygpt.engine.scheduler import Chunk, Scheduler, SlotTable, StepInput
-from tinygpt.engine.sequence import Sequence
-from tinygpt.engine.spec_decode import Drafter, DraftModel, confirm_drafts
-from tinygpt.kernels.batch import Batch
-from tinygpt.outputs import Throughput
+from ..kernels.batch import Batch
+from ..outputs import Throughput
+from .beam_search import predict
+from .model_runner import ModelRunner
+from .model_source import EngineConfig
+from .sampler import Sampler, draws_of, gather_warpers, sampled
+from .scheduler import Chunk, Scheduler, SlotTable, StepInput
+from .sequence import Sequence
+from .spec_decode import Drafter, DraftModel, confirm_drafts
 
 # Seconds of decode steps in one call: of the backend if a caller streams, and of the engine between two commands.
 STREAM_SECONDS, CALL_SECONDS = 0.05, 0.1
@@ -112,9 +112,9 @@ class StepLoop:
         looks = {i: chunk.sequence.looks for i, chunk in enumerate(step.chunks) if chunk.sequence.looks is not None}
         if not looks:
             return self.runner.forward(step.batch)
-        from tinygpt.engine.looks import StepLook  # rarely needed
+        from ..look.captures import StepCaptures  # rarely needed
 
-        look = StepLook(step.batch, looks, step.chunks[0].first_layer)
+        look = StepCaptures(step.batch, looks, step.chunks[0].first_layer)
         logits = self.runner.forward(step.batch, look)
         for i, error in look.failed.items():
             step.chunks[i].sequence.error = error
@@ -153,7 +153,7 @@ class StepLoop:
             return 1
         for chunk in chunks:
             sequence = chunk.sequence
-            if not chunk.is_sampled or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
+            if not chunk.reaches_end or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
                 return 1
             if sequence.looks is not None or sequence.window is not None or not self.sampler.is_drawn_alone(sequence):
                 return 1

@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.engine.model_source import load_backend
-from tinygpt.errors import CheckpointError, RequestError
-from tinygpt.kernels.batch import Batch
-from tinygpt.outputs import UseTqdm, with_bar
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import parameter_shapes
-from tinygpt.weights.containers.torch import read_torch
-from tinygpt.weights.files import followed
-from tinygpt.weights.stored.export import layout_of
+from ..engine.model_source import load_backend
+from ..errors import CheckpointError, RequestError
+from ..kernels.batch import Batch
+from ..outputs import UseTqdm, with_bar
+from ..weights.checkpoint import Checkpoint
+from ..weights.config import parameter_shapes
+from ..weights.containers.torch import read_torch
+from ..weights.convert.export import layout_of
+from ..weights.files import followed
 
 NUM_SAMPLES, SAMPLE_TOKENS = 32, 256  # at most
 READ_BY = ("attn.c_attn", "mlp.c_fc", "attn.c_proj", "mlp.c_proj")

@@ -16,14 +16,14 @@ try:
 except ModuleNotFoundError as error:
     if __name__ != "__main__":
         raise
-    from tinygpt.errors import how_to_install
+    from ..errors import how_to_install
 
     raise SystemExit(f"tinygpt: error: {error}; install the harness: {how_to_install('eval')}") from None
 
-from tinygpt.errors import invalid
-from tinygpt.evaluation.tasks import NUM_TOGETHER, map_together
-from tinygpt.llm import LLM
-from tinygpt.sampling_params import SamplingParams
+from ..errors import invalid
+from ..llm import LLM
+from ..sampling_params import SamplingParams
+from .tasks import NUM_TOGETHER, map_together
 
 HARNESS_DEVICE = "cuda:0"  # the harness's default
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import CheckpointError, RequestError, how_to_install
-from tinygpt.weights.files import read_json_object
+from ..errors import CheckpointError, RequestError, how_to_install
+from ..weights.files import read_json_object
 
 FORMAT = "tinygpt golden 1"
 # Dtype and number of dimensions of a golden's arrays in a file.

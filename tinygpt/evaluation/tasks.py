@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from tinygpt.errors import RequestError, how_to_install, invalid
-from tinygpt.evaluation.texts import Article
-from tinygpt.llm import LLM
-from tinygpt.outputs import ContinuationScore, UseTqdm, with_bar
-from tinygpt.sampling_params import SamplingParams
+from ..errors import RequestError, how_to_install, invalid
+from ..llm import LLM
+from ..outputs import ContinuationScore, UseTqdm, with_bar
+from ..sampling_params import SamplingParams
+from .texts import Article
 
 NUM_TOGETHER = 8  # threads that share the engine's steps
 # ROUGE as FasterTransformer's summarization example.

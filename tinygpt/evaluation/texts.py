@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.errors import RequestError
+from ..errors import RequestError
 
 SUMMARIES = ("highlights", "summary")  # the first is CNN/DailyMail's
 

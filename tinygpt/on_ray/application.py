@@ -12,10 +12,10 @@ from ray.serve import Application
 from ray.serve.config import AutoscalingConfig
 from ray.util.metrics import Gauge
 
-from tinygpt.llm import LLM
-from tinygpt.server.api import ServerConfig
-from tinygpt.server.app import create_app
-from tinygpt.server.serve import configure_logging
+from ..llm import LLM
+from ..server.api import ServerConfig
+from ..server.app import create_app
+from ..server.serve import configure_logging
 
 
 class Arguments(BaseModel):

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
-from tinygpt.cli import loading
-from tinygpt.cli.flags import llm_arguments
-from tinygpt.cli.streams import counted, log
-from tinygpt.errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
-from tinygpt.hardware import physical_cores
+from ..cli import loading
+from ..cli.flags import llm_arguments
+from ..cli.streams import counted, log
+from ..errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
+from ..hardware import physical_cores
 
 ROUNDS = 2  # prompts of a batch for each slot: no slot idles between batches
 OBJECT_STORE = 128 * 2**20  # bytes, for prompts and records
@@ -29,8 +29,8 @@ Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
     loading.set_thread_pools(args.threads)
-    from tinygpt.engine.input_processor import InputProcessor
-    from tinygpt.engine.model_source import EngineConfig, ModelSource
+    from ..engine.input_processor import InputProcessor
+    from ..engine.model_source import EngineConfig, ModelSource
 
     arguments = llm_arguments(args)
     names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
@@ -58,7 +58,7 @@ class Actor:
 
     def __init__(self, arguments: dict[str, Any]):
         loading.set_thread_pools(arguments["threads"])
-        from tinygpt.llm import LLM
+        from ..llm import LLM
 
         self._llm = LLM(**arguments)
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.errors import FailedRequestError, RequestError
-from tinygpt.llm import LLM
-from tinygpt.outputs import RequestOutput
-from tinygpt.sampling_params import SamplingParams
+from ..errors import FailedRequestError, RequestError
+from ..llm import LLM
+from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
 
 COLUMNS = ("generated_text", "generated_token_ids", "finish_reason", "error")
 

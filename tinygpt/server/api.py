@@ -16,15 +16,17 @@ from fastapi import Request
 from starlette.responses import Response
 
 import tinygpt
-from tinygpt.chat import Template, chat_ids
-from tinygpt.edits import ControlVector, salt_of
-from tinygpt.engine.prompts import Prompt, encode
-from tinygpt.errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
-from tinygpt.llm import LLM
-from tinygpt.outputs import RequestOutput
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.server import protocol
-from tinygpt.server.completions import (
+
+from ..engine.prompts import Prompt, encode
+from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
+from ..llm import LLM
+from ..look.edits import ControlVector, salt_of
+from ..outputs import RequestOutput
+from ..sampling_params import SamplingParams
+from ..text.chat import Template, chat_ids
+from ..wire import record_to_json
+from . import protocol
+from .completions import (
     MAX_LOGPROBS,
     Chat,
     Completion,
@@ -35,12 +37,11 @@ from tinygpt.server.completions import (
     scoring_request,
     with_suffix,
 )
-from tinygpt.server.looks import check_size, lens_to_json, look_params
-from tinygpt.server.metrics import Metrics
-from tinygpt.server.replies import RETRY, ApiError, TokenNames, from_engine, json_large, whole
-from tinygpt.server.responses import Responses
-from tinygpt.server.work import SSE, EventStream, Outbox, Requests, Result, Work, while_connected
-from tinygpt.wire import record_to_json
+from .looks import check_size, lens_to_json, look_params
+from .metrics import Metrics
+from .replies import RETRY, ApiError, TokenNames, from_engine, json_large, whole
+from .responses import Responses
+from .running import SSE, ChunkQueue, EventStream, Requests, Result, RunningRequest, while_connected
 
 log = logging.getLogger("tinygpt.server")
 LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block the loop for milliseconds
@@ -83,7 +84,7 @@ class Api:
         self.model_names = (*config.served_model_names, *llm.lora_modules)
         self.metrics = Metrics(llm, self.model_name)
         self.is_draining = False
-        self._works: WeakSet[Work] = WeakSet()
+        self._works: WeakSet[RunningRequest] = WeakSet()
         self._first: dict[int, float] | None = None
         self._turn, self._num_in_turn = asyncio.Lock(), 0  # embeddings and scores: each between two steps
         self.huge = asyncio.Lock()  # of the request that has a huge body, until it is read
@@ -98,8 +99,8 @@ class Api:
             log.warning(f"no chat, but all else: {error}")
 
     @cached_property
-    def outbox(self) -> Outbox:
-        return Outbox(self.llm)
+    def outbox(self) -> ChunkQueue:
+        return ChunkQueue(self.llm)
 
     def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
@@ -231,17 +232,17 @@ class Api:
         finally:
             self._end(request, work)
 
-    async def _work(self, requests: Requests, stream: bool, request: Request) -> Work:
+    async def _work(self, requests: Requests, stream: bool, request: Request) -> RunningRequest:
         self.check_open()
         sizes, count = self.llm.engine.engine_config, sum(params.best_of or params.n for _, params in requests)
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
             raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
-        work = Work(self.llm, self.outbox)
+        work = RunningRequest(self.llm, self.outbox)
         self._works.add(work)
         await work.submit(requests, stream, len(request._body) > LARGE)
         return work
 
-    def _end(self, request: Request, work: Work) -> None:
+    def _end(self, request: Request, work: RunningRequest) -> None:
         work.cancel()
         found = work.found()
         self.metrics.observe(found, work.token_gaps())

@@ -24,13 +24,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinygpt
-from tinygpt.errors import suggest
-from tinygpt.llm import LLM
-from tinygpt.server import protocol
-from tinygpt.server.api import Api, ServerConfig
-from tinygpt.server.facts import Facts
-from tinygpt.server.replies import BUG, ApiError, from_validation, respond
-from tinygpt.server.work import JsonRoute
+
+from ..errors import suggest
+from ..llm import LLM
+from . import protocol
+from .api import Api, ServerConfig
+from .info_routes import InfoRoutes
+from .replies import BUG, ApiError, from_validation, respond
+from .running import JsonRoute
 
 PAGE = Path(__file__).resolve().parent / "page.html"
 # Monitors and browsers read these without a key; they hold no text of a client.
@@ -47,7 +48,7 @@ STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     """Return an app for any ASGI server. The caller closes the LLM."""
     api = Api(llm, config)
-    facts = Facts(api)
+    facts = InfoRoutes(api)
     app = FastAPI(title="tinygpt", version=tinygpt.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.api = api

@@ -6,12 +6,13 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import Any
 
-from tinygpt.engine.prompts import Prompt
-from tinygpt.outputs import CompletionOutput, RequestOutput, StreamChunk
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.looks import activations_to_json
-from tinygpt.server.protocol import StreamOptions
-from tinygpt.server.replies import (
+from ..engine.prompts import Prompt
+from ..outputs import CompletionOutput, RequestOutput, StreamChunk
+from ..sampling_params import SamplingParams
+from ..wire import chunk_to_json, output_to_json, record_to_json
+from .looks import activations_to_json
+from .protocol import StreamOptions
+from .replies import (
     DONE,
     CompletionLogprobs,
     Logprobs,
@@ -25,7 +26,6 @@ from tinygpt.server.replies import (
     to_json,
     usage,
 )
-from tinygpt.wire import chunk_to_json, output_to_json, record_to_json
 
 OBFUSCATED_SIZE = 64  # bytes
 MAX_LOGPROBS = 1_000_000  # of a reply, which has up to 70 bytes for each

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.edits import Edit
-from tinygpt.engine.prompts import Prompt
-from tinygpt.errors import RequestError
-from tinygpt.kernels import host
-from tinygpt.llm import LLM
-from tinygpt.sampling_params import SamplingParams
-from tinygpt.server.protocol import Array, LookFields
-from tinygpt.server.replies import ApiError, TokenNames
+from ..engine.prompts import Prompt
+from ..errors import RequestError
+from ..kernels import numbers
+from ..llm import LLM
+from ..look.edits import Edit
+from ..sampling_params import SamplingParams
+from .protocol import Array, LookFields
+from .replies import ApiError, TokenNames
 
 FIELDS = ("capture", "edits", "extra_args")
 
@@ -45,7 +45,7 @@ def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
     """Return each layer's best token, by the logit lens, and (L, H, T) of the last token's attention."""
     _, cache = llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
     layers = range(llm.config.n_layer)
-    logprobs = host.log_softmax(llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers])))  # (L, V)
+    logprobs = numbers.log_softmax(llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers])))  # (L, V)
     pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
     best = [{"token": names.name(i), "logprob": row[i].item()} for i, row in pairs]
     attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)

@@ -9,8 +9,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 import tinygpt
-from tinygpt.engine.sequence import Progress
-from tinygpt.llm import LLM
+
+from ..engine.sequence import Progress
+from ..llm import LLM
 
 OURS, VLLM = "tinygpt:", "vllm:"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from typing_extensions import TypeAliasType
 
-from tinygpt.aliases import OURS, renamed
-from tinygpt.chat import Role
-from tinygpt.errors import RequestError
-from tinygpt.sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
-from tinygpt.wire import UNSENDABLE
+from ..aliases import OURS, renamed
+from ..errors import RequestError
+from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
+from ..text.chat import Role
+from ..wire import UNSENDABLE
 
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's

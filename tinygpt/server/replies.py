@@ -15,12 +15,12 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from tinygpt.aliases import OURS
-from tinygpt.engine.sampler import NOT_FINITE
-from tinygpt.errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
-from tinygpt.outputs import RequestOutput, StreamChunk
-from tinygpt.server.protocol import Strict
-from tinygpt.tokenizer.tokenizer import Tokenizer
+from ..aliases import OURS
+from ..engine.sampler import NOT_FINITE
+from ..errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
+from ..outputs import RequestOutput, StreamChunk
+from ..text.tokenizer import Tokenizer
+from .protocol import Strict
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
-from tinygpt.outputs import RequestOutput
-from tinygpt.server.completions import Job
-from tinygpt.server.replies import PromptChunk, event, json_parts, usage
+from ..outputs import RequestOutput
+from .completions import Job
+from .replies import PromptChunk, event, json_parts, usage
 
 OF_TEXT = {"output_index": 0, "content_index": 0}
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}

@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from tinygpt.errors import RequestError
+from ..errors import RequestError
 
 Call = Callable[[], None]
 log = logging.getLogger("tinygpt.server")

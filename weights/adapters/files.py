@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinygpt.weights.containers.mapped_file import STORED_AS, Container, StoredTensor
-from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.errors import CheckpointError, describe, listed, shown
-from tinygpt.weights.files import ADAPTER_CONFIG as CONFIG
-from tinygpt.weights.files import ADAPTER_FILES, looks_local, read_json_object
+from ..containers.mapped_file import STORED_AS, Container, StoredTensor
+from ..containers.safetensors import read_safetensors
+from ..errors import CheckpointError, describe, listed, shown
+from ..files import ADAPTER_CONFIG as CONFIG
+from ..files import ADAPTER_FILES, looks_local, read_json_object
 
 MODEL_CONFIG = "config.json"
 SOFT_PROMPTS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
@@ -53,7 +53,7 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
 def _read(file: Path) -> Container:
     if file.suffix == ".safetensors":
         return read_safetensors(file)
-    from tinygpt.weights.containers.torch import read_torch  # rarely needed
+    from ..containers.torch import read_torch  # rarely needed
 
     return read_torch(file)
 
@@ -93,7 +93,7 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
     if not isinstance(given, str) or "/" not in given or looks_local(given):
         raise CheckpointError(f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'.")
-    from tinygpt.weights.hub import download_adapter  # rarely needed
+    from ..hub import download_adapter  # rarely needed
 
     return download_adapter(given)
 

@@ -15,16 +15,16 @@ from operator import iadd
 
 import numpy as np
 
-from tinygpt.weights.adapters.files import CONFIG, AdapterFiles, read_adapter
-from tinygpt.weights.adapters.lora_config import LoraConfig
-from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, is_transposed
-from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.families.family import AS_IS, TRANSPOSED, Layout, Rule
-from tinygpt.weights.families.gpt2 import is_ignored
-from tinygpt.weights.stored.export import Part, can_be_written, layout_of, parts_of
-from tinygpt.weights.stored.packed import PackedCheckpoint
-from tinygpt.weights.tensor import DefaultTensor, LazyTensor, Tensor, zeros
+from ..checkpoint import Checkpoint
+from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
+from ..convert.export import Part, can_be_written, layout_of, parts_of
+from ..convert.packed import PackedCheckpoint
+from ..errors import CheckpointError, listed
+from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule
+from ..families.gpt2 import is_ignored
+from ..tensor import DefaultTensor, LazyTensor, Tensor, zeros
+from .files import CONFIG, AdapterFiles, read_adapter
+from .lora_config import LoraConfig
 
 PREFIX = "base_model.model."  # PEFT's wrapper of the model
 MAX_RANK = 1024  # of an adapter that is not merged
@@ -35,7 +35,7 @@ class _Model:
     """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
 
     layout: Layout
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, TensorRule]
     parts: dict[str, Part]
 
     def is_embedding(self, name: str) -> bool:
@@ -124,7 +124,11 @@ def _read(
 
 
 def _changed(
-    tensor: Tensor, rule: Rule, replaced: Mapping[str, Tensor], updates: Mapping[str, Tensor], parts: Mapping[str, Part]
+    tensor: Tensor,
+    rule: TensorRule,
+    replaced: Mapping[str, Tensor],
+    updates: Mapping[str, Tensor],
+    parts: Mapping[str, Part],
 ) -> Tensor:
     names = rule.sources
     if not replaced.keys().isdisjoint(names):

@@ -11,7 +11,7 @@ from typing import Any
 
 import regex
 
-from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
+from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
 
 BIASES = ("none", "all", "lora_only")
 # Initializations that leave the base model's weights alone.

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
-from tinygpt.weights.adapters.files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
-from tinygpt.weights.config import ModelConfig
-from tinygpt.weights.containers.mapped_file import MappedFile, StoredTensor
-from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.errors import CheckpointError, listed
-from tinygpt.weights.files import followed, read_yaml_object
+from ..config import ModelConfig
+from ..containers.mapped_file import MappedFile, StoredTensor
+from ..containers.safetensors import read_safetensors
+from ..errors import CheckpointError, listed
+from ..files import followed, read_yaml_object
+from .files import SOFT_PROMPTS, AdapterFiles, check_floating, existing_path, read_adapter
 
 KINDS = dict(zip(SOFT_PROMPTS, ("prompt", "prompt", "prefix"), strict=True))
 TENSOR = "prompt_embeddings"
@@ -67,7 +67,7 @@ def read_soft_prompt(source: str | os.PathLike[str], config: ModelConfig, name: 
 
 
 def _nemo_table(path: Path, task: str) -> np.ndarray:
-    from tinygpt.weights.containers.ranks import NEMO_CONFIG, read_nemo  # rarely needed, as all that reads pickles
+    from ..containers.ranks import NEMO_CONFIG, read_nemo  # rarely needed, as all that reads pickles
 
     container = read_nemo(followed(path))
     found = ((NEMO_TABLE.fullmatch(name), tensor) for name, tensor in container.tensors.items())
@@ -85,7 +85,7 @@ def _nemo_table(path: Path, task: str) -> np.ndarray:
 
 def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
     """Return (P, C). The file has no dtype: config.ini's is the model's, and the prompt keeps the one of training."""
-    from tinygpt.weights.containers.ranks import ft_sections
+    from ..containers.ranks import ft_sections
 
     lengths = (
         one.get("prompt_length", "") for one in ft_sections(path.parent).values() if one.get("task_name") == task

@@ -4,15 +4,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-from tinygpt.weights.containers import ranks
-from tinygpt.weights.containers.gguf import is_gguf, read_gguf
-from tinygpt.weights.containers.mapped_file import FILES, Container, Peek, StoredTensor
-from tinygpt.weights.containers.onnx import is_onnx, read_onnx
-from tinygpt.weights.containers.safetensors import is_safetensors, read_safetensors
-from tinygpt.weights.containers.tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
-from tinygpt.weights.containers.torch import is_torch, read_torch, read_training_checkpoint
-from tinygpt.weights.errors import NAMED, CheckpointError, describe, listed, shown
-from tinygpt.weights.files import followed, read_json_object
+from ..errors import NAMED, CheckpointError, describe, listed, shown
+from ..files import followed, read_json_object
+from . import ranks
+from .gguf import is_gguf, read_gguf
+from .mapped_file import FILES, Container, Peek, StoredTensor
+from .onnx import is_onnx, read_onnx
+from .safetensors import is_safetensors, read_safetensors
+from .tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
+from .torch import is_torch, read_torch, read_training_checkpoint
 
 MAX_SHARDS, NAME_MAX = 1000, 255  # files, bytes of a name
 INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor

@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.containers.mapped_file import (
+from ..errors import CheckpointError, how_to_install, shown
+from ..tensor import shortest
+from .mapped_file import (
     MAX_SIZE,
     Container,
     MappedFile,
@@ -24,8 +26,6 @@ from tinygpt.weights.containers.mapped_file import (
     contiguous_strides,
     parsing,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install, shown
-from tinygpt.weights.tensor import shortest
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

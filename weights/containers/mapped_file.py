@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.errors import MAX_SHOWN, CheckpointError, LostFileError
-from tinygpt.weights.files import open_regular
+from ..errors import MAX_SHOWN, CheckpointError, LostFileError
+from ..files import open_regular
 
 # Hugging Face's file of each format, in transformers' order of search.
 FILES = ("model.safetensors", "pytorch_model.bin")
@@ -156,7 +156,7 @@ class Container:
 
 
 @dataclass(frozen=True)
-class Part:
+class ArchiveMember:
     """An archive's entry or a variable, and its checksum if it is known."""
 
     file: MappedFile

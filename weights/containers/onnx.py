@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.containers.mapped_file import (
+from ..errors import CheckpointError, how_to_install, shown
+from ..files import check_inside
+from .mapped_file import (
     ITEMSIZE,
     Container,
     MappedFile,
@@ -18,8 +20,6 @@ from tinygpt.weights.containers.mapped_file import (
     is_possible_shape,
     parsing,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install, shown
-from tinygpt.weights.files import check_inside
 
 DTYPES = {1: "float32", 10: "float16", 11: "float64", 16: "bfloat16"}  # by ONNX's numbers
 EXTERNAL = 1  # a tensor's data_location, if it lies in another file

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygpt.weights.containers.mapped_file import ITEMSIZE, Container, MappedFile, Peek, StoredTensor, parsing
-from tinygpt.weights.containers.torch import read_training_checkpoint
-from tinygpt.weights.errors import CheckpointError, shown
-from tinygpt.weights.files import check_inside, open_regular, read_regular_text
+from ..errors import CheckpointError, shown
+from ..files import check_inside, open_regular, read_regular_text
+from .mapped_file import ITEMSIZE, Container, MappedFile, Peek, StoredTensor, parsing
+from .torch import read_training_checkpoint
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")

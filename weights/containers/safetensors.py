@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from tinygpt.weights.containers.mapped_file import (
+from ..errors import CheckpointError
+from ..files import sync
+from .mapped_file import (
     Container,
     MappedFile,
     Peek,
@@ -25,8 +27,6 @@ from tinygpt.weights.containers.mapped_file import (
     is_possible_shape,
     parsing,
 )
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.files import sync
 
 FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
 NAME, IN_FILES, SCALE = "float8", "F8_E4M3", "_scale"

@@ -12,11 +12,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tinygpt.weights.containers.mapped_file import (
+from ..errors import CheckpointError, how_to_install, shown
+from ..files import read_regular_text
+from .mapped_file import (
     ITEMSIZE,
+    ArchiveMember,
     Container,
     MappedFile,
-    Part,
     Peek,
     StoredTensor,
     check_places,
@@ -24,8 +26,6 @@ from tinygpt.weights.containers.mapped_file import (
     is_possible_shape,
     parsing,
 )
-from tinygpt.weights.errors import CheckpointError, how_to_install, shown
-from tinygpt.weights.files import read_regular_text
 
 INDEX = ".index"
 MAX_SHARDS = 1000
@@ -73,7 +73,7 @@ def read_tf_bundle(path: Path) -> Container:
     return Container("TensorFlow bundle", tensors)
 
 
-def _read_index(path: Path) -> list[tuple[Part, str, tuple[int, ...]]]:
+def _read_index(path: Path) -> list[tuple[ArchiveMember, str, tuple[int, ...]]]:
     """Return each variable's bytes, dtype and shape."""
     records = _read_table(MappedFile(path).data[:])
     if b"" not in records:
@@ -100,7 +100,7 @@ def _read_index(path: Path) -> list[tuple[Part, str, tuple[int, ...]]]:
         dtype, shape = DTYPES.get(kind, f"TensorFlow's type {kind}"), _shape(entry.get(2, b""))
         if kind in DTYPES and math.prod(shape) * ITEMSIZE[dtype] != size:
             raise ValueError(f"a variable of shape {shape} has {size} bytes")
-        part = Part(files[shard], name, range(offset, offset + size), checksum, masked_crc32c)
+        part = ArchiveMember(files[shard], name, range(offset, offset + size), checksum, masked_crc32c)
         variables.append((part, dtype, shape))
     return variables
 

@@ -15,19 +15,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
-from tinygpt.weights.containers.mapped_file import (
+from ..errors import CheckpointError, listed, shown
+from .mapped_file import (
     ITEMSIZE,
+    ArchiveMember,
     Container,
     MappedFile,
-    Part,
     Peek,
     StoredTensor,
     check_places,
     element_extent,
     parsing,
 )
-from tinygpt.weights.containers.torch_pickle import StridedView, Stub, fields_of, load_pickle
-from tinygpt.weights.errors import CheckpointError, listed, shown
+from .torch_pickle import StridedView, Stub, fields_of, load_pickle
 
 ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms
 LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra field
@@ -79,7 +79,9 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
     return Container(format, {**_tensors(file, views, storages), **unreadable}, fields_of(structure))
 
 
-def _open(path: Path, has_stubs: bool, part: range | None = None) -> tuple[MappedFile, str, dict, dict[str, Part]]:
+def _open(
+    path: Path, has_stubs: bool, part: range | None = None
+) -> tuple[MappedFile, str, dict, dict[str, ArchiveMember]]:
     file = MappedFile(path, part)
     is_zip = file.data[file.begin : file.begin + 4] == ZIP
     structure, storages = (_read_zip if is_zip else _read_legacy)(file, has_stubs)
@@ -102,12 +104,14 @@ def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iter
             yield from _flat(value, name, visits)
 
 
-def _tensors(file: MappedFile, views: dict[str, StridedView], storages: dict[str, Part]) -> dict[str, StoredTensor]:
+def _tensors(
+    file: MappedFile, views: dict[str, StridedView], storages: dict[str, ArchiveMember]
+) -> dict[str, StoredTensor]:
     verify_of = {key: None if part.checksum is None else cache(part.verify) for key, part in storages.items()}
     tensors: dict[str, StoredTensor] = {}
     for name, view in views.items():
         dtype, shape, strides = view.storage.dtype, view.shape, view.strides
-        found = storages.get(view.storage.key, Part(file, "", range(0)))
+        found = storages.get(view.storage.key, ArchiveMember(file, "", range(0)))
         itemsize = ITEM_BYTES.get(dtype, 1)
         end = (view.offset + element_extent(shape, strides)) * itemsize
         # A stride of 0 repeats elements.
@@ -128,7 +132,7 @@ def _tensors(file: MappedFile, views: dict[str, StridedView], storages: dict[str
     return tensors
 
 
-def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part]]:
+def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, ArchiveMember]]:
     entries = _zip_entries(file)
     if "data.pkl" not in entries:
         raise CheckpointError(f"{file.path} is a zip archive without data.pkl: no torch.save wrote it.")
@@ -138,9 +142,9 @@ def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part]]:
     return load_pickle(io.BytesIO(entries["data.pkl"].read()), file.path, has_stubs)[0], storages
 
 
-def _zip_entries(file: MappedFile) -> dict[str, Part]:
+def _zip_entries(file: MappedFile) -> dict[str, ArchiveMember]:
     """Return the entries by their names without the folder that all lie in."""
-    entries: dict[str, Part] = {}
+    entries: dict[str, ArchiveMember] = {}
     with parsing(file.path, "zip archive", zipfile.BadZipFile, NotImplementedError, EOFError):
         with zipfile.ZipFile(cast(Any, file.data)) as archive:
             infos = archive.infolist()
@@ -157,12 +161,12 @@ def _zip_entries(file: MappedFile) -> dict[str, Part]:
                 raise ValueError(f"its entry {info.filename!r} does not begin as it should")
             start = info.header_offset + LOCAL_HEADER.size + name_size + extra_size
             data = range(start, start + info.file_size)
-            entries[name] = Part(file, info.filename, data, info.CRC if has_checksums else None)
+            entries[name] = ArchiveMember(file, info.filename, data, info.CRC if has_checksums else None)
         check_places((entry.data for entry in entries.values()), len(file))
     return entries
 
 
-def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part]]:
+def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, ArchiveMember]]:
     file.data.seek(file.begin)
     load = partial(load_pickle, file.data, file.path, has_stubs)
     is_known = file.data[file.begin : file.begin + 2] == PICKLE
@@ -184,6 +188,6 @@ def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Part
     for key in keys:
         start = position + 8
         size = int.from_bytes(file.data[position:start], "little") * ITEM_BYTES[named[key].dtype]
-        storages[key] = Part(file, key, range(start, min(start + size, len(file))))
+        storages[key] = ArchiveMember(file, key, range(start, min(start + size, len(file))))
         position = start + size
     return structure, storages

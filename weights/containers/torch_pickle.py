@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from tinygpt.weights.containers.mapped_file import MappedFile, is_possible_shape, parsing
-from tinygpt.weights.errors import CheckpointError
+from ..errors import CheckpointError
+from .mapped_file import MappedFile, is_possible_shape, parsing
 
 STORAGE_DTYPES = {
     "FloatStorage": "float32",

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from tinygpt.weights.config import ACTIVATIONS, STRUCTURE, ModelConfig
-from tinygpt.weights.errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
-from tinygpt.weights.families.family import NamedTensor, Source, as_named
+from ..config import ACTIVATIONS, STRUCTURE, ModelConfig
+from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, shown, wrong_fields
+from .family import NamedTensor, Source, as_named
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import ModelConfig, is_transposed
-from tinygpt.weights.containers.mapped_file import Container, StoredTensor
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.files import read_json_object
-from tinygpt.weights.tensor import LazyTensor, Tensor, zeros
+from ..config import ModelConfig, is_transposed
+from ..containers.mapped_file import Container, StoredTensor
+from ..errors import CheckpointError
+from ..files import read_json_object
+from ..tensor import LazyTensor, Tensor, zeros
 
 Shape = tuple[int, ...]
 
@@ -130,7 +130,7 @@ def qkv_by_heads(order: str, head_size: int) -> Transform:
 
 
 @dataclass(frozen=True)
-class Rule:
+class TensorRule:
     """The tensors of a parameter. default: makes a parameter that files leave out."""
 
     sources: tuple[str, ...]
@@ -138,12 +138,12 @@ class Rule:
     default: Callable[[Shape], np.ndarray] | None = None
 
 
-NO_BIAS = Rule((), default=zeros)  # one in the files is unexpected
+NO_BIAS = TensorRule((), default=zeros)  # one in the files is unexpected
 
 
-def rule_in_out(parameter: str, name: str) -> Rule:
+def rule_in_out(parameter: str, name: str) -> TensorRule:
     """Return the rule of a family whose matrices of layers are (in, out)."""
-    return Rule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)
+    return TensorRule((name,), TRANSPOSED if is_transposed(parameter) else AS_IS)
 
 
 MODULES = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # of a layer
@@ -180,7 +180,7 @@ class Layout:
     parameters. config_json: for models without one.
     """
 
-    rules: Callable[[ModelConfig], Mapping[str, Rule]]
+    rules: Callable[[ModelConfig], Mapping[str, TensorRule]]
     file_name: Callable[[str], str]
     short_name: Callable[[str], str]
     has_defaults: bool = True
@@ -201,7 +201,7 @@ class Family:
     described_by: str
     detect: Callable[[Source], bool]
     config: Callable[[Source], ModelConfig]
-    rules: Callable[[Source, ModelConfig], Mapping[str, Rule]]
+    rules: Callable[[Source, ModelConfig], Mapping[str, TensorRule]]
     named: Callable[[Source], Iterable[NamedTensor]] = as_named
     is_ignored: Callable[[str], bool] = lambda name: False
     parts: Callable[[Source], int] = lambda source: 1

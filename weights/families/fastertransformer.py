@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.errors import shown
-from tinygpt.weights.families.config_fields import Shapes, config_of_parts
-from tinygpt.weights.families.family import Family, NamedTensor, Names, Rule, Source, Transform, shared, split_name
-from tinygpt.weights.families.megatron import ATTENTION, MLP
-from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
+from ..config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
+from ..errors import shown
+from .config_fields import Shapes, config_of_parts
+from .family import Family, NamedTensor, Names, Source, TensorRule, Transform, shared, split_name
+from .megatron import ATTENTION, MLP
+from .model_types import BLOOM as HUGGING_FACES_BLOOM
 
 _NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}
 _NAMES = Names("model.layers", {**_NORMS, "lm_head": "model.lm_head"}, ATTENTION + MLP)
@@ -130,9 +130,9 @@ def _name(parameter: str) -> str:
     return f"model.{parameter.removesuffix('.weight')}" if is_table else _NAMES.of(parameter)
 
 
-def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     shapes, n = parameter_shapes(config), _parts(source)
-    return {name: Rule((_name(name),), _flat(name, shape, n)) for name, shape in shapes.items()}
+    return {name: TensorRule((_name(name),), _flat(name, shape, n)) for name, shape in shapes.items()}
 
 
 def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, ModelConfig, parameter_shapes
-from tinygpt.weights.errors import shown
-from tinygpt.weights.families.config_fields import Shapes, config_of_parts
-from tinygpt.weights.families.family import Family, Names, Rule, Source
-from tinygpt.weights.families.model_types import BLOOM as HUGGING_FACES_BLOOM
-from tinygpt.weights.families.tokenizers import gguf_tokenizer
+from ..config import EMBEDDING, ModelConfig, parameter_shapes
+from ..errors import shown
+from .config_fields import Shapes, config_of_parts
+from .family import Family, Names, Source, TensorRule
+from .model_types import BLOOM as HUGGING_FACES_BLOOM
+from .tokenizers import gguf_tokenizer
 
 ARCHITECTURE = "general.architecture"
 _IN_LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
@@ -64,7 +64,7 @@ FAMILY = Family(
     described_by="its header",
     detect=lambda source: isinstance(source.container.metadata.get(ARCHITECTURE), str),
     config=_config,
-    rules=lambda source, config: {name: Rule((NAMES.of(name),)) for name in parameter_shapes(config)},
+    rules=lambda source, config: {name: TensorRule((NAMES.of(name),)) for name in parameter_shapes(config)},
     quirks=_quirks,
     tokenizer=_tokenizer,
 )

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.families.config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
-from tinygpt.weights.families.family import AS_IS, Family, Layout, Rule, Source, Transform, named_by, rule_in_out
-from tinygpt.weights.files import TENSOR_NAMES
+from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
+from ..files import TENSOR_NAMES
+from .config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
+from .family import AS_IS, Family, Layout, Source, TensorRule, Transform, named_by, rule_in_out
 
 # transformers' attribute_map; an alias wins over the name that it stands for.
 ALIASES = {
@@ -56,7 +56,7 @@ def is_gpt2(fields: Mapping[str, Any]) -> bool:
 named = partial(named_by, canonical_name)
 
 
-def _rules(config: ModelConfig) -> dict[str, Rule]:
+def _rules(config: ModelConfig) -> dict[str, TensorRule]:
     return {name: rule_in_out(name, name) for name in parameter_shapes(config)}
 
 
@@ -115,10 +115,10 @@ def _openai_config(source: Source) -> ModelConfig:
     return config_of_parts(source, "hparams.json", seen=seen, said=said)
 
 
-def _openai_rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+def _openai_rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     """Matrices were convolutions of width 1: (1, in, out). The head is the embedding."""
     return {
-        name: Rule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
+        name: TensorRule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
         for name in parameter_shapes(config)
         if name != HEAD
     }

@@ -10,24 +10,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.ranks import NEMO_CONFIG, RANK
-from tinygpt.weights.containers.torch_pickle import fields_of
-from tinygpt.weights.errors import listed, shown
-from tinygpt.weights.families.config_fields import NONE, Shapes, config_of_parts
-from tinygpt.weights.families.family import (
+from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
+from ..containers.ranks import NEMO_CONFIG, RANK
+from ..containers.torch_pickle import fields_of
+from ..errors import listed, shown
+from ..files import read_yaml_object
+from .config_fields import NONE, Shapes, config_of_parts
+from .family import (
     NO_BIAS,
     Family,
     NamedTensor,
     Names,
-    Rule,
     Source,
+    TensorRule,
     as_is,
     qkv_by_heads,
     split_name,
 )
-from tinygpt.weights.families.tokenizers import byte_level_tokenizer
-from tinygpt.weights.files import read_yaml_object
+from .tokenizers import byte_level_tokenizer
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
@@ -224,7 +224,7 @@ def _config(source: Source) -> ModelConfig:
     return config_of(source, settings, named(source))
 
 
-def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     version, without = _version_of(source), _without_bias(source)
     return {
         name: NO_BIAS if name.endswith(without) else _rule(name, version, config.head_size)
@@ -232,10 +232,10 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
     }
 
 
-def _rule(parameter: str, version: int, head_size: int) -> Rule:
+def _rule(parameter: str, version: int, head_size: int) -> TensorRule:
     layer, module, kind = split_name(parameter)
     if module == "mlp.gate":
-        return Rule((f"layers.{layer}.{_GATE}",))
+        return TensorRule((f"layers.{layer}.{_GATE}",))
     found = _EXPERT.search(module)
     expert = found[0] if found else ""
     module = module.replace(expert, "")
@@ -243,8 +243,8 @@ def _rule(parameter: str, version: int, head_size: int) -> Rule:
         return NO_BIAS
     name = NAMES.of(parameter.replace(expert, "")).replace("mlp.", f"mlp.{expert}")
     if module == "attn.c_attn":
-        return Rule((name,), qkv_by_heads(_ROW_ORDERS[version], head_size))
-    return Rule((name,), as_is(_AXES.get(f"{module}.{kind}")))
+        return TensorRule((name,), qkv_by_heads(_ROW_ORDERS[version], head_size))
+    return TensorRule((name,), as_is(_AXES.get(f"{module}.{kind}")))
 
 
 def _without_bias(source: Source) -> tuple[str, ...]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.errors import Checks
-from tinygpt.weights.families.config_fields import NONE, checked_config, one_of, only, renamed, written_config
-from tinygpt.weights.families.family import NO_BIAS, Family, Layout, Names, Rule, named_by, qkv_by_heads, rule_in_out
-from tinygpt.weights.families.gpt2 import ALIASES, is_ignored
+from ..config import HEAD, ModelConfig, parameter_shapes
+from ..errors import Checks
+from .config_fields import NONE, checked_config, one_of, only, renamed, written_config
+from .family import NO_BIAS, Family, Layout, Names, TensorRule, named_by, qkv_by_heads, rule_in_out
+from .gpt2 import ALIASES, is_ignored
 
 Fields = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ class ModelType:
     defaults: Fields
     fields: Mapping[str, str]
     structure: Callable[[Fields], dict[str, Any]]
-    rule: Callable[[str, Rule, ModelConfig, Fields], Rule] = lambda parameter, usual, config, fields: usual
+    rule: Callable[[str, TensorRule, ModelConfig, Fields], TensorRule] = lambda parameter, usual, config, fields: usual
     aliases: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     checks: Checks = field(default_factory=dict)
@@ -51,11 +51,11 @@ class ModelType:
         values = {**fields, **inner, **self.computed(fields), **renamed(fields, self.fields)}
         return checked_config(values, generation, self.checks, structure=self.structure(fields))
 
-    def rules(self, config: ModelConfig, fields: Fields = NONE) -> dict[str, Rule]:
+    def rules(self, config: ModelConfig, fields: Fields = NONE) -> dict[str, TensorRule]:
         fields, rules = {**self.defaults, **fields}, {}
         for parameter in parameter_shapes(config):
             name = self.names.of(parameter)
-            usual = rule_in_out(parameter, name) if self.is_in_out else Rule((name,))
+            usual = rule_in_out(parameter, name) if self.is_in_out else TensorRule((name,))
             rules[parameter] = self.rule(parameter, usual, config, fields)
         return rules
 
@@ -116,7 +116,7 @@ _BLOOM_WRITTEN = ("vocab_size", "n_layer", "n_head", "layer_norm_epsilon", "tie_
 _BLOOM_SIZES = {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "seq_length": 2048}
 
 
-def _bloom_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+def _bloom_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
     is_qkv = ".c_attn." in parameter
     return replace(usual, transform=qkv_by_heads("h3d", config.head_size)) if is_qkv else usual
 

@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.torch_pickle import fields_of, read_plain_pickle
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families.config_fields import Shapes, config_of_parts, renamed
-from tinygpt.weights.families.family import NO_BIAS, Family, NamedTensor, Rule, Source, named_by
-from tinygpt.weights.families.gpt2 import canonical_name, is_causal_mask, named
-from tinygpt.weights.families.tokenizers import character_tokenizer
+from ..config import HEAD, ModelConfig, parameter_shapes
+from ..containers.torch_pickle import fields_of, read_plain_pickle
+from ..errors import CheckpointError
+from .config_fields import Shapes, config_of_parts, renamed
+from .family import NO_BIAS, Family, NamedTensor, Source, TensorRule, named_by
+from .gpt2 import canonical_name, is_causal_mask, named
+from .tokenizers import character_tokenizer
 
 _ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
 _BESIDE = "beside the model: "
@@ -57,14 +57,14 @@ def _mingpt_config(source: Source) -> ModelConfig:
     return config_of_parts(source, "the checkpoint", {"n_head": heads, "activation_function": "gelu_new"}, seen)
 
 
-def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     """A model that was trained without biases has none anywhere, nor have its layer norms."""
     names = parameter_shapes(config)
     has_bias = _arguments(source).get("bias")
     if not isinstance(has_bias, bool):
         stored = set(map(canonical_name, source.container.tensors))
         has_bias = any(name in stored for name in names if name.endswith(".bias"))
-    return {name: NO_BIAS if name.endswith(".bias") and not has_bias else Rule((name,)) for name in names}
+    return {name: NO_BIAS if name.endswith(".bias") and not has_bias else TensorRule((name,)) for name in names}
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:

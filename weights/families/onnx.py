@@ -5,14 +5,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tinygpt.weights.config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.containers.mapped_file import StoredTensor
-from tinygpt.weights.containers.onnx import PRODUCTS, Graph, Node
-from tinygpt.weights.errors import listed
-from tinygpt.weights.families.config_fields import Shapes, config_of_parts, refuse_other_heads
-from tinygpt.weights.families.family import AS_IS, TRANSPOSED, Family, NamedTensor, Rule, Source
-from tinygpt.weights.families.gpt2 import model_config
-from tinygpt.weights.tensor import shortest
+from ..config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
+from ..containers.mapped_file import StoredTensor
+from ..containers.onnx import PRODUCTS, Graph, Node
+from ..errors import listed
+from ..tensor import shortest
+from .config_fields import Shapes, config_of_parts, refuse_other_heads
+from .family import AS_IS, TRANSPOSED, Family, NamedTensor, Source, TensorRule
+from .gpt2 import model_config
 
 # Any prefix is a wrapper; merging two decoders into one file leaves the suffix.
 _NAME = re.compile(
@@ -120,7 +120,7 @@ def _activation(node: Node) -> str | None:
     return _ACTIVATIONS.get(node.kind)
 
 
-def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
+def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
@@ -129,7 +129,7 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, Rule]:
         is_turned = is_transposed(name) and file_names.get(name) not in turned
         if name == HEAD and name in file_names:
             is_turned = _NAME.fullmatch(file_names[name]) is None
-        rules[name] = Rule((name,), TRANSPOSED if is_turned else AS_IS)
+        rules[name] = TensorRule((name,), TRANSPOSED if is_turned else AS_IS)
     return rules
 
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.weights.config import POSITIONS, ModelConfig
-from tinygpt.weights.errors import is_whole
-from tinygpt.weights.families.config_fields import BOOLEAN, LARGEST, only, or_null, size_to
-from tinygpt.weights.families.family import NO_BIAS, Names, Rule, Transform, as_is
-from tinygpt.weights.families.gpt2 import ALIASES
-from tinygpt.weights.families.model_types import Fields, ModelType
-from tinygpt.weights.tensor import ones, zeros
+from ..config import POSITIONS, ModelConfig
+from ..errors import is_whole
+from ..tensor import ones, zeros
+from .config_fields import BOOLEAN, LARGEST, only, or_null, size_to
+from .family import NO_BIAS, Names, TensorRule, Transform, as_is
+from .gpt2 import ALIASES
+from .model_types import Fields, ModelType
 
 FIRST_POSITION = 2
 FIRST_ROW = f"positions begin at row {FIRST_POSITION} of their table"
@@ -37,11 +37,11 @@ def names(last_norm: str, head: str = "lm_head", **others: str) -> Names:
     return Names("layers", tables | others, IN_LAYER)
 
 
-def rule_of_decoder(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+def rule_of_decoder(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
     if parameter == POSITIONS:
         return replace(usual, transform=WITHOUT_FIRST_ROWS)
     if ".c_attn." in parameter:
-        return Rule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
+        return TensorRule(tuple(usual.sources[0].replace("qkv", matrix) for matrix in "qkv"), as_is(0))
     return usual
 
 
@@ -70,10 +70,10 @@ def _opt_structure(fields: Fields) -> dict[str, Any]:
     }
 
 
-def _opt_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+def _opt_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
     is_norm, is_weight = "ln_" in parameter, parameter.endswith("weight")
     if is_norm and not fields["layer_norm_elementwise_affine"]:
-        return Rule((), default=ones if is_weight else zeros)
+        return TensorRule((), default=ones if is_weight else zeros)
     if not is_norm and not is_weight and not fields["enable_bias"]:
         return NO_BIAS
     return rule_of_decoder(parameter, usual, config, fields)
@@ -115,9 +115,9 @@ def sinusoids(shape: tuple[int, ...], pad_token_id: int | None) -> np.ndarray:
     return table
 
 
-def _xglm_rule(parameter: str, usual: Rule, config: ModelConfig, fields: Fields) -> Rule:
+def _xglm_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
     if parameter == POSITIONS:
-        return Rule((), default=partial(sinusoids, pad_token_id=fields["pad_token_id"]))
+        return TensorRule((), default=partial(sinusoids, pad_token_id=fields["pad_token_id"]))
     return rule_of_decoder(parameter, usual, config, fields)
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tinygpt.weights.containers.ranks import FT_FOLDER
-from tinygpt.weights.errors import CheckpointError
-from tinygpt.weights.families import fastertransformer, gguf, gpt2, megatron, nanogpt, onnx
-from tinygpt.weights.families.family import Family, Source
-from tinygpt.weights.families.model_types import BLOOM, MPT, OPENAI_GPT, ModelType
-from tinygpt.weights.families.opt import BIOGPT, OPT, XGLM
+from ..containers.ranks import FT_FOLDER
+from ..errors import CheckpointError
+from . import fastertransformer, gguf, gpt2, megatron, nanogpt, onnx
+from .family import Family, Source
+from .model_types import BLOOM, MPT, OPENAI_GPT, ModelType
+from .opt import BIOGPT, OPT, XGLM
 
 # By the model_type in config.json.
 MODEL_TYPES = {one.name: one for one in (OPT, BLOOM, OPENAI_GPT, MPT, XGLM, BIOGPT)}

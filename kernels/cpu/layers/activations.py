@@ -5,8 +5,8 @@ Every step is one IEEE operation or an fma: bits depend neither on the place in 
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING, fma
+from ..jit import kernel
+from ..simd.vector_ir import ROUNDING, fma
 
 LOG2_E = np.float32(1.4426950408889634)
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits

@@ -10,13 +10,10 @@ A step of a column is 4 bytes, P values: 1 float32, 2 bfloat16 (uint16), or 4 in
 import numpy as np
 from numba import types
 
-from tinygpt.kernels.cpu.jit import inline, kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers import int8_cache
-from tinygpt.kernels.cpu.layers.activations import ONE, ZERO, exp
-from tinygpt.kernels.cpu.layers.operands import rounded_to_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from ..jit import inline, kernel, overload_by_dtype
+from ..simd.targets import TARGET
+from ..simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
+from ..simd.vector_ir import (
     LANES,
     VECTOR_BYTES,
     address,
@@ -27,7 +24,10 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     uint16_at,
     uint32_at,
 )
-from tinygpt.kernels.cpu.team import claim, complete, finish_phase
+from ..team import claim, complete, finish_phase
+from . import int8_cache
+from .activations import ONE, ZERO, exp
+from .operands import rounded_to_bfloat16, to_bfloat16
 
 KEY_BLOCK = OUT_TILE  # a block of keys is a tile's panel
 KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES

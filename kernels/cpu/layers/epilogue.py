@@ -3,13 +3,13 @@
 import numpy as np
 from numba import types
 
-from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers.activations import NONE, ONE, activate
-from tinygpt.kernels.cpu.layers.formats import Int8Weight
-from tinygpt.kernels.cpu.layers.operands import put, put_panel
-from tinygpt.kernels.cpu.simd.panels import ROW_BYTES, add_rows, put_rows, sum_2_segments, sum_4_segments
-from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, IN_STRIPS, LINE_BYTES, OUT_TILE, ROW_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import address, expect_write, float32_at
+from ..jit import kernel, overload_by_dtype
+from ..simd.panels import ROW_BYTES, add_rows, put_rows, sum_2_segments, sum_4_segments
+from ..simd.tiles import CHUNK_BYTES, IN_STRIPS, LINE_BYTES, OUT_TILE, ROW_TILE
+from ..simd.vector_ir import address, expect_write, float32_at
+from .activations import NONE, ONE, activate
+from .formats import Int8Weight
+from .operands import put, put_panel
 
 MAX_SEGMENTS = 4
 # Rows of x of an item, which share a panel in the L2 cache. In strips each block expands the panel's chunks anew.

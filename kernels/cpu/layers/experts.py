@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.activations import NONE, exp
-from tinygpt.kernels.cpu.layers.epilogue import ROW_BLOCK, epilogue, prefetch_tile
-from tinygpt.kernels.cpu.layers.linear import REPLACE, Tile, products, rows_together
-from tinygpt.kernels.cpu.layers.rows import norm_before, put_rows
-from tinygpt.kernels.cpu.team import claim, claim_rows, complete, complete_rows, finish_phase
+from ..jit import kernel
+from ..team import claim, claim_rows, complete, complete_rows, finish_phase
+from .activations import NONE, exp
+from .epilogue import ROW_BLOCK, epilogue, prefetch_tile
+from .linear import REPLACE, Tile, products, rows_together
+from .rows import norm_before, put_rows
 
 
 @kernel

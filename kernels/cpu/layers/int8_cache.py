@@ -7,9 +7,9 @@ A byte of the cache is a number + 128; after the D / 4 steps of a key come the f
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.layers.activations import ZERO
-from tinygpt.kernels.cpu.simd.tiles import (
+from ...numbers import LEAST_ROW, LEVELS
+from ..jit import kernel
+from ..simd.tiles import (
     HEADER_BYTES,
     HIGH_BITS,
     IN_FOURS,
@@ -18,7 +18,7 @@ from tinygpt.kernels.cpu.simd.tiles import (
     SCORE_STEP_BYTES,
     STEP_BYTES,
 )
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from ..simd.vector_ir import (
     ROUNDING,
     ROUNDING_BITS,
     address,
@@ -29,7 +29,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     uint8_at,
     uint32_at,
 )
-from tinygpt.kernels.host import LEAST_ROW, LEVELS
+from .activations import ZERO
 
 PER_STEP = 4  # values
 SCALE_STEPS = 2

@@ -7,20 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import inline, kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers.activations import NONE, ZERO
-from tinygpt.kernels.cpu.layers.epilogue import EXPANDED, ROW_BLOCK, SEGMENT_BYTES, epilogue, prefetch_tile
-from tinygpt.kernels.cpu.layers.formats import (
-    BFloat16Weight,
-    Float32Operand,
-    Float32Weight,
-    Int4Weight,
-    Int8Weight,
-    Linear,
-)
-from tinygpt.kernels.cpu.layers.ranks import Ranks, add_partials, exchange
-from tinygpt.kernels.cpu.simd.amx_tiles import amx_bfloat16, amx_int8
-from tinygpt.kernels.cpu.simd.grouped_tiles import (
+from ..jit import inline, kernel, overload_by_dtype
+from ..simd.amx_tiles import amx_bfloat16, amx_int8
+from ..simd.grouped_tiles import (
     EXPANDS,
     EXPANSION,
     GROUP_BYTES,
@@ -33,8 +22,8 @@ from tinygpt.kernels.cpu.simd.grouped_tiles import (
     tile_int4,
     tile_int8,
 )
-from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import (
+from ..simd.targets import TARGET
+from ..simd.tiles import (
     AHEAD,
     CHUNK_BYTES,
     IN_STRIPS,
@@ -44,8 +33,19 @@ from tinygpt.kernels.cpu.simd.tiles import (
     STEP_BYTES,
     panel_add,
 )
-from tinygpt.kernels.cpu.simd.vector_ir import address, float32_at
-from tinygpt.kernels.cpu.team import claim, complete, finish_phase
+from ..simd.vector_ir import address, float32_at
+from ..team import claim, complete, finish_phase
+from .activations import NONE, ZERO
+from .epilogue import EXPANDED, ROW_BLOCK, SEGMENT_BYTES, epilogue, prefetch_tile
+from .formats import (
+    BFloat16Weight,
+    Float32Operand,
+    Float32Weight,
+    Int4Weight,
+    Int8Weight,
+    Linear,
+)
+from .ranks import Ranks, add_partials, exchange
 
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
 # NumPy scalars: see activations.py.

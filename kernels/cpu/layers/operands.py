@@ -7,13 +7,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers.formats import BFloat16Operand, Float32Operand, Int8Operand
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, SCALES_BYTES
-from tinygpt.kernels.cpu.simd.panels import ROW_BYTES, load_row, put_rows
-from tinygpt.kernels.cpu.simd.targets import TARGET
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from ..jit import kernel, overload_by_dtype
+from ..simd.grouped_tiles import SCALE_GROUP, SCALES_BYTES
+from ..simd.panels import ROW_BYTES, load_row, put_rows
+from ..simd.targets import TARGET
+from ..simd.tiles import OUT_TILE
+from ..simd.vector_ir import (
     F32,
     FLOATS,
     I32,
@@ -36,7 +35,8 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
     store,
     uint16_at,
 )
-from tinygpt.kernels.cpu.team import claim_rows, complete_rows, finish_phase
+from ..team import claim_rows, complete_rows, finish_phase
+from .formats import BFloat16Operand, Float32Operand, Int8Operand
 
 INFINITE_BITS = 0x7F800000
 HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)

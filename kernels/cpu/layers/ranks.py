@@ -11,9 +11,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.jit import kernel
-from tinygpt.kernels.cpu.simd.vector_ir import I32, address, float32_at
-from tinygpt.kernels.cpu.team import claim, claim_rows, complete, complete_rows, finish_phase
+from ..jit import kernel
+from ..simd.vector_ir import I32, address, float32_at
+from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 
 FUNCTION, DATATYPE, COMMUNICATOR = 0, 1, 2  # indices into Ranks.allgather
 ONE_ITEM = np.int64(1)

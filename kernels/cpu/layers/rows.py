@@ -2,15 +2,15 @@
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import kernel, overload_by_dtype
-from tinygpt.kernels.cpu.layers.activations import NONE
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int8Weight, PostNorm
-from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, linear_to_operand
-from tinygpt.kernels.cpu.layers.operands import from_bfloat16, put
-from tinygpt.kernels.cpu.layers.ranks import share_rows
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
-from tinygpt.kernels.cpu.team import claim_rows, complete_rows, finish_phase
+from ..jit import kernel, overload_by_dtype
+from ..simd.tiles import OUT_TILE
+from ..simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
+from ..team import claim_rows, complete_rows, finish_phase
+from .activations import NONE
+from .formats import BFloat16Weight, Float32Weight, Int8Weight, PostNorm
+from .linear import REPLACE, linear, linear_to_operand
+from .operands import from_bfloat16, put
+from .ranks import share_rows
 
 ONE_LAYER = np.int64(0)  # see activations.py
 
@@ -63,7 +63,7 @@ def _nothing(team, out, x, rows, norm, layer, epsilon):
 
 # norm_before makes a block's input, norm_behind its output: a phase for PostNorm alone.
 norm_before = overload_by_dtype({PostNorm: _copied, None: _copied}, otherwise=_normed, argument=4)
-norm_behind = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
+norm_after = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
 
 
 @kernel

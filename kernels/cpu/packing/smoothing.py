@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.backend import KINDS, LINEARS, NORM_BEFORE
-from tinygpt.kernels.cpu.layers.activations import ACTIVATIONS, activate
-from tinygpt.kernels.cpu.simd.grouped_tiles import WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.host import from_bfloat16
+from ...backend import KINDS, LINEARS, NORM_BEFORE
+from ...numbers import from_bfloat16
+from ..layers.activations import ACTIVATIONS, activate
+from ..simd.grouped_tiles import WEIGHT_GROUP
+from ..simd.tiles import OUT_TILE
 
 # The exponent of a channel's size. int4 weights, with 16 levels, gain more than activations.
 BALANCE = {"int8": 0.5, "int4": 0.0}

@@ -6,13 +6,13 @@ from concurrent.futures import Executor
 
 import numpy as np
 
-from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
-from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
-from tinygpt.kernels.cpu.simd.panels import zeros
-from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import ROUNDING
+from ..jit import jit
+from ..layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
+from ..layers.operands import from_bfloat16, to_bfloat16
+from ..simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from ..simd.panels import zeros
+from ..simd.tiles import OUT_TILE
+from ..simd.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16

@@ -8,9 +8,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ROW_BYTES, SCALES_BYTES, ask_ahead, row_vectors
-from tinygpt.kernels.cpu.simd.tiles import CHUNK_BYTES, LINE_BYTES
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from .panels import PANEL_VECTORS, ROW_BYTES, SCALES_BYTES, ask_ahead, row_vectors
+from .tiles import CHUNK_BYTES, LINE_BYTES
+from .vector_ir import (
     F32,
     FLOATS,
     I8,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from tinygpt.kernels.cpu.simd.panels import (
+from .panels import (
     PANEL_VECTORS,
     ROW_BYTES,
     SCALE_GROUP,
@@ -29,9 +29,9 @@ from tinygpt.kernels.cpu.simd.panels import (
     ask_part_ahead,
     store_each,
 )
-from tinygpt.kernels.cpu.simd.steps import BFloat
-from tinygpt.kernels.cpu.simd.targets import DOTS, LONGS, MATRICES, TARGET
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from .products import BFloat
+from .targets import DOTS, LONGS, MATRICES, TARGET
+from .vector_ir import (
     F32,
     I8,
     I16,
@@ -205,7 +205,7 @@ STEP_K = 4  # values of K in a row of a panel, and in a lane of A
 REGISTER_STEPS = REGISTER_BYTES // STEP_K
 
 
-def takes_lanes(dtype: str) -> bool:
+def is_neon(dtype: str) -> bool:
     return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
 
 

@@ -4,8 +4,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code, takes_lanes
-from tinygpt.kernels.cpu.simd.panels import (
+from .arm_tiles import ROWS_TOGETHER, expand_lanes, is_neon, make_lane_grouped_code
+from .panels import (
     PANEL_VECTORS,
     ROW_BYTES,
     SCALE_GROUP,
@@ -15,10 +15,10 @@ from tinygpt.kernels.cpu.simd.panels import (
     ask_part_ahead,
     store_each,
 )
-from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
-from tinygpt.kernels.cpu.simd.targets import SHORTS
-from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, for_each_height
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from .products import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
+from .targets import SHORTS
+from .tiles import LINE_BYTES, OUT_TILE, for_each_height
+from .vector_ir import (
     F32,
     FLOATS,
     I16,
@@ -40,7 +40,7 @@ from tinygpt.kernels.cpu.simd.vector_ir import (
 GROUP_BYTES = {"int8": SCALE_GROUP * OUT_TILE, "int4": SCALE_GROUP * OUT_TILE // 2}  # of a panel
 OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROUP_BYTES}  # of an activation
 EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # of a panel, as the steps multiply it
-EXPANDS = {dtype: size > 1 or takes_lanes(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
+EXPANDS = {dtype: size > 1 or is_neon(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
 
 # Rows of B in a turn of the loop of a tile with one vector of columns. One and four are slower.
 ROWS_IN_TURN = 2
@@ -54,7 +54,7 @@ def make_grouped_tile(dtype: str):
     b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
     Several rows take b expanded by make_expand. Prefetches as make_tile.
     """
-    code = make_lane_grouped_code(dtype) if takes_lanes(dtype) else _make_code(dtype)
+    code = make_lane_grouped_code(dtype) if is_neon(dtype) else _make_code(dtype)
 
     @intrinsic
     def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
@@ -190,10 +190,10 @@ def _load_widened(builder, address):
 
 def make_expand(dtype: str):
     """Return the intrinsic expand(source, groups, target): a panel's groups as several rows multiply them."""
-    together = ROWS_TOGETHER[dtype] if takes_lanes(dtype) else 1
+    together = ROWS_TOGETHER[dtype] if is_neon(dtype) else 1
 
     def expand_vectors(builder, vectors):
-        if takes_lanes(dtype):
+        if is_neon(dtype):
             return expand_lanes(builder, vectors, dtype)
         return unpacked(builder, *vectors, dtype)
 

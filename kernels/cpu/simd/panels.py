@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from .vector_ir import (
     FLOATS,
     LANES,
     VECTOR_BYTES,

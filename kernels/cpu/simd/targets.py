@@ -105,7 +105,7 @@ class Target:
     int4: str
 
     @property
-    def has_lanes(self) -> bool:
+    def is_neon(self) -> bool:
         return "neon" in self.features
 
     @property

@@ -13,11 +13,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tinygpt.kernels.cpu.simd.arm_tiles import LANE_STEPS, make_lane_code
-from tinygpt.kernels.cpu.simd.panels import PANEL_VECTORS, ask_ahead, store_each
-from tinygpt.kernels.cpu.simd.steps import INTEGER_STEPS, PARTS, shorts_of, strip_of
-from tinygpt.kernels.cpu.simd.targets import FOURS, TARGET
-from tinygpt.kernels.cpu.simd.vector_ir import (
+from .arm_tiles import LANE_STEPS, make_lane_code
+from .panels import PANEL_VECTORS, ask_ahead, store_each
+from .products import INTEGER_STEPS, PARTS, shorts_of, strip_of
+from .targets import FOURS, TARGET
+from .vector_ir import (
     F32,
     FLOATS,
     I32,
@@ -84,7 +84,7 @@ def make_code(dtype, vectors: int, adds: bool, wide: int):
     """Return code(builder, rows, a, lda, ...), which emits a tile of the first `vectors` of `wide` vectors."""
     if dtype == types.uint8:
         return make_integer_code(vectors, adds, wide)
-    if TARGET.has_lanes:
+    if TARGET.is_neon:
         return make_lane_code(vectors, adds, wide, LANE_STEPS[dtype])
     return _make_code(vectors, adds, wide, PARTS[dtype])
 

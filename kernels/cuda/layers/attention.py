@@ -18,7 +18,16 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from tinygpt.kernels.cuda.layers.attention_products import (
+from ..runtime.jit import device_function, kernel
+from ..runtime.ptx import (
+    WARP,
+    is_last_warp,
+    let_next_kernel_begin,
+    load_fresh,
+    prefetch_run,
+    wait_for_kernel_before,
+)
+from .attention_products import (
     DIM_BLOCK,
     KEY_BLOCK,
     Products,
@@ -26,15 +35,6 @@ from tinygpt.kernels.cuda.layers.attention_products import (
     blend,
     merge,
     weigh_keys_function,
-)
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
-    WARP,
-    is_last_warp,
-    let_next_kernel_begin,
-    load_fresh,
-    prefetch_run,
-    wait_for_kernel_before,
 )
 
 TILE_WARPS = 4  # of a block of attend_prefill

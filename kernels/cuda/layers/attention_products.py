@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint32
 
-from tinygpt.kernels.cuda.runtime.jit import device_function, unrolled
-from tinygpt.kernels.cuda.runtime.ptx import (
+from ..runtime.jit import device_function, unrolled
+from ..runtime.ptx import (
     ALL_LANES,
     WARP,
     bits_to_float32,

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from tinygpt.kernels.cuda.params import OUT_TILE
-from tinygpt.kernels.cuda.runtime.jit import device_function
-from tinygpt.kernels.cuda.runtime.ptx import load_fresh, store_bfloat16
+from ..params import OUT_TILE
+from ..runtime.jit import device_function
+from ..runtime.ptx import load_fresh, store_bfloat16
 
 ADD, LOGITS, QKV = "add", "logits", "qkv"  # epilogues, next to the names of activations
 

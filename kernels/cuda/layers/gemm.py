@@ -14,11 +14,9 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64, uint32
 
-from tinygpt.kernels.cuda.layers.epilogue import epilogue_of
-from tinygpt.kernels.cuda.layers.linear import ROW_TILE, first_weight, segment_start
-from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE, family_of, item_bytes
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel, unrolled
-from tinygpt.kernels.cuda.runtime.ptx import (
+from ..params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE, activation_dtype, item_bytes
+from ..runtime.jit import device_function, kernel, unrolled
+from ..runtime.ptx import (
     ALL_LANES,
     WARP,
     bits_to_float32,
@@ -32,6 +30,8 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
+from .epilogue import epilogue_of
+from .linear import ROW_TILE, first_weight, segment_start
 
 STAGES = 4  # steps of K in shared memory: three are on their way
 SUM_PAD = 8  # float32 between two rows of sums, which spreads a warp's writes over the banks
@@ -70,7 +70,7 @@ class Tile:
         return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
 
     def input_bytes(self, dtype: str) -> int:
-        return self.tokens * STEP * item_bytes(family_of(dtype))
+        return self.tokens * STEP * item_bytes(activation_dtype(dtype))
 
     def stage_bytes(self, dtype: str) -> int:
         return self.input_bytes(dtype) + self.features * STEP * item_bytes(dtype)
@@ -149,7 +149,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 @functools.cache
 def _copy_inputs_function(dtype: str, tile: Tile):
     # In odd tokens of bfloat16 the halves of a row are exchanged: see _bfloat16_functions.
-    exchange, row_bytes = 0 if dtype == "float32" else 4, STEP * item_bytes(family_of(dtype))
+    exchange, row_bytes = 0 if dtype == "float32" else 4, STEP * item_bytes(activation_dtype(dtype))
     row_copies, copy_size = row_bytes // COPY_BYTES, STEP * COPY_BYTES // row_bytes
     tokens_at_once = tile.threads // row_copies
     rounds = tile.tokens // tokens_at_once

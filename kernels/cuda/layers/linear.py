@@ -11,11 +11,9 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
-from tinygpt.kernels.cuda.layers.epilogue import LOGITS, epilogue_of
-from tinygpt.kernels.cuda.layers.rows import held_numbers, row_functions, shared_norm_functions
-from tinygpt.kernels.cuda.params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
+from ..params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
+from ..runtime.jit import device_function, kernel
+from ..runtime.ptx import (
     ALL_LANES,
     WARP,
     bits_to_float32,
@@ -30,6 +28,8 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_copies,
     wait_for_kernel_before,
 )
+from .epilogue import LOGITS, epilogue_of
+from .rows import held_numbers, row_functions, shared_norm_functions
 
 ROWS = 8  # tokens of an octet, half of the rows of one mma
 SUMS = ROWS * OUT_TILE  # of an octet

@@ -9,9 +9,9 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32
 
-from tinygpt.kernels.cuda.params import OUT_TILE, STEP, STEP_SIZE
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
+from ..params import OUT_TILE, STEP, STEP_SIZE
+from ..runtime.jit import device_function, kernel
+from ..runtime.ptx import (
     WARP,
     bits_to_float32,
     commit_copies,

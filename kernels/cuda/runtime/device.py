@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tinygpt.kernels.cuda.runtime.jit import need_driver
-from tinygpt.kernels.cuda.runtime.ptx import HOPPER
+from .jit import need_driver
+from .ptx import HOPPER
 
 MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
 

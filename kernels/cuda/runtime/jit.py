@@ -16,8 +16,8 @@ from typing import Any
 
 from numba import cuda
 
-from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.kernel_cache import KernelCache, fingerprint, open_cache
+from ...backend import DeviceError
+from ...kernel_cache import KernelCache, fingerprint, open_cache
 
 INSTALL = 'pip install "tinygpt[cuda]"'  # as tinygpt.errors
 # Compute capability: the oldest of CUDA 13; the first with mma of bfloat16 and cp.async.

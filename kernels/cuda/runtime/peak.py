@@ -5,9 +5,9 @@ import functools
 import numpy as np
 from numba import cuda, float32, int32, uint32
 
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.runtime.ptx import load_weights, mma_bfloat16
+from . import device as devices
+from .jit import kernel
+from .ptx import load_weights, mma_bfloat16
 
 PEAK_THREADS = 256
 READ_BYTES = 1 << 30  # far more than the L2 cache

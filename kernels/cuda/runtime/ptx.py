@@ -8,7 +8,7 @@ from numba import cuda, float32, int32, int64, types, uint32
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-from tinygpt.kernels.cuda.runtime.jit import device_function
+from .jit import device_function
 
 INT32, INT64, FLOAT, DOUBLE = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 VOID = ir.VoidType()

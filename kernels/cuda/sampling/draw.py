@@ -8,8 +8,8 @@ import math
 
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
+from ..runtime.jit import device_function, kernel
+from ..runtime.ptx import (
     MAX_WARPS,
     WARP,
     block_greatest,
@@ -19,7 +19,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_kernel_before,
     warp_greatest,
 )
-from tinygpt.kernels.cuda.sampling.search import (
+from .search import (
     ALL_ONES,
     BUCKETS,
     Row,

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int32, int64
 
-from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.runtime.jit import device_function, kernel
-from tinygpt.kernels.cuda.runtime.ptx import rounded_product
-from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, NUM_SETTINGS, draw_tokens, take_greatest
-from tinygpt.kernels.cuda.step import MaxShape, Parts, rounded_up
-from tinygpt.kernels.host import is_rare_draw, is_rare_edit
-from tinygpt.kernels.reference.sampling import process_row
+from ... import reference
+from ...numbers import needs_reference_draw, needs_reference_processors
+from ...reference.sampling import process_row
+from ..runtime.jit import device_function, kernel
+from ..runtime.ptx import rounded_product
+from ..shapes import MaxShape, PackedArrays, rounded_up
+from .draw import DRAW_THREADS, NUM_SETTINGS, draw_tokens, take_greatest
 
 CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row a thread, at least
@@ -69,7 +69,7 @@ class SamplingBuffers:
     """Buffers for R rows. `settings` to `positions` are parts of `whole`: one copy."""
 
     whole: Any
-    parts: Parts
+    parts: PackedArrays
     settings: Any  # (R, NUM_SETTINGS) float64
     seeds: Any  # (R,) uint64
     sample_indices: Any  # (R,) uint64
@@ -85,7 +85,7 @@ class SamplingBuffers:
 
     def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
         """Copy the settings of draws to the device. A rare draw is greedy here."""
-        temperature = np.where(is_rare_draw(warpers), 0.0, warpers.temperature)
+        temperature = np.where(needs_reference_draw(warpers), 0.0, warpers.temperature)
         padded_rows = np.full(self.rows.size, -1, np.int32)
         padded_rows[: len(rows)] = rows
         values = {
@@ -112,7 +112,7 @@ def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
 
 def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, positions: Any) -> np.ndarray:
     """Return tokens (R,) int32, -1 for a row that is not finite."""
-    w, count, rare = logits.workspace, len(logits), np.flatnonzero(is_rare_draw(warpers))
+    w, count, rare = logits.workspace, len(logits), np.flatnonzero(needs_reference_draw(warpers))
     w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
     queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
     token_ids = w.device.read(w.sampling.token_ids[:count])
@@ -127,7 +127,7 @@ def process_logits(logits: Any, processors: Any) -> None:
     if isinstance(logits, np.ndarray):
         reference.process_logits(logits, p)
         return
-    w, is_rare = logits.workspace, is_rare_edit(p)
+    w, is_rare = logits.workspace, needs_reference_processors(p)
     for i in np.flatnonzero(is_rare):
         row = logits[p.rows[i]]
         process_row(row, p, i)
@@ -156,11 +156,11 @@ def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> N
         w.device.launch(draw_tokens, count, DRAW_THREADS, w.logits, vocab_size, *settings, s.token_ids)
 
 
-def _parts(max_shape: MaxShape) -> Parts:
+def _parts(max_shape: MaxShape) -> PackedArrays:
     r = max_shape.logits
     kinds = {"settings": np.float64, "seeds": np.uint64, "sample_indices": np.uint64}
     kinds |= {"rows": np.int32, "positions": np.int32}
-    return Parts({name: (r * (NUM_SETTINGS if name == "settings" else 1), kind) for name, kind in kinds.items()})
+    return PackedArrays({name: (r * (NUM_SETTINGS if name == "settings" else 1), kind) for name, kind in kinds.items()})
 
 
 def _shapes(config: Any, max_shape: MaxShape) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -208,7 +208,7 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
         "bias_ids": p.bias_ids.values.astype(np.int32),
         "biases": p.biases.values.astype(np.float32),
     }
-    parts = Parts({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
+    parts = PackedArrays({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
     return ProcessorArrays(**parts.split(device.array(parts.join(values))))
 
 

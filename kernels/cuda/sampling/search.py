@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, float64, int32, int64, uint32, uint64
 
-from tinygpt.kernels.cuda.runtime.jit import device_function
-from tinygpt.kernels.cuda.runtime.ptx import ALL_LANES, WARP, bits_to_float32, float32_to_bits, warp_cumulated, warp_sum
+from ..runtime.jit import device_function
+from ..runtime.ptx import ALL_LANES, WARP, bits_to_float32, float32_to_bits, warp_cumulated, warp_sum
 
 UNITS = 2.0**62
 # exp(-104) is 0 in float32.

@@ -15,7 +15,7 @@ from support.kernel_tools import (
     solo_team,
     unwritten,
 )
-from tinygpt.kernels import host
+from tinygpt.kernels import numbers
 from tinygpt.kernels.batch import query_tiles
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
@@ -55,7 +55,7 @@ def write(k, v, qkv, positions, token_slots):
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
     """What a cache of this dtype keeps of them, (..., D)."""
     if dtype == "int8":
-        return host.from_rows(host.to_rows(values))
+        return numbers.from_rows(numbers.to_rows(values))
     return values if dtype == "float32" else from_bits(bfloat16_bits(values))
 
 

@@ -7,7 +7,7 @@ from support.kernel_tools import check
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
-from tinygpt.kernels.host import from_rows, to_rows
+from tinygpt.kernels.numbers import from_rows, to_rows
 from tinygpt.weights.config import ModelConfig
 
 BACKENDS = pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from tinygpt.kernels.cpu.simd.panels import add_rows, put_rows, sum_2_segments, 
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, fma, max_lanes, sum_lanes, sum_squares_lanes
 from tinygpt.kernels.cpu.workspace import new_operand
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import layers as reference
 
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]

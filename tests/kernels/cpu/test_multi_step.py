@@ -13,7 +13,7 @@ from tinygpt.engine import model_runner
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.numbers import Warpers
 from tinygpt.weights.open import open_checkpoint
 
 # 97 tokens, 7 heads of 5: no dimension is a multiple of a vector or of a tile.

@@ -13,7 +13,7 @@ from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
-from tinygpt.kernels.cuda.step import QUERY_TILE
+from tinygpt.kernels.cuda.shapes import QUERY_TILE
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.usefixtures("compute_capability")

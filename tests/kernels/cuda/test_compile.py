@@ -22,10 +22,10 @@ from tinygpt.kernels.cuda.layers.linear import (
     steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.multi_step import ADVANCE_THREADS, advance
 from tinygpt.kernels.cuda.runtime.ptx import WARP
 from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, take_greatest
 from tinygpt.kernels.cuda.sampling.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows
-from tinygpt.kernels.cuda.steps import ADVANCE_THREADS, advance
 
 pytestmark = pytest.mark.toolchain
 

@@ -12,7 +12,7 @@ from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.launches import linear
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, Tile, gemm_kernel, pick_tile
-from tinygpt.kernels.cuda.step import StepShape
+from tinygpt.kernels.cuda.shapes import StepShape
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 

@@ -17,7 +17,7 @@ from tinygpt.kernels.cuda.layers.linear import (
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from tinygpt.kernels.cuda.params import STEP, pack, step_count
-from tinygpt.kernels.host import from_bfloat16, to_bfloat16
+from tinygpt.kernels.numbers import from_bfloat16, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.usefixtures("compute_capability")

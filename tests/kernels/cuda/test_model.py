@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import same_bits
-from tinygpt.edits import Edit, PlacedEdit
-from tinygpt.engine.looks import Looks, given, trace
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.batch import Batch
-from tinygpt.kernels.cuda.step import Parts
+from tinygpt.kernels.cuda.shapes import PackedArrays
 from tinygpt.kernels.cuda.workspace import bytes_needed
-from tinygpt.kernels.host import from_bfloat16
+from tinygpt.kernels.numbers import from_bfloat16
+from tinygpt.look.captures import Looks, given, trace
+from tinygpt.look.edits import Edit, PlacedEdit
 from tinygpt.weights.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
@@ -185,7 +185,7 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
 
 
-PARTS = Parts({"seeds": (2, np.uint64), "rows": (3, np.int32)})
+PARTS = PackedArrays({"seeds": (2, np.uint64), "rows": (3, np.int32)})
 
 
 def test_parts_lie_one_after_another():

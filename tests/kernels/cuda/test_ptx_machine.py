@@ -28,7 +28,7 @@ from tinygpt.kernels.cuda.runtime.ptx import (
     wait_for_kernel_before,
     warp_sum,
 )
-from tinygpt.kernels.host import from_bfloat16
+from tinygpt.kernels.numbers import from_bfloat16
 
 pytestmark = pytest.mark.toolchain
 

@@ -18,8 +18,8 @@ from tinygpt.kernels.cuda.runtime.jit import kernel
 from tinygpt.kernels.cuda.sampling.draw import draw_tokens, random_fraction, take_greatest
 from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, new_sampling_buffers, sample
 from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
-from tinygpt.kernels.cuda.step import MaxShape
-from tinygpt.kernels.host import Warpers
+from tinygpt.kernels.cuda.shapes import MaxShape
+from tinygpt.kernels.numbers import Warpers
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 

@@ -1,0 +1,92 @@
+"""LoRA's updates of a step's rows: out += up @ (down @ x), each row by the adapter of its KV slot.
+
+A sum is one chain in a fixed order, without fused operations: a row has the same bits in any batch.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...backend import LINEARS
+from ..jit import kernel, overload_by_dtype
+from ..simd.vector_ir import address, float32_at
+from ..team import claim_rows, complete_rows, finish_phase
+from .activations import ZERO
+
+C_ATTN, ATTN_PROJ, C_FC, MLP_PROJ = np.arange(len(LINEARS))  # NumPy scalars: see activations.py
+
+
+class Factors(NamedTuple):
+    """Of A adapters, padded with zeros to the greatest rank r, which is less than a product's scratch."""
+
+    down: np.ndarray  # (A, L, K, r) float32
+    up: np.ndarray  # (A, L, r, N) float32
+
+
+class LowRank(NamedTuple):
+    of_slot: np.ndarray  # (slots,) int32: the adapter of each slot of the KV cache, -1 for none
+    factors: tuple[Factors, ...]  # by C_ATTN, ATTN_PROJ, ...
+
+
+def with_adapters(params: Any, config: Any, adapters: list[dict[str, tuple]], num_slots: int) -> tuple[Any, np.ndarray]:
+    """Return Params with adapters, and `of_slot`.
+
+    adapters: of each {name of a linear layer: (down (r, K), up (N, r))}.
+    """
+    factors = []
+    for name in LINEARS.values():
+        found = {
+            (a, layer): adapter[f"h.{layer}.{name}"]
+            for a, adapter in enumerate(adapters)
+            for layer in range(config.n_layer)
+            if f"h.{layer}.{name}" in adapter
+        }
+        shapes = [(down.shape[1], up.shape[0], len(down)) for down, up in found.values()]
+        k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
+        of_kind = Factors(*(np.zeros((len(adapters), config.n_layer, *s), np.float32) for s in ((k, r), (r, n))))
+        for (a, layer), (down, up) in found.items():
+            of_kind.down[a, layer, :, : len(down)], of_kind.up[a, layer, : len(down)] = down.T, up.T
+        factors.append(of_kind)
+    of_slot = np.full(num_slots, -1, np.int32)
+    return params._replace(low_rank=LowRank(of_slot, tuple(factors))), of_slot
+
+
+@kernel
+def _add(team, out, x, low_rank, kind, layer, slots):
+    down, up = low_rank.factors[kind].down, low_rank.factors[kind].up
+    low, k = float32_at(address(team.scratch), up.shape[2]), down.shape[2]
+    first, last = claim_rows(team, slots.size)
+    while first >= 0:
+        for i in range(first, last):
+            adapter = low_rank.of_slot[slots[i]]
+            row = float32_at(address(out) + i * out.strides[0], out.shape[1])
+            if adapter >= 0 and low.size:
+                values = float32_at(address(x) + i * x.strides[0], k)
+                _multiply(row, values, down[adapter, layer], up[adapter, layer], low)
+        complete_rows(team, slots.size)
+        first, last = claim_rows(team, slots.size)
+    finish_phase(team)
+
+
+@kernel
+def _multiply(row, values, down, up, low):
+    low[:] = ZERO
+    for k in range(values.size):
+        for j in range(low.size):
+            low[j] += values[k] * down[k, j]
+    for j in range(low.size):
+        for n in range(row.size):
+            row[n] += low[j] * up[j, n]
+
+
+def _add_some(team, out, x, low_rank, kind, layer, slots):
+    _add(team, out, x, low_rank, kind, layer, slots)
+
+
+def _add_nothing(team, out, x, low_rank, kind, layer, slots):
+    pass
+
+
+# A phase for Params with adapters alone: out (N, n) += each row's update of x (N, K). In the residual stream it comes
+# before a look sets the stream aside: the sum has the same bits with and without a look.
+add_low_rank = overload_by_dtype({LowRank: _add_some}, otherwise=_add_nothing, argument=3)

@@ -1,0 +1,178 @@
+"""The innermost step of a tile: 4 bytes of a row of A, in every lane, times a vector of B, added to a sum.
+
+B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
+float32      it lies              1 float32            a product, fused
+bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
+             float32, two steps   1 float32            a product, fused                              WIDENED
+int8         it lies              4 int8               four products, in int32                       FOURS
+             int16, two steps     2 int16              two products, in int32                        SHORTS
+int4         uint8, two steps     4 int8               as FOURS, or two products in int16            BYTES
+             int16, four steps    2 int16              two products, in int32                        SHORTS
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from llvmlite import ir
+from numba import types
+
+from .panels import PANEL_VECTORS
+from .targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
+from .vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
+
+EIGHTS, SIXTEENS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
+BITS = 8 * TARGET.vector_bytes
+
+
+class BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite lacks."""
+
+    def _to_string(self):
+        return "bfloat"
+
+    __str__ = _to_string
+
+    def __eq__(self, other):
+        return isinstance(other, BFloat)
+
+    def __hash__(self):
+        return hash("bfloat")
+
+
+class StepHalf(NamedTuple):
+    a_offset: int  # of its 4 bytes in the step's bytes of A
+    take: Callable  # (builder, vector of B) -> factor
+    multiply: Callable  # (builder, a, b, sum) -> sum
+
+
+def _as_it_lies(builder, vector):
+    return vector
+
+
+def _low_widened(builder, pairs):
+    return builder.shl(pairs, ir.Constant(INTS, [16] * LANES))
+
+
+def _high_widened(builder, pairs):
+    return builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES))
+
+
+def _multiply_floats(builder, a, b, total):
+    return multiply_add(builder, builder.bitcast(a, FLOATS), builder.bitcast(b, FLOATS), total)
+
+
+def _multiply_pairs(builder, a, b, total):
+    pairs = ir.VectorType(BFloat(), 2 * LANES)
+    dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, pairs, pairs])
+    return builder.call(dot, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
+
+
+FLOAT_PARTS = (StepHalf(0, _as_it_lies, _multiply_floats),)
+# High half first, as vdpbf16ps adds.
+WIDENED_PARTS = (StepHalf(4, _high_widened, _multiply_floats), StepHalf(0, _low_widened, _multiply_floats))
+PAIR_PARTS = (StepHalf(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
+PARTS = {types.float32: FLOAT_PARTS, types.uint16: PAIR_PARTS}  # by the dtype of the array that holds B
+
+
+class IntegerStep(NamedTuple):
+    k: int  # values of K
+    sums: ir.VectorType
+    multiply: Callable  # (builder, a, b, sum) -> sum; a signed, b not
+    finish: Callable  # (builder, sum) -> 16 int32
+
+
+def _multiply_fours(builder, a, b, total):
+    name = f"llvm.x86.avx512.vpdpbusd.{BITS}"
+    return _in_parts(builder, name, INTS, [total, builder.bitcast(b, EIGHTS), builder.bitcast(a, EIGHTS)])
+
+
+def _multiply_shorts(builder, a, b, total):
+    a, b = builder.bitcast(a, SIXTEENS), builder.bitcast(b, SIXTEENS)
+    return builder.add(total, _add_pairs(builder, a, b))
+
+
+def _multiply_bytes(builder, a, b, total):
+    name = "llvm.x86.avx512.pmaddubs.w.512" if BITS == 512 else "llvm.x86.avx2.pmadd.ub.sw"
+    products = _in_parts(builder, name, SIXTEENS, [builder.bitcast(b, EIGHTS), builder.bitcast(a, EIGHTS)])
+    return builder.add(total, products)
+
+
+def _add_pairs(builder, x, y):
+    if BITS == 128:  # left to LLVM, which has one for every vector unit
+        wide = ir.VectorType(I32, 2 * LANES)
+        products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
+        masks = (ir.Constant(INTS, list(range(start, 2 * LANES, 2))) for start in (0, 1))
+        undefined = ir.Constant(wide, ir.Undefined)
+        return builder.add(*(builder.shuffle_vector(products, undefined, mask) for mask in masks))
+    name = "llvm.x86.avx512.pmaddw.d.512" if BITS == 512 else "llvm.x86.avx2.pmadd.wd"
+    return _in_parts(builder, name, INTS, [x, y])
+
+
+def _pairs_added(builder, sums):
+    return _add_pairs(builder, sums, ir.Constant(SIXTEENS, [1] * (2 * LANES)))
+
+
+def _in_parts(builder, name: str, result, vectors):
+    count = VECTOR_BYTES // TARGET.vector_bytes
+
+    def part_of(kind):
+        return ir.VectorType(kind.element, kind.count // count)
+
+    def part(vector, i: int):
+        size = vector.type.count // count
+        mask = ir.Constant(ir.VectorType(I32, size), list(range(i * size, (i + 1) * size)))
+        return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+    function = declare(builder, name, part_of(result), [part_of(vector.type) for vector in vectors])
+    if count == 1:
+        return builder.call(function, vectors)
+    low, high = (builder.call(function, [part(vector, i) for vector in vectors]) for i in range(count))
+    every = ir.Constant(ir.VectorType(I32, result.count), list(range(result.count)))
+    return builder.shuffle_vector(low, high, every)
+
+
+INTEGER_STEPS = {
+    FOURS: IntegerStep(4, INTS, _multiply_fours, _as_it_lies),
+    SHORTS: IntegerStep(2, INTS, _multiply_shorts, _as_it_lies),
+    BYTES: IntegerStep(4, SIXTEENS, _multiply_bytes, _pairs_added),
+}
+
+
+def strip_of(rows: int, vectors: int = PANEL_VECTORS) -> int:
+    kept = 1 if rows > 1 else 0  # one row uses each vector of B once, from memory
+    return next((strip for strip in (4, 3, 2) if vectors % strip == 0 and has_room((rows + kept) * strip)), 1)
+
+
+def has_room(vectors: int) -> bool:
+    return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
+
+
+def unpacked(builder, vector, dtype: str):
+    vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
+    if step_name(dtype) == SHORTS:
+        vectors = [short for four in vectors for short in shorts_of(builder, four)]
+    return vectors
+
+
+def expansion(dtype: str) -> int:
+    return (2 if dtype == "int4" else 1) * (2 if step_name(dtype) == SHORTS else 1)
+
+
+def step_name(dtype: str) -> str:
+    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype]
+
+
+def _nibbles(builder, vector):
+    mask, four = ir.Constant(INTS, [0x0F0F0F0F] * LANES), ir.Constant(INTS, [4] * LANES)
+    return [builder.and_(vector, mask), builder.and_(builder.lshr(vector, four), mask)]
+
+
+def shorts_of(builder, vector):
+    """Return bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
+    fours, zeros = builder.bitcast(vector, EIGHTS), ir.Constant(EIGHTS, None)
+    zero, shorts = 4 * LANES, []
+    for first in (0, 2):
+        places = [place for lane in range(LANES) for place in (4 * lane + first, zero, 4 * lane + first + 1, zero)]
+        mask = ir.Constant(ir.VectorType(I32, 4 * LANES), places)
+        shorts.append(builder.bitcast(builder.shuffle_vector(fours, zeros, mask), INTS))
+    return shorts

@@ -1,0 +1,105 @@
+"""NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, rare requests.
+
+A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+SCALE_BYTES = 4
+LEVELS = np.float32(127)
+LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inverse must be finite
+
+
+def to_bfloat16(x: np.ndarray) -> np.ndarray:
+    """Return the bits (uint16) of the nearest bfloat16, ties to even."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bfloat16(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_rows(x: np.ndarray) -> np.ndarray:
+    """Quantize float32 (..., D) to rows. An infinite row has scale NaN."""
+    largest = np.abs(x).max(-1, keepdims=True)  # (..., 1)
+    is_finite = np.isfinite(largest)
+    is_some = is_finite & (largest >= LEAST_ROW)
+    inverse = np.divide(LEVELS, largest, out=np.zeros_like(largest), where=is_some)
+    # Exact in float64: one rounding, as in a fused multiply-add.
+    whole = np.rint(np.where(is_finite, x, 0).astype(np.float64) * inverse)
+    scales = np.where(is_finite, np.where(is_some, largest / LEVELS, 0), np.nan).astype(np.float32)
+    return np.concatenate([whole.astype(np.int8), scales.view(np.int8)], axis=-1)
+
+
+def from_rows(rows: np.ndarray) -> np.ndarray:
+    return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
+    logits = np.asarray(logits)  # which may be a GPU's
+    with np.errstate(invalid="ignore"):
+        rows = logits - logits.max(-1, keepdims=True)  # (R, V)
+        rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
+    return rows
+
+
+def attention_scores(q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()) -> np.ndarray:
+    """Return scale q·k (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D)."""
+    heads, length, _ = keys.shape
+    decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
+    q = q.reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
+    scores = q @ decode(keys).swapaxes(1, 2)  # (H, T, T)
+    scores *= np.float32(scale)
+    if slopes:
+        back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
+        scores -= np.float32(slopes)[:, None, None] * back
+    scores[:, ~np.tri(length, dtype=bool)] = -np.inf
+    return scores
+
+
+def softmax(scores: np.ndarray) -> np.ndarray:
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return weights
+
+
+class Warpers(NamedTuple):
+    """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each. A default is off."""
+
+    temperature: Any = 1
+    top_k: Any = 0
+    top_p: Any = 1
+    top_p_rule: Any = 0  # TOP_P_RULES
+    min_p: Any = 0
+    typical_p: Any = 1
+    epsilon_cutoff: Any = 0
+    eta_cutoff: Any = 0
+    top_n_sigma: Any = -1
+    xtc_threshold: Any = 1  # in a row whose draw of xtc_probability says so
+
+
+COMPILED = ("temperature", "top_k", "top_p", "min_p")
+
+
+def needs_reference_draw(warpers: Warpers) -> np.ndarray:
+    """Return a mask (R,) of rows that only the reference can draw."""
+    off = Warpers._field_defaults.items()
+    rare = [column != value for (name, value), column in zip(off, warpers, strict=True) if name not in COMPILED]
+    return np.any(rare, 0) & (warpers.temperature != 0)
+
+
+def needs_reference_processors(processors) -> np.ndarray:
+    """Return a mask (P,) of rows that only the reference can process."""
+    p = processors
+    is_rare = (p.no_repeat_ngram_size > 0) | np.array([dry is not None for dry in p.dry])
+    for bounds in (p.allowed_ids.bounds, p.forbidden_ids.bounds):
+        is_rare = is_rare | (np.diff(bounds) > 0)
+    return is_rare
+
+
+def stacked(checkpoint, names: list[str]) -> np.ndarray:
+    return np.stack([checkpoint.tensor(name) for name in names])

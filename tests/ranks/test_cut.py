@@ -1,0 +1,241 @@
+"""How models and steps are cut: each head, hidden unit, token and layer is held once, each new token computed once."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.family_models import write_family
+from support.golden_models import write_model
+from tinygpt.engine.model_source import ModelSource
+from tinygpt.errors import RequestError
+from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.cpu.layers.formats import Norm
+from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
+from tinygpt.kernels.cpu.packing.smoothing import unpack
+from tinygpt.ranks.cut import check_cut, micro_batches, part_of_rank, run_groups, stage_layers
+from tinygpt.ranks.launch import Layout
+from tinygpt.weights.config import ModelConfig
+
+XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
+
+
+@given(st.integers(4, 25), st.sampled_from((101, 50257)), st.integers(1, 4), st.integers(1, 5))
+def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeline_size):
+    config = ModelConfig(n_embd=heads * 4, n_head=heads, n_layer=5, vocab_size=vocab_size)
+    layout = Layout(tensor_size, pipeline_size)
+    parts = [part_of_rank(layout, rank, config, "float32") for rank in range(layout.size)]
+    for stage in range(pipeline_size):
+        own = parts[stage * tensor_size : (stage + 1) * tensor_size]
+        assert [head for part in own for head in part.heads] == list(range(heads))
+        assert [unit for part in own for unit in part.inner] == list(range(config.inner_size))
+        assert [token for part in own for token in part.vocab] == list(range(vocab_size))
+        assert len({part.layers for part in own}) == 1
+    assert [layer for part in parts[::tensor_size] for layer in part.layers] == list(range(5))
+
+
+@pytest.mark.parametrize(("size", "heads"), [(2, [13, 12]), (3, [13, 6, 6]), (4, [7, 6, 6, 6])])
+def test_the_25_heads_of_xl(size, heads):
+    assert [len(part_of_rank(Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
+
+
+def test_50257_tokens_are_shared_without_padding():
+    assert [len(part_of_rank(Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
+
+
+@pytest.mark.parametrize(
+    ("config", "stages", "counts"),
+    [
+        (ModelConfig(), 1, [12]),
+        (ModelConfig(), 2, [9, 3]),
+        (XL, 2, [25, 23]),
+        (ModelConfig(n_layer=4), 4, [1, 1, 1, 1]),
+    ],
+)
+def test_stages_are_balanced_by_bytes(config, stages, counts):
+    """The head of 124M weighs as much as 5.4 of its layers, that of xl as 2.6."""
+    assert list(map(len, stage_layers(config, stages))) == counts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
+    """To the bit, column by column and layer by layer; and a rank of 4 holds about a quarter of it."""
+    shape = {"n_embd": 320, "n_head": 5, "n_layer": 3, "vocab_size": 101, "tie_word_embeddings": tied}
+    source = ModelSource.open(str(write_model(tmp_path, **shape)), dtype)
+    whole = source.load_params(1)
+    layout = Layout(4, 2)
+    for rank in range(layout.size):
+        part = part_of_rank(layout, rank, source.config, dtype)
+        params = source.load_part(1, part)
+        for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj"):
+            mine, all_of_it = getattr(params, name), getattr(whole, name)
+            for i, layer in enumerate(part.layers):
+                n, k = shape_of(name, source.config)
+                expected = unpacked(dtype, all_of_it.weight, layer, n, k)
+                columns = [c for run in part.columns(name) or [range(n)] for c in run]
+                inputs = part.inputs(name) or range(k)
+                found = unpacked(dtype, mine.weight, i, len(columns), len(inputs))
+                np.testing.assert_array_equal(found, expected[columns][:, inputs.start : inputs.stop])
+                np.testing.assert_array_equal(mine.bias[i], all_of_it.bias[layer][columns])
+        assert len(params.c_attn.weight.panels) == len(part.layers)
+        assert (params.lm_head.weight.panels.shape[1] == 1) or part.is_last or (part.is_first and tied)
+
+
+@pytest.mark.parametrize("name", ["bloom-6", "mpt-6", "opt-no-final-norm", "gpt-1", "xglm"])
+def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path, name):
+    """ALiBi's slopes by heads; a norm behind the embeddings in the first stage alone; no norm before the head;
+    embeddings that are multiplied."""
+    source = ModelSource.open(str(write_family(tmp_path, name)), "float32")
+    converted = arrays_of(source.load_params(1))
+    layout, has_alibi = Layout(2 if source.config.n_head > 3 else 1, 2), source.config.has_alibi
+    for rank in range(layout.size):
+        part = part_of_rank(layout, rank, source.config, "float32")
+        params = source.load_part(1, part)
+        slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
+        assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
+        assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)
+        assert_same(params, params_of_part(converted, source.config, "float32", part))
+
+
+def assert_same(mine, theirs):
+    assert type(mine) is type(theirs)
+    if isinstance(mine, tuple):
+        for pair in zip(mine, theirs, strict=True):
+            assert_same(*pair)
+    else:
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def shape_of(name: str, config: ModelConfig) -> tuple[int, int]:
+    width, inner = config.n_embd, config.inner_size
+    return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(name, (width, inner))
+
+
+def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
+    """(N, K) of one layer of a packed weight."""
+    arrays = tuple(array[layer] for array in weight)
+    if dtype in ("int8", "int4"):
+        return unpack(dtype, arrays, n, k)
+    panels = arrays[0]  # (P, K, OUT_TILE) or (P, K / 2, OUT_TILE, 2)
+    if dtype == "bfloat16":
+        panels = panels.transpose(0, 1, 3, 2).reshape(len(panels), -1, panels.shape[2])
+    return panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:n, :k]
+
+
+@pytest.mark.parametrize(
+    ("layout", "fields", "dtype", "device", "said"),
+    [
+        (Layout(2), {}, "float32", "cuda", "device is 'cuda', tensor_parallel_size is 2"),
+        (Layout(1, 13), {}, "float32", "cpu", "pipeline_parallel_size is 13 and this model has 12 layers"),
+        (Layout(2), {"n_embd": 96, "n_head": 3}, "float32", "cpu", "3 heads of 32 and 384 hidden units"),
+        (Layout(2), {"n_embd": 96, "n_head": 4}, "int8", "cpu", "cannot be shared in int8 with the same results"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, said):
+    with pytest.raises(RequestError, match=said):
+        check_cut(layout, ModelConfig(**fields), dtype, device)
+
+
+def test_a_model_that_a_field_sets_apart_from_gpt2_is_refused_by_the_field():
+    """Whatever ModelConfig learns, ranks run nothing that nobody has thought of how to cut."""
+    check_cut(Layout(2), ModelConfig(), "float32", "cpu")
+    with pytest.raises(RequestError, match="embed_dim is 512, num_experts is 4, which several ranks cannot run"):
+        check_cut(Layout(2), ModelConfig(embed_dim=512, num_experts=4), "float32", "cpu")
+
+
+@pytest.mark.parametrize(("field", "value"), [("positions", "rotary"), ("norm_placement", "sandwich")])
+def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
+    """A field that ranks know may learn a value that they do not."""
+    for known in {"positions": ("learned", "alibi"), "norm_placement": ("pre", "post")}[field]:
+        check_cut(Layout(2), ModelConfig(**{field: known}), "float32", "cpu")
+    with pytest.raises(RequestError, match=f"this model's {field} is '{value}', which several ranks cannot run"):
+        check_cut(Layout(2), ModelConfig(**{field: value}), "float32", "cpu")
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])
+def test_impossible_sizes_are_refused(sizes):
+    with pytest.raises(RequestError, match="must be a whole number from 1 to"):
+        Layout(*sizes)
+
+
+# A step in runs: as many as are worth it.
+
+SEQUENCES = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 50), st.integers(0, 70)), min_size=1, max_size=12)
+
+
+@given(SEQUENCES, st.integers(1, 5))
+def test_runs_are_the_step(sequences, stages):
+    chunks = [[100 * i + j for j in range(count)] for i, (count, _, _) in enumerate(sequences)]
+    starts, slots = [start for _, start, _ in sequences], [7 + 3 * i for i in range(len(sequences))]
+    wanted = [min(rows, count) for count, _, rows in sequences]
+    batch = Batch.of(chunks, starts, slots, wanted)
+    runs = micro_batches(batch, stages)
+    assert [token for run in runs for token in tokens_of(run)] == list(tokens_of(batch))
+    for run in runs:
+        last = run.positions[run.seq_starts[1:] - 1]
+        assert run.context_lens.tolist() == (last + 1).tolist()
+        assert {array.dtype for array in vars(run).values() if array is not run.embeds} == {np.dtype(np.int32)}
+    assert max(run.token_ids.size for run in runs) - min(run.token_ids.size for run in runs) <= 1
+
+
+def tokens_of(batch):
+    """Of each token: its id, position, slot and whether its logits are wanted."""
+    slots = np.repeat(batch.slots, np.diff(batch.seq_starts))
+    is_wanted = np.isin(np.arange(batch.token_ids.size), batch.logit_rows)
+    return zip(*(array.tolist() for array in (batch.token_ids, batch.positions, slots, is_wanted)), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stages", "count"), [(500, 1, 1), (63, 2, 1), (64, 2, 2), (512, 2, 5), (32, 4, 2), (512, 4, 9)]
+)
+def test_a_stage_that_reads_its_weights_again_gains_more_than_that(tokens, stages, count):
+    assert len(micro_batches(Batch.of([list(range(tokens))], [0], [0]), stages)) == count
+
+
+# Groups of sequences in flight: each stage has one, and all get the tokens of single steps.
+
+
+class Pipeline:
+    """Logits that say which token comes: one that depends on the sequence's slot, position and last token."""
+
+    def __init__(self):
+        self.events = []
+
+    def begin(self, batch, first_row):
+        self.events.append(("begin", first_row, batch.positions[0]))
+        assert batch.context_lens.tolist() == (batch.positions + 1).tolist()
+        assert batch.logit_rows.tolist() == batch.seq_starts[:-1].tolist() == list(range(batch.token_ids.size))
+        return lambda: following(batch.token_ids, batch.positions, batch.slots)
+
+    def choose(self, logits, rows, step):
+        self.events.append(("choose", rows.start, step))
+        return logits
+
+
+def following(token_ids, positions, slots):
+    """Below 0 now and then: nothing could be chosen."""
+    return (token_ids * 31 + positions * 7 + slots * 13) % 50 - 5
+
+
+@pytest.mark.parametrize("count", [2, 5, 9])
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_tokens_are_those_of_single_steps(count, stages):
+    batch = Batch.of([[7 * i] for i in range(count)], [3 * i for i in range(count)], list(range(count)))
+    pipeline, token_ids, expected = Pipeline(), batch.token_ids, []
+    for step in range(6):
+        expected.append(following(np.maximum(token_ids, 0), batch.positions + step, batch.slots))
+        token_ids = expected[-1]
+    found = run_groups(batch, min(stages, count), 6, pipeline.begin, pipeline.choose)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_stage_begins_with_another_group_before_a_step_is_through():
+    batch, pipeline = Batch.of([[1], [2], [3]], [0, 0, 0], [0, 1, 2]), Pipeline()
+    run_groups(batch, 2, 2, pipeline.begin, pipeline.choose)
+    a, b = 0, 1  # the groups' first rows
+    assert pipeline.events == [
+        *[("begin", a, 0), ("begin", b, 0)],
+        *[("choose", a, 0), ("begin", a, 1), ("choose", b, 0), ("begin", b, 1)],
+        *[("choose", a, 1), ("choose", b, 1)],
+    ]

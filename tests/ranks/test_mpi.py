@@ -1,0 +1,422 @@
+"""Real ranks: processes that mpiexec starts on this machine, as users start them, and how they end.
+
+Skipped where mpi4py or mpiexec is not there: pip install ".[mpi]".
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from support.golden_models import write_model
+from support.paths import ROOT
+from support.processes import below, read_to, until
+from support.serving import ask
+from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
+from tinygpt.ranks.launch import find_mpiexec
+
+pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
+MPIEXEC = find_mpiexec()
+pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec, which the extra mpi brings")
+SHARED_MEMORY = Path("/dev/shm")
+# Once a rank is gone the others end within 5 seconds; before that it may have to compile.
+TO_START, TO_END = 300, 5
+DTYPES = ("float32", "bfloat16", "int8", "int4")
+FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
+XL_HEADS = {**FIVE_HEADS, "n_embd": 1600, "n_head": 25, "n_inner": 256}
+GENERATE = ("generate", "--json", "--temperature", "0.9", "--seed", "5", "--max-tokens", "20", "-t", "1", "A wolf")
+
+HASHES = """
+import hashlib, sys
+import numpy as np
+from tinygpt import LLM, SamplingParams
+class Hashed:
+    # Hashes the logits of every step; kinds: whether a step has sequences of one token (False), of several (True)
+    def __init__(self, runner):
+        self.runner, self.sum, self.kinds = runner, hashlib.sha256(), set()
+    def __getattr__(self, name):
+        return getattr(self.runner, name)
+    def choose_num_steps(self, num_sequences, num_in_time):
+        return 1
+    def forward(self, batch):
+        logits = self.runner.forward(batch)
+        self.sum.update(logits.tobytes())
+        self.kinds.add(tuple(sorted({int(n) > 1 for n in np.diff(batch.seq_starts)})))
+        return logits
+tensor, pipeline, *cases = sys.argv[1:]
+sizes = {"tensor_parallel_size": int(tensor), "pipeline_parallel_size": int(pipeline)}
+ids = [i * 7 % 101 for i in range(80)]
+prompts = [ids[:3], ids[5:75], [4], ids[9:20]]
+params = SamplingParams(max_tokens=9, temperature=0.9, seed=3, ignore_eos=True)
+for case in cases:
+    model, dtype = case.split(":")
+    with LLM(model, dtype, threads=1, max_num_seqs=3, max_num_batched_tokens=70, **sizes) as llm:
+        with llm.engine.wrapped(Hashed) as hashed:
+            tokens = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        assert (False, True) in hashed.kinds, "no step reads a prompt while others decode"
+        whole = hashlib.sha256(llm.logits(ids).tobytes()).hexdigest()
+        print(dtype, hashed.sum.hexdigest(), whole, tokens)
+"""
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    return str(write_model(tmp_path_factory.mktemp("five"), **FIVE_HEADS))
+
+
+@pytest.fixture(scope="module")
+def cases(five, tmp_path_factory):
+    """Each model in each dtype: as it comes, and converted, of which ranks read their part."""
+    folder = tmp_path_factory.mktemp("xl")
+    xl = str(write_model(folder, **XL_HEADS))
+    for dtype in DTYPES:
+        status, _, err = run("-m", "tinygpt", "convert", xl, str(folder / dtype), "--dtype", dtype)
+        assert status == 0, err
+    return [f"{five}:{dtype}" for dtype in DTYPES] + [f"{folder / dtype}:{dtype}" for dtype in DTYPES]
+
+
+@pytest.fixture(scope="module")
+def alone(cases):
+    return hashes(cases, 1, 1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind():
+    before = {path.name for path in SHARED_MEMORY.glob("*")} if SHARED_MEMORY.is_dir() else set()
+    yield
+    if SHARED_MEMORY.is_dir():
+        mpich = {path.name for path in SHARED_MEMORY.glob("mpich_shm_*")}
+        assert not mpich - before
+
+
+def start(*words: str, ranks: int | None = None, environment=None, **options) -> subprocess.Popen:
+    front = [] if ranks is None else [MPIEXEC, "-n", str(ranks)]
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    there = {"env": {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, "cwd": ROOT}
+    return subprocess.Popen([*front, sys.executable, *words], **pipes, **there, **options)
+
+
+def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
+    process = start(*words, ranks=ranks)
+    out, err = process.communicate(timeout=TO_START)
+    return process.returncode, out, err
+
+
+def refused(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
+    """As `run`, of ranks that all end as soon as one has said why."""
+    process = start(*words, ranks=ranks)
+    said = read_to(process, process.stderr, "\n")
+    out, err = process.communicate(timeout=TO_END)
+    return process.returncode, out, said + err
+
+
+def hashes(cases: list[str], tensor: int, pipeline: int) -> list[str]:
+    ranks = tensor * pipeline
+    status, out, err = run("-c", HASHES, str(tensor), str(pipeline), *cases, ranks=ranks if ranks > 1 else None)
+    assert status == 0, err
+    return out.splitlines()
+
+
+@pytest.mark.parametrize(("dtype", "tensor", "pipeline"), [("float32", 2, 1), ("int8", 1, 2)])
+def test_processes_give_the_bits_of_one(five, dtype, tensor, pipeline):
+    assert hashes([f"{five}:{dtype}"], tensor, pipeline) == hashes([f"{five}:{dtype}"], 1, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2, 3, 4])
+def test_every_layout_gives_the_bits_of_one_in_every_dtype(cases, alone, tensor, pipeline):
+    """Up to 16 processes. 5 and 25 heads; steps that read prompts beside others that decode."""
+    assert len(alone) == len(cases)
+    assert hashes(cases, tensor, pipeline) == alone
+
+
+def test_a_command_starts_its_ranks_and_says_the_same(five):
+    status, out, err = run("-m", "tinygpt", *GENERATE, "--tensor-parallel", "2")
+    assert status == 0, err
+    _, alone, _ = run("-m", "tinygpt", *GENERATE)
+    assert text_of(out) == text_of(alone)
+
+
+def text_of(record: str) -> str:
+    return record.partition('"outputs"')[2].partition('"metrics"')[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "said"),
+    [
+        ("generate --tensor-parallel 2 -m /nowhere x", None, "/nowhere"),
+        ("generate --tensor-parallel 2 x", 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
+        ("generate --pipeline-parallel 7 x", None, "--pipeline-parallel-size is 7 and this model has 6 layers"),
+        # Before a model is opened.
+        ("generate --tensor-parallel 2 --top-k -4 x", 2, "--top-k is -4 and must be"),
+        ("eval --tensor-parallel 2 ppl no-such-file.txt", 2, "no-such-file.txt"),
+        ("serve --tensor-parallel 2 --port 99999", 2, "--port is 99999"),
+    ],
+)
+def test_what_is_impossible_is_one_sentence(words, ranks, said):
+    status, out, err = refused("-m", "tinygpt", *words.split(), ranks=ranks)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
+    """As on hosts whose disks differ: the second rank looks in another folder."""
+    program = (
+        "import os, sys; os.chdir(sys.argv[1 + int(os.environ['PMI_RANK'])]); sys.argv[1:] = sys.argv[3:]; "
+        "from tinygpt.cli.main import main; sys.exit(main())"
+    )
+    words = ("generate", "--no-stream", "--json", "-m", "./model", "--tensor-parallel", "2", "x")
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir(), there.mkdir()
+    (here / "model").symlink_to(five)
+    status, out, err = refused("-c", program, str(here), str(there), *words, ranks=2)
+    assert (status, out) == (2, "")
+    assert "rank 1 of 2, on " in err
+    assert len(err.splitlines()) == 1
+
+
+FAILING = """
+import os, sys
+import tinygpt.ranks.rank_model as rank_model
+forward, steps = rank_model.RankModel.forward, []
+rank, how, *sys.argv[1:] = sys.argv[1:]
+def failing(self, batch):
+    steps.append(1)
+    if len(steps) == 30 and os.environ["PMI_RANK"] == rank:
+        print("now", flush=True)
+        if how == "raise":
+            raise OSError("the disk is on fire")
+        os.kill(os.getpid(), 9)
+    return forward(self, batch)
+rank_model.RankModel.forward = failing
+"""
+ENDLESS = f"""{FAILING}
+from tinygpt import LLM, SamplingParams
+os.write(1, b"%d\\n" % os.getpid())  # whole, if stdout is unbuffered too
+llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+params = SamplingParams(max_tokens=20, ignore_eos=True)
+while True:
+    if sys.argv[1:] == ["submit"]:  # as a server does: the error is the future's
+        llm.submit([5, 6, 7], params).exception()
+    else:
+        llm.generate([[5, 6, 7]], params)
+    print("round", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "call"), [("0", "raise", "submit"), ("0", "kill", ""), ("1", "raise", "generate")]
+)
+def test_when_a_rank_ends_all_do(rank, how, call):
+    process = start("-c", ENDLESS, rank, how, call, ranks=2)
+    pids = pids_of_endless(process)
+    read_to(process, process.stdout, "now")
+    _, err = process.communicate(timeout=TO_END)
+    assert process.returncode != 0
+    assert_gone(pids)
+    if how == "raise":
+        said = f"tinygpt: error: rank {rank} of 2, on .*: OSError\\('the disk is on fire'\\)\n"
+        assert re.fullmatch(said, err.replace(f"{ANNOUNCEMENT}\n", ""))  # the first run compiles
+
+
+def test_a_killed_rank_of_a_command_is_one_sentence_on_stderr(five):
+    """MPICH's mpiexec says it in ten lines on stdout, and may name either rank's process."""
+    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
+    pids = ranks_of(process.pid, 2)
+    read_to(process, process.stderr, "serving")
+    os.kill(pids[1], signal.SIGKILL)
+    out, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, out) == (9, "")
+    assert re.fullmatch(r"tinygpt: error: a rank on \S+ was killed, which ends all ranks\n", err)
+    assert_gone(pids)
+
+
+DYING = f"""{FAILING}
+from tinygpt.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_batch_goes_on_after_a_rank_was_killed(tmp_path, five):
+    """The same command: what was answered stays, every prompt is answered once, and as one process would."""
+    given = tmp_path / "in.jsonl"
+    lines = [json.dumps({"id": i, "prompt": [5 + i, 6], "max_tokens": 3 + i}) for i in range(20)]
+    given.write_text("\n".join(lines), encoding="utf-8")
+    words = ("generate", "-m", five, "--input", str(given), "--seed", "3", "--max-num-seqs", "2", "-t", "1")
+    broken, whole = [*words, "--output", str(tmp_path / "out")], [*words, "--output", str(tmp_path / "alone")]
+    ranks = ["--tensor-parallel", "2"]
+    status, _, _ = run("-c", DYING, "1", "kill", *broken, *ranks, ranks=2)
+    assert status != 0
+    before = records(tmp_path / "out")
+    assert 0 < len(before) < 20
+    status, _, err = run("-m", "tinygpt", *broken, *ranks)
+    assert (status, f"{len(before)} of 20 prompts skipped" in err) == (0, True), err
+    assert run("-m", "tinygpt", *whole)[0] == 0
+    assert records(tmp_path / "out") == records(tmp_path / "alone")
+
+
+def records(path: Path) -> dict[int, list]:
+    """The texts by id, each of which is there once; a last line that is half written is none."""
+    complete = path.read_text(encoding="utf-8").rpartition("\n")[0].splitlines()
+    found = [json.loads(line) for line in complete]
+    assert len({record["id"] for record in found}) == len(found)
+    return {record["id"]: record["outputs"] for record in found}
+
+
+UNCLOSED = """
+import sys
+from tinygpt import LLM, SamplingParams
+llm = LLM("demo", threads=1, max_num_seqs=2, tensor_parallel_size=2)
+if sys.argv[1] == "closed":
+    llm.close()
+    llm = LLM("demo", threads=1, max_num_seqs=3, pipeline_parallel_size=2)
+llm.submit([5, 6, 7], SamplingParams(max_tokens=400, ignore_eos=True))
+if sys.argv[1] == "raised":
+    raise OSError("the disk is on fire")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("raised", 1), ("closed", 3)])
+def test_a_program_that_ends_without_close_ends_all(how, status):
+    """While its engine's thread takes steps, with the program's own status; a closed LLM makes room."""
+    found, out, err = run("-c", UNCLOSED, how, ranks=2)
+    assert (found, out) == (status, "")
+    assert ("the disk is on fire" in err) == (how == "raised")
+
+
+def test_ctrl_c_ends_all(five):
+    process = start("-c", ENDLESS, "2", "never", ranks=2)
+    pids = pids_of_endless(process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=TO_END)
+    assert_gone(pids)
+
+
+def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
+    """Status 0, as one process has it."""
+    pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
+    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
+    for line in process.stderr:
+        if "serving" in line:
+            break
+    port = int(line.rpartition(":")[2])
+    body = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    reply = ask(port, "/v1/completions", body).json
+    assert len(reply["choices"][0]["token_ids"]) == 5
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=TO_START)
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["generate", "--nonsense", "x"], 2, "--nonsense"),
+        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel-size is 5"),
+        (["generate", "--help"], 0, "usage: tinygpt generate"),
+    ],
+)
+def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said):
+    found, out, err = run("-m", "tinygpt", *words, ranks=3)
+    _, out_alone, err_alone = run("-m", "tinygpt", *words)
+    assert (found, out, err) == (status, out_alone, err_alone)
+    assert said in out + err
+
+
+def test_programs_that_share_nothing_all_speak(five):
+    """Under one mpiexec, and without a flag that would make them ranks."""
+    status, out, err = run("-m", "tinygpt", "info", five, ranks=2)
+    _, alone, _ = run("-m", "tinygpt", "info", five)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == sorted(2 * alone.splitlines())
+
+
+FOREIGN = "2 processes were started, and .*, the MPI of mpi4py, sees each of them alone: start them with the mpiexec of"
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_another_mpis_mpiexec_is_refused_in_one_sentence(rank):
+    """As Open MPI's would start one of two processes, each of which is a world of its own for MPICH."""
+    there = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+    words = ("-m", "tinygpt", "generate", "--tensor-parallel", "2", "x")
+    process = start(*words, environment=there)
+    out, err = process.communicate(timeout=TO_START)
+    assert (process.returncode, out) == (2, "")
+    assert re.fullmatch(f"tinygpt: error: {FOREIGN} .*\n", err) if rank == "0" else err == ""
+
+
+WITHOUT = """
+import sys
+sys.modules["mpi4py"] = None
+from tinygpt import LLM
+try:
+    LLM("/nowhere", tensor_parallel_size=2)
+except Exception as error:
+    print(error, "numba" in sys.modules)
+"""
+
+
+def test_that_mpi_is_missing_is_said_before_anything_takes_long():
+    status, out, err = run("-c", WITHOUT)
+    assert (status, err) == (0, "")
+    assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
+
+
+@pytest.mark.parametrize(("command", "whom"), [("generate", "mpiexec"), ("generate", "rank 0"), ("serve", "rank 0")])
+def test_sigterm_ends_all(tmp_path, five, command, whom):
+    """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
+    given = tmp_path / "in.jsonl"
+    line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
+    given.write_text(line * 3000, encoding="utf-8")
+    words = {
+        "generate": ("generate", "--input", str(given), "--output", str(tmp_path / "out"), "--seed", "3"),
+        "serve": ("serve", "--port", "0"),
+    }[command]
+    process = start("-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True)
+    pids = ranks_of(process.pid, 2)
+    if command == "serve":
+        read_to(process, process.stderr, "serving")
+    else:
+        until(lambda: (tmp_path / "out").exists() and b"\n" in (tmp_path / "out").read_bytes())
+    os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
+    out, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, out) == (143 if command == "generate" else 0, "")
+    assert "error" not in err
+    assert_gone(pids)
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def ranks_of(pid: int, count: int) -> list[int]:
+    """Processes that an mpiexec has started, by rank, once they are there."""
+    found = {}
+
+    def all_are_there() -> bool:
+        for child in below(pid):
+            with suppress(OSError):  # it has ended
+                names = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                found.update({int(name[9:]): child for name in names if name.startswith(b"PMI_RANK=")})
+        return len(found) == count
+
+    until(all_are_there)
+    return [found[rank] for rank in range(count)]
+
+
+def pids_of_endless(process: subprocess.Popen) -> list[int]:
+    """Of its two ranks, once they generate."""
+    *pids, last = read_to(process, process.stdout, "round").split()
+    assert (len(pids), last) == (2, "round")
+    return [int(pid) for pid in pids]

@@ -1,0 +1,105 @@
+"""The least work of a pass through the model, and the machine's limits.
+
+A multiplication and an addition count as two operations.
+"""
+
+from dataclasses import dataclass
+
+from ..weights.config import ModelConfig
+
+# Bytes of a weight in the blocks and in the head. int4 has 4 bytes of scale and offset a group of 32.
+BYTES = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
+# Default dtype of the KV cache for a dtype of the weights; bytes of a number in a cache; llama.cpp's name of its type.
+CACHES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
+CACHE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
+# Dtype of the tiles that multiply in the blocks and in the head.
+TILES = {name: (name, "int8" if name == "int4" else name) for name in BYTES}
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Bytes of memory read a second, and operations a second of each kind of tile."""
+
+    bandwidth: float
+    tile_rates: dict[str, float]
+
+    def best(self, other: "MachineLimits") -> "MachineLimits":
+        kinds = {**self.tile_rates, **other.tile_rates}
+        rates = {kind: max(self.tile_rates.get(kind, 0.0), other.tile_rates.get(kind, 0.0)) for kind in kinds}
+        return MachineLimits(max(self.bandwidth, other.bandwidth), rates)
+
+
+def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimits:
+    """Measure the limits of the threads, or of the GPU, in half a second."""
+    kinds = sorted({*tiles_of(dtype, device)})
+    if device == "cuda":
+        from ..kernels.cuda.runtime import peak
+
+        return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
+    from ..hardware import read_bandwidth
+    from ..kernels.cpu.peak import tile_rate
+
+    return MachineLimits(read_bandwidth(threads), {kind: tile_rate(kind, threads) for kind in kinds})
+
+
+def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
+    if device == "cuda" and dtype != "float32":
+        return "bfloat16", "bfloat16"  # to which a GPU expands int8
+    return TILES[dtype]
+
+
+def num_parameters(config: ModelConfig) -> int:
+    return _matrices(config) + _embeddings(config) + _float32_parameters(config)
+
+
+def model_bytes(config: ModelConfig, dtype: str) -> int:
+    in_block, in_head = BYTES[dtype]
+    return int(in_block * _matrices(config) + in_head * _embeddings(config) + 4 * _float32_parameters(config))
+
+
+def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
+    """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head."""
+    in_block, in_head = BYTES[dtype]
+    num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
+    return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
+
+
+def kv_cache_bytes(config: ModelConfig, kv_cache_dtype: str, num_positions: float) -> float:
+    scales = 4 * config.n_head if kv_cache_dtype == "int8" else 0  # float32, of a head's key and of its value
+    return num_positions * 2 * config.n_layer * (CACHE_BYTES[kv_cache_dtype] * config.n_embd + scales)
+
+
+def block_operations(config: ModelConfig, num_tokens: float, num_attended: float) -> float:
+    return num_tokens * (2 * block_weights(config) + 4 * num_attended * config.n_layer * config.n_embd)
+
+
+def head_operations(config: ModelConfig, num_logit_rows: float) -> float:
+    return 2 * num_logit_rows * head_weights(config)
+
+
+def block_weights(config: ModelConfig) -> int:
+    """Count one expert a layer."""
+    return config.n_layer * (4 * config.n_embd * config.n_embd + 2 * config.n_embd * config.inner_size)
+
+
+def head_weights(config: ModelConfig) -> int:
+    return config.vocab_size * config.embedding_size
+
+
+def _matrices(config: ModelConfig) -> int:
+    C, F = config.n_embd, config.inner_size
+    gates_and_experts = (config.num_experts - 1) * 2 * C * F + config.num_experts * C
+    return block_weights(config) + len(config.expert_layers) * gates_and_experts
+
+
+def _embeddings(config: ModelConfig) -> int:
+    return head_weights(config) * (1 if config.tie_word_embeddings else 2)
+
+
+def _float32_parameters(config: ModelConfig) -> int:
+    C, experts = config.n_embd, len(config.expert_layers) * (config.num_experts - 1)
+    biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
+    norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
+    positions = 0 if config.has_alibi else config.n_positions * C
+    return positions + biases + norms + 2 * C * (config.embed_dim or 0)  # embed_dim: width of other embeddings

@@ -1,0 +1,335 @@
+"""Rules of SamplingParams' fields: their values, the words for them, and a flag's text."""
+
+import functools
+import json
+import math
+import operator
+import re
+import reprlib
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from .errors import RequestError, invalid
+
+if TYPE_CHECKING:
+    from .engine.grammar_process import GrammarServer
+
+MAX_COUNT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """The values that a field takes.
+
+    allowed: completes "must be".
+    read: returns the value as the engine sees it, or raises TypeError or ValueError.
+    parse: converts the text of a flag; None is a flag without a value.
+    repeats: whether the flag may be given several times.
+    """
+
+    allowed: str
+    read: Callable[[Any], Any]
+    parse: Callable[[str], Any] | None = str
+    repeats: bool = False
+
+
+def option(default: Any, rule: FieldRule, metavar: str | None, text: str, group: str = "sampling", **more: Any) -> Any:
+    """Return a dataclass field, whose metadata the command line and the documentation read."""
+    return field(default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more)
+
+
+def read_field(name: str, value: Any, rule: FieldRule) -> Any:
+    """Return the value as the engine sees it. Raise RequestError."""
+    try:
+        return rule.read(value)
+    except (TypeError, ValueError, OverflowError):
+        raise invalid(name, value, rule.allowed) from None
+
+
+def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return keywords, of which those of other programs have our `names`. Raise RequestError if two name one thing."""
+    if given.keys() <= {*names}:
+        return given
+    from .aliases import renamed  # rarely needed
+
+    return renamed(given, names)
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def accept_other_names(function: Function) -> Function:
+    """Wrap a function so that its keywords may have the names of other programs."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+
+    @functools.wraps(function)
+    def wrapped(*args, **given):
+        return function(*args, **own_names(given, names))
+
+    return wrapped
+
+
+def need(is_right: bool) -> None:
+    """Raise ValueError, for `read_field`, unless a value is right."""
+    if not is_right:
+        raise ValueError
+
+
+def as_integer(value: Any, low: int, high: int = MAX_COUNT) -> int:
+    need(not isinstance(value, bool))  # True == 1 would be taken for a count
+    number = operator.index(value)
+    need(low <= number <= high)
+    return number
+
+
+def as_number(value: Any) -> float:
+    need(isinstance(value, Real) and not isinstance(value, bool))
+    return float(value)
+
+
+def as_texts(value: Any) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    need(all(isinstance(text, str) and text for text in texts))
+    return texts
+
+
+def as_ids(value: Any) -> tuple[int, ...]:
+    return () if value is None else tuple(as_integer(token_id, 0) for token_id in value)
+
+
+def as_unicode(value: Any) -> str:
+    need(isinstance(value, str) and value != "")
+    value.encode("utf-8")  # UnicodeEncodeError, a ValueError, for half a character
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def integer(low: int, high: int = MAX_COUNT, note: str = "") -> FieldRule:
+    top = {MAX_COUNT: "2**31 - 1", 2**64 - 1: "2**64 - 1"}.get(high, high)
+    return FieldRule(f"a whole number from {low} to {top}{note}", lambda value: as_integer(value, low, high), int)
+
+
+def number(is_allowed: Callable[[float], bool], allowed: str) -> FieldRule:
+    def read(value: Any) -> float:
+        found = as_number(value)
+        need(is_allowed(found))  # false for NaN
+        return found
+
+    return FieldRule(allowed, read, float)
+
+
+def between(low: float, high: float, note: str = "") -> FieldRule:
+    return number(lambda found: low <= found <= high, f"a number from {low:g} to {high:g}{note}")
+
+
+def one_of(literal: Any) -> FieldRule:
+    """literal: a Literal of the names."""
+    *names, last = get_args(literal)
+
+    def read(value: Any) -> str:
+        need(isinstance(value, str) and value in (*names, last))
+        return value
+
+    return FieldRule(f"{', '.join(map(repr, names))} or {last!r}", read, str.lower)
+
+
+def optional(rule: FieldRule) -> FieldRule:
+    return replace(
+        rule, allowed=f"{rule.allowed}, or None", read=lambda value: None if value is None else rule.read(value)
+    )
+
+
+def _boolean(value: Any) -> bool:
+    need(isinstance(value, bool))
+    return value
+
+
+def _words(value: Any) -> tuple[str, ...]:
+    words = as_texts(value)
+    need(all(map(str.strip, words)))
+    return words
+
+
+def _some(values: tuple) -> tuple:
+    need(values != ())
+    return values
+
+
+def _id_or_ids(value: Any) -> tuple[int, ...]:
+    return _some(as_ids(value if hasattr(value, "__iter__") else (value,)))
+
+
+def _id_lists(value: Any) -> tuple[tuple[int, ...], ...]:
+    return () if value is None else tuple(_some(as_ids(ids)) for ids in value)
+
+
+def biases(limit: float) -> FieldRule:
+    """A dict from token ids to numbers, or its pairs; kept as pairs, which can be hashed."""
+    rule = between(-limit, limit)
+
+    def read(value: Any) -> tuple[tuple[int, float], ...]:
+        pairs = dict(() if value is None else value if isinstance(value, Mapping) else tuple(value))
+        return tuple((as_integer(token_id, 0), rule.read(found)) for token_id, found in pairs.items())
+
+    def bias(text: str) -> tuple[int, float]:
+        token_id, _, found = text.partition("=")
+        return int(token_id), float(found)
+
+    allowed = f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
+    return FieldRule(allowed, read, bias, repeats=True)
+
+
+def _embeddings(value: Any) -> Any:
+    import numpy as np  # not needed for --help
+
+    array = np.array(value, np.float32)  # (P, C), a copy
+    need(array.ndim == 2 and array.size > 0 and np.isfinite(array).all())
+    array.flags.writeable = False
+    return array
+
+
+def _functions(value: Any) -> tuple[Callable, ...]:
+    functions = () if value is None else (value,) if callable(value) else tuple(value)
+    need(all(map(callable, functions)))
+    return functions
+
+
+def _edits(value: Any) -> tuple:
+    if value is None or (isinstance(value, (list, tuple)) and not value):
+        return ()
+    from .look.edits import Edit  # not needed for --help
+
+    edits = (value,) if isinstance(value, Edit) else tuple(value)
+    need(all(isinstance(edit, Edit) for edit in edits))
+    return edits
+
+
+def _alternatives(value: Any) -> tuple[str, ...]:
+    need(not isinstance(value, str))  # its letters are not meant
+    return _some(tuple(map(as_unicode, value)))
+
+
+def _json_schema(value: Any) -> str:
+    """Read a dict, its JSON text, or a class such as pydantic's, as text."""
+    try:
+        value = value.model_json_schema() if hasattr(value, "model_json_schema") else value
+        schema = json.loads(value) if isinstance(value, str) else value
+        need(isinstance(schema, Mapping))
+        return as_unicode(json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
+    except Exception as error:  # pydantic's own, of a class whose fields no schema describes, or RecursionError
+        raise ValueError from error
+
+
+_IDS = "a list of token ids, each a whole number from 0 to 2**31 - 1"
+COUNT = integer(0, note=" (0 is off)")
+POSITIVE = integer(1)
+SHARE = number(lambda found: 0 < found <= 1, "a number above 0 and at most 1")
+CUTOFF = number(lambda found: 0 <= found < 1, "a number from 0 (off) to below 1")
+SECONDS = optional(number(lambda found: 0 < found < math.inf, "a finite number of seconds above 0"))
+LOGPROBS = optional(integer(-1, note=" (-1 is all)"))
+BOOLEAN = FieldRule("True or False", _boolean, None)
+TEXTS = FieldRule("a text or a list of texts, none of them empty, or None", as_texts, repeats=True)
+WORDS = FieldRule("a text or a list of texts, each with more than white space, or None", _words, repeats=True)
+IDS = FieldRule(f"{_IDS}, or None", as_ids, token_ids)
+SOME_IDS = optional(FieldRule(f"{_IDS}, and not an empty one", lambda value: _some(as_ids(value)), token_ids))
+ID_OR_IDS = optional(FieldRule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, token_ids))
+ID_LISTS = FieldRule("a list of lists of token ids, none of them empty, or None", _id_lists, token_ids, repeats=True)
+NAME = optional(FieldRule("the name of a soft prompt that the LLM was given", as_unicode))
+ADAPTER = optional(FieldRule("the name of one of the LLM's lora_modules", as_unicode))
+EMBEDDINGS = optional(FieldRule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
+FUNCTIONS = FieldRule("a function or a list of functions, or None", _functions)
+EDITS = FieldRule("an Edit or a list of them, or None", _edits)
+ALTERNATIVES = optional(FieldRule("a list of texts, none of them empty", _alternatives, repeats=True))
+REGEX = optional(FieldRule("a regular expression", as_unicode))
+GRAMMAR = optional(FieldRule("the text of a grammar", as_unicode))
+JSON_SCHEMA = optional(FieldRule("a JSON schema: a dict, or the same as JSON text", _json_schema))
+EARLY_STOPPING = FieldRule(
+    "True, False or 'never'",
+    lambda value: value if value == "never" else _boolean(value),
+    lambda text: {"true": True, "false": False}.get(text.lower(), text),
+)
+
+
+# Grammars of guided texts, for the package llguidance.
+
+# 20 000 alternatives compile in a second, and then in the square of their number.
+MAX_CHARACTERS = 2**16
+# Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
+MAX_PARTS = 1000
+# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
+SPACES = {"whitespace_pattern": "[ ]?"}
+# The package would force the tokens of a certain text, and leave nothing if one of them may not come.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+
+
+def check_guide(name: str, value: Any) -> None:
+    """Raise RequestError if no text follows the guide. A server's client may lack the package."""
+    with suppress(ImportError):
+        import llguidance
+
+        grammar_of(llguidance, name, value)
+
+
+@functools.cache
+def _validator() -> "GrammarServer":
+    from .engine.grammar_process import GrammarServer
+
+    return GrammarServer()  # without a vocabulary
+
+
+def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
+    """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
+    grammar, problem = _grammar_and_problem(llguidance, name, value)
+    refuse(name, value, problem)
+    return grammar + OPTIONS
+
+
+@functools.lru_cache(32)
+def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple[str, str]:
+    num_characters = sum(map(len, value))  # of a text, or of all choices
+    if num_characters > MAX_CHARACTERS:
+        return "", f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
+    if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
+        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
+    from .engine.grammar_process import COMPILE_SECONDS, LimitError  # sockets and subprocess: not needed for --help
+
+    grammar, problem, process = "", "", _validator().grammar()
+    try:
+        if name == "guided_regex":
+            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
+        elif name == "guided_json":
+            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
+        else:
+            grammar, problem = process.ask(COMPILE_SECONDS, "to_lark", value)
+        num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
+        if name != "guided_regex" and num_parts > MAX_PARTS:
+            problem = f"it has more than {MAX_PARTS} rules and objects"
+        problem = problem or process.ask(COMPILE_SECONDS, "validate", grammar + OPTIONS)
+    except LimitError as error:
+        problem = f"it {error}"
+    except (ValueError, RecursionError) as error:
+        problem = str(error)
+    return grammar, problem
+
+
+def refuse(name: str, value: Any, problem: str) -> None:
+    if problem:
+        shown = reprlib.repr(list(value)) if name == "guided_choice" else reprlib.repr(value)
+        reason = in_short(problem, name == "guided_grammar")
+        raise RequestError(f"is {shown}, which is not possible: {reason}.", name, value)
+
+
+def in_short(problem: str, has_lines: bool = False) -> str:
+    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
+    message = re.split(r"\n +1 \| |\n<", problem)[0]
+    reason = message.rpartition("error: ")[2]
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
+    readable = "".join(c if c.isprintable() else " " for c in reason)
+    return " ".join(readable.split())[:300].rstrip(".")

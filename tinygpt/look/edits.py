@@ -1,0 +1,271 @@
+"""Edits: changes of activations at points of a step, placed in a request's text, and control vectors."""
+
+import operator
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError, RequestError, invalid
+from ..weights.files import followed
+from .hooks import HookPoints
+
+END = 2**31  # after all positions
+KIND = "controlvector"  # the architecture of llama.cpp's files
+DIRECTION = re.compile(r"direction\.([1-9]\d{0,5})")
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """At some positions of a text, x[index] = keep * x[index] + value: steering, ablation, scaling, patching.
+
+    name: of points, as in `capture`; "z" is every layer's. keep, value: numbers, or arrays that fit x[index] of a
+    position; value may have an axis in front, of the positions in `at`, or from 0 on.
+    at: a position, a list of them or a slice; negative ones count from the prompt's end. None is all; "new" is all
+    after the prompt, which other requests then share. index: of x at a position: a head, a unit, a tuple for both axes.
+    project_out: a vector; x[index] loses its part along it. function: returns the new x[index] (n, ...) of n positions,
+    float32 or the reference's float64; a call has those of a step, so that each row must depend on itself alone.
+
+    Raise RequestError for an impossible value.
+    """
+
+    name: str
+    keep: Any = 1.0
+    value: Any = 0.0
+    at: Any = None
+    index: Any = ()
+    project_out: Any = None
+    function: Callable[[np.ndarray], Any] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.name, str):
+            raise invalid("name", self.name, 'a text, as "blocks.0.hook_resid_pre"')
+        if self.function is not None and not callable(self.function):
+            raise invalid("function", self.function, "a function of rows, or None")
+        for name, (read, allowed) in READERS.items():
+            try:
+                object.__setattr__(self, name, read(getattr(self, name)))
+            except (TypeError, ValueError):
+                raise invalid(name, getattr(self, name), allowed) from None
+        is_plain = self.keep.size == 1 and self.keep == 1 and not self.value.any()
+        if (self.function is not None) + (self.project_out is not None) + (not is_plain) > 1:
+            raise RequestError("is given next to another change: make an edit of each.", "function or project_out")
+
+    @property
+    def key(self) -> tuple:
+        """All that decides the change."""
+        given = self.keep, self.value, self.project_out
+        arrays = (None if a is None else (a.shape, blake2b(a.tobytes()).digest()) for a in given)
+        return self.name, *arrays, repr(self.at), repr(self.index), self.function
+
+    def __eq__(self, other: object) -> bool:
+        return self.key == other.key if isinstance(other, Edit) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def changed(self, x: np.ndarray, value: np.ndarray) -> Any:
+        """Return the new x[index] (n, ...). value: of these positions."""
+        if self.function is not None:
+            return self.function(x)
+        if self.project_out is not None:
+            direction = self.project_out / np.linalg.norm(self.project_out)
+            return x - (x * direction).sum(-1, keepdims=True) * direction  # BLAS's bits depend on n
+        return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
+
+
+def _need(is_right: bool) -> None:  # field_rules', which read edits
+    if not is_right:
+        raise ValueError
+
+
+def _whole(given: Any) -> int:
+    _need(not isinstance(given, bool))  # of a mask
+    return operator.index(given)
+
+
+def _array(given: Any) -> np.ndarray:
+    owner = given if getattr(given, "base", None) is None else given.base
+    is_fixed = isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
+    is_kept = is_fixed and given.dtype == np.float32 and not given.flags.writeable
+    array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
+    _need(not np.isnan(array).any())
+    array.flags.writeable = False
+    return array
+
+
+def _direction(given: Any) -> np.ndarray | None:
+    if given is None:
+        return None
+    array = _array(given)
+    _need(array.ndim == 1 and array.any())
+    return array
+
+
+def _at(given: Any) -> Any:
+    if given is None or (isinstance(given, str) and given == "new"):
+        return given
+    if isinstance(given, slice):
+        _need(given.step in (None, 1))
+        return slice(*(part if part is None else operator.index(part) for part in (given.start, given.stop)))
+    found = tuple(map(_whole, given if hasattr(given, "__iter__") else (given,)))
+    _need(0 < len({*found}) == len(found))
+    return found
+
+
+def _index(given: Any) -> tuple:
+    return tuple(
+        one if isinstance(one, slice) else [*map(_whole, one)] if hasattr(one, "__iter__") else _whole(one)
+        for one in (given if isinstance(given, tuple) else (given,))
+    )
+
+
+READERS = {
+    "keep": (_array, "a number or an array of numbers"),
+    "value": (_array, "a number or an array of numbers"),
+    "project_out": (_direction, "a vector that is not zero"),
+    "at": (_at, "None, 'new', a position, a list of positions, each once, or a slice without a step"),
+    "index": (_index, "a whole number, a list of them, a slice, or a tuple of one for each axis"),
+}
+
+
+@dataclass(frozen=True)
+class PlacedEdit:
+    """An edit at positions of a request: a range, or an array (n,). has_axis: whether `value` has one of positions."""
+
+    edit: Edit
+    positions: Any
+    has_axis: bool
+
+    @classmethod
+    def of(cls, edit: Edit, shape: tuple[int, ...], num_prompt: int) -> "PlacedEdit | None":
+        """Return the edit, or None if it does not fit rows of this shape after a prompt of num_prompt tokens."""
+        bounds, rows = _bounds(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+        positions = np.array(bounds) if isinstance(edit.at, tuple) else range(*bounds)  # (n,)
+        try:
+            part = rows[(slice(None), *edit.index)]
+            has_axis = edit.value.ndim >= part.ndim
+            if has_axis and isinstance(positions, range):
+                positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
+            if edit.function is None:
+                np.broadcast_to(edit.changed(part, edit.value[:1] if has_axis else edit.value), part.shape)
+        except (ValueError, IndexError):
+            return None
+        fits = len(positions) > 0 and min(positions[0], positions[-1]) >= 0
+        return cls(edit, positions, has_axis) if fits and not (has_axis and len(edit.value) != len(positions)) else None
+
+    @property
+    def first(self) -> int:
+        return self.positions.start if isinstance(self.positions, range) else int(self.positions.min())
+
+    def sets_all(self, length: int) -> bool:
+        """Return whether no value before it counts, from its first position to `length`."""
+        is_whole = not (self.edit.keep.any() or self.edit.index)
+        return is_whole and isinstance(self.positions, range) and self.positions.stop >= length
+
+    def apply(self, array: np.ndarray, start: int) -> None:
+        """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""
+        positions, stop, edit = self.positions, start + len(array), self.edit
+        if isinstance(positions, range):
+            found = np.arange(max(positions.start, start), min(positions.stop, stop))
+            numbers = found - positions.start
+        else:
+            numbers = np.flatnonzero((positions >= start) & (positions < stop))
+            found = positions[numbers]
+        if not found.size:
+            return
+        rows, index = array[found - start], (slice(None), *edit.index)  # a copy
+        new = edit.changed(rows[index], edit.value[numbers] if self.has_axis else edit.value)
+        if edit.function is not None and np.shape(new) != rows[index].shape:
+            raise ValueError(f"it returned an array of shape {np.shape(new)} for one of {rows[index].shape}")
+        rows[index] = new
+        array[found - start] = rows
+
+
+def _bounds(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> list[int]:
+    """Return each position, or of a slice its start and stop."""
+    if at is None or isinstance(at, str):
+        return [0 if at is None else num_prompt, END]
+    given = [at.start or 0, END if at.stop is None else at.stop] if isinstance(at, slice) else at
+    return [position + num_prompt if position < 0 else position for position in given]
+
+
+def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int) -> dict:
+    """Return lists of PlacedEdit by (kind, layer), for a prompt of num_prompt tokens in a text of `length` at most.
+
+    Raise RequestError for an edit that cannot be made.
+    """
+    placed: dict[tuple[str, int], list[PlacedEdit]] = {}
+    for i, edit in enumerate(edits):
+        for name in points.find(edit.name, f"edits[{i}].name"):
+            kind, layer = points.places[name]
+            if kind not in points.changed:
+                instead = ", ".join(map(repr, points.changed))
+                raise RequestError(f"is {name!r}, which cannot be changed here: {instead} can.", f"edits[{i}].name")
+            one = PlacedEdit.of(edit, points.shape(kind, length), num_prompt)
+            if one is None:
+                shape = points.shape(kind, length)
+                reason = f"does not fit {name}: a position has shape {shape}, and the prompt {num_prompt} positions."
+                raise RequestError(reason, f"edits[{i}]")
+            placed.setdefault((kind, layer), []).append(one)
+    return placed
+
+
+def salt_of(edits: Iterable[Edit], num_prompt: int) -> int:
+    """Return a number for the prefix cache, which equal edits at equal positions share, and a function with none."""
+    if any(edit.function is not None for edit in edits):
+        return secrets.randbits(63)
+    keys = [(edit.key, *_bounds(edit.at, num_prompt)) for edit in edits]
+    return int.from_bytes(blake2b(repr(keys).encode(), digest_size=8).digest(), "big")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ControlVector:
+    """Directions (C,) by layer, from 1, that are added to blocks.N.hook_resid_post: direction.N of llama.cpp's file."""
+
+    directions: Mapping[int, np.ndarray]
+
+    def __repr__(self) -> str:
+        size = next(iter(self.directions.values())).size
+        return f"ControlVector({len(self.directions)} layers, {min(self.directions)} to {max(self.directions)}, {size})"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "ControlVector":
+        """Read a GGUF file, as llama.cpp's cvector-generator and repeng write it. Raise CheckpointError."""
+        from ..weights.containers.gguf import read_gguf  # rarely needed
+        from ..weights.families.gguf import ARCHITECTURE
+
+        file = followed(Path(path))
+        container = read_gguf(file)
+        if container.metadata.get(ARCHITECTURE) != KIND:
+            raise CheckpointError(f"{file} holds {container.metadata.get(ARCHITECTURE)!r} and must hold {KIND!r}.")
+        found = {}
+        for name, tensor in container.tensors.items():
+            match = DIRECTION.fullmatch(name)
+            if match is None or len(tensor.shape) != 1 or not tensor.is_floating:
+                raise CheckpointError(f"{file} holds {name} {tensor.shape} and must hold vectors direction.1, ...")
+            found[int(match[1])] = tensor.float32().copy()
+        if len({vector.size for vector in found.values()}) != 1:
+            raise CheckpointError(f"{file} must hold vectors of one length, and at least one.")
+        return cls(found)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""
+        from ..weights.convert.gguf_out import write_tensors
+        from ..weights.families.gguf import ARCHITECTURE  # rarely needed
+
+        if min(self.directions) < 1:
+            raise CheckpointError("a control vector's file has directions from layer 1 on, and none of layer 0.")
+        keys = {ARCHITECTURE: KIND, f"{KIND}.model_hint": "gpt2", f"{KIND}.layer_count": len(self.directions)}
+        return write_tensors(Path(path), keys, {f"direction.{i}": vector for i, vector in self.directions.items()})
+
+    def edits(self, alpha: float = 1.0, layers: Iterable[int] | None = None) -> list[Edit]:
+        """Return edits that add alpha times the directions, of these layers alone, to all positions."""
+        chosen = self.directions if layers is None else set(layers) & set(self.directions)
+        return [Edit(f"blocks.{i}.hook_resid_post", value=alpha * self.directions[i]) for i in sorted(chosen)]

@@ -1,0 +1,287 @@
+"""Work: the engine's share of one HTTP request, its events, and its end when the client leaves."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import CancelledError
+from contextlib import AsyncExitStack, suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ..engine.engine import RequestFuture
+from ..engine.prompts import Prompt
+from ..engine.sequence import Progress
+from ..errors import TinyGPTError
+from ..llm import LLM
+from ..outputs import RequestOutput, StreamChunk, ThreadFuture
+from ..sampling_params import SamplingParams
+from .completions import Job
+from .replies import BUG, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
+
+log = logging.getLogger("tinygpt.server")
+SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+# Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
+HUGE, HUGE_PER_SECOND = 2**16, 2**26
+UNREAD_SECONDS = 5.0
+MAX_UNREAD = 10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
+PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
+
+Requests = list[tuple[Prompt, SamplingParams]]
+Result = TypeVar("Result")
+GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
+
+
+class ChunkQueue:
+    """Chunks on their way from the engine's thread to the loop, which wakes once for each call of the engine."""
+
+    def __init__(self, llm: LLM):
+        self.stopped: ApiError | None = None  # the reason that ends all work
+        self._loop = asyncio.get_running_loop()
+        self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
+        self._room = asyncio.Semaphore(GRAMMAR_THREADS)
+        llm.engine.after_step.append(self.flush)
+
+    async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
+        """Return call(), which may take seconds: no thread of other requests and no end of the server waits for it."""
+        await self._room.acquire()
+        future, free = ThreadFuture(), partial(self._loop.call_soon_threadsafe, self._room.release)
+        future.add_done_callback(lambda _: self._loop.is_closed() or free())
+        threading.Thread(target=future.settle, args=(call,), daemon=True).start()
+        return await asyncio.wrap_future(future)
+
+    def post(self, queue: asyncio.Queue, prompt_index: int, chunk: StreamChunk | None) -> None:
+        """chunk: None at the end of the prompt's request."""
+        self._items.append((queue, (prompt_index, chunk)))
+        if chunk is None:  # a request can also end between two steps
+            self.flush()
+
+    def flush(self) -> None:
+        if self._items and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
+class RunningRequest:
+    """Requests of one or several prompts, which end together. The owner calls `cancel` at the end."""
+
+    def __init__(self, llm: LLM, outbox: ChunkQueue):
+        self._llm, self._outbox = llm, outbox
+        self._queue: asyncio.Queue[tuple[int, StreamChunk | None] | None] = asyncio.Queue()
+        self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
+        self.futures: list[RequestFuture] = []
+        self._is_cancelled = False
+        self._num_posted = self._num_taken = 0  # by the thread of the engine, and by the loop
+        self._taken_at = time.perf_counter()
+        self._late: ApiError | None = None
+
+    async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
+        """Run all requests, or none. Raises as LLM.submit does."""
+        try:
+            if any(params.guidance is not None for _, params in requests):
+                await self._outbox.in_grammar_thread(partial(self._submit, requests, stream))
+            elif in_thread or any(params.dry_multiplier for _, params in requests):  # the first decodes all tokens
+                await asyncio.to_thread(self._submit, requests, stream)
+            else:
+                self._submit(requests, stream)
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def outputs(self) -> list[RequestOutput]:
+        try:
+            await asyncio.gather(*(asyncio.wrap_future(future) for future in self.futures if not future.done()))
+            return [future.result() for future in self.futures]
+        except (asyncio.CancelledError, CancelledError):
+            if reason := self._outbox.stopped or self._late:
+                raise reason from None
+            raise
+
+    async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
+        """Yield all chunks that have come, until the last request has ended; None for a ping."""
+        num_left = len(self.futures)
+        ping_later = partial(asyncio.get_running_loop().call_later, PING_SECONDS, self._queue.put_nowait, None)
+        pinging = ping_later()
+        try:
+            while num_left:
+                items = [await self._queue.get()]
+                while not self._queue.empty():
+                    items.append(self._queue.get_nowait())
+                if None in items:
+                    pinging = ping_later()
+                    yield None
+                    items.remove(None)
+                chunks = [item for item in items if item[1] is not None]
+                num_left -= len(items) - len(chunks)
+                self._num_taken, self._taken_at = self._num_taken + len(chunks), time.perf_counter()
+                yield chunks
+        finally:
+            pinging.cancel()
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+        for future in self.futures:
+            future.cancel()
+
+    def found(self) -> list[tuple[Progress, list[str]]]:
+        """Return the progress of each request, and its samples' finish reasons: "abort" if it is not finished."""
+        found = []
+        for future in self.futures:
+            if future.cancelled() or not future.done() or future.exception():
+                found.append((future.request.progress(), ["abort"]))
+                continue
+            output = future.result()
+            num_new = sum(len(sample.token_ids) for sample in output.outputs)
+            progress = Progress(len(output.prompt_token_ids), output.num_cached_tokens, num_new, output.metrics)
+            found.append((progress, [sample.finish_reason for sample in output.outputs]))
+        return found
+
+    def token_gaps(self) -> Iterator[float]:
+        """Yield the seconds between tokens of each streamed sample."""
+        for times in list(self._times.values()):
+            yield from (after - before for before, after in pairwise(times))
+
+    def _submit(self, requests: Requests, stream: bool) -> None:
+        for i, (prompt, params) in enumerate(requests):
+            future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
+            self.futures.append(future)
+            if stream:
+                future.add_done_callback(lambda _, i=i: self._post(i, None))
+            if self._is_cancelled:  # meanwhile, in the loop
+                self.cancel()
+
+    def _post(self, i: int, chunk: StreamChunk | None) -> None:
+        """Called by the engine's thread; with None, also by the loop's."""
+        if chunk is not None:
+            self._num_posted, now = self._num_posted + 1, time.perf_counter()
+            if chunk.token_id is not None:
+                self._times.setdefault((i, chunk.index), []).append(now)
+            is_late = self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
+            if is_late and self._late is None:
+                self._late = ApiError(400, f"{MAX_UNREAD} tokens of the stream were not read: read it faster.")
+                self.cancel()
+        self._outbox.post(self._queue, i, chunk)
+
+
+class JsonRoute(APIRoute):
+    """A route whose body must be JSON of a limited size."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            if request.method != "POST":
+                return await handle(request)
+            api, body = request.app.state.api, await _read_body(request)
+            async with AsyncExitStack() as request.state.reading:
+                if len(body) > HUGE:
+                    await while_connected(request.receive, request.state.reading.enter_async_context(api.huge))
+                    api.check_open()
+                    await asyncio.sleep(len(body) / HUGE_PER_SECOND)
+                ignores = api.config.ignores_unknown_fields
+                # FastAPI reads it from here.
+                request._body = _known_fields(self.body_field.field_info.annotation, body) if ignores else body
+                return await handle(request)
+
+        return answer
+
+
+async def _read_body(request: Request) -> bytes:
+    config = request.app.state.api.config
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a web page of another site cannot send this type without permission
+        raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
+    declared, limit, body = request.headers.get("content-length", ""), config.max_body_bytes, bytearray()
+    too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise too_large
+    if config.enable_log_requests:
+        fields = {"id": request.state.id, "body": body.decode(errors="replace")}
+        logging.getLogger("tinygpt.server.access").info("body", extra={"fields": fields})
+    return bytes(body)
+
+
+def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
+    """Return the body without fields that the form does not know. Raise RequestValidationError for other errors."""
+    try:
+        known = form.model_validate_json(body, extra="ignore")
+        return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
+    except ValidationError as error:
+        found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]
+        if found[0]["type"] == "json_invalid":
+            return body
+        raise RequestValidationError(found, body=json.loads(body)) from None
+
+
+class EventStream(StreamingResponse):
+    """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
+
+    def __init__(self, job: Job, work: RunningRequest, end: Callable[[], None]):
+        """end: called once, however the reply ends, also if it never begins."""
+        super().__init__(self._events(job, work), headers=SSE)
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientDisconnect):
+                await while_connected(receive, self.stream_response(send))
+        finally:
+            self._end()
+
+    async def _events(self, job: Job, work: RunningRequest) -> AsyncIterator[str | bytes]:
+        last = job.done
+        try:
+            yield job.begin()
+            async for chunks in work.chunks():
+                async for part in in_turns([PING] if chunks is None else job.write(chunks)):
+                    yield part
+            async for part in in_turns(job.end(await work.outputs())):
+                yield part
+        except ApiError as error:
+            last = event(error_body(error)) + job.done
+        except TinyGPTError as error:
+            last = event(error_body(from_engine(error))) + job.done
+        except Exception:
+            log.exception("a bug ended a stream")
+            last = event(error_body(BUG)) + job.done
+        yield last
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of the work, or cancel it and raise ClientDisconnect when the client leaves."""
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        leaving.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait({working})

@@ -1,0 +1,235 @@
+"""Read the tokenizer files of a checkpoint folder, in any form, as a tokenizer.json."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, filterfalse
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, NoTokenizerError
+from ..weights.files import VOCAB_AND_MERGES, how_to_replace, read_json_object, read_regular_text
+from .added_tokens import content_of, read_added_tokens
+
+
+def read_text(path: Path) -> str:
+    """Return UTF-8 text with universal newlines. Raise CheckpointError."""
+    try:
+        return read_regular_text(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 at byte {error.start}; {how_to_replace(path)}.") from None
+
+
+END_OF_WORD = "</w>"
+# A list was cut short if more than FEW tokens lack a merge, NEARLY_ALL of which are two others joined: words added by
+# hand usually are not.
+FEW, NEARLY_ALL = 16, 0.9
+MAX_CHARACTERS = 256  # of a token that may lack its merge; GPT-2's have at most 128
+
+Pair = tuple[str, str]
+
+
+def read_merges(path: Path, vocab: Mapping[str, int]) -> list[Pair]:
+    """Return the pairs of a merges.txt. Raise CheckpointError for a malformed or incomplete line."""
+    text = read_text(path)
+    lines = text.removesuffix("\n").split("\n")
+    if lines[0].startswith("#version") or lines == [""]:
+        del lines[0]
+    left, _, right = lines[-1].partition(" ") if lines else ("", "", "")
+    if lines and not text.endswith("\n") and not vocab.keys() >= {left, right, left + right}:
+        raise CheckpointError(
+            f"{path} was cut short: it ends in {lines[-1][:MAX_CHARACTERS]!r}, which is no whole merge; "
+            f"{how_to_replace(path)}, or give token ids."
+        )
+    return pairs_of(lines, path)
+
+
+def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
+    """Return merges, "left right" or [left, right], as pairs. Raise CheckpointError."""
+    split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
+    if {*map(len, pairs)} - {2} or {*map(type, chain.from_iterable(pairs))} - {str} or "" in chain.from_iterable(pairs):
+        is_pair = [len(pair) == 2 and all(isinstance(token, str) and token for token in pair) for pair in pairs]
+        wrong = merges[is_pair.index(False)]
+        raise CheckpointError(f"the merge {wrong!r} in {path} must be two tokens; {how_to_replace(path)}.")
+    return pairs
+
+
+def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
+    num_longer = len(vocab) - [*map(len, vocab)].count(1)
+    if num_longer - len(pairs) <= FEW:  # each merge makes one token
+        return
+    made = {*map("".join, pairs), *added}
+    unmade = [token for token in filterfalse(made.__contains__, vocab) if len(token.removesuffix(END_OF_WORD)) > 1]
+    lacking = [token for token in unmade if len(token) <= MAX_CHARACTERS and _is_two(token, vocab)]
+    if len(lacking) > max(FEW, NEARLY_ALL * len(unmade)):
+        raise CheckpointError(
+            f"{path} seems to have been cut short: none of its {len(pairs)} merges makes {lacking[0]!r}, nor "
+            f"{len(lacking) - 1} more tokens of the vocabulary; {how_to_replace(path)}, or give token ids. If it is "
+            "whole, save the tokenizer with transformers' save_pretrained, which writes a tokenizer.json."
+        )
+
+
+def _is_two(token: str, vocab: Mapping[str, int]) -> bool:
+    return any(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
+
+
+# Errors from files of another form.
+MALFORMED = (AttributeError, LookupError, OverflowError, RecursionError, TypeError, ValueError)
+GPT2_SPECIAL_TOKENS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+BIOGPT_ENDS = {"<s>", "</s>"}  # not in GPT-1's vocabulary
+GPT1_UNKNOWN, SPACE = "<unk>", "\u0120"
+BERT_SPECIAL_TOKENS = {f"{name}_token": f"[{name.upper()}]" for name in ("unk", "sep", "pad", "cls", "mask")}
+
+
+def read_tokenizer(folder: Path) -> dict[str, Any]:
+    """Return a folder's tokenizer as a tokenizer.json, with merges as pairs and all added tokens.
+
+    The first of tokenizer.json, vocab.json and merges.txt, encoder.json and vocab.bpe, vocab.txt is read, with the
+    configuration files as in transformers. `eos_token` is the text of the end-of-text token. Raise CheckpointError, or
+    NoTokenizerError if there is none or it is not implemented.
+    """
+    options = _read_options(folder)
+    pairs = ((folder / vocab, folder / merges) for vocab, merges in VOCAB_AND_MERGES)
+    if (folder / "tokenizer.json").exists():
+        spec = checked_spec(read_json_object(folder / "tokenizer.json"), folder / "tokenizer.json", options)
+    elif pair := next((pair for pair in pairs if all(path.exists() for path in pair)), None):
+        spec = _from_vocab_and_merges(*pair, options)
+    elif (folder / "vocab.txt").exists():
+        spec = _from_vocab_txt(folder / "vocab.txt", options)
+    else:
+        raise NoTokenizerError(_no_tokenizer(folder))
+    if "add_prefix_space" in options and (spec["pre_tokenizer"] or {}).get("type") == "ByteLevel":
+        spec["pre_tokenizer"]["add_prefix_space"] = bool(options["add_prefix_space"])
+    spec["eos_token"] = content_of(options.get("eos_token") or GPT2_SPECIAL_TOKENS["eos_token"])
+    return spec
+
+
+def _read_options(folder: Path) -> dict[str, Any]:
+    options = _read_json_if_there(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in options:  # newer files hold the other two
+        return options
+    options |= _read_json_if_there(folder / "special_tokens_map.json")
+    return options | {"added_tokens": _read_json_if_there(folder / "added_tokens.json")}
+
+
+def _no_tokenizer(folder: Path) -> str:
+    names = {name for pair in VOCAB_AND_MERGES for name in pair}
+    parts = sorted(path.name for path in folder.glob("*") if path.name in names or path.suffix == ".model")
+    found = f"only {' and '.join(parts)}" if parts else "none of them"
+    return (
+        f"{folder} has no tokenizer that can be used: tokenizer.json, vocab.json with merges.txt, encoder.json with "
+        f"vocab.bpe, or vocab.txt is needed, and {found} is there. Save the tokenizer with transformers' "
+        "save_pretrained, which writes a tokenizer.json; until then, token ids work."
+    )
+
+
+def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return a tokenizer.json with merges as pairs and all added tokens; `options` are of tokenizer_config.json."""
+    model = spec.get("model")
+    if not isinstance(model, dict):
+        raise CheckpointError(f"{path} has no tokenizer model; {how_to_replace(path)}.")
+    model.setdefault("type", "BPE" if "merges" in model else "WordPiece")  # older files leave it out
+    if model["type"] == "BPE":
+        model["merges"] = pairs_of(model.get("merges") or [], path)
+    for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        spec.setdefault(name, None)
+        if spec[name] is not None and not (isinstance(spec[name], dict) and "type" in spec[name]):
+            raise CheckpointError(f"the {name} in {path} is {spec[name]!r} and must be an object with a type.")
+    if model["type"] != "Unigram":  # which the library checks
+        _check_vocabulary(model.get("vocab"), path)
+        _check_merges(model.get("merges") or [], model["vocab"], path)
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    spec.setdefault("eos_token", GPT2_SPECIAL_TOKENS["eos_token"])
+    return spec
+
+
+def _from_vocab_and_merges(vocab: Path, merges: Path, options: dict[str, Any]) -> dict[str, Any]:
+    ids = read_json_object(vocab)
+    _check_vocabulary(ids, vocab)
+    is_gpt1s = not any(SPACE in token for token in ids) and any(token.endswith(END_OF_WORD) for token in ids)
+    if is_gpt1s and ids.keys() >= BIOGPT_ENDS:  # its merges have a third column
+        raise NoTokenizerError(
+            f"{vocab} is of a tokenizer with words that end in {END_OF_WORD}, as BioGPT's, whose rules for words are "
+            "not implemented: tokenize with transformers; token ids work."
+        )
+    pairs = read_merges(merges, ids)
+    _check_merges(pairs, ids, vocab)
+    spec = (_gpt1 if is_gpt1s else _gpt2)({"type": "BPE", "vocab": ids, "merges": pairs}, options)
+    check_none_is_missing(merges, pairs, ids, [entry["content"] for entry in spec["added_tokens"]])
+    return spec
+
+
+def _gpt2(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    options = GPT2_SPECIAL_TOKENS | options
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    before = options["bos_token"] if options.get("add_bos_token") else None
+    after = options["eos_token"] if options.get("add_eos_token") else None
+    return _spec(model, options, None, dict(byte_level), byte_level, before, after)
+
+
+def _gpt1(model: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return BPE of lower-cased words, as in transformers."""
+    options = {"unk_token": GPT1_UNKNOWN} | options
+    model = {**model, "unk_token": content_of(options["unk_token"]), "end_of_word_suffix": END_OF_WORD}
+    decoder = {"type": "BPEDecoder", "suffix": END_OF_WORD}
+    return _spec(model, options, _bert_normalizer(), {"type": "BertPreTokenizer"}, decoder)
+
+
+def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Return BERT's tokenizer."""
+    options = BERT_SPECIAL_TOKENS | options
+    tokens = read_text(path).removesuffix("\n").split("\n")
+    model = {
+        "type": "WordPiece",
+        "vocab": {token: i for i, token in enumerate(tokens)},
+        "unk_token": content_of(options["unk_token"]),
+        "continuing_subword_prefix": "##",
+        "max_input_chars_per_word": 100,
+    }
+    chinese, lowercase = options.get("tokenize_chinese_chars", True), options.get("do_lower_case", True)
+    normalizer = _bert_normalizer(chinese, options.get("strip_accents"), lowercase)
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    ends = options["cls_token"], options["sep_token"]
+    return _spec(model, options, normalizer, {"type": "BertPreTokenizer"}, decoder, *ends)
+
+
+def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lowercase: bool = True) -> dict[str, Any]:
+    cases = {"strip_accents": strip_accents, "lowercase": lowercase}
+    return {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, **cases}
+
+
+def _spec(model: Any, options: Any, normalizer: Any, splitter: Any, decoder: Any, before=None, after=None) -> dict:
+    """Return a tokenizer.json that puts a token before and after each text, or neither."""
+    spec = {"version": "1.0", "model": model, "normalizer": normalizer, "pre_tokenizer": splitter, "decoder": decoder}
+    spec["added_tokens"] = read_added_tokens(spec, options)
+    ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
+    names = [content_of(token) if token else None for token in (before, after)]
+    pieces = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in names]
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    spec["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [piece for piece in (pieces[0], text, pieces[1]) if piece],
+        "pair": [text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {n: {"id": n, "ids": [ids[n]], "tokens": [n]} for n in names if n},
+    }
+    return spec
+
+
+def _check_vocabulary(vocab: Any, path: Path) -> None:
+    if not isinstance(vocab, dict) or not vocab:
+        raise CheckpointError(f"the tokenizer in {path} has no vocabulary; {how_to_replace(path)}.")
+    if set(map(type, vocab.values())) != {int} or min(vocab.values()) < 0:
+        raise CheckpointError(f"the vocabulary in {path} must give every token a whole number from 0 as its id.")
+    if len(set(vocab.values())) != len(vocab):
+        raise CheckpointError(f"the vocabulary in {path} gives one id to several tokens; {how_to_replace(path)}.")
+
+
+def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -> None:
+    used = chain(chain.from_iterable(pairs), map("".join, pairs))
+    if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
+        raise CheckpointError(f"the vocabulary in {path} lacks {lacking!r}, which a merge of another tokenizer uses.")
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if path.exists() else {}

@@ -1,0 +1,264 @@
+"""The tokenizer of a checkpoint, equal to Hugging Face's `tokenizers`."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from ..errors import CheckpointError, RequestError, TinyGPTError
+from ..fields import BOOLEAN, read_field
+from ..weights.files import how_to_replace
+from .files import MALFORMED, checked_spec, read_tokenizer
+from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, token_to_bytes
+from .prepared import read_prepared
+from .stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
+
+
+class CharacterTokenizer(ByteTokens):
+    """A token for each character, as in nanoGPT's smallest models."""
+
+    special_ids = frozenset()
+    eos_token_id = None  # texts end by their length
+
+    def __init__(self, spec: dict[str, Any]):
+        self._ids: dict[str, int] = spec["model"]["vocab"]
+        self._bytes = {
+            token_id: character.encode("utf-8", "surrogatepass") for character, token_id in self._ids.items()
+        }
+        self.vocab_size = 1 + max(self._bytes)
+        self.num_tokens = len(self._bytes)
+
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        lacking = sorted(set(text) - self._ids.keys())
+        if lacking:
+            raise no_token_for(lacking)
+        return [self._ids[character] for character in text]
+
+    def token(self, token_id: int) -> str | None:
+        return self.token_bytes(token_id).decode("utf-8", "surrogatepass") or None
+
+
+def is_characters(spec: dict[str, Any]) -> bool:
+    model, splitter = spec["model"], spec["pre_tokenizer"] or {}
+    nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
+    return (
+        model["type"] == "WordLevel"
+        and nothing_else
+        and (splitter.get("type"), splitter.get("behavior")) == ("Split", "Isolated")
+        and splitter.get("pattern") == {"Regex": r"[\s\S]"}
+        and (spec["decoder"] or {}).get("type") == "Fuse"
+        and all(len(character) == 1 for character in model["vocab"])
+    )
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class LibraryTokenizer:
+    """A tokenizer of `read_tokenizer` on `tokenizers`. Raise CheckpointError if it is refused."""
+
+    def __init__(self, spec: dict[str, Any]):
+        import tokenizers  # slow, and not needed for GPT-2
+
+        own = {name: part for name, part in spec.items() if name != "eos_token"}  # unknown to the library
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(own))
+        except Exception as error:  # the library raises nothing narrower
+            why = f"is refused by the package tokenizers: {error}. Token ids still work."
+            raise CheckpointError(f"the tokenizer of this checkpoint {why}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._lock = threading.Lock()
+        self._is_byte_level = (spec["decoder"] or {}).get("type") == "ByteLevel"
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+        self.num_tokens = self._tokenizer.get_vocab_size()
+        self.eos_token_id = self._tokenizer.token_to_id(spec["eos_token"] or "")
+        self.special_ids = frozenset(entry["id"] for entry in spec["added_tokens"] if entry["special"])
+
+    def encode(self, text: str, split_special_tokens: bool) -> list[int]:
+        try:
+            with self._lock:  # the switch is a state of the tokenizer
+                self._tokenizer.encode_special_tokens = split_special_tokens
+                return self._tokenizer.encode(text).ids
+        except Exception as error:  # as above
+            why = f"cannot encode the text: {error}. Give token ids."
+            raise RequestError(f"the tokenizer of this checkpoint {why}") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        known = [token_id for token_id in ids if token_id < self.vocab_size]  # the library takes 32 bits
+        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        return self._tokenizer.id_to_token(token_id) if token_id < self.vocab_size else None
+
+    def ids_from(self, first: int) -> list[int]:
+        return sorted(token_id for token_id in self._tokenizer.get_vocab().values() if token_id >= first)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        if not self._is_byte_level:
+            raise RequestError("the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them.")
+        return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
+
+    def detokenizer(self) -> ByteDetokenizer | PrefixDetokenizer:
+        if self._is_byte_level:
+            return ByteDetokenizer(lambda i: b"" if i in self.special_ids else self.token_bytes(i))
+        return PrefixDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=True), self._is_plain)
+
+    def _is_plain(self, token_id: int) -> bool:
+        if token_id >= self.vocab_size or token_id in self.special_ids:
+            return False
+        return not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "<0x00>")
+
+
+TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
+
+
+class Tokenizer:
+    """Text to token ids and back. len() is the number of tokens.
+
+    vocab_size: the highest token id + 1. eos_token_id: may be None. special_ids: what skip_special_tokens leaves out.
+    split_special_tokens: the default of `encode`.
+    """
+
+    def __init__(self, model: TokenizerModel, split_special_tokens: bool = False):
+        self._model = model
+        self.split_special_tokens = split_special_tokens
+        self.vocab_size = model.vocab_size
+        self.special_ids = model.special_ids
+        self.eos_token_id = model.eos_token_id
+
+    def __len__(self) -> int:
+        return self._model.num_tokens
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({len(self)} tokens, eos_token_id={self.eos_token_id})"
+
+    @classmethod
+    def from_folder(cls, path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
+        """Load a folder's tokenizer: GPT-2's BPE on tiktoken, all else on `tokenizers`.
+
+        Raise NoTokenizerError if none runs, CheckpointError if it is damaged.
+        """
+        folder = Path(path)
+        return cls._made_of(lambda: read_prepared(folder) or _load(read_tokenizer(folder)), path, split_special_tokens)
+
+    @classmethod
+    def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
+        """Return a tokenizer from a tokenizer.json, found in `path`."""
+        return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
+
+    @classmethod
+    def _made_of(cls, load: Callable[[], TokenizerModel], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
+        read_field("split_special_tokens", split_special_tokens, BOOLEAN)
+        try:
+            return cls(load(), split_special_tokens)
+        except TinyGPTError:
+            raise
+        except MALFORMED as error:
+            why = f"do not have the form of a tokenizer ({error!r}); {how_to_replace(Path(path), 'them')}"
+            raise CheckpointError(f"the tokenizer's files in {path} {why}, or give token ids.") from error
+
+    def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
+        """Return the token ids of a text, with the tokenizer's tokens around it.
+
+        split_special_tokens: read special tokens as plain text.
+        Raise RequestError unless text is a string without lone surrogates.
+        """
+        if split_special_tokens is None:
+            split_special_tokens = self.split_special_tokens
+        read_field("split_special_tokens", split_special_tokens, BOOLEAN)
+        if not isinstance(text, str):
+            raise RequestError(f"a text to encode must be a string; {type(text).__name__} was given.")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
+            raise RequestError(f"the text holds {half}, which is half of a character; remove it.") from None
+        return self._model.encode(text, split_special_tokens)
+
+    def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
+        """Return {"input_ids": ids, "attention_mask": ones}, with lists of them for a list of texts."""
+        if isinstance(text, str):
+            ids = self.encode(text, split_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        each = [self(one, split_special_tokens) for one in text]
+        return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+        """Return a text; invalid UTF-8 becomes U+FFFD, an unknown id nothing. Raise RequestError."""
+        ids = list(ids)
+        for position, token_id in enumerate(ids):
+            _check_token_id(token_id, position)
+        return self._model.decode(ids, skip_special_tokens)
+
+    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+        """Return the text of each sequence of token ids, as `decode` does."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
+
+    def tokenize(self, text: str, split_special_tokens: bool | None = None) -> list[str]:
+        """Return the tokens of `encode`'s ids."""
+        return [str(self._model.token(token_id)) for token_id in self.encode(text, split_special_tokens)]
+
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Iterable[int]) -> list[str | None]: ...
+    def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> str | list[str | None] | None:
+        """Return tokens as the vocabulary spells them, such as "Ġonce"; None for an unknown id. Raise RequestError."""
+        if isinstance(ids, Iterable):
+            return [*map(self.convert_ids_to_tokens, ids)]
+        _check_token_id(ids, 0)
+        return self._model.token(ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the id of each token, as the vocabulary spells it."""
+        return {str(self._model.token(token_id)): token_id for token_id in self.ids_from(0)}
+
+    @property
+    def eos_token(self) -> str | None:
+        """The end-of-text token, or None."""
+        return None if self.eos_token_id is None else self._model.token(self.eos_token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return a token's bytes, none for an unknown id. Raise RequestError if tokens are not bytes."""
+        _check_token_id(token_id, 0)
+        return self._model.token_bytes(token_id)
+
+    def ids_from(self, first: int) -> list[int]:
+        return self._model.ids_from(first)
+
+    def pieces(self, token_ids: Sequence[int], text: str | None = None) -> list[str]:
+        """Return the part of the ids' text that each completes: joined, they are the text.
+
+        A special token has its name if the text has it, as in a prompt.
+        """
+        stream, left, found = self.detokenizer(), self.decode(token_ids) if text is None else text, []
+        for i, token_id in enumerate(token_ids, 1):
+            piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
+            if token_id in self.special_ids:
+                held, name, _ = left.partition(self.decode([token_id]))  # held: half a character before it
+                if name and not held.strip("\ufffd"):
+                    piece, stream = held + name, self.detokenizer()
+            found.append(left[: len(piece)])  # a stop string cuts the text
+            left = left[len(piece) :]
+        return found
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a new stream: `push` ids, then `finish`."""
+        return self._model.detokenizer()
+
+
+def _load(spec: dict[str, Any]) -> TokenizerModel:
+    if is_characters(spec):
+        return CharacterTokenizer(spec)
+    try:
+        return ByteLevelBPE(spec)
+    except UnlikeGPT2:
+        return LibraryTokenizer(spec)
+
+
+def _check_token_id(token_id: Any, position: int) -> None:
+    if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
+        raise RequestError(f"a token id must be a whole number from 0; {token_id!r} was given at position {position}.")

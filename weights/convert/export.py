@@ -1,0 +1,174 @@
+"""Checkpoints for other programs, in transformers' layout: safetensors, NumPy's npz, and safetensors with float8.
+
+float8 has a scale for each output channel or token; biases, norms and positions stay float32.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint import Checkpoint, read_config
+from ..config import HEAD, POSITIONS, parameter_shapes
+from ..containers.mapped_file import parsing
+from ..containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
+from ..containers.safetensors import NAME as FLOAT8
+from ..errors import CheckpointError, NoTokenizerError
+from ..families.family import TRANSPOSED, Layout, Transform
+from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
+from ..families.table import FAMILIES, comes_with_config
+from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
+from ..tensor import DefaultTensor, Tensor
+
+SAFETENSORS, NPZ = "model.safetensors", "model.npz"
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor to write. short_name: without transformers' wrappers; out_axis: of output channels."""
+
+    name: str
+    short_name: str
+    shape: tuple[int, ...]
+    parameter: str
+    array: Callable[[], np.ndarray]
+    out_axis: int
+
+
+def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
+    """Write model.safetensors as transformers' save_pretrained does."""
+    entries = {part.name: Entry(dtype, part.shape, partial(_read, part, dtype)) for part in parts_of(checkpoint)}
+    write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
+    return folder / SAFETENSORS
+
+
+def write_npz(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
+    """Write model.npz: an array for each tensor, float32 or float16."""
+    with (folder / NPZ).open("wb") as file:
+        arrays: dict[str, Any] = {part.name: _read(part, dtype) for part in parts_of(checkpoint)}
+        np.savez(file, **arrays)
+    return folder / NPZ
+
+
+def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
+    """Write model.safetensors with float8 matrices."""
+    arrays: dict[str, np.ndarray] = {}
+    for part in parts_of(checkpoint):
+        array = np.ascontiguousarray(part.array())
+        if array.ndim == 2 and part.parameter != POSITIONS:
+            array, arrays[part.short_name + SCALE] = encode(array, axis=1 - part.out_axis)
+        arrays[part.short_name] = array
+    arrays = dict(sorted(arrays.items(), key=lambda item: -item[1].itemsize))  # so that float32 is aligned
+    entries = {
+        name: Entry(FLOAT8 if a.dtype == np.uint8 else "float32", a.shape, partial(np.asarray, a))
+        for name, a in arrays.items()
+    }
+    write_tensors(folder / SAFETENSORS, entries, {"format": FORMAT, "source": source})
+    return folder / SAFETENSORS
+
+
+def parts_of(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
+    """Yield all tensors but a tied head and the parameters that the layout leaves out."""
+    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    for name, rule in layout.rules(checkpoint.config).items():
+        if name == HEAD and checkpoint.tied:
+            continue
+        if layout.has_defaults and isinstance(checkpoint.stored[name], DefaultTensor):
+            continue
+        count = len(rule.sources)
+        shape = rule.transform.stored_shape(shapes[name], count)
+        for i, source in enumerate(rule.sources):
+            array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
+            yield NamedTensor(layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED))
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout:
+    """Return transformers' layout of a model. Raise CheckpointError if it has none."""
+    if not can_be_written(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.path} is a {checkpoint.family}, which convert writes in no format: load it as it is."
+        )
+    return _family_layout(checkpoint) or GPT2_LAYOUT
+
+
+def can_be_written(checkpoint: Checkpoint) -> bool:
+    """Return whether a config.json can describe the model."""
+    return not checkpoint.config.structure or _family_layout(checkpoint) is not None
+
+
+def _family_layout(checkpoint: Checkpoint) -> Layout | None:
+    return next((family.layout for family in FAMILIES if family.name == checkpoint.family), None)
+
+
+def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarray:
+    array = tensor.float32()
+    tensor.release()
+    return transform.to_parts(array, count)[i]
+
+
+def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
+    """Return float32s as float32, float16, or bfloat16 in a uint16, rounded to even.
+
+    Raise CheckpointError for values beyond float16's.
+    """
+    array = np.ascontiguousarray(array)
+    if dtype == "float32":
+        return array
+    if dtype == "bfloat16":  # the upper halves; a NaN stays one
+        bits = array.view(np.uint32)
+        halves = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
+        return np.where(np.isnan(array), bits >> 16 | 64, halves).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        halves = array.astype(np.float16)
+    if np.isinf(halves).sum() > np.isinf(array).sum():
+        raise CheckpointError(f"{name} has values beyond float16's 65504: give --dtype bfloat16 or float32.")
+    return halves
+
+
+def _read(part: NamedTensor, dtype: str) -> np.ndarray:
+    return rounded(part.name, part.array(), dtype)
+
+
+def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
+    """Copy configuration and tokenizer if they are in Hugging Face's form; otherwise write them."""
+    # A head that differs from the embedding counts, whatever the checkpoint's own file says.
+    config = replace(checkpoint.config, tie_word_embeddings=checkpoint.tied)
+    try:
+        is_as_beside = read_config(checkpoint.folder) == config
+    except CheckpointError:
+        is_as_beside = False
+    if is_as_beside or comes_with_config(checkpoint.family):
+        _copy(CONFIG_FILES, checkpoint.folder, folder)
+        if not is_as_beside:
+            fields = read_json_object(folder / "config.json")
+            _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
+    else:
+        config_json = layout_of(checkpoint).config_json
+        assert config_json is not None  # of families that come without a config.json
+        _write(folder / "config.json", config_json(config))
+    try:
+        spec = checkpoint.read_tokenizer()
+    except NoTokenizerError:  # token ids work without it, there as here
+        spec = None
+    if spec is None:
+        _copy(TOKENIZER_FILES, checkpoint.folder, folder)
+    else:
+        _write(folder / "tokenizer.json", {name: part for name, part in spec.items() if name != "eos_token"})
+        if "eos_token" in spec:
+            _write(folder / "tokenizer_config.json", {"eos_token": spec["eos_token"]})
+
+
+def _copy(names: tuple[str, ...], source: Path, target: Path) -> None:
+    for name in names:
+        if (source / name).is_file():
+            with parsing(source / name, "file"):
+                data = read_regular(source / name)
+            (target / name).write_bytes(data)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
