@@ -35,11 +35,14 @@ class Batch:
         """
         starts = np.array(starts, np.int32)  # (S,)
         if all(len(chunk) == 1 for chunk in chunks):  # decoding needs no array for each sequence
-            seq_starts, context_lens = np.arange(len(chunks) + 1, dtype=np.int32), starts + np.int32(1)
-            token_ids, positions = np.array([chunk[0] for chunk in chunks], np.int32), starts
+            seq_starts = np.arange(len(chunks) + 1, dtype=np.int32)
+            context_lens = starts + np.int32(1)
+            token_ids = np.array([chunk[0] for chunk in chunks], np.int32)
+            positions = starts
         else:
             lens = np.array([len(chunk) for chunk in chunks], np.int32)
-            seq_starts, context_lens = _bounds(lens), starts + lens
+            seq_starts = _bounds(lens)
+            context_lens = starts + lens
             token_ids = np.concatenate([np.asarray(chunk, np.int32) for chunk in chunks])
             positions = _runs(starts, lens)
         if logits_of == "all":

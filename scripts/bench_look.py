@@ -28,7 +28,10 @@ from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
 
-PROMPT, POSITIONS, NEW = 128, 16, 32  # tokens of a prompt, of a traced prompt, and new ones
+# tokens of a prompt, of a traced prompt, and new ones
+PROMPT = 128
+POSITIONS = 16
+NEW = 32
 
 
 def loaded(shape: str, folder: str, threads: int) -> tuple[LLM, TransformerBridge]:
@@ -73,7 +76,9 @@ def trace(bridge: TransformerBridge, clean: list[int], corrupted: list[int], ans
 def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
     draw = np.random.default_rng(0)
     ids = draw.integers(llm.config.vocab_size, size=(8, PROMPT)).tolist()
-    clean, corrupted, answer = ids[0][:POSITIONS], ids[1][:POSITIONS], ids[2][0]
+    clean = ids[0][:POSITIONS]
+    corrupted = ids[1][:POSITIONS]
+    answer = ids[2][0]
     steered = f"blocks.{llm.config.n_layer // 2}.hook_resid_post"
     vector = draw.standard_normal(llm.config.n_embd).astype(np.float32)
     params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, edits=[Edit(steered, value=vector)])

@@ -97,7 +97,8 @@ def floor(
     case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None, device: str = "cpu"
 ) -> tuple[float, str]:
     """Return the shortest time in milliseconds and its limit: memory, or the peak of multiplying."""
-    model, (block_rate, head_rate) = model_config(config), (limits[kind] for kind in roofline.tiles_of(dtype, device))
+    model = model_config(config)
+    (block_rate, head_rate) = (limits[kind] for kind in roofline.tiles_of(dtype, device))
     # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
     positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
     tokens = case.batch * (case.prompt if case.is_prefill else 1)
@@ -120,7 +121,9 @@ class Engines:
 
     def __init__(self, setup: Setup, dtype: str, threads: int, logs: Path, cache: str | None = None):
         logs.mkdir(parents=True, exist_ok=True)
-        self.setup, self.dtype, self.limits = setup, dtype, {}
+        self.setup = setup
+        self.dtype = dtype
+        self.limits = {}
         places = {name: place for (name, kind), place in setup.places.items() if kind == dtype}
         self.workers = {name: Worker(at, dtype, threads, logs / f"{name}.log", cache) for name, at in places.items()}
 
@@ -228,7 +231,8 @@ def main() -> None:
         os.environ["BENCH_DEVICE"] = "cuda"
         peers = [peer for peer in peers if peer.has_gpu]
     setup = prepare(folder, arguments.model, peers, arguments.dtypes)
-    results, kept = Results(), arguments.json or folder / "results.json"
+    results = Results()
+    kept = arguments.json or folder / "results.json"
     for dtype in arguments.dtypes:
         run(setup, dtype, arguments, folder / "logs", results, kept)
     print(report(setup, results, arguments.threads))

@@ -60,7 +60,8 @@ async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, 
 
     With HTTP/1.0 the end of the body is the end of the connection.
     """
-    address, data = urlsplit(url), json.dumps(body).encode()
+    address = urlsplit(url)
+    data = json.dumps(body).encode()
     head = f"POST {address.path}/v1/completions HTTP/1.0\r\nhost: {address.netloc}\r\ncontent-type: application/json"
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
@@ -75,12 +76,15 @@ async def ask(url: str, body: dict[str, Any]) -> tuple[float, list[tuple[float, 
 
 def parse(sent: float, pieces: list[tuple[float, bytes]]) -> Reply:
     """Parse a reply after the measurement: parsing takes as long as some steps of a small model."""
-    reply, waiting, is_body = Reply(sent), b"", False
+    reply = Reply(sent)
+    waiting = b""
+    is_body = False
     for arrived, piece in pieces:
         waiting += piece.replace(b"\r\n", b"\n")
         if not is_body and b"\n\n" in waiting:
             head, _, waiting = waiting.partition(b"\n\n")
-            reply.status, is_body = int(head.split()[1]), True
+            reply.status = int(head.split()[1])
+            is_body = True
         if not is_body or reply.status != 200:
             continue
         *events, waiting = waiting.split(b"\n\n")
@@ -123,7 +127,9 @@ async def closed_loop(url: str, bodies: Iterator[dict[str, Any]], clients: int, 
 
 async def open_loop(url: str, bodies: Iterator[dict[str, Any]], rate: float, count: int) -> list[Reply]:
     """Send requests at `rate` a second on average (Poisson)."""
-    generator, tasks, arrival = random.Random(0), [], time.perf_counter()
+    generator = random.Random(0)
+    tasks = []
+    arrival = time.perf_counter()
     for _ in range(count):
         await asyncio.sleep(max(arrival - time.perf_counter(), 0))
         tasks.append(asyncio.ensure_future(ask(url, next(bodies))))
@@ -150,7 +156,8 @@ def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
 
 def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[str, float]:
     """Return tokens/s of LLM.generate with as many prompts at once as there are clients."""
-    prompts, start = random_prompts(args.prompt_words), time.perf_counter()
+    prompts = random_prompts(args.prompt_words)
+    start = time.perf_counter()
     params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
     for _ in range(args.each):
         llm.generate([next(prompts) for _ in range(clients)], params, use_tqdm=False)
@@ -159,7 +166,8 @@ def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[st
 
 def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return a row for each load and server, after a warm-up."""
-    rows, fixed = [], {"max_tokens": args.new_tokens, "temperature": 0, "stream": True}
+    rows = []
+    fixed = {"max_tokens": args.new_tokens, "temperature": 0, "stream": True}
     loads = [(f"{n} clients", closed_loop, n, n * args.each) for n in args.clients]
     loads += [(f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates]
     for name, run, size, count in loads:

@@ -131,7 +131,8 @@ def load_soft_prompt(folder: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> list[tuple[list[int] | None, str]]:
-    tokenizer, found = Tokenizer.from_folder(folder), []
+    tokenizer = Tokenizer.from_folder(folder)
+    found = []
     for text in TEXTS:
         ids = None
         with suppress(TinyGPTError):  # of a text that the vocabulary cannot encode
@@ -190,8 +191,10 @@ def edit_bytes(draw: Callable, data: bytes) -> bytes:
     """Flip a bit, overwrite or repeat a piece, or cut one out."""
     if not data:
         return b"\0"
-    place, size = draw(st.integers(0, len(data) - 1)), draw(st.sampled_from([1, 2, 4, 8, 64, 1000]))
-    piece, stop = data[place : place + size], place + size
+    place = draw(st.integers(0, len(data) - 1))
+    size = draw(st.sampled_from([1, 2, 4, 8, 64, 1000]))
+    piece = data[place : place + size]
+    stop = place + size
     flipped = bytes([piece[0] ^ 1 << draw(st.integers(0, 7))]) + piece[1:]
     others = [flipped, flipped, b"\0" * size, b"\xff" * size, b"\n" * size, data[:size], piece * 3, b""]
     other = draw(st.sampled_from(others))
@@ -230,7 +233,8 @@ def edit_zip(draw: Callable, data: bytes) -> bytes:
     """Edit an entry of a zip archive, whose checksums stay right."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}
-    name, out = draw(st.sampled_from(sorted(entries))), io.BytesIO()
+    name = draw(st.sampled_from(sorted(entries)))
+    out = io.BytesIO()
     entries[name] = edit_bytes(draw, entries[name])
     with zipfile.ZipFile(out, "w") as archive:
         for name, entry in entries.items():

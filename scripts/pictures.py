@@ -19,7 +19,11 @@ from tinygpt.look.surprise import NAT, color
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, SEED = "Once upon a time", 264
-COLUMNS, LINE, RATE, REST = 92, 25, 20, 4  # characters, pixels, tokens a second, seconds of the whole text
+# characters, pixels, tokens a second, seconds of the whole text
+COLUMNS = 92
+LINE = 25
+RATE = 20
+REST = 4
 HEAD = (1, 3)  # a layer and its head, of the page's picture
 TERMINAL = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 900 {height}" width="900" height="{height}">
 <title>{title}</title>
@@ -58,10 +62,14 @@ rect.ours {{ fill: #e04a2b }}
 
 def stream(tokens: Iterable[tuple[str, float]]) -> str:
     """Return the moving picture of (text, natural log probability) of each token."""
-    lines, column, at = [""], 0, 1.0
+    lines = [""]
+    column = 0
+    at = 1.0
     for text, logprob in tokens:
         if "\n" in text or (column + len(text) > COLUMNS and text[0] == " "):
-            lines, column, text = [*lines, ""], 0, text.lstrip()
+            lines = [*lines, ""]
+            column = 0
+            text = text.lstrip()
         column += len(text)
         rgb = color(-NAT * logprob)
         fill = "" if rgb is None else f' fill="rgb{rgb}"'
@@ -78,7 +86,9 @@ def stream(tokens: Iterable[tuple[str, float]]) -> str:
 
 def bars(readme: str) -> str:
     """Return the bars of the int8 column: ours and the fastest other engine's, each batch on a scale of its own."""
-    rows, leads, y = [], [], 48
+    rows = []
+    leads = []
+    y = 48
     for batch, name in ((1, "one text"), (32, "32 texts at once")):
         cell = re.findall(rf"^\| decode, batch {batch} \|(.*)\|$", readme, re.MULTILINE)[0].split("|")[2]
         ours, peer, theirs = re.findall(r"([\d.]+), (\S+) ([\d.]+)", cell.replace("*", ""))[0]
@@ -86,7 +96,8 @@ def bars(readme: str) -> str:
         leads.append(rates["tinygpt"] / rates[peer])
         rows.append(f'<text class="dim" y="{y + 6}">{name}</text>')
         for engine in sorted(rates, key=rates.__getitem__, reverse=True):
-            width, look = 490 * rates[engine] / max(rates.values()), ' class="ours"' * (engine == "tinygpt")
+            width = 490 * rates[engine] / max(rates.values())
+            look = ' class="ours"' * (engine == "tinygpt")
             rows.append(f'<text{look} x="260" y="{y + 6}" text-anchor="end">{engine}</text>')
             rows.append(f'<rect{look} x="272" y="{y - 10}" width="{width:.1f}" height="22" rx="2"/>')
             rows.append(f'<text{look} x="{280 + width:.1f}" y="{y + 6}">{rates[engine]:.0f} tokens/s</text>')

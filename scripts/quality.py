@@ -55,10 +55,12 @@ def figures_of(logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> t
 
     logits, exact: (T, V).
     """
-    shares, exact_shares = log_softmax(logits), log_softmax(exact)  # (T, V)
+    shares = log_softmax(logits)
+    exact_shares = log_softmax(exact)  # (T, V)
     losses = -shares[np.arange(len(token_ids) - 1), token_ids[1:]]
     kl = (np.exp(exact_shares) * (exact_shares - shares)).sum(axis=1)
-    difference, same = np.abs(logits - exact), logits.argmax(axis=1) == exact.argmax(axis=1)
+    difference = np.abs(logits - exact)
+    same = logits.argmax(axis=1) == exact.argmax(axis=1)
     return losses, np.array([kl, difference.mean(axis=1, dtype=float), difference.max(axis=1), same])
 
 
@@ -130,14 +132,18 @@ def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
         use = np.linalg.norm(c_fc, axis=0) * np.linalg.norm(c_proj, axis=1)  # (F,)
         use[kept] = np.inf
         spare = np.argsort(use)[: kept.size]
-        c_fc[:, spare], bias[spare], c_proj[spare] = c_fc[:, kept], bias[kept] + level, c_proj[kept]
-        c_fc[:, kept], bias[kept] = -c_fc[:, kept], -bias[kept]
+        c_fc[:, spare] = c_fc[:, kept]
+        bias[spare] = bias[kept] + level
+        c_proj[spare] = c_proj[kept]
+        c_fc[:, kept] = -c_fc[:, kept]
+        bias[kept] = -bias[kept]
         tensors[f"{name}.c_proj.bias"] -= level * c_proj[kept].sum(axis=0)
 
 
 def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe") -> None:
     """Move three channels of the residual stream by `offsets`; layer norms grow by the ratio of the stds."""
-    channels, stds = outlier_channels(checkpoint.config.n_embd), residual_stds(checkpoint, token_ids)
+    channels = outlier_channels(checkpoint.config.n_embd)
+    stds = residual_stds(checkpoint, token_ids)
     tensors[f"{embedding}.weight"][:, channels] += offsets.astype(np.float32)
     for norm, std in stds.items():
         new = np.sqrt(std**2 + (offsets**2).sum() / checkpoint.config.n_embd).mean()
@@ -147,8 +153,10 @@ def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
 
 def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.ndarray]:
     """Return the residual stream's std over channels (T,) before each layer norm."""
-    params, batch = reference.load_params(checkpoint), Batch.of([token_ids], [0], [0])
-    cache, stds = reference.new_kv_cache(checkpoint.config, 1, len(token_ids)), {}
+    params = reference.load_params(checkpoint)
+    batch = Batch.of([token_ids], [0], [0])
+    cache = reference.new_kv_cache(checkpoint.config, 1, len(token_ids))
+    stds = {}
     x = params["wte.weight"][token_ids].astype(np.float64) + params["wpe.weight"][: len(token_ids)]  # (T, C)
     for layer in range(checkpoint.config.n_layer):
         stds[f"h.{layer}.ln_1"] = x.std(axis=1)
@@ -237,13 +245,15 @@ def main() -> None:
     parser.add_argument("--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text")
     arguments = parser.parse_args()
     with LLM(arguments.model, max_num_seqs=1) as llm:
-        token_ids, size = llm.tokenizer.encode(read_text("TEXT", arguments.text)), llm.config.n_positions
+        token_ids = llm.tokenizer.encode(read_text("TEXT", arguments.text))
+        size = llm.config.n_positions
     starts = range(0, len(token_ids) - size + 1, size)[: arguments.windows]
     windows = [token_ids[start : start + size] for start in starts]
     if not windows:
         parser.error("nothing to measure on: give a TEXT of more tokens than the model has positions.")
     with tempfile.TemporaryDirectory() as scratch:
-        models, folder = {arguments.model: arguments.model}, Path(scratch)
+        models = {arguments.model: arguments.model}
+        folder = Path(scratch)
         for name, edit in {**OUTLIERS, **EXTREMES}.items() if arguments.outliers else ():
             models[name] = write_outliers(arguments.model, edit, windows[0], folder / name)
         results = {}

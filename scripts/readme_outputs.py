@@ -27,7 +27,10 @@ from tinygpt.bench.study_runs import started
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "tinygpt/README.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-WIDTH, TEXT_LINES, MORE = 120, 6, "[...]"  # of a paragraph; MORE stands for its rest
+# of a paragraph; MORE stands for its rest
+WIDTH = 120
+TEXT_LINES = 6
+MORE = "[...]"
 ADDRESS = "http://127.0.0.1:8000"
 SERVE = ("tinygpt", "serve", "--served-model-name", "demo")
 REPLY_TEXT = re.compile(r'"text":"(?:[^"\\]|\\.)*"')  # compared, of a server's reply
@@ -123,7 +126,8 @@ def without_measured(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    is_check, differing = parser.parse_args().check, 0
+    is_check = parser.parse_args().check
+    differing = 0
     with tempfile.TemporaryDirectory() as folder:
         for name in READMES:
             text = old = (ROOT / name).read_text(encoding="utf-8")

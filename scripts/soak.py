@@ -29,7 +29,9 @@ from tinygpt import LLM, RemoteLLM
 from tinygpt.bench.study_runs import served
 from tinygpt.errors import QueueFullError, RequestError
 
-THREADS, MAX_QUEUE, MAX_NUM_SEQS = 64, 32, 24
+THREADS = 64
+MAX_QUEUE = 32
+MAX_NUM_SEQS = 24
 ALLOWED_GROWTH = 1.02
 SETTLED = 0.2  # of the requests: by then every buffer has its size
 BEGINNINGS = ("Once upon a time", "The little dog", "Anna and Tom went to the", "In a deep dark wood there was")
@@ -87,7 +89,8 @@ def run_thread(llm: LLM | RemoteLLM, count: int, seed: int, pids: list[int], rep
 
 def run_request(llm: LLM | RemoteLLM, generator: random.Random, report: Report) -> str:
     """Submit a random request until the queue takes it, and return how it ended."""
-    kind, prompt = generator.random(), generator.choice(BEGINNINGS)
+    kind = generator.random()
+    prompt = generator.choice(BEGINNINGS)
     if kind < 0.25:  # requests that are repeated
         fields = {"max_tokens": generator.choice([4, 8]), "temperature": generator.choice([0.0, 1.1]), "seed": 5}
     else:
@@ -138,12 +141,16 @@ def main() -> int:
     parser.add_argument("--server", action="store_true", help="ask a server in another process")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)")
     args = parser.parse_args()
-    report, each, start, url = Report(), -(-args.requests // THREADS), time.perf_counter(), None
+    report = Report()
+    each = -(-args.requests // THREADS)
+    start = time.perf_counter()
+    url = None
     sizes = {"max_num_seqs": MAX_NUM_SEQS, "max_queue": MAX_QUEUE}
     with ExitStack() as stack:
         if args.server:
             url, pid = stack.enter_context(served(args.model, args.dtype, sizes))
-            llm, pids = stack.enter_context(RemoteLLM(url, max_connections=THREADS)), [pid]
+            llm = stack.enter_context(RemoteLLM(url, max_connections=THREADS))
+            pids = [pid]
         else:
             ranks = args.tensor_parallel
             llm = stack.enter_context(LLM(args.model, args.dtype, **sizes, tensor_parallel_size=ranks))

@@ -30,7 +30,9 @@ from tinygpt.text.tokenizer import Tokenizer
 # 7 layers and 7935 merges, a vocabulary of 8192, fit into 32 MB of bfloat16.
 SIZES = {"merges": 7935, "layers": 7, "width": 384, "heads": 6, "positions": 1024}
 END_OF_TEXT = "<|endoftext|>"
-TRAIN, VALIDATION, RECORD = "train.txt.xz", "val.txt", "training.json"
+TRAIN = "train.txt.xz"
+VALIDATION = "val.txt"
+RECORD = "training.json"
 
 
 def read_documents(path: Path) -> list[str]:
@@ -150,7 +152,8 @@ def run(args: argparse.Namespace) -> None:
     if trainer.state.best_model_checkpoint is None:
         raise SystemExit("the run ended before its first evaluation.")
     GPT2LMHeadModel.from_pretrained(state / Path(trainer.state.best_model_checkpoint).name).save_pretrained(args.out)
-    best, (num_tokens, num_held_out) = trainer.state.best_metric, map(len, token_ids)
+    best = trainer.state.best_metric
+    (num_tokens, num_held_out) = map(len, token_ids)
     num_bytes = (args.corpus / VALIDATION).stat().st_size
     device = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
     record = {

@@ -44,7 +44,9 @@ def single_steps(monkeypatch):
 def asking_names(path: Path) -> set[str]:
     """Return the names of a test file that ask a library, themselves or by another such name of the file."""
     text = path.read_text(encoding="utf-8")
-    lines, asking, uses = text.splitlines(), set(), {}
+    lines = text.splitlines()
+    asking = set()
+    uses = {}
     for node in ast.parse(text).body:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         source = "\n".join(lines[first - 1 : node.end_lineno])

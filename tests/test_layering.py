@@ -145,7 +145,8 @@ def test_the_pages_are_alike(backend):
     assert [name for name in page if name in PAGE] == list(PAGE)
     assert page.keys() == {*PAGE} | LOOPS[backend]
     for name in PAGE:
-        mine, theirs = parameters_of(page[name]), parameters_of(reference[name])
+        mine = parameters_of(page[name])
+        theirs = parameters_of(reference[name])
         assert [p for p in mine if p in theirs] == [p for p in theirs if p in mine]
     for name in ("attention_block", "mlp_block"):  # a block ends in the sum over ranks
         assert ast.unparse(page[name].body[-1]).startswith("add_projection(")

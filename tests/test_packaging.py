@@ -89,7 +89,8 @@ def test_every_supported_python_is_declared(project):
 @pytest.mark.parametrize("package", CODE)
 def test_every_file_that_is_no_code_is_package_data(package_data, package):
     """And each package has an __init__.py, which `find:` looks for."""
-    folder, name = ROOT / package, package if package == "tinygpt" else f"tinygpt.{package}"
+    folder = ROOT / package
+    name = package if package == "tinygpt" else f"tinygpt.{package}"
     patterns = words(package_data.get(name, ""))
     files = [f for f in folder.rglob("*") if f.is_file() and not any(p.is_symlink() for p in f.parents)]
     data = [f.relative_to(folder).as_posix() for f in files if f.suffix not in (".py", ".pyc")]

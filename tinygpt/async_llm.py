@@ -49,7 +49,8 @@ class AsyncLLM:
     async def _submit(self, prompt: Any, params: SamplingParams | None, fields: dict[str, Any]) -> Future:
         fields = own_names(fields, SAMPLING_FIELDS)
         submit = partial(self.llm.submit, prompt, params, **fields)
-        slow, given = {*GUIDED_FIELDS, "dry_multiplier"}, fields.get("sampling_params", params)
+        slow = {*GUIDED_FIELDS, "dry_multiplier"}
+        given = fields.get("sampling_params", params)
         if not fields.keys() & slow and not any(getattr(given, name, None) for name in slow):
             return submit()
         submitting = asyncio.get_running_loop().run_in_executor(None, submit)  # a grammar can take seconds

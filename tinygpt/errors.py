@@ -22,7 +22,10 @@ class RequestError(TinyGPTError):
 
     def __init__(self, reason: str, field: str | None = None, value: Any = None, allowed: str | None = None):
         super().__init__(reason if field is None else f"{field} {reason}")
-        self.reason, self.field, self.value, self.allowed = reason, field, value, allowed
+        self.reason = reason
+        self.field = field
+        self.value = value
+        self.allowed = allowed
 
     def named(self, name: str | None) -> "RequestError":
         """Return the error with another name of the field, such as "--temperature"."""

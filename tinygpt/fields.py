@@ -300,7 +300,9 @@ def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
     from .engine.grammar_process import COMPILE_SECONDS, LimitError  # sockets and subprocess: not needed for --help
 
-    grammar, problem, process = "", "", _validator().grammar()
+    grammar = ""
+    problem = ""
+    process = _validator().grammar()
     try:
         if name == "guided_regex":
             grammar = f"start: /{llguidance.regex_to_lark(value)}/"

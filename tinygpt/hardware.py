@@ -15,7 +15,8 @@ from .fields import integer, read_field
 MAX_THREADS = 1024
 ROOT = Path("/")
 READ_BYTES = 512 << 20  # far more than any cache
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 def thread_count(threads: Any = None) -> int:
@@ -44,7 +45,8 @@ def logical_cores() -> int:
 
 def linux_cores(allowed: Iterable[int], root: Path) -> int:
     """Return `physical_cores` from files under `root`."""
-    cpus, siblings = root / "sys/devices/system/cpu", "topology/thread_siblings_list"
+    cpus = root / "sys/devices/system/cpu"
+    siblings = "topology/thread_siblings_list"
     cores = len({_read(cpus / f"cpu{cpu}" / siblings) or str(cpu) for cpu in _fast(set(allowed), root)})
     return max(1, min([cores, *(int(share) for share in _quotas(root))]))
 

@@ -116,7 +116,8 @@ class LLM(LookMethods):
         revision: str | None = None,
         max_capture_bytes: int = 2**30,
     ):
-        dtype, kv_cache_dtype = dtype_name(dtype), dtype_name(kv_cache_dtype)
+        dtype = dtype_name(dtype)
+        kv_cache_dtype = dtype_name(kv_cache_dtype)
         model = model if revision is None else with_revision(model, revision)
         ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
         num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
@@ -127,8 +128,11 @@ class LLM(LookMethods):
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora, lora_modules)
         self.lora_modules = tuple(lora_modules or ())
         engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
-        self.config, self.dtype, self.max_model_len = source.config, source.dtype, engine_config.max_model_len
-        self.checkpoint_path, self._given_template = source.checkpoint.folder, chat_template
+        self.config = source.config
+        self.dtype = source.dtype
+        self.max_model_len = engine_config.max_model_len
+        self.checkpoint_path = source.checkpoint.folder
+        self._given_template = chat_template
         if chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
         opened = model, dtype, device, kv_cache_dtype, lora
@@ -217,7 +221,8 @@ class LLM(LookMethods):
         All prompts are checked when this is called. Closing the iterator ends the requests.
         """
         self.engine.check_open()
-        prompts, params = prompt_list(prompts), params_or_fields(params, fields)
+        prompts = prompt_list(prompts)
+        params = params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
 

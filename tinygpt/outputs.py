@@ -266,7 +266,9 @@ class ThreadFuture(Future[Result]):
 
     def __init__(self, owner: str = "LLM"):
         super().__init__()
-        self._condition, self._owner, self._pid = _Condition(), owner, os.getpid()
+        self._condition = _Condition()
+        self._owner = owner
+        self._pid = os.getpid()
 
     def result(self, timeout: float | None = None) -> Result:
         self.check()

@@ -113,7 +113,8 @@ class RemoteLLM:
         self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
-        prompts, params = prompt_list(prompts), params_or_fields(params, fields)
+        prompts = prompt_list(prompts)
+        params = params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._request(*pair) for pair in pairs], return_exceptions)
 
@@ -157,7 +158,8 @@ class RemoteLLM:
         params_to_json(SamplingParams(edits=edits))
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split, "soft_prompt": soft_prompt}
-        listed, found = [*map(_sendable, prompt_list(continuations))], []
+        listed = [*map(_sendable, prompt_list(continuations))]
+        found = []
         read = partial(record_from_json, ContinuationScore)
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
@@ -209,7 +211,8 @@ class RemoteTokenizer:
     """encode, decode and call of a Tokenizer, each an HTTP request."""
 
     def __init__(self, server: "_Server", split_special_tokens: bool):
-        self._server, self.split_special_tokens = server, split_special_tokens
+        self._server = server
+        self.split_special_tokens = split_special_tokens
 
     def encode(self, text: str, split_special_tokens: bool | None = None) -> list[int]:
         """Return the token ids of a text. split_special_tokens: as in LLM; None is the RemoteLLM's."""
@@ -242,7 +245,10 @@ class _Server:
         except ImportError:
             raise RequestError(f"RemoteLLM needs httpx, which comes with: {how_to_install('remote')}.") from None
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
-        self._httpx, self._timeout, self._max_retries, self._has_key = httpx, timeout, max_retries, api_key is not None
+        self._httpx = httpx
+        self._timeout = timeout
+        self._max_retries = max_retries
+        self._has_key = api_key is not None
         try:
             parts = httpx.URL(self.url)
             is_url = parts.scheme in ("http", "https") and parts.host and not (parts.query or parts.fragment)
@@ -262,7 +268,9 @@ class _Server:
             trust_env=False,  # no proxy of the environment
         )
         self._pid = os.getpid()
-        self._is_closed, self._lock, self._turn = False, threading.Lock(), asyncio.Semaphore(max_connections)
+        self._is_closed = False
+        self._lock = threading.Lock()
+        self._turn = asyncio.Semaphore(max_connections)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run_loop, args=(self._loop,), name="tinygpt-remote", daemon=True).start()
 
@@ -308,7 +316,8 @@ class _Server:
 
     async def stream(self, text: str | None, body: dict, on_chunk: Callable[[Any], Any]) -> RequestOutput:
         """Return the output. on_chunk gets None when the server accepts the request, then each chunk in a thread."""
-        read, output = partial(output_from_json, prompt=text, arrival=time.perf_counter()), None
+        read = partial(output_from_json, prompt=text, arrival=time.perf_counter())
+        output = None
         async with self._opened("/generate", body | {"stream": True}) as response:
             on_chunk(None)
             async for line in response.aiter_lines():
@@ -389,7 +398,8 @@ class _Server:
         status = response.status_code
         try:
             error = response.json()["error"]
-            message, code = _text(error["message"]), error["code"]
+            message = _text(error["message"])
+            code = error["code"]
         except MALFORMED:
             return ServerError(f"{self.url} is no tinygpt server: it answers with status {status}.")
         if status == 401:

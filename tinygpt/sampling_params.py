@@ -48,7 +48,8 @@ _Class = TypeVar("_Class", bound=type)
 
 def _documented(cls: _Class) -> _Class:
     """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
-    init, names = cls.__init__, [field.name for field in fields(cls)]
+    init = cls.__init__
+    names = [field.name for field in fields(cls)]
     cls.__doc__ += "".join(f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls))
 
     @functools.wraps(init)
@@ -110,7 +111,8 @@ TOP_K = FieldRule(
     "-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(rules.as_integer(value, -1), 0), int
 )
 SEED = rules.optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
-SAMPLES, BEAM_COUNT = rules.integer(1, MAX_SAMPLES), rules.integer(1, MAX_BEAMS)
+SAMPLES = rules.integer(1, MAX_SAMPLES)
+BEAM_COUNT = rules.integer(1, MAX_BEAMS)
 PENALTY = rules.between(-2, 2, " (0 is off)")  # OpenAI's limit
 TOP_P = rules.number(lambda found: 0 <= found <= 1, rules.SHARE.allowed)  # 0 is FasterTransformer's
 REPETITION = rules.optional(
@@ -352,7 +354,8 @@ class SamplingParams:
             raise invalid(name, getattr(self, name), allowed)
 
     def _check_beams(self) -> None:
-        beams, groups = self.num_beams, self.num_beam_groups
+        beams = self.num_beams
+        groups = self.num_beam_groups
         self._need("n", self.n <= beams, f"at most num_beams, which is {beams}")
         self._need("temperature", self.temperature == 0, "0 with num_beams: a beam search draws nothing")
         self._need("best_of", self.best_of is None, "left out with num_beams: a beam search returns its n best")

@@ -24,7 +24,8 @@ Record = TypeVar("Record")
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """Return the fields that differ from their defaults, and fields with other defaults in a server."""
-    given, default = {field.name: getattr(params, field.name) for field in fields(params)}, SamplingParams()
+    given = {field.name: getattr(params, field.name) for field in fields(params)}
+    default = SamplingParams()
     for name in UNSENDABLE:
         value = given.pop(name)
         if value is not None and len(value):
@@ -41,7 +42,8 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 
 
 def output_to_json(output: RequestOutput) -> dict[str, Any]:
-    times, found = dict(vars(output.metrics)), record_to_json(output)
+    times = dict(vars(output.metrics))
+    found = record_to_json(output)
     arrival = times.pop("arrival")
     del found["prompt"]  # the client has it
     found["metrics"] = times | {name: None if times[name] is None else times[name] - arrival for name in MOMENTS}

@@ -116,7 +116,9 @@ class ModelConfig:
 
 _FIELDS = tuple(field.name for field in fields(ModelConfig))
 STRUCTURE = _FIELDS[_FIELDS.index("norm_placement") :]  # fields that have one value in every GPT-2
-EMBEDDING, POSITIONS, HEAD = "wte.weight", "wpe.weight", "lm_head.weight"
+EMBEDDING = "wte.weight"
+POSITIONS = "wpe.weight"
+HEAD = "lm_head.weight"
 
 
 def is_transposed(name: str) -> bool:
@@ -125,7 +127,9 @@ def is_transposed(name: str) -> bool:
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    C, E, V = config.n_embd, config.embedding_size, config.vocab_size
+    C = config.n_embd
+    E = config.embedding_size
+    V = config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (V, E)}
     if config.embed_dim:
         shapes["project_in.weight"] = C, E

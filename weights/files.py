@@ -14,7 +14,8 @@ from typing import Any, BinaryIO
 from .errors import CheckpointError
 
 # Files that only `convert` writes.
-PACKED_FILE, PREPARED_FILE = "model.tinygpt.safetensors", "tokenizer.tinygpt"
+PACKED_FILE = "model.tinygpt.safetensors"
+PREPARED_FILE = "tokenizer.tinygpt"
 VOCAB_AND_MERGES = (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe"))
 TOKENIZER_FILES = (
     *("tokenizer.json", *(name for pair in VOCAB_AND_MERGES for name in pair), "vocab.txt"),
@@ -23,11 +24,13 @@ TOKENIZER_FILES = (
 CONFIG_FILES = ("config.json", "generation_config.json")
 TENSOR_NAMES = "tensor_names.json"  # transformers' names by the files' names, if they differ
 # PEFT's, in its order; early versions wrote the last.
-ADAPTER_CONFIG, ADAPTER_FILES = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 # Of files of weights, and of no Hub id.
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".index", ".nemo", ".npz", ".onnx", ".pt", ".pth", ".safetensors")
 # Bounds of YAML: PyYAML's time grows with each character and with nesting.
-MAX_YAML_CHARACTERS, MAX_YAML_DEPTH = 100_000, 100
+MAX_YAML_CHARACTERS = 100_000
+MAX_YAML_DEPTH = 100
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1"  # in a file's place in a clone without Git LFS
 
 
@@ -68,7 +71,8 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    folder, target = folder.absolute(), Path(os.path.realpath(path))
+    folder = folder.absolute()
+    target = Path(os.path.realpath(path))
     blobs = [place.parent.resolve() / "blobs" for place in folder.parents if place.name == "snapshots"]
     return any(target.is_relative_to(place) for place in (folder.resolve(), *blobs))
 

@@ -48,12 +48,14 @@ def download(text: str) -> Path:
     """
     from .containers.formats import INDEX, shard_of_each_tensor
 
-    name, beside = parse(text), [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
+    name = parse(text)
+    beside = [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
     if name.path.lower().endswith(SUFFIXES):
         inside = name.path.rpartition("/")[0]
         beside = [] if name.path.lower().endswith(".gguf") else [f"{inside}/{each}".lstrip("/") for each in beside]
         return _existing(name, [name.path, *beside])
-    inside, folder = name.path and f"{name.path}/", Path()
+    inside = name.path and f"{name.path}/"
+    folder = Path()
     if name.quant:
         return _gguf(name)
     for file in FILES:

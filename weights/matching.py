@@ -108,7 +108,9 @@ class _Found:
         return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
 
     def problems(self, rules: Mapping[str, TensorRule], shapes: Shapes, described_by: str) -> Problems:
-        missing, misshapen, unreadable = [], [], []
+        missing = []
+        misshapen = []
+        unreadable = []
         for name, part, wanted in self._wanted(rules, shapes):
             parts = self.tensors.get(name, {})
             if part not in parts:
@@ -156,7 +158,8 @@ def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:
 
 
 def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
-    head, embedding = stored.get(HEAD), stored[EMBEDDING]
+    head = stored.get(HEAD)
+    embedding = stored[EMBEDDING]
     return head is None or head == embedding or _have_equal_values(head, embedding)  # ==: the same bytes of a file
 
 

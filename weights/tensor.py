@@ -50,7 +50,8 @@ class DefaultTensor:
     def release(self) -> None: ...
 
 
-zeros, ones = partial(np.zeros, dtype=np.float32), partial(np.ones, dtype=np.float32)
+zeros = partial(np.zeros, dtype=np.float32)
+ones = partial(np.ones, dtype=np.float32)
 
 
 @dataclass(frozen=True)

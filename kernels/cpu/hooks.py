@@ -29,7 +29,9 @@ CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 def run(take_steps: Callable, params, batch, kv_cache, workspace: Workspace, look: Any) -> None:
     """Take the filled step with a kernels.backend.Look, and raise its error."""
-    layers, rows, team = params.attention_scales.size, batch.token_ids.size, workspace.team
+    layers = params.attention_scales.size
+    rows = batch.token_ids.size
+    team = workspace.team
     if look.points == {("resid_post", layers - 1)} and not look.changes:  # needs no kernel of its own
         team.run(take_steps, params, kv_cache, workspace.buffers)
         look("resid_post", layers - 1, workspace.buffers.x[:rows])
@@ -50,7 +52,8 @@ def run(take_steps: Callable, params, batch, kv_cache, workspace: Workspace, loo
 
 
 def _looking(workspace: Workspace, params, layers: int, first: int) -> Buffers:
-    buffers, others = workspace.buffers, [*workspace.looking.values()]
+    buffers = workspace.buffers
+    others = [*workspace.looking.values()]
     if isinstance(buffers.inner, Float32Operand):
         inner = buffers.inner.values
     else:

@@ -50,7 +50,8 @@ class PartCompiler(CompilerBase):
         return [DefaultPassBuilder.define_nopython_pipeline(state)]
 
     def compile_extra(self, func) -> CompileResult:
-        result, key = super().compile_extra(func), [].append  # a unique built-in function
+        result = super().compile_extra(func)
+        key = [].append  # a unique built-in function
         self.state.targetctx.insert_user_function(key, result.fndesc, [result.library])
         return result._replace(entry_point=key)
 
@@ -132,7 +133,8 @@ class DiskCache:
         self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
-        result, name = None, self._name(signature, target_context.codegen())
+        result = None
+        name = self._name(signature, target_context.codegen())
         if name is not None:
             result = kernel_cache().load(name, lambda parts: _rebuilt(target_context, parts))
         # Two types may have the same description.

@@ -24,7 +24,8 @@ class KVCache(NamedTuple):
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     """Reserve a cache of a dtype in KINDS: pages take memory once they are written."""
-    blocks, shapes = -(-max_model_len // KEY_BLOCK), _block_shapes(config, dtype)
+    blocks = -(-max_model_len // KEY_BLOCK)
+    shapes = _block_shapes(config, dtype)
     k_size, v_size = map(math.prod, shapes)
     whole = (num_slots, blocks, config.n_layer, config.n_head, k_size + v_size)
     array = untouched(whole, KINDS[dtype][0])  # (S, T / KEY_BLOCK, L, H, ...)
@@ -38,7 +39,8 @@ def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "flo
 
 
 def _block_shapes(config, dtype: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    size, (_, per_step) = config.head_size, KINDS[dtype]
+    size = config.head_size
+    (_, per_step) = KINDS[dtype]
     steps = -(-size // per_step) + (SCALE_STEPS if dtype == "int8" else 0)
     return (steps, KEY_BLOCK, per_step), (KEY_BLOCK // per_step, padded_head(size), per_step)
 
@@ -56,7 +58,8 @@ def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -
     layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
     k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, D)
     v = kv_cache.v[:, slot].swapaxes(-1, -2).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, padded D)
-    k, v = k[:, :, start:stop], v[:, :, start:stop, :head_size]
+    k = k[:, :, start:stop]
+    v = v[:, :, start:stop, :head_size]
     if k.dtype != np.uint8:
         return k[..., :head_size].copy(), v.copy()
     scales = np.split(k[..., -SCALE_STEPS * SCALE_BYTES :], SCALE_STEPS, axis=-1)
@@ -66,7 +69,9 @@ def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -
 
 def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
     k, v = _encoded(kv_cache, k, v)
-    size, stop, per_step = v.shape[3], start + k.shape[2], kv_cache.k.shape[-1]
+    size = v.shape[3]
+    stop = start + k.shape[2]
+    per_step = kv_cache.k.shape[-1]
     k = k.reshape(*k.shape[:3], -1, per_step).swapaxes(2, 3)  # (L, H, D / P, n, P)
     for block, inside in _blocks(start, stop):
         first = block * KEY_BLOCK + inside.start - start
@@ -87,7 +92,9 @@ def _blocks(start: int, stop: int):
 
 
 def _value_steps(kv_cache, inside: slice):
-    per_step, start, stop = kv_cache.v.shape[-1], inside.start, inside.stop
+    per_step = kv_cache.v.shape[-1]
+    start = inside.start
+    stop = inside.stop
     if start % per_step and start < stop:
         yield slice(start // per_step, start // per_step + 1), slice(start % per_step, None)
         start += per_step - start % per_step
@@ -104,7 +111,8 @@ def _clear_rest(kv_cache, slot: int, stop: int) -> None:
 
 
 def _encoded(kv_cache, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    kind, per_step = kv_cache.k.dtype, kv_cache.k.shape[-1]
+    kind = kv_cache.k.dtype
+    per_step = kv_cache.k.shape[-1]
     if kind == np.uint8:
         (k, k_scales), (v, v_scales) = map(_levels_and_scales, (k, v))
         return np.concatenate([_in_whole_steps(k, per_step), k_scales, v_scales], axis=-1), v

@@ -50,8 +50,10 @@ def take_steps(team, leads, params, kv_cache, buffers):
     while leads or join_step(team):
         if leads:
             begin_step(team)
-        step, x = step_of(buffers), buffers.x[: buffers.sizes[0]]
-        layers, every = params.attention_scales.size, buffers.every[: x.shape[0]]
+        step = step_of(buffers)
+        x = buffers.x[: buffers.sizes[0]]
+        layers = params.attention_scales.size
+        every = buffers.every[: x.shape[0]]
         embed(team, params, x, step, buffers)
         for layer in range(first_layer(buffers.look), layers):
             look(team, buffers.look, STREAM, layer)
@@ -82,8 +84,13 @@ def embed(team, params, x, step, buffers):
 @inline
 def attention_block(team, params, layer, x, step, kv_cache, buffers):
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    b, n, scale = buffers, x.shape[0], params.attention_scales[layer]
-    qkv, attended, k, v = b.qkv[:n], b.attended[:n], kv_cache.k[layer], kv_cache.v[layer]
+    b = buffers
+    n = x.shape[0]
+    scale = params.attention_scales[layer]
+    qkv = b.qkv[:n]
+    attended = b.attended[:n]
+    k = kv_cache.k[layer]
+    v = kv_cache.v[layer]
     norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
     add_low_rank(team, qkv, b.normed.values, params.low_rank, C_ATTN, layer, step.token_slots)
@@ -99,10 +106,18 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
 @inline
 def mlp_block(team, params, layer, x, buffers):
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    b, n, row, activation = buffers, x.shape[0], mlp_row(params.experts, layer), params.activation
+    b = buffers
+    n = x.shape[0]
+    row = mlp_row(params.experts, layer)
+    activation = params.activation
     norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)
-    c_fc, no_factors, segments = params.c_fc, params.attn_proj.factors, params.embd_segments
-    low_rank, slots, inner, x_in = params.low_rank, b.step.token_slots[:n], b.inner, b.normed
+    c_fc = params.c_fc
+    no_factors = params.attn_proj.factors
+    segments = params.embd_segments
+    low_rank = params.low_rank
+    slots = b.step.token_slots[:n]
+    inner = b.inner
+    x_in = b.normed
     inner_linear(
         team, b.look, low_rank, slots, inner, x_in, c_fc, no_factors, row, layer, segments, activation
     )  # (N, F)

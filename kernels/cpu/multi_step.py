@@ -20,7 +20,8 @@ def multi_step(
         raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
     if warpers.temperature.any():
         return _drawn(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
-    buffers, choices = workspace.buffers, workspace.buffers.choices
+    buffers = workspace.buffers
+    choices = workspace.buffers.choices
     fill(buffers, batch, num_steps if ends.size <= MAX_ENDS else 1)
     choices.num_ends[0] = min(ends.size, MAX_ENDS)
     choices.ends[: choices.num_ends[0]] = ends[:MAX_ENDS]

@@ -34,9 +34,13 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
 
 
 def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
+    C = config.n_embd
+    F = config.inner_size
+    V = config.vocab_size
+    L = config.n_layer
     float32 = np.dtype(np.float32)
-    E, once = config.embedding_size, ["ln_f"] * config.final_norm + ["ln_e"] * config.embed_norm
+    E = config.embedding_size
+    once = ["ln_f"] * config.final_norm + ["ln_e"] * config.embed_norm
     layout = {name: ((E,), float32) for name in ("wte_factors", "head_factors")}
     layout |= {} if config.has_alibi else {"wpe": ((config.n_positions, C), float32)}
     layout |= {f"{norm}_{kind}": ((L, C), float32) for norm in NORMS for kind in KINDS}
@@ -64,7 +68,8 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str) -> Params:
 
 
 def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: RankShare) -> Params:
-    whole, layers = params_of(arrays, config, dtype), slice(part.layers.start, part.layers.stop)
+    whole = params_of(arrays, config, dtype)
+    layers = slice(part.layers.start, part.layers.stop)
     given = {name: getattr(whole, name) for name in ("wte_factors", "head_factors")}
     if not config.has_alibi:
         given["wpe"] = whole.wpe if part.is_first else no_positions(config)

@@ -64,7 +64,8 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
         smoothing = Smoothing(checkpoint, dtype, calibration, layers.start)
         for ours, name in LINEARS.items():
             names = _linear_names(config, ours, layers)
-            weights, factors_of = [f"{n}.weight" for n in names], partial(smoothing.factors, ours)
+            weights = [f"{n}.weight" for n in names]
+            factors_of = partial(smoothing.factors, ours)
             arrays[ours], factors = pack_layers(checkpoint, weights, dtype, packers, factors_of, part.keep(ours))
             arrays[f"{ours}_bias"] = part.values(ours, stacked(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
@@ -83,11 +84,14 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
 
 
 def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: RankShare) -> dict[str, Any]:
-    config, head_dtype, arrays = checkpoint.config, head_dtype_of(dtype), {}
+    config = checkpoint.config
+    head_dtype = head_dtype_of(dtype)
+    arrays = {}
     # The largest first: it is in memory twice while it is packed.
     if part.is_last or (part.is_first and checkpoint.tied):
         names = ["wte.weight" if checkpoint.tied else "lm_head.weight"]
-        factors_of, keep = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head"), part.keep("lm_head")
+        factors_of = partial(Smoothing(checkpoint, head_dtype).factors, "lm_head")
+        keep = part.keep("lm_head")
         arrays["lm_head"], factors = pack_layers(checkpoint, names, head_dtype, packers, factors_of, keep)
     else:
         arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.embedding_size), np.float32)
@@ -181,10 +185,13 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
 def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> RankShare:
     """Return a rank's part of a model, by default all. Ranks share the segments of K."""
     layers = range(config.n_layer) if layers is None else layers
-    heads, inner = head_segments(config, dtype), inner_segments(config, dtype)
+    heads = head_segments(config, dtype)
+    inner = inner_segments(config, dtype)
     segments = _share(4, tensor_rank, tensor_size)
     if tensor_size == 1:
-        heads, inner, segments = heads[[0, -1]], inner[[0, -1]], range(1)
+        heads = heads[[0, -1]]
+        inner = inner[[0, -1]]
+        segments = range(1)
     return RankShare(
         layers=layers,
         heads=range(heads[segments.start] // config.head_size, heads[segments.stop] // config.head_size),

@@ -44,8 +44,10 @@ def loop(weight, x, b, c, units, times):
 
 def _arguments(dtype: str, rows: int, k: int) -> tuple:
     """Return a weight and an operand of normal numbers, an expanded chunk, and sums."""
-    weight, x = FORMATS[dtype][0](*new_weight(dtype, 1, OUT_TILE, k)), new_operand(dtype, rows, k)
-    chunk, random = zeros((CHUNK_BYTES,), np.uint8), np.random.default_rng(0)
+    weight = FORMATS[dtype][0](*new_weight(dtype, 1, OUT_TILE, k))
+    x = new_operand(dtype, rows, k)
+    chunk = zeros((CHUNK_BYTES,), np.uint8)
+    random = np.random.default_rng(0)
     for array in (*weight, *x, chunk):
         array.view(np.uint8)[...] = random.integers(0x3C, 0x40, array.view(np.uint8).shape, np.uint8)
     return weight, x, chunk, zeros((rows, OUT_TILE))

@@ -23,14 +23,19 @@ from .sampling_rows import (
     work_in,
 )
 
-NO_ROWS, NO_TOKENS, NO_NUMBERS = np.empty((0, 0), np.float32), np.empty(0, np.int32), np.empty((3, 0), np.uint64)
+NO_ROWS = np.empty((0, 0), np.float32)
+NO_TOKENS = np.empty(0, np.int32)
+NO_NUMBERS = np.empty((3, 0), np.uint64)
 STRIDE = 1024  # of a draw's search, before single weights
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-MULTIPLIER_0, MULTIPLIER_1 = np.uint64(0xD2E7470EE14C6C93), np.uint64(0xCA5A826395121157)
-INCREMENT_0, INCREMENT_1 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBB67AE8584CAA73B)
+MULTIPLIER_0 = np.uint64(0xD2E7470EE14C6C93)
+MULTIPLIER_1 = np.uint64(0xCA5A826395121157)
+INCREMENT_0 = np.uint64(0x9E3779B97F4A7C15)
+INCREMENT_1 = np.uint64(0xBB67AE8584CAA73B)
 ROUNDS = 10
-LOW_HALF, HALF_BITS = np.uint64(0xFFFFFFFF), np.uint64(32)
+LOW_HALF = np.uint64(0xFFFFFFFF)
+HALF_BITS = np.uint64(32)
 
 
 class Warpers(NamedTuple):
@@ -43,7 +48,8 @@ class Warpers(NamedTuple):
 
 
 def sample(logits, warpers, seeds, sample_indices, positions):
-    logits, num_drawn = np.ascontiguousarray(logits, np.float32), np.count_nonzero(warpers.temperature)
+    logits = np.ascontiguousarray(logits, np.float32)
+    num_drawn = np.count_nonzero(warpers.temperature)
     token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
     if num_drawn:
         compiled, rare = _split(warpers)
@@ -58,7 +64,8 @@ def sample(logits, warpers, seeds, sample_indices, positions):
 
 def filter_logits(logits, warpers):
     logits = np.ascontiguousarray(logits, np.float32)
-    filtered, (compiled, rare) = logits.copy(), _split(warpers)
+    filtered = logits.copy()
+    (compiled, rare) = _split(warpers)
     if compiled.temperature.any():
         _warp_rows(logits, compiled, NO_NUMBERS, NO_TOKENS, filtered, new_buffers(logits.shape[1]))
     if rare.size:
@@ -69,9 +76,11 @@ def filter_logits(logits, warpers):
 def top_logprobs(logits, token_id, n):
     logits, buffers = np.ascontiguousarray(logits, np.float32), new_buffers(logits.size)
     kept, greatest, log_total = _keep_most_probable(logits, min(n, logits.size), buffers)
-    ids, scores = buffers.ids[:kept], buffers.singles[0, :kept]
+    ids = buffers.ids[:kept]
+    scores = buffers.singles[0, :kept]
     order = np.argsort(-scores, kind="stable")[:n]
-    best, chosen = scores[order].astype(np.float64), np.float64(logits[token_id])
+    best = scores[order].astype(np.float64)
+    chosen = np.float64(logits[token_id])
     return ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
 
 
@@ -144,7 +153,8 @@ def keep_greatest(ids, scores, k, work):
 @kernel
 def _keep_top_p(limit, count, work):
     """Remove the least probable candidates up to `limit` = 1 - p; of ties the first."""
-    scores, probabilities = work.scores[:count], work.probabilities
+    scores = work.scores[:count]
+    probabilities = work.probabilities
     _normalize(work.weights[:count], probabilities)
     border, removed = find_border(scores, probabilities, limit, work)
     kept = ties = 0
@@ -220,7 +230,10 @@ def _draw(weights, number):
 @kernel
 def uniform(seed, sample_index, position):
     """Return the reference's `uniform`."""
-    a, b, c, d = position + np.uint64(1), np.uint64(0), np.uint64(0), np.uint64(0)
+    a = position + np.uint64(1)
+    b = np.uint64(0)
+    c = np.uint64(0)
+    d = np.uint64(0)
     key_0, key_1 = seed, sample_index
     for _ in range(ROUNDS):
         a, b, c, d = (
@@ -229,13 +242,17 @@ def uniform(seed, sample_index, position):
             _multiply_high(MULTIPLIER_0, a) ^ d ^ key_1,
             MULTIPLIER_0 * a,
         )
-        key_0, key_1 = key_0 + INCREMENT_0, key_1 + INCREMENT_1
+        key_0 = key_0 + INCREMENT_0
+        key_1 = key_1 + INCREMENT_1
     return np.float64(a >> np.uint64(11)) * 2.0**-53
 
 
 @inline
 def _multiply_high(x, y):
-    x_low, x_high, y_low, y_high = x & LOW_HALF, x >> HALF_BITS, y & LOW_HALF, y >> HALF_BITS
+    x_low = x & LOW_HALF
+    x_high = x >> HALF_BITS
+    y_low = y & LOW_HALF
+    y_high = y >> HALF_BITS
     middle = x_high * y_low + (x_low * y_low >> HALF_BITS)
     other = x_low * y_high + (middle & LOW_HALF)
     return x_high * y_high + (middle >> HALF_BITS) + (other >> HALF_BITS)
@@ -251,7 +268,8 @@ def _process_rows(
     for i in range(rows.size):
         if is_rare[i]:
             continue
-        scores, given = logits[rows[i]], token_ids.values[token_ids.bounds[i] : token_ids.bounds[i + 1]]
+        scores = logits[rows[i]]
+        given = token_ids.values[token_ids.bounds[i] : token_ids.bounds[i + 1]]
         for j in range(bias_ids.bounds[i], bias_ids.bounds[i + 1]):
             scores[bias_ids.values[j]] += biases.values[j]
         if repetition[i] != 1:

@@ -25,7 +25,8 @@ MAGNITUDE = np.int32(0x7FFFFFFF)  # float32 bits without the sign
 LEAST_KEY, GREATEST_KEY = -0x7F800001, 0x7F800000  # the keys of -inf and +inf: see `key_of`
 
 LOG2_E = 1.4426950408889634
-LN2_HIGH, LN2_LOW = 6.93147180369123816490e-01, 1.90821492927058770002e-10
+LN2_HIGH = 6.93147180369123816490e-01
+LN2_LOW = 1.90821492927058770002e-10
 EXP_MIN = -700.0
 
 
@@ -50,7 +51,8 @@ class Buffers(NamedTuple):
 
 
 def new_buffers(vocab_size: int) -> Buffers:
-    ids, singles = np.empty(vocab_size, np.int32), np.empty((4, vocab_size), np.float32)
+    ids = np.empty(vocab_size, np.int32)
+    singles = np.empty((4, vocab_size), np.float32)
     return Buffers(ids, singles, np.empty(vocab_size + BUCKETS))
 
 
@@ -135,11 +137,10 @@ def _partial_sums(typingctx):
     def codegen(context, builder, signature, args):
         from numba.np.arrayobj import populate_array  # a slow import
 
-        result, size = context.make_array(array)(context, builder), context.get_constant(types.intp, PARTIAL_SUMS)
-        data, itemsize = (
-            cgutils.alloca_once(builder, ir.DoubleType(), PARTIAL_SUMS),
-            context.get_constant(types.intp, 8),
-        )
+        result = context.make_array(array)(context, builder)
+        size = context.get_constant(types.intp, PARTIAL_SUMS)
+        data = cgutils.alloca_once(builder, ir.DoubleType(), PARTIAL_SUMS)
+        itemsize = context.get_constant(types.intp, 8)
         populate_array(
             result, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
         )
@@ -231,7 +232,8 @@ def find_border(scores, masses, limit, work):
     count = 0
     for i in range(scores.size):
         if _bucket_of(greatest - scores[i]) == found:
-            work.chosen[count], work.masses[count] = -scores[i], masses[i]
+            work.chosen[count] = -scores[i]
+            work.masses[count] = masses[i]
             count += 1
     inside = work.chosen[:count]
     border = _search(inside, work.masses, before, limit)
@@ -242,7 +244,8 @@ def find_border(scores, masses, limit, work):
 
 @kernel
 def _search(values, masses, before, limit):
-    low, high = GREATEST_KEY, np.int64(key_of(greatest_of(values)))
+    low = GREATEST_KEY
+    high = np.int64(key_of(greatest_of(values)))
     for i in range(values.size):
         key = np.int64(key_of(values[i]))
         low = key if key < low else low

@@ -31,7 +31,9 @@ GROUP = 8  # shares whose items are counted together first
 PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LAST_YIELD = range(10)
 SHIFT = np.int64(24)  # 16 million items a phase, 2**39 phases
 MASK = (np.int64(1) << SHIFT) - np.int64(1)
-ZERO, ONE, EIGHT = np.int64(0), np.int64(1), np.int64(8)
+ZERO = np.int64(0)
+ONE = np.int64(1)
+EIGHT = np.int64(8)
 NO_ITEM, NOT_BEGUN = np.int64(-1), np.int64(-2)  # in place of an item
 
 ROWS_PER_ITEM = 4  # claiming costs about as much as a row, below 1 us
@@ -86,7 +88,8 @@ def complete(team, items):
 @kernel
 def _take(team, share, may_begin):
     """Take the next item of a share. Return NO_ITEM, or NOT_BEGUN if its own thread has not begun."""
-    own, word_at = team.own, address(team.board) + (SHARES + share * LINE) * EIGHT
+    own = team.own
+    word_at = address(team.board) + (SHARES + share * LINE) * EIGHT
     first = _first_item(own, share)
     size = _first_item(own, share + ONE) - first
     while size > ZERO:
@@ -110,7 +113,8 @@ def _first_item(own, share):
 
 @kernel
 def _take_from_others(team):
-    own, is_open = team.own, address(team.board) + OPEN * EIGHT
+    own = team.own
+    is_open = address(team.board) + OPEN * EIGHT
     may_follow = True
     while may_follow:
         may_follow = False
@@ -138,7 +142,9 @@ def _count_own(team):
 
 @kernel
 def _count(team, share, count):
-    own, board, group = team.own, address(team.board), share // GROUP
+    own = team.own
+    board = address(team.board)
+    group = share // GROUP
     group_at = board + (SHARES + (own[MEMBERS] + group) * LINE) * EIGHT
     last = min((group + ONE) * GROUP, own[MEMBERS])
     of_group = _first_item(own, last) - _first_item(own, group * GROUP)
@@ -169,7 +175,8 @@ def _row_items(rows):
 @kernel
 def finish_phase(team):
     _count_own(team)
-    is_open, spins = address(team.board) + OPEN * EIGHT, 0
+    is_open = address(team.board) + OPEN * EIGHT
+    spins = 0
     while atomic_load(is_open) <= team.own[PHASE]:
         spins += 1
         _relax(spins)
@@ -196,7 +203,8 @@ def begin_step(team):
 @kernel
 def join_step(team):
     """Wait a while for a new step. Return whether it came. On busy cores the thread looks once in many time slices."""
-    published, begun = address(team.board) + PUBLISHED * EIGHT, ticks()
+    published = address(team.board) + PUBLISHED * EIGHT
+    begun = ticks()
     for spins in range(IDLE_SPINS):
         first = atomic_load(published)
         if first != team.own[JOINED]:

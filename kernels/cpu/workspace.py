@@ -80,8 +80,13 @@ def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32", allgather=None
 ) -> Workspace:
     """config: a ModelConfig, or a rank's Part, whose `allgather` is a field of Ranks."""
-    n, r, c, e = max_num_tokens, max_num_logits, config.n_embd, config.embedding_size
-    width, narrow, head_dtype = config.n_head * config.head_size, bool(config.embed_dim), head_dtype_of(dtype)
+    n = max_num_tokens
+    r = max_num_logits
+    c = config.n_embd
+    e = config.embedding_size
+    width = config.n_head * config.head_size
+    narrow = bool(config.embed_dim)
+    head_dtype = head_dtype_of(dtype)
     x, attended = zeros((n, c)), zeros((n, width))
     buffers = Buffers(
         x=x,
@@ -124,7 +129,8 @@ def new_workspace(
 
 
 def _new_mixture(config, n: int, dtype: str) -> Mixture:
-    k, experts = config.experts_per_token, config.num_experts
+    k = config.experts_per_token
+    experts = config.num_experts
     return Mixture(
         normed=Float32Operand(zeros((n, config.n_embd))),
         scores=np.zeros((n, experts)),
@@ -169,8 +175,10 @@ def new_operand(dtype: str, n: int, k: int):
 
 def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
     """Copy the batch to the buffers. num_steps: steps that choose tokens; 0: logits alone."""
-    step, tiles = buffers.step, query_tiles(batch.seq_starts, ROW_TILE)
-    n, r = batch.token_ids.size, batch.logit_rows.size
+    step = buffers.step
+    tiles = query_tiles(batch.seq_starts, ROW_TILE)
+    n = batch.token_ids.size
+    r = batch.logit_rows.size
     step.token_ids[:n] = batch.token_ids
     if batch.embeds.size:
         given = np.flatnonzero(batch.token_ids < 0)
@@ -179,12 +187,17 @@ def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:
     step.token_slots[:n] = batch.token_slots
     step.tiles[: tiles.size] = tiles
     step.logit_rows[:r] = batch.logit_rows
-    buffers.choices.wanted[0], buffers.choices.counts[:r], buffers.choices.has_ended[0] = num_steps, 0, 0
+    buffers.choices.wanted[0] = num_steps
+    buffers.choices.counts[:r] = 0
+    buffers.choices.has_ended[0] = 0
     buffers.sizes[:] = n, tiles.size - 1, r
 
 
 @inline
 def step_of(buffers):
-    s, n, tiles, r = buffers.step, buffers.sizes[0], buffers.sizes[1], buffers.sizes[2]
+    s = buffers.step
+    n = buffers.sizes[0]
+    tiles = buffers.sizes[1]
+    r = buffers.sizes[2]
     where = s.positions[:n], s.token_slots[:n]
     return Step(s.token_ids[:n], s.embeds[:n], *where, s.tiles[: tiles + 1], s.logit_rows[:r])

@@ -15,7 +15,9 @@ from .runtime import device as devices
 from .runtime.jit import kernel
 
 MOVE_THREADS = 128
-COPY, READ, WRITE = "copy", "read", "write"
+COPY = "copy"
+READ = "read"
+WRITE = "write"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class KVCache:
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
-    device, shape = devices.the_device(), _shape(config, num_slots, max_model_len)
+    device = devices.the_device()
+    shape = _shape(config, num_slots, max_model_len)
     k, v = (device.zeros(shape, array_type(dtype)) for _ in range(2))
     return KVCache(device, k, v, *shape, config.head_size, dtype == "float32")
 
@@ -55,7 +58,8 @@ def copy_positions(kv_cache: KVCache, source_slot: int, target_slot: int, start:
 def read_positions(
     kv_cache: KVCache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    shape, found = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head), []
+    shape = (kv_cache.num_layers, kv_cache.num_heads, stop - start, kv_cache.padded_head)
+    found = []
     for array, is_paired in _arrays(kv_cache):
         buffer = kv_cache.device.zeros(shape, array.dtype)
         _move(kv_cache, READ, is_paired, array, buffer, slot, 0, start, stop)
@@ -99,7 +103,9 @@ def _move_kernel(direction: str, is_paired: bool):
     """COPY within `array`, READ to `other` (L, H, count, Dp), or WRITE from it. Grid (count, H, L)."""
 
     def move(array, other, num_slots, num_heads, padded_len, padded_head, slot, target_slot, start, count):
-        i, head, layer = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int64(cuda.blockIdx.z)
+        i = int32(cuda.blockIdx.x)
+        head = int32(cuda.blockIdx.y)
+        layer = int64(cuda.blockIdx.z)
         position = start + i
         plane = ((layer * num_slots + slot) * num_heads + head) * padded_len
         to_target = (target_slot - slot) * int64(num_heads) * padded_len * padded_head

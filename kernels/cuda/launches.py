@@ -47,7 +47,9 @@ def normed_linear(
         layer_norm(params, norm, layer, x, shape, workspace, epilogue)
         linear(params, name, layer, target, workspace.normed, shape, workspace, epilogue)
         return
-    w, weights, config = workspace, params.linears[name], params.config
+    w = workspace
+    weights = params.linears[name]
+    config = params.config
     normed = Norm(x, w.every, *params.norms[norm], float(config.layer_norm_epsilon))
     function = normed_linear_kernel(params.dtype, config.n_embd, epilogue)
     arguments = target, normed, weights, layer, width_of(params, epilogue), w.inputs.sizes, NUM_TOKENS
@@ -61,7 +63,8 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, works
     rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
     count, row_kind = rows_of(epilogue, shape)
     sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
-    function, grid = layer_norm_kernel(activation_dtype(params.dtype), columns), -(-count // NORM_WARPS)
+    function = layer_norm_kernel(activation_dtype(params.dtype), columns)
+    grid = -(-count // NORM_WARPS)
     w.device.launch(function, grid, NORM_WARPS * WARP, w.normed, x, rows, *params.norms[norm], layer, *sizes)
 
 
@@ -69,12 +72,15 @@ def linear(
     params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, epilogue: str
 ) -> None:
     """A linear layer, of many tokens by `gemm_kernel`."""
-    weights, dtype, device = params.linears[name], params.dtype, workspace.device
+    weights = params.linears[name]
+    dtype = params.dtype
+    device = workspace.device
     count, row_kind = rows_of(epilogue, shape)
     arguments = target, inputs, weights, layer, width_of(params, epilogue), workspace.inputs.sizes, row_kind
     if count > FEW_TOKENS and device.capability >= OLDEST["bfloat16"]:
         tile = pick_tile(count, weights.features, dtype, device)
-        grid, shared_bytes = tile.grid(count, weights.features), tile.shared_bytes(dtype)
+        grid = tile.grid(count, weights.features)
+        shared_bytes = tile.shared_bytes(dtype)
         device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
         return
     octets = min(rounded_up(-(-count // ROWS)), MAX_OCTETS[dtype])
@@ -90,12 +96,16 @@ def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape
 
 
 def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
-    w, c, config, family = workspace, kv_cache, params.config, activation_dtype(params.dtype)
+    w = workspace
+    c = kv_cache
+    config = params.config
+    family = activation_dtype(params.dtype)
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
     more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
     if shape.tiles:  # prefill, and steps with several new tokens of a sequence
         grid = shape.tiles, c.num_heads, TILE_BLOCKS[family]
-        function, threads = attend_prefill_kernel(c.padded_head, family), TILE_WARPS * WARP
+        function = attend_prefill_kernel(c.padded_head, family)
+        threads = TILE_WARPS * WARP
         w.device.launch(function, grid, threads, attended, *keys, w.inputs.tiles, *more)
         return
     is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
@@ -125,7 +135,9 @@ def width_of(params: Params, epilogue: str) -> int:
 
 def show(look, kv_cache: KVCache, workspace: Workspace, batch, kind: str, layer: int) -> None:
     """Show a Look the stream (N, C), and take it back, or the queries (N, H, D)."""
-    w, c, count = workspace, kv_cache, batch.token_ids.size
+    w = workspace
+    c = kv_cache
+    count = batch.token_ids.size
     if (kind, layer) not in look.points:
         return
     if kind != "q":

@@ -54,7 +54,8 @@ def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
 
 def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    qkv, attended = heads_of(kv_cache, workspace), workspace.attended
+    qkv = heads_of(kv_cache, workspace)
+    attended = workspace.attended
     normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
     attend(params, layer, attended, kv_cache, shape, workspace)
     add_projection(params, "attn_proj", layer, x, attended, shape, workspace)
@@ -62,7 +63,8 @@ def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: K
 
 def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    inner, activation = workspace.inner, params.config.activation
+    inner = workspace.inner
+    activation = params.config.activation
     normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
     add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)
 

@@ -39,8 +39,11 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 def _queued_steps(
     params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
 ) -> Iterator[np.ndarray]:
-    w, count, vocab_size = workspace, batch.token_ids.size, params.config.vocab_size
-    shape, greedy = StepShape.of(batch, w.max_shape, num_steps), is_greedy(warpers)
+    w = workspace
+    count = batch.token_ids.size
+    vocab_size = params.config.vocab_size
+    shape = StepShape.of(batch, w.max_shape, num_steps)
+    greedy = is_greedy(warpers)
     fill(w, batch)
     w.sampling.write(w.device, np.arange(count), warpers, seeds, sample_indices, batch.context_lens)
 
@@ -61,7 +64,8 @@ def _queued_steps(
 
 def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
     """Yield the tokens (count,) of each step. marks: of every READ_STEPS steps."""
-    w, size = workspace, workspace.max_shape.decode_tokens
+    w = workspace
+    size = workspace.max_shape.decode_tokens
     for number, mark in enumerate(marks):
         first = number * READ_STEPS
         stop = min(first + READ_STEPS, num_steps)
@@ -72,7 +76,9 @@ def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: 
 def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
     """Make the chosen tokens the next step's, 0 for -1, and note them in history[steps done]. One block."""
     wait_for_kernel_before()
-    thread, count, step = int32(cuda.threadIdx.x), sizes[NUM_TOKENS], sizes[NUM_STEPS_DONE]
+    thread = int32(cuda.threadIdx.x)
+    count = sizes[NUM_TOKENS]
+    step = sizes[NUM_STEPS_DONE]
     for n in range(thread, count, int32(ADVANCE_THREADS)):
         history[step * capacity + n] = chosen[n]
         token_ids[n] = max(chosen[n], int32(0))

@@ -70,12 +70,15 @@ def check_model(config: Any) -> None:
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:
-    device, config, layers = devices.the_device(), checkpoint.config, range(checkpoint.config.n_layer)
+    device = devices.the_device()
+    config = checkpoint.config
+    layers = range(checkpoint.config.n_layer)
 
     def weights(names: list[str], bias: np.ndarray) -> Weights:
         n, k = checkpoint.tensor(names[0]).shape
         panels = device.zeros((len(names), panel_count(n) * OUT_TILE, padded_columns(k)), array_type(dtype))
-        scales, size = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32), panels.size // len(names)
+        scales = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32)
+        size = panels.size // len(names)
         for i, name in enumerate(names):  # one matrix at a time is in memory twice
             packed, scales[i] = pack(checkpoint.tensor(name), dtype)
             device.write(panels[i * size : (i + 1) * size], packed)
@@ -106,7 +109,10 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
 
 def params_bytes(config: Any, dtype: str, tied: bool) -> int:
-    C, F, V, L = config.n_embd, config.inner_size, config.vocab_size, config.n_layer
+    C = config.n_embd
+    F = config.inner_size
+    V = config.vocab_size
+    L = config.n_layer
     shapes = [(3 * C, C), (C, C), (F, C), (C, F)]
     per_layer = sum(_linear_bytes(n, k, dtype) + 4 * n for n, k in shapes) + 4 * 4 * C
     tables = (1 if tied else 2) * (_linear_bytes(V, C, dtype) + 4)  # a missing bias is an array of one number

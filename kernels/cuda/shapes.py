@@ -9,7 +9,9 @@ from ..batch import query_tiles
 from .layers.attention_products import KEY_BLOCK
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
-NUM_TOKENS, NUM_LOGITS, NUM_STEPS_DONE = 0, 1, 2
+NUM_TOKENS = 0
+NUM_LOGITS = 1
+NUM_STEPS_DONE = 2
 NUM_SIZES = 4
 QUERY_TILE = 64  # tokens of one sequence that TILE_BLOCKS blocks of prefill attention take
 
@@ -45,7 +47,8 @@ class StepShape:
     @classmethod
     def of(cls, batch: Any, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
         """num_steps: steps of this shape, each with one more position."""
-        tokens, positions = batch.token_ids.size, int(batch.context_lens.max()) + num_steps - 1
+        tokens = batch.token_ids.size
+        positions = int(batch.context_lens.max()) + num_steps - 1
         key_blocks = min(rounded_up(-(-positions // KEY_BLOCK)), max_shape.max_blocks)
         is_decode = tokens == batch.slots.size and tokens <= max_shape.decode_tokens
         tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts, QUERY_TILE).size - 1)
@@ -70,7 +73,8 @@ class PackedArrays:
         found, start = {}, 0
         for name, (length, dtype) in self.shapes.items():
             stop = start + length * np.dtype(dtype).itemsize
-            found[name], start = whole[start:stop].view(dtype), stop
+            found[name] = whole[start:stop].view(dtype)
+            start = stop
         return found
 
     def join(self, values: dict[str, np.ndarray]) -> np.ndarray:

@@ -55,7 +55,8 @@ class Workspace:
 def new_workspace(
     config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
 ) -> Workspace:
-    device, max_shape = devices.the_device(), MaxShape.of(config, max_num_tokens, max_num_logits)
+    device = devices.the_device()
+    max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
     inputs = _input_parts(max_shape)
     whole = device.zeros((inputs.num_bytes,), np.uint8)
     shapes = _shapes(config, max_shape, activation_dtype(dtype))
@@ -91,7 +92,8 @@ def check_memory(*sizes) -> None:
     """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed."""
     need_capability(devices.the_device().capability, sizes[2])
     needed = bytes_needed(*sizes)
-    free, total = devices.the_device().free_bytes(), sum(needed.values())
+    free = devices.the_device().free_bytes()
+    total = sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
         raise DeviceError(
@@ -102,7 +104,8 @@ def check_memory(*sizes) -> None:
 
 
 def fill(workspace: Workspace, batch) -> None:
-    inputs, tiles = workspace.inputs, query_tiles(batch.seq_starts, QUERY_TILE)
+    inputs = workspace.inputs
+    tiles = query_tiles(batch.seq_starts, QUERY_TILE)
     bounds = np.full(inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
     bounds[: tiles.size] = tiles
     values = {
@@ -118,7 +121,10 @@ def fill(workspace: Workspace, batch) -> None:
 
 
 def _shapes(config, max_shape: MaxShape, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    n, r, heads, padded = max_shape.tokens, max_shape.logits, config.n_head, padded_head(config.head_size)
+    n = max_shape.tokens
+    r = max_shape.logits
+    heads = config.n_head
+    padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
     return {
         "embeds": ((n, config.n_embd), "float32"),

@@ -77,7 +77,8 @@ def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
 
 
 def layer_norm(params: Params, name: str, x: np.ndarray) -> np.ndarray:
-    weight, bias = params[f"{name}.weight"], params[f"{name}.bias"]
+    weight = params[f"{name}.weight"]
+    bias = params[f"{name}.bias"]
     return normalize(x, weight, bias, params.config.layer_norm_epsilon)
 
 
@@ -97,7 +98,8 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
 
 def expert_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:
     """x (N, C) += each row's experts, weighted."""
-    name, normed = f"h.{layer}.mlp", norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
+    name = f"h.{layer}.mlp"
+    normed = norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
     chosen, shares = choose_experts(params, name, normed)  # (N, k) each
     y = np.zeros_like(x)
     for kth in range(chosen.shape[1]):

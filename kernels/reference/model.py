@@ -65,10 +65,12 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     q, k, v = queries_keys_values(params, layer, x)
     look("q", layer, q), look("k", layer, k), look("v", layer, v)
-    attended, attention = np.empty_like(q), attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
+    attended = np.empty_like(q)
+    attention = attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
         new = slice(batch.seq_starts[s], batch.seq_starts[s + 1])
-        positions, length = batch.positions[new], batch.context_lens[s]
+        positions = batch.positions[new]
+        length = batch.context_lens[s]
         write_kv(kv_cache, layer, slot, positions, k[new], v[new])
         attended[new] = attention(
             q[new],

@@ -15,7 +15,8 @@ def process_logits(logits, processors):
 
 
 def process_row(scores, processors, i):
-    p, token_ids = processors, processors.token_ids.part(i)
+    p = processors
+    token_ids = processors.token_ids.part(i)
     new_token_ids = token_ids[p.num_prompt_tokens[i] :]
     add_bias(scores, p.bias_ids.part(i), p.biases.part(i))
     penalize_repetition(scores, token_ids, p.repetition_penalty[i])
@@ -51,8 +52,10 @@ def penalize_repeats(scores, token_ids, dry):
     if dry is None:
         return
     token_ids = token_ids[-dry.penalty_last_n :] if dry.penalty_last_n > 0 else token_ids
-    most, last = num_after_breaker(token_ids.tolist(), dry.breakers), token_ids.size - 1
-    lengths, ends = np.zeros(last, np.int64), np.arange(last)  # of the copy that ends at each token but the last
+    most = num_after_breaker(token_ids.tolist(), dry.breakers)
+    last = token_ids.size - 1
+    lengths = np.zeros(last, np.int64)
+    ends = np.arange(last)  # of the copy that ends at each token but the last
     for n in range(most):
         ends = ends[ends >= n]
         ends = ends[token_ids[ends - n] == token_ids[last - n]]
@@ -64,7 +67,8 @@ def penalize_repeats(scores, token_ids, dry):
     longest = np.zeros(followers.size, np.int64)
     np.maximum.at(longest, index, lengths[is_long])
     is_penalized = [() not in dry.breakers.get(token_id, ()) for token_id in followers.tolist()]
-    base, exponents = np.float64(np.float32(dry.base)), longest[is_penalized] - dry.allowed_length
+    base = np.float64(np.float32(dry.base))
+    exponents = longest[is_penalized] - dry.allowed_length
     if base > 1:
         exponents = np.minimum(exponents, int(MAX_LOG / np.log(base)))
     with np.errstate(over="ignore"):
@@ -194,13 +198,15 @@ def _keep_within_p(scores, top_p):
 
 def _keep_part_within_p(scores, top_p):
     order = np.argsort(-scores, kind="stable")  # most probable first
-    probabilities, cumulated = _probabilities(scores), _cumulated(scores, order)
+    probabilities = _probabilities(scores)
+    cumulated = _cumulated(scores, order)
     crossing = min(np.sum(cumulated < np.float32(top_p)), len(scores) - 1)
     kept = np.zeros(len(scores), bool)
     kept[order[: crossing + 1]] = True
     scores = _keep(scores, kept)
     if crossing and cumulated[crossing] > np.float32(top_p):
-        last, missing = order[crossing], np.float32(top_p) - cumulated[crossing - 1]
+        last = order[crossing]
+        missing = np.float32(top_p) - cumulated[crossing - 1]
         scores[last] += np.float32(np.log(missing / np.float64(probabilities[last])))
     return scores
 
@@ -276,7 +282,8 @@ def top_logprobs(logits, token_id, n):
 
 def uniform(seed, sample_index, position, use=0):
     """Return a number in [0, 1), the first of Philox4x64-10 (Salmon et al., SC 2011). use: 0 decides a token."""
-    key, counter = np.array([seed, sample_index], np.uint64), np.array([position, use, 0, 0], np.uint64)
+    key = np.array([seed, sample_index], np.uint64)
+    counter = np.array([position, use, 0, 0], np.uint64)
     philox = np.random.Philox(key=key, counter=counter)
     return np.random.Generator(philox).random()
 

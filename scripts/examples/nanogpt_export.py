@@ -8,7 +8,8 @@ from tinygpt.__main__ import main
 
 if len(sys.argv) != 3:
     sys.exit(__doc__)
-source, target = Path(sys.argv[1]), Path(sys.argv[2])
+source = Path(sys.argv[1])
+target = Path(sys.argv[2])
 target.mkdir()
 made = [source]
 for form in ("safetensors", "gguf"):  # on the command line: tinygpt convert SRC DST --to gguf

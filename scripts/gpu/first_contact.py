@@ -61,12 +61,15 @@ def multiply(out, a, b):
     commit_copies()
     wait_for_copies(0)
     cuda.syncthreads()
-    upper, lower = load_shared(address + uint32(64 * g + 16 * q)), load_shared(address + uint32(64 * (g + 8) + 16 * q))
+    upper = load_shared(address + uint32(64 * g + 16 * q))
+    lower = load_shared(address + uint32(64 * (g + 8) + 16 * q))
     weights = load_shared(address + uint32(1024 + 64 * g + 16 * q))
     c = mma_bfloat16((upper[0], lower[0], upper[1], lower[1]), (weights[0], weights[1]), (zero, zero, zero, zero))
     c = mma_bfloat16((upper[2], lower[2], upper[3], lower[3]), (weights[2], weights[3]), c)
-    out[g * 8 + 2 * q], out[g * 8 + 2 * q + 1] = c[0], c[1]
-    out[(g + 8) * 8 + 2 * q], out[(g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+    out[g * 8 + 2 * q] = c[0]
+    out[g * 8 + 2 * q + 1] = c[1]
+    out[(g + 8) * 8 + 2 * q] = c[2]
+    out[(g + 8) * 8 + 2 * q + 1] = c[3]
 
 
 @kernel
@@ -139,7 +142,9 @@ def decode(model: str, dtype: str, prompt: int = 70, steps: int = 64, repeats: i
     with LLM(model, device="reference", **sizes) as reference:
         token_ids = np.random.default_rng(0).integers(0, reference.config.vocab_size, prompt).tolist()
         expected = reference.logits(token_ids)  # (prompt, V)
-    params, seconds, texts = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True), [], set()
+    params = SamplingParams(max_tokens=steps, temperature=0.0, ignore_eos=True)
+    seconds = []
+    texts = set()
     with LLM(model, dtype, device="cuda", **sizes) as llm:
         error = need_near(llm.logits(token_ids), expected, LIMITS[dtype])
         for _ in range(2 + repeats):

@@ -92,12 +92,14 @@ class Transformers(SteppingEngine):
         self.model = GPT2LMHeadModel.from_pretrained(folder, dtype=getattr(torch, dtype)).to(DEVICE).eval()
 
     def start(self, ids: list[list[int]]) -> None:
-        self.tokens, self.cache = self.torch.tensor(ids, device=DEVICE), None
+        self.tokens = self.torch.tensor(ids, device=DEVICE)
+        self.cache = None
         self.step()
 
     def step(self) -> None:
         out = self._forward(self.tokens)
-        self.tokens, self.cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+        self.tokens = out.logits[:, -1:].argmax(-1)
+        self.cache = out.past_key_values
 
     def last_logits(self, ids: list[int]) -> list[float]:
         self.cache = None
@@ -113,7 +115,8 @@ class Compiled(Transformers):
     def __init__(self, folder: Path, dtype: str, threads: int):
         super().__init__(folder, dtype, threads)
         mode = "reduce-overhead" if DEVICE == "cuda" else "default"
-        self.next, self.size = self.torch.compile(self._next, mode=mode, dynamic=False), None
+        self.next = self.torch.compile(self._next, mode=mode, dynamic=False)
+        self.size = None
 
     def start(self, ids: list[list[int]]) -> None:
         from transformers import StaticCache
@@ -121,7 +124,8 @@ class Compiled(Transformers):
         tokens = self.torch.tensor(ids, device=DEVICE)
         size = len(tokens), tokens.shape[1] + MOST_NEW
         if size != self.size:
-            self.cache, self.size = StaticCache(config=self.model.config, max_cache_len=size[1]), size
+            self.cache = StaticCache(config=self.model.config, max_cache_len=size[1])
+            self.size = size
             self._next(tokens[:, :1])  # allocates the cache before anything is compiled for it
         self.cache.reset()
         self._take(tokens)
@@ -157,7 +161,8 @@ class Onnxruntime(SteppingEngine):
         import onnxruntime
 
         config = json.loads((folder / "config.json").read_text())
-        self.layers, self.heads = config["n_layer"], config["n_head"]
+        self.layers = config["n_layer"]
+        self.heads = config["n_head"]
         self.head_size = config["n_embd"] // self.heads
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -170,7 +175,9 @@ class Onnxruntime(SteppingEngine):
 
     def start(self, ids: list[list[int]]) -> None:
         empty = np.zeros((2, len(ids), self.heads, 0, self.head_size), np.float32)
-        self.past, self.length, self.tokens = [self.value(empty)] * self.layers, 0, np.array(ids)
+        self.past = [self.value(empty)] * self.layers
+        self.length = 0
+        self.tokens = np.array(ids)
         self.step()
 
     def step(self) -> None:
@@ -246,7 +253,8 @@ class Openvino(SteppingEngine):
         batch, new = tokens.shape
         positions = np.tile(np.arange(self.length, self.length + new), (batch, 1))
         self.length += new
-        mask, beams = np.ones((batch, self.length), np.int64), np.arange(batch, dtype=np.int32)
+        mask = np.ones((batch, self.length), np.int64)
+        beams = np.arange(batch, dtype=np.int32)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, "beam_idx": beams}
         self.request.infer(inputs, share_inputs=True, share_outputs=True)
         return self.request.get_tensor("logits").data[:, -1]
@@ -304,7 +312,8 @@ def fill_ctranslate2(decoder: Any, tensors: dict[str, np.ndarray]) -> None:
     """Copy Hugging Face's tensors, whose matrices of a block are (in, out), into a decoder of (out, in)."""
 
     def norm(target: Any, name: str) -> None:
-        target.gamma, target.beta = tensors[f"{name}.weight"], tensors[f"{name}.bias"]
+        target.gamma = tensors[f"{name}.weight"]
+        target.beta = tensors[f"{name}.bias"]
 
     def linear(target: Any, name: str) -> None:
         target.weight = np.ascontiguousarray(tensors[f"{name}.weight"].T)  # (out, in)
@@ -354,7 +363,10 @@ class LlamaCpp(SteppingEngine):
         if not self.model:
             raise RuntimeError("llama.cpp could not load the model")
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
-        self.threads, self.kv_cache_dtype, self.sequences, self.context = threads, kv_cache_dtype, None, None
+        self.threads = threads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sequences = None
+        self.context = None
         self.batch = llama_cpp.llama_batch_init(LLAMA_BATCH, 0, 1)
 
     def start(self, ids: list[list[int]]) -> None:
@@ -376,7 +388,8 @@ class LlamaCpp(SteppingEngine):
             self.cpp.llama_free(self.context)
         params = self.cpp.llama_context_default_params()
         params.n_ctx = sequences * self.cpp.llama_model_n_ctx_train(self.model)
-        params.n_seq_max, params.n_batch = sequences, LLAMA_BATCH
+        params.n_seq_max = sequences
+        params.n_batch = LLAMA_BATCH
         params.n_threads = params.n_threads_batch = self.threads
         if self.kv_cache_dtype:  # quantized values need its flash attention
             params.type_k = params.type_v = GGML_TYPES[self.kv_cache_dtype]
@@ -396,8 +409,10 @@ class LlamaCpp(SteppingEngine):
             batch.n_tokens = len(sequences) * new
             for i in range(batch.n_tokens):
                 s, t = divmod(i, new)
-                batch.token[i], batch.pos[i] = int(ids[sequences[s]][t]), self.position + t
-                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequences[s]
+                batch.token[i] = int(ids[sequences[s]][t])
+                batch.pos[i] = self.position + t
+                batch.n_seq_id[i] = 1
+                batch.seq_id[i][0] = sequences[s]
                 batch.logits[i] = t == new - 1
             if status := self.cpp.llama_decode(self.context, batch):
                 raise RuntimeError(f"llama_decode returned {status}")

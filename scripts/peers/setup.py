@@ -107,7 +107,8 @@ def say(text: str) -> None:
 
 def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
     """Return the peers without AVX-512: those with a switch, and of torch and openvino what works or is fast."""
-    flags, held = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON", []
+    flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
+    held = []
     for peer in [peer for peer in peers if peer.name not in ("onnxruntime", "torch.compile")]:
         build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
         is_whole = peer.name not in ("transformers", "openvino")
@@ -199,7 +200,8 @@ def provide_python(peer: Peer, work: Path) -> Path:
         return Path(sys.executable)
     folder = work / "environments" / ((peer.environment or peer.name) + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted, installed = "\n".join(peer.requirements), folder / "installed.txt"
+    wanted = "\n".join(peer.requirements)
+    installed = folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
         # pip's cache does not tell wheels of other build_variables apart.

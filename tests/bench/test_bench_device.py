@@ -100,7 +100,8 @@ def test_limits_are_of_what_multiplies_on_a_gpu(dtype, kind, monkeypatch):
 @pytest.mark.toolchain
 def test_nothing_of_the_limits_is_left_out_by_the_compiler():
     """Products that nobody wants would not be made, and sums of one chain would wait for one another."""
-    words, floats = np.zeros(8, np.uint32), np.zeros(8, np.float32)
+    words = np.zeros(8, np.uint32)
+    floats = np.zeros(8, np.float32)
     compiled = compile_kernel(peak.multiply_kernel("bfloat16"), floats, 1)
     assert compiled.ptx.count("mma.sync") % peak.CHAINS == 0
     assert compiled.ptx.count("mma.sync") > 0

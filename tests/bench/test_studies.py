@@ -159,7 +159,8 @@ def test_impossible_options_are_refused(name, options, message, monkeypatch):
 def test_the_model_in_another_process_generates_as_much(monkeypatch):
     pytest.importorskip("uvicorn", reason="needs a server: pip install -e '.[serve]'")
     case = replace(STUDIES["batch-inference"].small[1], new_tokens=4)
-    study, records = replace(STUDIES["batch-inference"], small=(case,)), []
+    study = replace(STUDIES["batch-inference"], small=(case,))
+    records = []
     options = Options("random:tiny", ("int8",), threads=1, repetitions=1, small=True, remote=True)
     run_study(study, options, records)
     local, remote = rows_of(study_text(study, options, records, []))[:2]

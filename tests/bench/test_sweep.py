@@ -94,7 +94,8 @@ def test_record_of_prompts():
     assert (found["first_token_ms"], found["sampling_share"]) == pytest.approx((4e-3, 0.1))
     assert found["read_gbs"] == pytest.approx(2 * 4 * (224 + 40) / 2e-6 / 1e9)
     assert found["bandwidth_share"] == pytest.approx(found["read_gbs"] / 40)
-    in_blocks, in_head = 12 * (2 * 224 + 4 * 2 * 2 * 4), 4 * 80  # a token attends to 2 positions on average
+    in_blocks = 12 * (2 * 224 + 4 * 2 * 2 * 4)
+    in_head = 4 * 80  # a token attends to 2 positions on average
     assert found["gflops"] == pytest.approx((in_blocks + in_head) / 2e-6 / 1e9)
 
 
@@ -111,7 +112,8 @@ def test_record_of_generation():
     # Five passes; 20 tokens, each of which attends to 4 to 8 positions.
     read = 5 * (0.625 * 224 + 40) + 20 * 6 * 2 * 2 * 4 * 2
     assert found["read_gbs"] == pytest.approx(read / 10e-6 / 1e9)
-    in_blocks, in_head = 20 * (2 * 224 + 4 * 6 * 2 * 4), 20 * 80
+    in_blocks = 20 * (2 * 224 + 4 * 6 * 2 * 4)
+    in_head = 20 * 80
     assert found["gflops"] == pytest.approx((in_blocks + in_head) / 10e-6 / 1e9)
     assert found["peak_share"] == pytest.approx((in_blocks / 200e9 + in_head / 100e9) / 10e-6)
 

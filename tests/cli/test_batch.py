@@ -40,7 +40,9 @@ class Batch:
     """A folder with prompts.jsonl and, once it has run, out.jsonl."""
 
     def __init__(self, folder, capsys):
-        self.input, self.output, self.capsys = folder / "prompts.jsonl", folder / "out.jsonl", capsys
+        self.input = folder / "prompts.jsonl"
+        self.output = folder / "out.jsonl"
+        self.capsys = capsys
         self.write(LINES)
 
     def write(self, lines):
@@ -177,7 +179,8 @@ def test_an_interrupted_run_is_continued(jobs, monkeypatch):
 
 def test_a_record_half_written_is_made_again(jobs):
     jobs.run()
-    whole, data = jobs.records(), jobs.output.read_bytes()
+    whole = jobs.records()
+    data = jobs.output.read_bytes()
     second = data.index(b"\n") + 1
     third = data.index(b"\n", second) + 1
     for cut in (1, second - 2, second - 1, second, second + 1, second + 9, second + 40, third - 2, third - 1):
@@ -327,7 +330,9 @@ def test_a_long_list_of_bad_lines_is_cut(jobs, no_model):
 
 
 def test_the_model_refuses_all_lines_that_it_cannot_serve_at_once(jobs):
-    long, outside, no_id = {"prompt": "long", "max_tokens": 600}, {"prompt": [VOCAB_SIZE]}, {"prompt": ["a"]}
+    long = {"prompt": "long", "max_tokens": 600}
+    outside = {"prompt": [VOCAB_SIZE]}
+    no_id = {"prompt": ["a"]}
     jobs.write([{"prompt": "fine"}, long, outside, no_id, {"prompt": "half \ud800"}])
     assert jobs.run() == 2
     says = ["512 positions", f"token id {VOCAB_SIZE}", "'a' where a token id", "lone surrogate"]
@@ -420,7 +425,8 @@ def test_lines_take_every_field(jobs, llm):
     jobs.write(lines)
     assert jobs.run() == 0
     records = jobs.records()
-    lines[0]["logit_bias"], lines[1]["temperature"] = {11: -5, 13: 2.5}, 0
+    lines[0]["logit_bias"] = {11: -5, 13: 2.5}
+    lines[1]["temperature"] = 0
     for number, line in enumerate(lines, 1):
         expected = generated(llm, **line)
         assert records[number]["outputs"] == expected["outputs"]
@@ -490,7 +496,8 @@ def test_records_are_on_the_disk_a_second_later(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("room", range(12))
 def test_a_full_disk_names_the_file(tmp_path, monkeypatch, room):
-    path, text = tmp_path / "out", '{"id": 1}\n{"id": 1}'
+    path = tmp_path / "out"
+    text = '{"id": 1}\n{"id": 1}'
 
     class File(io.FileIO):
         def write(self, data) -> int:

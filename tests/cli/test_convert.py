@@ -145,13 +145,15 @@ def test_a_calibration_is_told_and_used(tmp_path, demo_int8):
     digest = hashlib.sha256(TEXT.encode()).hexdigest()
     assert about == {"smooth": "0.75", "smooth_text_sha256": digest, "smooth_samples": "1"}
     with LLM(str(tmp_path / "int8"), max_num_seqs=1) as llm, LLM(str(demo_int8), max_num_seqs=1) as plain:
-        calibrated, by_weights = llm.logits(IDS), plain.logits(IDS)
+        calibrated = llm.logits(IDS)
+        by_weights = plain.logits(IDS)
     assert 0 < np.abs(calibrated - by_weights).max() < 1
 
 
 def test_sizes_measured_before_do_as_the_text_does(tmp_path):
     """All but the biases, as act-scales have no means; --smooth is 0.5 where it is not given."""
-    text, scales = tmp_path / "text", tmp_path / "scales.pt"
+    text = tmp_path / "text"
+    scales = tmp_path / "scales.pt"
     text.write_text(TEXT, encoding="utf-8")
     checkpoint = open_checkpoint("demo")
     found = calibrate(checkpoint, TEXT, Tokenizer.from_folder(checkpoint.path).encode(TEXT), "int8", 0.5)
@@ -208,7 +210,8 @@ def test_the_source_may_be_given_as_in_all_commands(tmp_path, given):
 
 @pytest.mark.parametrize("mine", ["target", "target/mine"])
 def test_an_existing_target_stays(source, tmp_path, mine, capsys):
-    target, mine = tmp_path / "target", tmp_path / mine
+    target = tmp_path / "target"
+    mine = tmp_path / mine
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
     assert cli.main(["convert", str(source), str(target)]) == 2

@@ -36,7 +36,8 @@ def test_versions_threads_and_the_cache(report):
 
 def test_what_the_memory_allows(report):
     """At 2 GB/s: each weight of GPT-2 124M's blocks and head is read for a token."""
-    in_blocks, in_head = 12 * 12 * 768 * 768, 50257 * 768
+    in_blocks = 12 * 12 * 768 * 768
+    in_head = 50257 * 768
     sizes = {"float32": 4 * (in_blocks + in_head), "int4": 0.625 * in_blocks + in_head}
     rates = report["decode_limits"]["tokens_per_second"]
     assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx({d: 2e9 / size for d, size in sizes.items()})
@@ -58,7 +59,8 @@ def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
 
 
 def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
-    read, seconds = [], iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
+    read = []
+    seconds = iter([0.0, 2.0, 2.0, 2.5, 2.5, 5.0])
     monkeypatch.setattr("numpy.bitwise_or", type("Or", (), {"reduce": staticmethod(read.append)}))
     monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(seconds))
     assert hardware.read_bandwidth(3, size=8000) == 8000 / 0.5

@@ -147,7 +147,8 @@ def test_a_file_without_a_tensor_or_that_is_damaged_has_its_hash(capsys, tmp_pat
     """In a folder as by its own name."""
     content = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, 0)
     (path := tmp_path / "x.gguf").write_bytes(content)
-    of_folder, of_file = info(capsys, tmp_path), info(capsys, path)
+    of_folder = info(capsys, tmp_path)
+    of_file = info(capsys, path)
     assert of_folder["files"] == of_file["files"]
     assert of_file["files"] == {"x.gguf": {"size": 24, "sha256": hashlib.sha256(content).hexdigest()}}
     assert of_folder["content_hash"] == of_file["content_hash"]

@@ -33,7 +33,8 @@ def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(lens, llm):
 
 
 def test_json(lens, llm):
-    found, record = lens_of(llm, TEXT, top=1), json.loads(lens(TEXT, "--json", "--top", "1").out)
+    found = lens_of(llm, TEXT, top=1)
+    record = json.loads(lens(TEXT, "--json", "--top", "1").out)
     assert (record["model"], record["text"], record["tokens"]) == ("demo", TEXT, found.tokens)
     assert record["surprisals"] == found.surprisals
     assert record["names"] == [f"blocks.{i}.hook_resid_post" for i in range(llm.config.n_layer)]

@@ -57,11 +57,13 @@ def search_of_transformers(prompt: list[int], options: dict[str, Any]) -> np.nda
     """(beams, 1 + max_new_tokens): a score and the new ids, padded with 0."""
     import torch
 
-    ids, kept = torch.tensor([prompt]), {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
+    ids = torch.tensor([prompt])
+    kept = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
     output = live_model(**FIELDS).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options, **kept)
     new = output.sequences[:, len(prompt) :].numpy()
     table = np.zeros((len(new), 1 + options["max_new_tokens"]))
-    table[:, 0], table[:, 1 : 1 + new.shape[1]] = output.sequences_scores, new
+    table[:, 0] = output.sequences_scores
+    table[:, 1 : 1 + new.shape[1]] = new
     return table
 
 
@@ -86,7 +88,8 @@ def test_min_tokens_hold_back_the_end(llm):
 
 
 def test_a_logits_processor_sees_each_beam(llm):
-    seen, params = [], SamplingParams(num_beams=3, n=3, max_tokens=4)
+    seen = []
+    params = SamplingParams(num_beams=3, n=3, max_tokens=4)
     note = {"logits_processors": lambda prompt, new, scores: seen.append(tuple(new)) or scores}
     output = llm.generate([PROMPT], replace(params, **note))[0]
     assert plain(output) == plain(llm.generate([PROMPT], params)[0])

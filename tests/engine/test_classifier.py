@@ -16,7 +16,8 @@ from tinygpt.errors import CheckpointError, RequestError
 TOLERANCE = 1e-5
 C = SMALL["n_embd"]
 PAD = 3
-SEQUENCE, TOKENS = "GPT2ForSequenceClassification", "GPT2ForTokenClassification"
+SEQUENCE = "GPT2ForSequenceClassification"
+TOKENS = "GPT2ForTokenClassification"
 NAMES = {"id2label": {"0": "bad", "1": "fair", "2": "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
 # Architecture, number of labels, and fields of config.json.
 CASES = {

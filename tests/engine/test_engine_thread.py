@@ -121,7 +121,8 @@ def test_a_request_for_which_there_is_never_room(fields, small_demo):
 
 def test_cancelling_before_the_run(llm):
     with paused(llm):
-        future, other = llm.submit([1], LONG), llm.submit([2], params_for(2))
+        future = llm.submit([1], LONG)
+        other = llm.submit([2], params_for(2))
         assert future.cancel()
     assert wait([future], SECONDS).done == {future}
     with pytest.raises(CancelledError):
@@ -184,7 +185,8 @@ def test_closing_resolves_every_future(small_demo):
 def test_a_forgotten_llm_is_collected(small_demo):
     llm = LLM(small_demo)
     llm.generate([1], params_for(1))
-    thread, seen = llm.engine._thread, [weakref.ref(part) for part in (llm, llm.engine)]
+    thread = llm.engine._thread
+    seen = [weakref.ref(part) for part in (llm, llm.engine)]
     del llm
     gc.collect()
     thread.join(SECONDS)
@@ -284,7 +286,8 @@ def test_closing_resolves_every_future_if_the_backend_cannot_be_closed(small_dem
 
 @pytest.mark.parametrize("part", ["_write_prefix", "add"])
 def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, part):
-    scheduler, embeds = llm.engine.scheduler, np.zeros((1, llm.config.n_embd))
+    scheduler = llm.engine.scheduler
+    embeds = np.zeros((1, llm.config.n_embd))
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, part, raiser(MemoryError("no more")))
         with pytest.raises(MemoryError, match="no more"):
@@ -449,7 +452,8 @@ for i in range(3):
 def test_a_finalizer_that_runs_as_python_ends_does_not_wait(small_demo, monkeypatch):
     """The engine's thread has ended by then."""
     llm = LLM(small_demo)
-    future, stream = llm.submit([1], LONG), llm.stream([1], LONG)
+    future = llm.submit([1], LONG)
+    stream = llm.stream([1], LONG)
     next(stream)
     with paused(llm):
         monkeypatch.setattr("sys.is_finalizing", lambda: True)

@@ -77,7 +77,8 @@ def test_a_prefix_that_is_cached(alone, busy, same):
 
 
 def test_beams_have_the_scores_of_their_tokens(alone, busy):
-    prompt, params = PROMPTS[3], SamplingParams(max_tokens=6, num_beams=3, n=3, length_penalty=0.0)
+    prompt = PROMPTS[3]
+    params = SamplingParams(max_tokens=6, num_beams=3, n=3, length_penalty=0.0)
     outputs = busy.generate([prompt, PROMPTS[1]], params)[0].outputs
     scores = alone.score(prompt, [output.token_ids for output in outputs])
     assert [output.score for output in outputs] == pytest.approx([s.cumulative_logprob for s in scores], abs=1e-4)
@@ -97,7 +98,8 @@ def test_speculation_changes_no_token(alone, busy, folder, device, same):
 
 def test_a_look_inside(alone, name):
     ids = PROMPTS[2]
-    states, maps = alone.hidden_states(ids), alone.attentions(ids)
+    states = alone.hidden_states(ids)
+    maps = alone.attentions(ids)
     assert states.shape == (alone.config.n_layer + 1, len(ids), alone.config.n_embd)
     np.testing.assert_allclose(maps.sum(-1), 1, atol=1e-5)
     with LLM(alone.checkpoint_path.as_posix(), device="reference") as reference:

@@ -87,6 +87,7 @@ def test_a_prefix_of_a_file_becomes_int8(tmp_path):
             (output,) = llm.generate([golden_ids(20, vocab_size=90)], params)
         return np.array([[row[token_id] for token_id in range(90)] for row in output.prompt_logprobs[1:]])
 
-    exact, without = log_probabilities("float32", "prefix"), log_probabilities("float32", None)
+    exact = log_probabilities("float32", "prefix")
+    without = log_probabilities("float32", None)
     error = np.abs(log_probabilities("int8", "prefix") - exact).mean()
     assert 0 < error < np.abs(without - exact).mean() / 10

@@ -97,7 +97,8 @@ def folders(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="module", params=VARIANTS)
 def lab(request, folders) -> Lab:
     model, dtype, kv_cache_dtype = request.param.split("-")
-    checkpoint, length = open_checkpoint(folders[model]), LENGTHS[model]
+    checkpoint = open_checkpoint(folders[model])
+    length = LENGTHS[model]
     machines = {threads: Machine.of(checkpoint, dtype, kv_cache_dtype, length, threads) for threads in THREADS}
     random = np.random.default_rng(0)
     sequences = random.integers(checkpoint.config.vocab_size, size=(SEQUENCES, length)).tolist()
@@ -149,7 +150,8 @@ def test_decode_steps_equal_one_prefill(lab, threads):
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_logits_of_some_tokens_equal_logits_of_all(lab, threads):
-    machine, rows = lab.machines[threads], list(range(SEQUENCES))
+    machine = lab.machines[threads]
+    rows = list(range(SEQUENCES))
     chunks = [ids[: 20 + 7 * s] for s, ids in enumerate(lab.sequences)]
     ends = np.stack([alone[len(chunk) - 1] for alone, chunk in zip(lab.alone, chunks, strict=True)])  # (S, V)
     same_bits(machine.step(chunks, [0] * SEQUENCES, rows, "last"), ends)
@@ -159,7 +161,8 @@ def test_logits_of_some_tokens_equal_logits_of_all(lab, threads):
 
 @pytest.mark.parametrize("threads", THREADS)
 def test_a_step_without_logits_still_fills_the_cache(lab, threads):
-    machine, ids = lab.machines[threads], lab.sequences[0]
+    machine = lab.machines[threads]
+    ids = lab.sequences[0]
     assert machine.step([ids[:70]], [0], [5], [False]).shape[0] == 0
     same_bits(machine.step([ids[70:80]], [70], [5]), lab.alone[0][70:80])
 

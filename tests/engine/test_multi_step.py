@@ -33,7 +33,8 @@ def llm(small_demo):
 @pytest.fixture
 def calls(llm, monkeypatch) -> list[int]:
     """The steps of each call, by a machine on which any number of them takes no time."""
-    calls, multi_step = [], llm.engine.runner.multi_step
+    calls = []
+    multi_step = llm.engine.runner.multi_step
     monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: MAX_STEPS if seconds else 1)
     monkeypatch.setattr(llm.engine.runner, "multi_step", lambda *on: calls.append(on[-2]) or multi_step(*on))
     return calls
@@ -145,7 +146,9 @@ def test_a_call_ends_with_the_time_that_is_left_to_any_request(llm, monkeypatch)
 def test_a_new_or_cancelled_request_waits_for_one_step(llm, calls, monkeypatch, what, heat):
     params = SamplingParams(max_tokens=40, temperature=heat, seed=1, ignore_eos=True)
     alone = llm.generate([[3]], params)[0].outputs
-    multi_step, counts, other = llm.engine.runner.multi_step, [], None
+    multi_step = llm.engine.runner.multi_step
+    counts = []
+    other = None
 
     def meanwhile(*on):
         nonlocal other
@@ -160,7 +163,8 @@ def test_a_new_or_cancelled_request_waits_for_one_step(llm, calls, monkeypatch, 
     if what == "cancel":
         with paused(llm):
             monkeypatch.setattr(llm.engine.runner, "multi_step", meanwhile)
-            future, other = llm.submit([3], params), llm.submit([4], params)
+            future = llm.submit([3], params)
+            other = llm.submit([4], params)
     else:
         monkeypatch.setattr(llm.engine.runner, "multi_step", meanwhile)
         future = llm.submit([3], params)
@@ -224,7 +228,8 @@ def test_drafted_tokens_count_and_their_steps_take_what_they_take(run):
 
 
 def test_a_step_that_does_both_is_divided_among_its_tokens(llm, monkeypatch):
-    one, two = ([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True)), ([7, 8, 9], SamplingParams(max_tokens=1))
+    one = ([1, 2, 3], SamplingParams(max_tokens=2, ignore_eos=True))
+    two = ([7, 8, 9], SamplingParams(max_tokens=1))
     requests = [llm._inputs.request(*given) for given in (one, two)]
 
     def work():

@@ -154,7 +154,8 @@ def test_what_failed_is_not_kept(tmp_path):
 @pytest.fixture(scope="module")
 def with_nan(tmp_path_factory):
     """A checkpoint whose last token's embedding is NaN. The head is whole."""
-    generator, tensors = np.random.default_rng(0), tiny_checkpoint.random_tensors()
+    generator = np.random.default_rng(0)
+    tensors = tiny_checkpoint.random_tensors()
     for name, count in (("transformer.wte", 20), ("transformer.wpe", 64), ("lm_head", 20)):
         tensors[f"{name}.weight"] = generator.standard_normal((count, tiny_checkpoint.C), np.float32)
     tensors["transformer.wte.weight"][19] = np.nan

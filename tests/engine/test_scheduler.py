@@ -38,7 +38,8 @@ class Cache:
 
     def write(self, sequence: Sequence, count: int) -> None:
         """What a step does; the positions before the new ones must be the sequence's own by then."""
-        start, slot = sequence.num_cached, self.slots[sequence.slot]
+        start = sequence.num_cached
+        slot = self.slots[sequence.slot]
         assert [slot[position] for position in range(start)] == sequence.token_ids[:start]
         slot.update(enumerate(sequence.next_token_ids(count), start))
 
@@ -91,7 +92,8 @@ def test_a_long_prompt_is_cut_and_is_sampled_once_at_its_end():
 
 
 def test_decoding_comes_before_prompts_however_old():
-    long, short = new_sequence(30, 5), new_sequence(2, 5)
+    long = new_sequence(30, 5)
+    short = new_sequence(2, 5)
     scheduler = scheduler_of(short, slots=3, tokens=10)
     run_step(scheduler)
     scheduler.add(long)
@@ -185,7 +187,9 @@ def test_a_short_prompt_is_not_worth_waiting_for():
 
 
 def test_others_pass_one_that_waits():
-    a, b, c = new_sequence(40, begin=7), new_sequence(50, begin=7), new_sequence(5)
+    a = new_sequence(40, begin=7)
+    b = new_sequence(50, begin=7)
+    c = new_sequence(5)
     scheduler = scheduler_of(a, b, c, tokens=25)
     assert run_step(scheduler) == [(a, 25)]
     assert run_step(scheduler) == [(a, 15), (c, 5)]
@@ -206,7 +210,9 @@ def test_one_that_waits_goes_on_when_the_other_is_removed(after, num_reused):
 
 
 def test_one_waits_for_the_other_that_has_most_in_common_with_it():
-    little, much, last = new_sequence(20, begin=7), new_sequence(60, begin=7), new_sequence(50, begin=7)
+    little = new_sequence(20, begin=7)
+    much = new_sequence(60, begin=7)
+    last = new_sequence(50, begin=7)
     much.prompt_token_ids[5:] = last.prompt_token_ids[5:] = [2] * 55
     last.prompt_token_ids[50:] = []
     scheduler = scheduler_of(little, much, last)
@@ -229,7 +235,8 @@ def test_nothing_of_one_that_failed_is_handed_on():
 def test_an_ended_sequence_is_kept_for_the_next():
     scheduler = scheduler_of(new_sequence(40, begin=7), kept=1)
     finish(scheduler)
-    again, longer = new_sequence(40, begin=7), new_sequence(45, begin=7)
+    again = new_sequence(40, begin=7)
+    longer = new_sequence(45, begin=7)
     scheduler.add(again)
     assert finish(scheduler) == 1 + 2
     scheduler.add(longer)
@@ -285,7 +292,8 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
     sequences = [new_sequence(*shape) for shape in shapes]
     coming = sorted(zip(arrivals, range(len(sequences)), sequences, strict=False))
     sequences = [sequence for _, _, sequence in coming]
-    scheduler, started = scheduler_of(slots=slots, tokens=budget, kept=kept), []
+    scheduler = scheduler_of(slots=slots, tokens=budget, kept=kept)
+    started = []
     removed, step = set(), 0
     while coming or scheduler.waiting or scheduler.running:
         while coming and coming[0][0] <= step:

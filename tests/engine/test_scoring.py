@@ -47,8 +47,10 @@ def test_what_greedy_decoding_writes_is_greedy(llm):
 def harness_pair(encode, context: str, continuation: str) -> tuple[list[int], list[int]]:
     num_spaces = len(context) - len(context.rstrip())
     if num_spaces:
-        continuation, context = context[-num_spaces:] + continuation, context[:-num_spaces]
-    whole, first = encode(context + continuation), encode(context)
+        continuation = context[-num_spaces:] + continuation
+        context = context[:-num_spaces]
+    whole = encode(context + continuation)
+    first = encode(context)
     return first, whole[len(first) :]
 
 

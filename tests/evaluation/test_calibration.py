@@ -152,7 +152,8 @@ def test_act_scales_of_something_else_are_refused(tmp_path, change, says):
 
 def test_act_scales_are_read_once_and_no_weight_is_read_for_its_shape(tmp_path, monkeypatch):
     path = write_scales(tmp_path / "scales.pt", scales_of("opt"))
-    checkpoint, digest = open_checkpoint(write_family(tmp_path, "opt")), hashlib.sha256(path.read_bytes()).hexdigest()
+    checkpoint = open_checkpoint(write_family(tmp_path, "opt"))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setattr(type(checkpoint), "tensor", lambda *_: pytest.fail("a weight was read"))
     monkeypatch.setattr(Path, "read_bytes", lambda *_: pytest.fail("the file was opened again"))
     assert read_act_scales(path, checkpoint, 0.5).about["smooth_act_scales_sha256"] == digest

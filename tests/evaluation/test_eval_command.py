@@ -61,7 +61,9 @@ def strided(token_ids: np.ndarray, stride: int) -> np.ndarray:
     import torch
 
     token_ids = token_ids.astype(int)
-    total, count, seen = 0.0, 0, 0
+    total = 0.0
+    count = 0
+    seen = 0
     for begin in range(0, len(token_ids), stride):
         stop = min(begin + SIZE, len(token_ids))
         inputs = torch.tensor([token_ids[begin:stop].tolist()])
@@ -144,7 +146,8 @@ def foreseen(token_ids: np.ndarray, counts: tuple[int, int]) -> np.ndarray:
     ids = torch.tensor(token_ids.astype(int))
     with torch.no_grad():
         logprobs = their_model()(ids[None]).logits[0, :-1].log_softmax(-1)
-    are_best, found = logprobs.argmax(-1) == ids[1:], logprobs[torch.arange(len(ids) - 1), ids[1:]].double()
+    are_best = logprobs.argmax(-1) == ids[1:]
+    found = logprobs[torch.arange(len(ids) - 1), ids[1:]].double()
     return np.array([(are_best[-count:].all(), found[-count:].sum()) for count in counts], np.float64)
 
 

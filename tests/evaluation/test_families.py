@@ -26,8 +26,10 @@ def device(request) -> str:
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_logits_and_greedy_tokens(name, device, tmp_path):
-    ids, prompt = golden_ids(T, vocab_size=V), golden_ids(PROMPT, name, V)
-    expected, tokens = family_logits_of(name, ids), family_greedy_of(name, prompt, NEW)
+    ids = golden_ids(T, vocab_size=V)
+    prompt = golden_ids(PROMPT, name, V)
+    expected = family_logits_of(name, ids)
+    tokens = family_greedy_of(name, prompt, NEW)
     assert expected.std() > 1
     with LLM(str(write_family(tmp_path, name)), device=device) as llm:
         np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)

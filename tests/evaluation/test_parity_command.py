@@ -39,7 +39,8 @@ def golden(folder) -> Path:
 
 
 def golden_of(llm: LLM, prompt: list[int]) -> Golden:
-    count, greedy_ids = min(6, SIZES["n_positions"] - len(prompt)), []
+    count = min(6, SIZES["n_positions"] - len(prompt))
+    greedy_ids = []
     if count:
         params = SamplingParams(max_tokens=count, ignore_eos=True)
         greedy_ids = llm.generate([prompt], params)[0].outputs[0].token_ids
@@ -124,7 +125,8 @@ def test_one_wrong_logit(capsys, folder, golden, tmp_path):
 def test_one_wrong_greedy_token(capsys, folder, golden, tmp_path, lead, code):
     made = load_goldens(golden)[2]
     wrong = (made.greedy_ids[4] + 1) % SIZES["vocab_size"]
-    greedy_ids, leads = [*made.greedy_ids[:4], wrong, wrong], [*made.greedy_leads[:4], lead, lead]
+    greedy_ids = [*made.greedy_ids[:4], wrong, wrong]
+    leads = [*made.greedy_leads[:4], lead, lead]
     changed = change(golden, tmp_path / "changed", greedy_ids=greedy_ids, greedy_leads=leads)
     found, report = parity(capsys, folder, "--golden", changed)
     assert found == code
@@ -177,7 +179,8 @@ def test_flags_that_do_not_go_together(capsys, folder, golden, tmp_path):
 
 
 def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
-    data, file = golden.read_bytes(), tmp_path / "damaged.npz"
+    data = golden.read_bytes()
+    file = tmp_path / "damaged.npz"
     for damaged in (data[:-100], data[50:], b"no archive"):  # the directory of the second begins in front of the file
         file.write_bytes(damaged)
         assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", file)

@@ -73,12 +73,15 @@ GROUPS = [
 @pytest.mark.parametrize("number", range(len(RULES)))
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["one-group", "groups"])
 def test_beams(llm_of, name, number, is_grouped):
-    rules, prompt = (GROUPS if is_grouped else RULES)[number], golden_ids(PROMPT, f"{name} beams")
+    rules = (GROUPS if is_grouped else RULES)[number]
+    prompt = golden_ids(PROMPT, f"{name} beams")
     expected = (beam_groups_of if is_grouped else beams_of)(name, prompt, rules)
     names = {"max_new_tokens": "max_tokens"}
     fields = {names.get(field, field): value for field, value in rules.items()}
     outputs = llm_of(name).generate([prompt], SamplingParams(n=rules["num_beams"], **fields))[0].outputs
-    new, eos, ours = rules["max_new_tokens"], rules["eos_token_id"], [output.token_ids for output in outputs]
+    new = rules["max_new_tokens"]
+    eos = rules["eos_token_id"]
+    ours = [output.token_ids for output in outputs]
     if is_grouped:  # whichever EOS ended a sequence, the older scorer writes the first
         ours = [[eos[0] if token_id in eos else token_id for token_id in row] for row in ours]
     assert [row + eos[:1] * (new - len(row)) for row in ours] == expected[:, 1:].astype(int).tolist()

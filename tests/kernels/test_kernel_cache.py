@@ -12,7 +12,8 @@ import pytest
 
 from tinygpt.kernels.kernel_cache import ANNOUNCEMENT, HEADER, MAGIC, KernelCache, fingerprint, open_cache
 
-NAME, CODE = "add-0123.kernel", {"machine": b"code" * 5}
+NAME = "add-0123.kernel"
+CODE = {"machine": b"code" * 5}
 needs_owners = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files on Windows")
 needs_root = pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root can give a file away")
 

@@ -74,7 +74,9 @@ def test_quality_with_outliers(window, name, tmp_path):
 
 @pytest.mark.parametrize("name", each_of(EXTREMES, {"values x 100"}))
 def test_quality_with_extreme_outliers_and_a_calibration(written, window, name, tmp_path):
-    model, text, converted = write_outliers("demo", EXTREMES[name], window, tmp_path / "demo"), tmp_path / "text", {}
+    model = write_outliers("demo", EXTREMES[name], window, tmp_path / "demo")
+    text = tmp_path / "text"
+    converted = {}
     text.write_text(written[1].text, encoding="utf-8", newline="")
     for dtype in CALIBRATED_LIMITS:
         converted[dtype] = str(tmp_path / dtype)
@@ -139,7 +141,8 @@ def test_the_cache_follows_the_weights(dtype, same, window):
 @pytest.mark.slow  # each compiles a step of its own
 @pytest.mark.parametrize(("dtype", "other"), [("float32", "bfloat16"), ("int8", "float32"), ("int4", "int8")])
 def test_a_cache_that_is_chosen_is_near(dtype, other, window):
-    chosen, auto = logits_of(window, dtype=dtype, kv_cache_dtype=other), logits_of(window, dtype=dtype)
+    chosen = logits_of(window, dtype=dtype, kv_cache_dtype=other)
+    auto = logits_of(window, dtype=dtype)
     assert 0 < np.abs(chosen - auto).mean() < 0.1  # one rounds keys and values to 8 bits, the other does not
 
 
@@ -150,7 +153,9 @@ def test_an_int8_cache_is_the_references(small_demo):
         with LLM(small_demo, device=device, kv_cache_dtype=cache, max_num_seqs=1) as llm:
             return llm.logits(range(5, 205))
 
-    found, expected, exact = logits("cpu", "int8"), logits("reference", "int8"), logits("reference", "float32")
+    found = logits("cpu", "int8")
+    expected = logits("reference", "int8")
+    exact = logits("reference", "float32")
     assert 0 < np.abs(found - expected).mean() < np.abs(expected - exact).mean() / 10
 
 

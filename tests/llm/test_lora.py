@@ -59,7 +59,8 @@ def lora_logits_of_peft(name: str, token_ids: list[int]) -> np.ndarray:
 def lora_greedy_of_peft(name: str, prompt: list[int], count: int) -> np.ndarray:
     import torch
 
-    ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
     return live(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].numpy()
 
 
@@ -76,14 +77,16 @@ def test_tokens_and_logits_equal_those_of_peft(adapted, device):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_other_dtypes_are_of_the_merged_weights(adapted, dtype):
-    base, adapter = str(adapted.base), adapted.adapter
+    base = str(adapted.base)
+    adapter = adapted.adapter
     with LLM(base, lora=str(adapter)) as llm, LLM(base, dtype=dtype, lora=adapter) as other:
         expected = llm.logits(PROMPT)
         np.testing.assert_allclose(other.logits(PROMPT), expected, rtol=0, atol=0.1 * np.abs(expected).max())
 
 
 def test_what_is_refused(adapted, tmp_path):
-    base, adapter = str(adapted.base), adapted.adapter
+    base = str(adapted.base)
+    adapter = adapted.adapter
     with pytest.raises(CheckpointError, match="no/such/adapter"):
         LLM(base, lora="no/such/adapter")
     with pytest.raises(CheckpointError, match="does not hold the adapter"):

@@ -21,7 +21,10 @@ class Marks(HTMLParser):
 
     def __init__(self, html: str):
         super().__init__()
-        self.text, self.tokens, self.tags, self._open = "", [], [], None
+        self.text = ""
+        self.tokens = []
+        self.tags = []
+        self._open = None
         self.feed(html)
 
     def handle_starttag(self, tag, attributes):
@@ -54,7 +57,8 @@ def test_a_special_token_of_a_prompt_has_its_name(llm):
 
 def test_tokens_are_colored_by_surprisal_with_candidates_as_titles(llm):
     [output] = llm.generate([TEXT], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1))
-    html, sample = output._repr_html_(), output.outputs[0]
+    html = output._repr_html_()
+    sample = output.outputs[0]
     marks = Marks(html)
     assert marks.text == TEXT + sample.text
     assert html.count("<") == 2 * len(marks.tags)  # texts are escaped

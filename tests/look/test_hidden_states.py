@@ -63,7 +63,8 @@ def llm(request, variant, tmp_path_factory):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_they_equal_those_of_transformers(variant, llm, length):
     ids = ids_of(length)
-    states, before = llm.hidden_states(ids), llm.hidden_states(ids, before_norm=True)
+    states = llm.hidden_states(ids)
+    before = llm.hidden_states(ids, before_norm=True)
     assert states.dtype == np.float32
     np.testing.assert_array_equal(before[:-1], states[:-1])
     wanted = hidden_states_of(variant, ids)
@@ -95,7 +96,8 @@ def test_other_dtypes_are_near(demo, dtype):
     ids = demo.tokenizer.encode("Once upon a time there was a little house in the woods")
     with LLM("demo", dtype=dtype) as other:
         np.testing.assert_allclose(other.attentions(ids), demo.attentions(ids), rtol=0, atol=0.05)
-        got, expected = other.embed([ids])[0], demo.embed([ids])[0]
+        got = other.embed([ids])[0]
+        expected = demo.embed([ids])[0]
         assert got @ expected / np.linalg.norm(got) / np.linalg.norm(expected) > 0.99
 
 
@@ -103,7 +105,9 @@ def test_the_same_bits_beside_a_running_request(demo):
     ids = np.random.default_rng(0).integers(EOS, size=150).tolist()
     params = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=1, seed=0)
     expected = demo.generate([ids[:50]], params)[0].outputs[0]
-    states, maps, vector = demo.hidden_states(ids), demo.attentions(ids), demo.embed([ids], "mean")
+    states = demo.hidden_states(ids)
+    maps = demo.attentions(ids)
+    vector = demo.embed([ids], "mean")
     tokens = []
     for i, chunk in enumerate(demo.stream(ids[:50], params)):
         tokens.append(chunk.token_id)

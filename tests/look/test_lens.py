@@ -29,7 +29,8 @@ def llm(request, name, tmp_path_factory):
 def near(ours, theirs) -> None:
     assert ours.shape == theirs.shape
     np.testing.assert_array_equal(np.isneginf(ours), np.isneginf(theirs))
-    ours, theirs = np.where(np.isneginf(ours), 0, ours), np.where(np.isneginf(theirs), 0, theirs)
+    ours = np.where(np.isneginf(ours), 0, ours)
+    theirs = np.where(np.isneginf(theirs), 0, theirs)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=TOLERANCE * np.abs(theirs).max())
 
 

@@ -85,7 +85,8 @@ def test_any_chunks_and_threads_give_the_same_bits(folder, llm, dtype, size):
     with LLM(folder, dtype, threads=1, max_num_seqs=1, max_num_batched_tokens=size) as other:
         (found,) = other.generate([IDS[0]], **asked)
     assert results([found]) == results([expected])
-    arrays, wanted = found.outputs[0].activations, expected.outputs[0].activations
+    arrays = found.outputs[0].activations
+    wanted = expected.outputs[0].activations
     assert (
         list(arrays)
         == list(wanted)
@@ -109,7 +110,8 @@ def test_generation_captures_what_a_pass_over_its_text_has(llm):
 
 
 def test_an_edit_stays_out_of_other_prompts_and_they_out_of_its_own(folder, plain):
-    prompt, edit = RNG.integers(0, 97, 40).tolist(), Edit("blocks.0.hook_resid_pre", value=VECTOR, at=10)
+    prompt = RNG.integers(0, 97, 40).tolist()
+    edit = Edit("blocks.0.hook_resid_pre", value=VECTOR, at=10)
     with LLM(folder, threads=2, max_num_seqs=2, prefix_cache_seqs=0) as forgetful:
         expected = [results(forgetful.generate([prompt], **GREEDY, edits=edits)) for edits in (edit, None)]
     assert expected[0] != expected[1]
@@ -119,7 +121,8 @@ def test_an_edit_stays_out_of_other_prompts_and_they_out_of_its_own(folder, plai
 
 
 def test_positions_before_an_edit_are_shared(plain):
-    prompt, edit = RNG.integers(0, 97, 40).tolist(), Edit("blocks.0.hook_resid_pre", value=VECTOR, at=25)
+    prompt = RNG.integers(0, 97, 40).tolist()
+    edit = Edit("blocks.0.hook_resid_pre", value=VECTOR, at=25)
     plain.generate([prompt], **GREEDY)
     assert plain.generate([prompt], **GREEDY, edits=edit)[0].num_cached_tokens == 25
     (new,) = plain.generate([prompt], **GREEDY, edits=Edit("z", keep=0, at="new"))
@@ -128,7 +131,8 @@ def test_positions_before_an_edit_are_shared(plain):
 
 
 def test_equal_edits_share_their_prompt_and_functions_do_not(plain):
-    prompt, value = RNG.integers(0, 97, 40).tolist(), VECTOR + 1
+    prompt = RNG.integers(0, 97, 40).tolist()
+    value = VECTOR + 1
     first, second = (plain.generate([prompt], **GREEDY, edits=Edit("resid_pre", value=value)) for _ in range(2))
     assert second[0].num_cached_tokens == 39
     assert results(first) == results(second)
@@ -139,7 +143,8 @@ def test_equal_edits_share_their_prompt_and_functions_do_not(plain):
 
 @pytest.mark.parametrize("at", [[2, -1], slice(2, -1)])
 def test_equal_edits_at_other_positions_share_nothing_after_the_first(folder, plain, at):
-    prompt, edit = RNG.integers(0, 97, 40).tolist(), Edit("blocks.0.hook_resid_pre", value=VECTOR, at=at)
+    prompt = RNG.integers(0, 97, 40).tolist()
+    edit = Edit("blocks.0.hook_resid_pre", value=VECTOR, at=at)
     with LLM(folder, threads=2, prefix_cache_seqs=0) as forgetful:
         expected = results(forgetful.generate([prompt], **GREEDY, edits=edit))
     plain.generate([prompt[:30]], **GREEDY, edits=edit)
@@ -259,7 +264,8 @@ def test_an_edit_of_the_prompts_end_and_of_a_score(plain):
 
 
 def test_edits_hold_where_tokens_come_several_at_once(plain):
-    edit, params = Edit("blocks.1.hook_resid_post", value=3 * VECTOR, at="new"), {"max_tokens": 12, "ignore_eos": True}
+    edit = Edit("blocks.1.hook_resid_post", value=3 * VECTOR, at="new")
+    params = {"max_tokens": 12, "ignore_eos": True}
     (expected,) = plain.generate([IDS[0]], **params, edits=edit, logprobs=0)  # step by step
     (found,) = plain.generate([IDS[0]], **params, edits=edit, capture="blocks.0.hook_resid_post")
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids

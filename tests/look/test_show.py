@@ -23,7 +23,8 @@ def llm():
 
 @pytest.mark.parametrize("edits", [(), (Edit("blocks.1.hook_mlp_out", keep=0),)], ids=["plain", "edited"])
 def test_the_last_stream_has_the_models_probabilities(llm, edits):
-    found, ids = lens(llm, TEXT, top=4, edits=edits), llm.tokenizer.encode(TEXT)
+    found = lens(llm, TEXT, top=4, edits=edits)
+    ids = llm.tokenizer.encode(TEXT)
     logits = llm.logits(ids, edits).astype(np.float64)
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
@@ -36,7 +37,8 @@ def test_the_last_stream_has_the_models_probabilities(llm, edits):
 
 
 def test_each_stream_is_read_by_its_name(llm):
-    both, one = lens(llm, TEXT, ["resid_mid", "resid_post"]), lens(llm, TEXT, "blocks.2.hook_resid_mid")
+    both = lens(llm, TEXT, ["resid_mid", "resid_post"])
+    one = lens(llm, TEXT, "blocks.2.hook_resid_mid")
     i = both.names.index("blocks.2.hook_resid_mid")
     assert one.names == [both.names[i]]
     assert one.texts == [both.texts[i]]

@@ -182,7 +182,8 @@ def test_an_int8_cache_is_cut_with_its_scales(monkeypatch, folders, tmp_path, dt
         return llm.generate([[5, 6, 7]], replace(params, soft_prompt="prefix"))[0].outputs[0].token_ids
 
     with LLM(folders("five"), **OPTIONS, **options) as llm:
-        expected, behind = everything(llm), behind_a_prefix(llm)
+        expected = everything(llm)
+        behind = behind_a_prefix(llm)
     with on_ranks(monkeypatch, layout, folders("five"), **options) as (llm, _):
         assert everything(llm) == expected
         assert behind_a_prefix(llm) == behind
@@ -214,7 +215,8 @@ def test_adapters_and_soft_prompts_know_nothing_of_ranks(monkeypatch, folders, t
 @pytest.mark.parametrize(("order", "is_same"), [((0, 1, 2, 3), True), ((0, 2, 1, 3), False)])
 def test_a_wrong_order_of_sums_is_seen(monkeypatch, folders, order, is_same):
     """(s0 + s2) + (s1 + s3), as a library's reduction might choose to add them: near, and not the same."""
-    ids, exchanges = list(range(5, 40)), 1 + 2 * FIVE_HEADS["n_layer"]
+    ids = list(range(5, 40))
+    exchanges = 1 + 2 * FIVE_HEADS["n_layer"]
 
     def delivered(call: int) -> tuple[int, ...]:
         return (0, 1, 2, 3) if call % exchanges == 0 else order  # the first are rows of the embedding, and no sums
@@ -282,7 +284,8 @@ def test_what_fails_on_one_rank_is_told_by_rank_0_as_what_it_is(monkeypatch, fol
 
 def floats_sent(config, layout, rows):
     """Between all ranks, in a step of so many tokens: exchanges within stages, hops between them, and the logits."""
-    tensor, width = layout.tensor_size, rows * config.n_embd
+    tensor = layout.tensor_size
+    width = rows * config.n_embd
     own = 0 if layout.pipeline_size > 1 else len(part_of_rank(layout, 0, config, "float32").vocab)
     exchanges = (2 * config.n_layer + 1) * tensor * (tensor - 1)
     return (exchanges + (layout.pipeline_size - 1) * tensor) * width + rows * (config.vocab_size - own)
@@ -295,7 +298,8 @@ def test_a_step_is_one_broadcast_and_sends_what_the_formula_says(monkeypatch, fo
     ids = [i * 7 % 101 for i in range(40)]
     with on_ranks(monkeypatch, layout, folders("five")) as (llm, threads):
         llm.logits(ids)
-        broadcasts, sent = threads.num_broadcasts, threads.num_sent
+        broadcasts = threads.num_broadcasts
+        sent = threads.num_sent
         llm.logits(ids)
         assert threads.num_broadcasts - broadcasts == 1
         assert threads.num_sent - sent == floats_sent(llm.config, Layout(*layout), len(ids))

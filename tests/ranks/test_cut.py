@@ -69,7 +69,8 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
         part = part_of_rank(layout, rank, source.config, dtype)
         params = source.load_part(1, part)
         for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj"):
-            mine, all_of_it = getattr(params, name), getattr(whole, name)
+            mine = getattr(params, name)
+            all_of_it = getattr(whole, name)
             for i, layer in enumerate(part.layers):
                 n, k = shape_of(name, source.config)
                 expected = unpacked(dtype, all_of_it.weight, layer, n, k)
@@ -88,7 +89,8 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     embeddings that are multiplied."""
     source = ModelSource.open(str(write_family(tmp_path, name)), "float32")
     converted = arrays_of(source.load_params(1))
-    layout, has_alibi = Layout(2 if source.config.n_head > 3 else 1, 2), source.config.has_alibi
+    layout = Layout(2 if source.config.n_head > 3 else 1, 2)
+    has_alibi = source.config.has_alibi
     for rank in range(layout.size):
         part = part_of_rank(layout, rank, source.config, "float32")
         params = source.load_part(1, part)
@@ -167,7 +169,8 @@ SEQUENCES = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 50), st.intege
 @given(SEQUENCES, st.integers(1, 5))
 def test_runs_are_the_step(sequences, stages):
     chunks = [[100 * i + j for j in range(count)] for i, (count, _, _) in enumerate(sequences)]
-    starts, slots = [start for _, start, _ in sequences], [7 + 3 * i for i in range(len(sequences))]
+    starts = [start for _, start, _ in sequences]
+    slots = [7 + 3 * i for i in range(len(sequences))]
     wanted = [min(rows, count) for count, _, rows in sequences]
     batch = Batch.of(chunks, starts, slots, wanted)
     runs = micro_batches(batch, stages)
@@ -222,7 +225,9 @@ def following(token_ids, positions, slots):
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_tokens_are_those_of_single_steps(count, stages):
     batch = Batch.of([[7 * i] for i in range(count)], [3 * i for i in range(count)], list(range(count)))
-    pipeline, token_ids, expected = Pipeline(), batch.token_ids, []
+    pipeline = Pipeline()
+    token_ids = batch.token_ids
+    expected = []
     for step in range(6):
         expected.append(following(np.maximum(token_ids, 0), batch.positions + step, batch.slots))
         token_ids = expected[-1]
@@ -231,7 +236,8 @@ def test_tokens_are_those_of_single_steps(count, stages):
 
 
 def test_a_stage_begins_with_another_group_before_a_step_is_through():
-    batch, pipeline = Batch.of([[1], [2], [3]], [0, 0, 0], [0, 1, 2]), Pipeline()
+    batch = Batch.of([[1], [2], [3]], [0, 0, 0], [0, 1, 2])
+    pipeline = Pipeline()
     run_groups(batch, 2, 2, pipeline.begin, pipeline.choose)
     a, b = 0, 1  # the groups' first rows
     assert pipeline.events == [

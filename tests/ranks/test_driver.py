@@ -96,7 +96,8 @@ def test_the_end_waits_for_the_order_of_another_thread(stage):
     """A program that ends while its engine's thread takes a step: the step is no failure."""
     lead, heard, threads = stage
     open_model(lead)
-    is_begun, may_go_on = threading.Event(), threading.Event()
+    is_begun = threading.Event()
+    may_go_on = threading.Event()
 
     def other() -> None:
         with lead.order():
@@ -181,7 +182,8 @@ def opened(monkeypatch):
 
     def open_model(arguments: tuple, there: tuple | None = None, tensor_size: int = 2) -> ParallelRunner:
         layout = Layout(tensor_size, 2 // tensor_size)
-        own, others = ModelSource.open(*arguments), there or arguments
+        own = ModelSource.open(*arguments)
+        others = there or arguments
         opens = ModelSource.open
 
         def open_there(*given):

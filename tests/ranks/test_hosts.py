@@ -63,7 +63,8 @@ def received(name: str, device: str) -> int:
 @pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec, which the extra mpi brings")
 @pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
 def test_two_hosts_give_the_bits_of_one_process(tmp_path, hosts, tensor, pipeline):
-    model, enter = str(write_model(tmp_path, **FIVE_HEADS)), tmp_path / "enter"
+    model = str(write_model(tmp_path, **FIVE_HEADS))
+    enter = tmp_path / "enter"
     enter.write_text(ENTER % NAMES[0][:-1], encoding="utf-8")
     enter.chmod(0o755)
     launcher = ["-launcher", "ssh", "-launcher-exec", str(enter), "-hosts", ",".join(ADDRESSES), "-ppn", "1"]

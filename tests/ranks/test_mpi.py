@@ -174,7 +174,8 @@ def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
         "from tinygpt.cli.main import main; sys.exit(main())"
     )
     words = ("generate", "--no-stream", "--json", "-m", "./model", "--tensor-parallel", "2", "x")
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     here.mkdir(), there.mkdir()
     (here / "model").symlink_to(five)
     status, out, err = refused("-c", program, str(here), str(there), *words, ranks=2)
@@ -251,7 +252,8 @@ def test_a_batch_goes_on_after_a_rank_was_killed(tmp_path, five):
     lines = [json.dumps({"id": i, "prompt": [5 + i, 6], "max_tokens": 3 + i}) for i in range(20)]
     given.write_text("\n".join(lines), encoding="utf-8")
     words = ("generate", "-m", five, "--input", str(given), "--seed", "3", "--max-num-seqs", "2", "-t", "1")
-    broken, whole = [*words, "--output", str(tmp_path / "out")], [*words, "--output", str(tmp_path / "alone")]
+    broken = [*words, "--output", str(tmp_path / "out")]
+    whole = [*words, "--output", str(tmp_path / "alone")]
     ranks = ["--tensor-parallel", "2"]
     status, _, _ = run("-c", DYING, "1", "kill", *broken, *ranks, ranks=2)
     assert status != 0

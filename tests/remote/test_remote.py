@@ -98,7 +98,10 @@ def serve(monkeypatch):
 
         def serve(*answers: Answer, card: object = CARD, **arguments: object) -> tuple[RemoteLLM, list]:
             server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-            server.daemon_threads, server.answers, server.asked, server.silence = True, answers, [], threading.Event()
+            server.daemon_threads = True
+            server.answers = answers
+            server.asked = []
+            server.silence = threading.Event()
             server.card = card
             threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
             stack.callback(server.shutdown)

@@ -18,7 +18,10 @@ from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
-V, POSITIONS, C, P = 90, 96, 48, 7
+V = 90
+POSITIONS = 96
+C = 48
+P = 7
 FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": C, "n_positions": POSITIONS, "vocab_size": V, "bos_token_id": 1}
 NAMES = tuple(SOFT_PROMPTS)
 TOLERANCE = 1e-4
@@ -52,7 +55,8 @@ def peft_model(name: str):
 def soft_tokens_of_peft(name: str, prompt: list[int], fields: dict) -> np.ndarray:
     import torch
 
-    ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, **fields}
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0, **fields}
     with torch.no_grad():
         output = peft_model(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
     return output[0, len(prompt) :].numpy().astype(np.int8)
@@ -123,7 +127,8 @@ def test_log_probabilities_equal_those_of_peft(llm, tuned, name, length):
 
 
 def test_embeddings_that_a_request_brings_along(llm, tuned):
-    prompt, embeds = ids_of(9), np.random.default_rng(0).standard_normal((P, C))
+    prompt = ids_of(9)
+    embeds = np.random.default_rng(0).standard_normal((P, C))
     expected = log_softmax(logits_behind(embeds, prompt))
     params = params_of(None, max_tokens=1, prompt_embeds=embeds, logprobs=V, prompt_logprobs=V)
     (output,) = llm.generate([prompt], params)
@@ -219,7 +224,8 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_slide_keeps_the_soft_prompt(alone, tuned, name):
-    prompt, params = ids_of(60), params_of(name, max_tokens=60, overflow="slide", stride=40)
+    prompt = ids_of(60)
+    params = params_of(name, max_tokens=60, overflow="slide", stride=40)
     tokens = alone.generate([prompt], params)[0].outputs[0].token_ids
     assert len(tokens) == 60
     num_read = POSITIONS - P  # of the text, when it slides for the first time

@@ -22,10 +22,12 @@ def splitting(small_demo):
 @pytest.fixture(scope="module")
 def ids(llm) -> dict[bool, list[int]]:
     """TEXT's token ids with special tokens as tokens (False), and as plain text (True)."""
-    encode, end = llm.tokenizer.encode, llm.config.eos_token_ids[0]
+    encode = llm.tokenizer.encode
+    end = llm.config.eos_token_ids[0]
     mark = encode("<|") + encode("endoftext") + encode("|>")
     assert end not in mark
-    first, second = encode("The end."), encode("Once upon a time")
+    first = encode("The end.")
+    second = encode("Once upon a time")
     found = {split: encode(TEXT, split_special_tokens=split) for split in (False, True)}
     assert found[False] == [*first, end, *second, end]
     assert end not in found[True]

@@ -110,7 +110,8 @@ def kept_tail(token_ids: list[int], stride: int) -> list[int]:
 def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_len):
     params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, overflow="slide", stride=stride, seed=0)
     (output,) = llm.generate([TEXT[:prompt_len]], params)
-    tokens, logprobs = output.outputs[0].token_ids, output.outputs[0].logprobs
+    tokens = output.outputs[0].token_ids
+    logprobs = output.outputs[0].logprobs
     assert (len(tokens), output.outputs[0].finish_reason) == (60, "length")
     one = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=2, seed=0, overflow="clamp")
     for i in range(60):
@@ -146,7 +147,8 @@ requests = st.tuples(
 @given(batch=st.lists(requests, min_size=1, max_size=6))
 @settings(max_examples=5)
 def test_whoever_else_slides(llm, busy, batch):
-    prompts, params = [TEXT[start : start + length] for start, length, _ in batch], [p for _, _, p in batch]
+    prompts = [TEXT[start : start + length] for start, length, _ in batch]
+    params = [p for _, _, p in batch]
     outputs = busy.generate(prompts, params)
     for prompt, own, output in zip(prompts, params, outputs, strict=True):
         assert output.outputs == llm.generate([prompt], own)[0].outputs

@@ -70,7 +70,8 @@ def search_of_transformers(seed: int, prompt: list[int], rules: dict[str, Any]) 
 
     names = {"max_tokens": "max_new_tokens", "eos_token_ids": "eos_token_id"}
     options = {names.get(name, name): value for name, value in rules.items()}
-    eos, ids = options["eos_token_id"], torch.tensor([prompt])
+    eos = options["eos_token_id"]
+    ids = torch.tensor([prompt])
     if rules["num_beam_groups"] == 1:  # newer ones refuse the very names
         del options["num_beam_groups"], options["diversity_penalty"]
     options |= {"eos_token_id": eos or None, "pad_token_id": ([*eos, 0] if "num_beam_groups" in options else [0])[0]}
@@ -163,8 +164,11 @@ class OldScorer:
     """One group of transformers' search with groups, written down as its BeamSearchScorer has it."""
 
     def __init__(self, rules: BeamRules):
-        self.rules, self.size = rules, rules.num_beams // rules.num_beam_groups
-        self.beams, self.ended, self.is_done = [([], 0.0)] + [([], -1e9)] * (self.size - 1), [], False
+        self.rules = rules
+        self.size = rules.num_beams // rules.num_beam_groups
+        self.beams = [([], 0.0)] + [([], -1e9)] * (self.size - 1)
+        self.ended = []
+        self.is_done = False
 
     def add(self, token_ids, total):
         self.ended.append((token_ids, total / len(token_ids) ** self.rules.length_penalty))
@@ -256,7 +260,8 @@ def test_ties_go_to_the_lowest_beam_and_token():
 
 
 def test_a_search_can_be_ended_at_any_step():
-    scorer, rules = table_scorer(2), BeamRules(num_beams=3, max_tokens=100)
+    scorer = table_scorer(2)
+    rules = BeamRules(num_beams=3, max_tokens=100)
     beams = BeamSearch(rules)
     for _ in range(4):
         rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
@@ -267,14 +272,16 @@ def test_a_search_can_be_ended_at_any_step():
 
 
 def test_the_sources_of_a_beam_lead_back_to_the_first():
-    scorer, rules = table_scorer(3), BeamRules(num_beams=4, max_tokens=8)
+    scorer = table_scorer(3)
+    rules = BeamRules(num_beams=4, max_tokens=8)
     beams, steps = BeamSearch(rules), []
     while beams.beams:
         steps.append(beams.beams)
         rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
         beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
     for hypothesis in beams.best(4):
-        token_ids, sources = hypothesis.beam.token_ids, hypothesis.beam.sources
+        token_ids = hypothesis.beam.token_ids
+        sources = hypothesis.beam.sources
         assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [token_ids[:i] for i in range(8)]
 
 

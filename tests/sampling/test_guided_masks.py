@@ -60,7 +60,8 @@ def expected(language: set[bytes], written: bytes) -> set[int]:
 def check_by_brute_force(guidance, language: set[bytes], seed: int, **fields):
     chosen = random.Random(seed)
     for _ in range(6):
-        guide, written = guide_of(guidance, **fields), b""
+        guide = guide_of(guidance, **fields)
+        written = b""
         while len(written) < 30:
             ids = allowed(guide)
             assert ids == expected(language, written), (fields, written)

@@ -80,7 +80,8 @@ def without_words(row, token_ids, words):
 
 
 def through(row, token_ids, *processors):
-    scores, ids = torch.from_numpy(row.copy())[None], torch.tensor([token_ids], dtype=torch.long)
+    scores = torch.from_numpy(row.copy())[None]
+    ids = torch.tensor([token_ids], dtype=torch.long)
     for processor in processors:
         scores = processor(ids, scores)
     return scores[0].numpy()
@@ -136,7 +137,8 @@ CASES["all"] = (
 def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
     fields, _ = CASES[case]
     for seed in range(12):
-        row, (prompt, new) = make_row(seed), histories(seed)
+        row = make_row(seed)
+        (prompt, new) = histories(seed)
         ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
         if np.isneginf(ours).all() and "allowed_token_ids" in fields:
             continue  # where no allowed token is left, Hugging Face allows them all again, and ours is an error
@@ -147,7 +149,8 @@ def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
 @BACKENDS
 @pytest.mark.parametrize("prompt", [[1], [2], [1, 2], [2, 1]], ids=str)
 def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, prompt):
-    row, words = random_row(4), [[1, 2], [2, 1, 5], [1, 2, 6]]
+    row = random_row(4)
+    words = [[1, 2], [2, 1, 5], [1, 2, 6]]
     ours = process(backend, [row], [sequence_of(prompt, [], bad_words_ids=words)])[0]
     theirs = without_words(row, prompt, words)
     np.testing.assert_array_equal(ours, theirs)
@@ -157,7 +160,9 @@ def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, pro
 @BACKENDS
 def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(backend):
     """mu[j] - c[j] * frequency - (c[j] > 0) * presence; repetition comes before them."""
-    row, prompt, new = random_row(0), [1, 1, 2], [3, 3, 3, 2]
+    row = random_row(0)
+    prompt = [1, 1, 2]
+    new = [3, 3, 3, 2]
     counts = np.zeros(V, np.float32)
     counts[2], counts[3] = 1, 3
     for frequency, presence in [(0.5, 0.25), (-2.0, 0.0), (0.0, 2.0)]:
@@ -175,7 +180,8 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
 def test_presence_by_fastertransformers_rule(backend, temperature):
     """batchApplyRepetitionPenalty, Additive: logit / T - penalty, once for each id of the prompt and the output."""
-    row, T = random_row(0), np.float32(temperature or 1)
+    row = random_row(0)
+    T = np.float32(temperature or 1)
     fields = {"presence_penalty": 0.5, "presence_penalty_rule": "fastertransformer", "temperature": temperature}
     ours = process(backend, [row], [sequence_of([1, 1, 2], [3, 3, 2], **fields)])[0] / T
     expected = row / T
@@ -188,7 +194,8 @@ def test_presence_by_fastertransformers_rule(backend, temperature):
     "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
 )
 def test_a_penalty_of_a_round_number_is_one(penalty):
-    sequence, row = sequence_of([1, 2], [3, 3], **penalty), random_row(0)
+    sequence = sequence_of([1, 2], [3, 3], **penalty)
+    row = random_row(0)
     ours = process(cpu, [row], [sequence])
     np.testing.assert_array_equal(ours, process(reference, [row], [sequence]))
     assert (ours[0] != row).any()

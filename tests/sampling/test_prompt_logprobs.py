@@ -51,7 +51,8 @@ def test_they_are_those_of_the_logits(llm, length, best):
     ids=str,
 )
 def test_whatever_else_is_asked_for(llm, alone, fields):
-    with_them, without = asked(**fields), asked(**{**fields, "prompt_logprobs": None})
+    with_them = asked(**fields)
+    without = asked(**{**fields, "prompt_logprobs": None})
     (expected,) = alone.generate([PROMPT], asked())
     (output,) = llm.generate([PROMPT], with_them)
     assert output.prompt_logprobs == expected.prompt_logprobs

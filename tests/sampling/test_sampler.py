@@ -30,8 +30,10 @@ class BareRunner:
 
     def __init__(self, backend: ModuleType, vocab_size: int):
         self.config = SimpleNamespace(vocab_size=vocab_size)
-        self.sample, self.process_logits = backend.sample, backend.process_logits
-        self.filter_logits, self.top_logprobs = backend.filter_logits, backend.top_logprobs
+        self.sample = backend.sample
+        self.process_logits = backend.process_logits
+        self.filter_logits = backend.filter_logits
+        self.top_logprobs = backend.top_logprobs
 
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
@@ -303,7 +305,8 @@ def processed_by_transformers(logits: np.ndarray, token_ids: list[int], num_prom
     import torch
     from transformers import GenerationConfig
 
-    names, chosen = fields["names"], fields["warpers"]
+    names = fields["names"]
+    chosen = fields["warpers"]
     config = GenerationConfig(do_sample=True, **{"top_k": 0, "eos_token_id": 7, **joined(names, 1), **chosen})
     model = live_model(**SIZES)
     model._prepare_special_tokens(config, device="cpu")

@@ -194,7 +194,8 @@ def part_within_p(row, p):
 def test_fastertransformers_rule_gives_the_probabilities_of_its_draw(backend, make_row):
     """Up to the float32 of the scores, which are 0.001 apart in an extreme row."""
     for seed in range(20):
-        row, p = make_row(40, seed), 0.0123 + 0.04711 * seed
+        row = make_row(40, seed)
+        p = 0.0123 + 0.04711 * seed
         ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["fastertransformer"]).astype(np.float64)
         probabilities = np.exp(ours - ours.max()) / np.exp(ours - ours.max()).sum()
         expected = part_within_p(row - row.max(), p)
@@ -227,7 +228,8 @@ probable = {
 )
 def test_cpu_equals_the_reference(row, temperature, top_k, top_p, rule, others, seed):
     """To the bit, but for the one score that FasterTransformer's rule lowers: its logarithm may round otherwise."""
-    setting, others = (temperature, top_k, top_p), {"top_p_rule": rule, **others}
+    setting = (temperature, top_k, top_p)
+    others = {"top_p_rule": rule, **others}
     expected = draw(reference, row[None], *setting, **others, seeds=np.uint64(seed))
     assert draw(cpu, row[None], *setting, **others, seeds=np.uint64(seed)) == expected
     assert draw(cpu, row[None], 0.0) == draw(reference, row[None], 0.0)
@@ -263,7 +265,8 @@ def test_uniform_numbers_are_numpys_philox(backend):
     for key in [(0, 0), (1, 2), (2**64 - 1, 3), (2**63, 2**64 - 1)]:
         for position in [0, 1, 1023, 2**40]:
             numbers = [np.uint64(number) for number in (*key, position)]
-            counter, key_words = np.array([position, 0, 0, 0], np.uint64), np.array(key, np.uint64)
+            counter = np.array([position, 0, 0, 0], np.uint64)
+            key_words = np.array(key, np.uint64)
             philox = np.random.Philox(key=key_words, counter=counter)
             assert uniform(*numbers) == np.random.Generator(philox).random()
 
@@ -287,7 +290,8 @@ def test_draws_follow_the_filtered_distribution(backend, setting):
     token_ids = draw(backend, np.tile(row, (draws, 1)), *setting, seeds=11, positions=np.arange(draws))
     filtered = warped(row, *setting).astype(np.float64)
     expected = np.exp(filtered) / np.exp(filtered).sum() * draws
-    counts, kept = np.bincount(token_ids, minlength=12), expected > 0
+    counts = np.bincount(token_ids, minlength=12)
+    kept = expected > 0
     assert counts[~kept].sum() == 0
     chi_square = ((counts - expected)[kept] ** 2 / expected[kept]).sum()
     assert chi_square < {5: 18.5, 6: 20.5, 7: 22.5, 8: 24.3, 9: 26.1, 12: 31.3}[kept.sum()]
@@ -354,7 +358,8 @@ def test_a_row_that_is_not_finite_is_reported_and_its_neighbours_are_not(backend
 
 
 GREATEST = np.nextafter(1.0, 0.0)  # of the numbers that are drawn
-NUMBERS, DRAWN = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST), [0, 0, 1, 2, 3, 3]  # of four equal weights
+NUMBERS = (0.0, 0.2, 0.25, 0.5, 0.75, GREATEST)
+DRAWN = [0, 0, 1, 2, 3, 3]  # of four equal weights
 
 
 def test_the_cumulated_weight_must_exceed_the_number():

@@ -45,7 +45,8 @@ def kept_at(name, row, limits):
     import torch
     import transformers
 
-    warper, scores = getattr(transformers, WARPERS[name]), torch.from_numpy(row.copy())[None]
+    warper = getattr(transformers, WARPERS[name])
+    scores = torch.from_numpy(row.copy())[None]
     return np.stack([warper(limit)(None, scores)[0].numpy() > -np.inf for limit in limits])
 
 
@@ -65,7 +66,8 @@ def torch_sums(row, order, is_sorted_first=False):
     """Of the probabilities in this order, which is that of the row or of its softmax."""
     import torch
 
-    row, order = torch.from_numpy(row.copy()), torch.from_numpy(order.copy())
+    row = torch.from_numpy(row.copy())
+    order = torch.from_numpy(order.copy())
     return (row[order].softmax(-1) if is_sorted_first else row.softmax(-1)[order]).cumsum(-1).numpy()
 
 
@@ -89,7 +91,8 @@ def filtered_by(backend, row, **fields):
 
 def alike(theirs, ours):
     """The float32 numbers that both agree upon, below 1."""
-    theirs, ours = np.asarray(theirs, np.float32), np.asarray(ours).astype(np.float32)
+    theirs = np.asarray(theirs, np.float32)
+    ours = np.asarray(ours).astype(np.float32)
     return sorted(set(theirs[(theirs == ours) & (ours < 1)].tolist()))
 
 

@@ -75,7 +75,8 @@ def test_every_cached_position_of_every_sequence_is_read():
 
 def test_the_table_lists_the_absent_and_marks_the_best():
     measured = row(tinygpt=[4.0, 6.0, 5.0], peer=[8.0], other=[9.0])
-    measured.floor_ms, measured.limit = 2.0, "bandwidth"
+    measured.floor_ms = 2.0
+    measured.limit = "bandwidth"
     engines = ["tinygpt", "peer", "other", "broken", "unrelated"]
     *_, line = markdown([measured], engines, {("broken", "int8"): "why"}).splitlines()
     cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -159,7 +160,8 @@ def test_torch_compiled_or_not_makes_the_same_steps(checkpoint, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)  # compiling takes half a minute
-    ids, found = np.random.default_rng(0).integers(50257, size=(2, 7)).tolist(), []
+    ids = np.random.default_rng(0).integers(50257, size=(2, 7)).tolist()
+    found = []
     for engine in (engines.Transformers(checkpoint, "float32", 1), engines.Compiled(checkpoint, "float32", 1)):
         last = engine.last_logits(ids[0])
         assert min(engine.prefill_ms(ids), engine.step_ms(ids, 4), engine.step_ms(ids, 5)) > 0

@@ -190,7 +190,9 @@ class Sender:
     """Of the replies to one request. `told` are dicts of outputs; an error is a text."""
 
     def __init__(self):
-        self.told, self.num_final, self._is_cancelled = [], 0, False
+        self.told = []
+        self.num_final = 0
+        self._is_cancelled = False
         self._changed = threading.Condition()
 
     def is_cancelled(self):
@@ -320,7 +322,8 @@ def address(tmp_path_factory):
     if (spec := importlib.util.find_spec("pytriton")) is None:
         pytest.skip("nvidia-pytriton, whose wheel has a tritonserver, is not installed")
     wheel = Path(spec.origin).parent / "tritonserver"
-    folder, version = tmp_path_factory.mktemp("triton"), f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = tmp_path_factory.mktemp("triton")
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
     shutil.copytree(wheel / "backends" / "python", folder / "backends" / "python")
     stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
     shutil.copy(stub, folder / "backends" / "python")
@@ -369,7 +372,8 @@ def ask(address: str, prompts: list[str], parameters: str) -> dict[str, list]:
         made.set_data_from_numpy(np.array([text.encode()], np.object_))
         return made
 
-    came, found = queue.SimpleQueue(), {prompt: [] for prompt in prompts}
+    came = queue.SimpleQueue()
+    found = {prompt: [] for prompt in prompts}
     with grpc.InferenceServerClient(address) as client:
         client.start_stream(lambda result, error: came.put((result, error)))
         for i, prompt in enumerate(prompts):

@@ -23,7 +23,8 @@ README = (EXAMPLES / "README.md").read_text(encoding="utf-8")
 
 def run(name: str, folder: Path, *arguments: str) -> list[str]:
     """Return the lines of an example's stdout."""
-    command, environment = [sys.executable, EXAMPLES / name, *arguments], {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()

@@ -90,7 +90,8 @@ def test_without_a_gpu_each_item_says_so(tmp_path):
     assert all(line["error"] == f"DeviceError: {why_no_gpu()}" for line in lines)
 
 
-FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)
+FLOATS = np.zeros(8, np.float32)
+INTS = np.zeros(8, np.int32)
 HALVES = np.zeros(8, np.uint16)
 
 

@@ -38,7 +38,8 @@ def tale(generator: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    folder, generator = tmp_path_factory.mktemp("corpus"), random.Random(0)
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(0)
     train = MARK.join(tale(generator) for _ in range(12))
     (folder / "train.txt.xz").write_bytes(lzma.compress(train.encode()))
     (folder / "val.txt").write_text(MARK.join(tale(generator) for _ in range(2)), encoding="utf-8", newline="")
@@ -103,7 +104,8 @@ def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(train
     out, _ = trained
     before = record_of(out)
     run(corpus, out, "--tokens", "15360", "--resume")
-    after, weights = record_of(out), (out / "model.safetensors").read_bytes()
+    after = record_of(out)
+    weights = (out / "model.safetensors").read_bytes()
     assert after["tokens_seen"] == 15360
     assert after["validation_loss"] < before["validation_loss"]
     mean_loss = train_demo.mean_loss

@@ -110,7 +110,8 @@ def test_a_text_is_guarded_if_a_special_token_may_begin_at_its_end(end):
 
 
 def test_the_end_of_a_text_is_looked_up_not_compared_with_each_special_token(monkeypatch):
-    marks, looked_up = Marks(f"<|{i}|>" for i in range(300)), []
+    marks = Marks(f"<|{i}|>" for i in range(300))
+    looked_up = []
     monkeypatch.setattr(marks, "_is_beginning", lambda text: looked_up.append(text))
     marks.guard("some text")
     assert len(looked_up) == len("<|100|>") - 1

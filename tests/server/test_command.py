@@ -140,7 +140,9 @@ def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
     [(state, _, drain_seconds)] = started
     sizes = state.llm.engine.engine_config
     assert (sizes.max_model_len, sizes.max_num_seqs, sizes.max_queue) == (64, 3, 7)
-    names, keys, hosts = ("a", "b/c"), ("from the environment",), frozenset({"model.example"})
+    names = ("a", "b/c")
+    keys = ("from the environment",)
+    hosts = frozenset({"model.example"})
     others = {"allowed_origins": ("https://x",), "max_logprobs": 4, "ignores_unknown_fields": True}
     assert state.config == ServerConfig(names, keys, hosts, **others)
     assert isinstance(state.chat_template, PlainTemplate)

@@ -73,7 +73,8 @@ def test_a_plain_stream_has_an_event_for_each_text(server):
 @pytest.mark.parametrize("max_tokens", [0, 2])
 def test_an_echo_is_what_score_gives(server, llm, max_tokens):
     """Of the whole text if BOS is sent in front of it; else its first token alone follows BOS."""
-    bos, ids = llm.config.bos_token_id, llm.tokenizer.encode(PROMPT)
+    bos = llm.config.bos_token_id
+    ids = llm.tokenizer.encode(PROMPT)
     asked = {"echo": True, "logprobs": 0, "max_tokens": max_tokens}
     [whole, first, rest] = [*llm.score("", [PROMPT, ids[:1]]), *llm.score(ids[:1], [ids[1:]])]
     echoed = server.complete(prompt=[bos, *ids], **asked).json["choices"][0]["logprobs"]["token_logprobs"]
@@ -124,7 +125,8 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
 
 
 def test_several_prompts_of_every_kind(server, llm):
-    texts, ids = ["Once", "The king"], [[46, 1364], [262]]
+    texts = ["Once", "The king"]
+    ids = [[46, 1364], [262]]
     for prompts in (texts, ids):
         outputs = llm.generate(prompts, SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=4))
         choices = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4).json["choices"]

@@ -25,14 +25,16 @@ def test_what_runs_is_finished_and_new_clients_are_told_to_ask_elsewhere(llm, ca
     caplog.set_level("INFO", "tinygpt.server")
     with served(llm) as server, llm.engine.wrapped(Gate) as gate:
         idle = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked, and holds up nothing
-        stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
+        stream = server.begin(**LONG, stream=True)
+        plain = server.begin(**LONG)
         until(lambda: len(server.api._works) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
         server.terminate()
         for _ in range(10):  # for longer than uvicorn takes to notice
-            health, reply = server.ask("/health"), server.complete(prompt="a")
+            health = server.ask("/health")
+            reply = server.complete(prompt="a")
             assert (health.status, health.json, reply.status) == (503, {"status": "draining"}, 503)
             assert (health.headers["connection"], reply.headers["connection"]) == ("close", "close")
             assert reply.headers["retry-after"] == "1"
@@ -52,7 +54,8 @@ def test_what_runs_is_finished_and_new_clients_are_told_to_ask_elsewhere(llm, ca
 
 def test_at_the_deadline_streams_end_with_an_event_that_says_so(llm):
     with served(llm, drain_seconds=0.05) as server, llm.engine.wrapped(Gate) as gate:
-        stream, plain = server.begin(**LONG, stream=True), server.begin(**LONG)
+        stream = server.begin(**LONG, stream=True)
+        plain = server.begin(**LONG)
         gate.allow(2)
         events = stream.events()
         next(events)

@@ -25,7 +25,9 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-REGEX, CHOICES, GRAMMAR = "[A-Z][a-z]{2,8} [0-9]{1,2}", ["a king", "a wolf"], 'start: "(" start ")" | "here"'
+REGEX = "[A-Z][a-z]{2,8} [0-9]{1,2}"
+CHOICES = ["a king", "a wolf"]
+GRAMMAR = 'start: "(" start ")" | "here"'
 SAMPLED = {"max_tokens": 60, "temperature": 0.9, "seed": 3}
 
 
@@ -174,7 +176,8 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
 @pytest.fixture
 def endless(monkeypatch):
     """The check of the expression x waits until the test has ended."""
-    check, checked = Held(lambda name, value: None), fields.check_guide
+    check = Held(lambda name, value: None)
+    checked = fields.check_guide
     monkeypatch.setattr(fields, "check_guide", lambda *given: (check if given[1] == "x" else checked)(*given))
     yield check.called
     check.release.set()

@@ -60,7 +60,8 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
 def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
     """What runs already holds up no other."""
     monkeypatch.setattr(running, "HUGE", 9000)
-    read, asked = llm.read_prompt, {"max_tokens": 1, "user": "x" * 9000}
+    read = llm.read_prompt
+    asked = {"max_tokens": 1, "user": "x" * 9000}
     with llm.engine.wrapped(Gate) as gate:
         clients = [server.begin(prompt="Once", **asked)]
         until(lambda: llm.engine.scheduler.running)
@@ -95,7 +96,9 @@ def test_lists_have_an_end(server, body):
 
 @pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias", "suffix"])
 def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch, field):
-    words, in_loop, encode = [f"word {i}" for i in range(1000)], [], llm.tokenizer.encode
+    words = [f"word {i}" for i in range(1000)]
+    in_loop = []
+    encode = llm.tokenizer.encode
     long = {"prompt": "a" * 9000, "bad_words": words, "logit_bias": dict.fromkeys(words, 1), "suffix": "a" * 9000}
 
     def noted(*arguments):

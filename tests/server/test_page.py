@@ -56,8 +56,11 @@ class Visitor:
     """The page of a server, and what it has asked for. allowed: statuses that the browser's console may report."""
 
     def __init__(self, browser, server, allowed=(), **options):
-        self.page, self.server = browser.new_page(**options), server
-        self.complaints, self.elsewhere, self.asked = [], [], []
+        self.page = browser.new_page(**options)
+        self.server = server
+        self.complaints = []
+        self.elsewhere = []
+        self.asked = []
         self.field, self.tokens = self.page.locator("#text"), self.page.locator(".token")
         self.made, self.options = self.page.locator(".token.made"), self.page.get_by_role("option")
         self._allowed = allowed
@@ -368,7 +371,8 @@ def test_a_link_holds_text_and_settings(server, visit):
     visitor = visit(server, text, temperature=0.25, seed=11)
     visitor.write()
     visitor.page.get_by_role("button", name="Copy link").click()
-    link, written = visitor.page.url, visitor.field.input_value()
+    link = visitor.page.url
+    written = visitor.field.input_value()
     other = visit(server)
     other.page.goto(link)
     other.page.reload()

@@ -198,7 +198,8 @@ def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
 @pytest.mark.parametrize(("is_own", "says"), [(True, "leave no token to choose at position"), (False, "not finite")])
 def test_a_request_that_fails_on_the_way(server, llm, monkeypatch, is_streamed, is_own, says):
     """By its own processors, or by the weights; the same error, whole or as the last event of a stream."""
-    forbidding, forward = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}, llm.engine.runner.forward
+    forbidding = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}
+    forward = llm.engine.runner.forward
     monkeypatch.setattr(
         llm.engine.runner, "forward", lambda *given: forward(*given) * np.float32(1 if is_own else "nan")
     )

@@ -63,7 +63,8 @@ def test_a_stream_is_the_librarys(remote, llm, name):
 
 
 def test_a_callback_gets_the_chunks_and_the_future_the_output(remote, llm):
-    params, chunks = SamplingParams(**CASES["logprobs"]), []
+    params = SamplingParams(**CASES["logprobs"])
+    chunks = []
     output = remote.submit("Once upon", params, chunks.append).result(60)
     assert [*map(repr, chunks)] == [*map(repr, llm.stream("Once upon", params))]
     assert told(output) == told(*llm.generate("Once upon", params))
@@ -148,7 +149,8 @@ def test_the_tokenizer_is_the_servers(remote, llm):
 def test_a_prompt_that_was_read_is_what_it_was_read_as(remote, llm):
     text = "Once<|endoftext|> upon"
     for is_split in (None, False, True):
-        prompt, expected = remote.read_prompt(text, is_split), llm.read_prompt(text, is_split)
+        prompt = remote.read_prompt(text, is_split)
+        expected = llm.read_prompt(text, is_split)
         assert prompt == expected
         found, wanted = (each.generate(prompt, max_tokens=3)[0] for each in (remote, llm))
         assert told(found) == told(wanted)
@@ -186,7 +188,8 @@ def test_a_body_over_the_limit_is_told_so(llm):
 
 @pytest.mark.parametrize("how", ["future", "queued", "iterator", "task", "error beside it", "close"])
 def test_what_is_not_wanted_any_more_is_freed(server, llm, how):
-    scheduler, params = llm.engine.scheduler, SamplingParams(max_tokens=400, ignore_eos=True)
+    scheduler = llm.engine.scheduler
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
     remote = RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0)
     with llm.engine.wrapped(Gate) as gate:
         others = fill_slots(llm, gate, params) if how == "queued" else []

@@ -35,7 +35,8 @@ def events_of(reply) -> list[dict]:
 
 
 def test_a_text_is_answered(respond, expected):
-    found, output = respond().json, expected("Once upon a time")
+    found = respond().json
+    output = expected("Once upon a time")
     assert found["object"] == "response"
     assert found["id"].startswith("resp_")  # LangChain tells responses by it
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -74,7 +75,8 @@ def test_messages_follow_the_instructions(respond, expected):
 
 
 def test_a_stream_is_the_reply_in_pieces(respond):
-    whole, events = respond().json, events_of(respond(stream=True))
+    whole = respond().json
+    events = events_of(respond(stream=True))
     names = [event["type"].removeprefix("response.") for event in events]
     deltas = [event["delta"] for event in events if "delta" in event]
     assert names == [*BEGINNING, *["output_text.delta"] * len(deltas), *END, "incomplete"]
@@ -82,7 +84,8 @@ def test_a_stream_is_the_reply_in_pieces(respond):
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
     text = whole["output"][0]["content"][0]["text"]
     assert "".join(deltas) == events[names.index("output_text.done")]["text"] == text
-    last, first = events[-1]["response"], events[0]["response"]
+    last = events[-1]["response"]
+    first = events[0]["response"]
     assert (first["status"], first["output"], first["usage"], first["id"]) == ("in_progress", [], None, last["id"])
     assert last["output"][0]["content"] == whole["output"][0]["content"]
     assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]

@@ -106,7 +106,8 @@ def test_labels_need_a_head(server):
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
 def test_scores_are_cosines_of_embeddings(server, llm, pooling):
-    firsts, seconds = ["a wolf", "Once upon a time"], ["a fox in the wood", "a wolf"]
+    firsts = ["a wolf", "Once upon a time"]
+    seconds = ["a fox in the wood", "a wolf"]
     for given, pairs in (
         ("a wolf", [(firsts[0], second) for second in seconds]),
         (firsts, [*zip(firsts, seconds, strict=True)]),

@@ -74,7 +74,8 @@ def test_other_pages_read_nothing_unless_they_are_named(server, locked):
 
 def test_the_page_may_run_what_stands_in_it_and_nothing_else(server):
     reply = server.ask("/")
-    policy, html = reply.headers["content-security-policy"], reply.body.decode()
+    policy = reply.headers["content-security-policy"]
+    html = reply.body.decode()
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     for tag in ("script", "style"):

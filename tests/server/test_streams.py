@@ -21,7 +21,8 @@ def choices_of(reply: Reply) -> list[list[dict]]:
 
 def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
     """A wake for each token of each stream would take the loop longer than to write its event."""
-    woken, wake = [], server.loop.call_soon_threadsafe
+    woken = []
+    wake = server.loop.call_soon_threadsafe
 
     def counted(call, *arguments):
         if call == server.api.outbox._deliver:
@@ -100,7 +101,8 @@ async def answered(app, messages: list[dict], before_last=lambda: None) -> list[
 
 def test_behind_another_server_a_stream_is_the_same(server):
     message = {"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}
-    expected, loop = choices_of(server.complete(**ASKED)), server.loop
+    expected = choices_of(server.complete(**ASKED))
+    loop = server.loop
     sent = asyncio.run_coroutine_threadsafe(answered(server.app, [message]), loop).result(60)
     assert sent[0]["type"] == "http.response.start"
     assert [each["more_body"] for each in sent[1:]] == [True] * (len(sent) - 2) + [False]

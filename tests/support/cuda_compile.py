@@ -81,7 +81,8 @@ def _link(library, architecture: tuple, *options: str) -> tuple[str, str]:
     handle = nvjitlink.create(len(options), options)
     nvjitlink.add_data(handle, nvjitlink.InputType.LTOIR, ltoir, len(ltoir), "kernel")
     nvjitlink.complete(handle)
-    log, ptx = bytearray(nvjitlink.get_info_log_size(handle)), bytearray()
+    log = bytearray(nvjitlink.get_info_log_size(handle))
+    ptx = bytearray()
     nvjitlink.get_info_log(handle, log)
     if "-ptx" in options:
         ptx = bytearray(nvjitlink.get_linked_ptx_size(handle))

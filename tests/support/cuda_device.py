@@ -35,7 +35,8 @@ class SimulatedDevice:
     multiprocessors, name = 2, "a simulated GPU"
 
     def __init__(self, free: int = 1 << 30):
-        self._free, self.capability = free, cuda_compile.ARCHITECTURE[:2]
+        self._free = free
+        self.capability = cuda_compile.ARCHITECTURE[:2]
         self.shared_bytes = (227 if self.capability == HOPPER else 99) << 10
         self._captured: list[partial] | None = None  # while a capture is under way
         self.num_captured = self.now = 0  # a launch takes a second, and of a graph each of its own
@@ -92,7 +93,8 @@ class SimulatedDevice:
         written: set[int] = set()
         for number, launch in enumerate(launches):
             is_alone = not number or self.capability < HOPPER  # no kernel before it is under way
-            touched, name = Touched(is_alone), launch.args[0].py_func.__name__
+            touched = Touched(is_alone)
+            name = launch.args[0].py_func.__name__
             launch(touched=touched)
             assert touched.has_waited, f"{name} ends before the kernels before it do"
             assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"
@@ -140,12 +142,14 @@ def run_linear(target, inputs, weights, layer, width, count, dtype, octets, epil
 def heads_of(dtype: str, count: int, slots: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
     padded = -(-size // 32) * 32
     kind = np.float32 if dtype == "float32" else np.uint16
-    q, cache = np.zeros(count * heads * padded, kind), 2 * slots * heads * length * padded
+    q = np.zeros(count * heads * padded, kind)
+    cache = 2 * slots * heads * length * padded
     places = np.array(positions, np.int32), np.array(token_slots, np.int32)
     return Heads(q, np.zeros(cache, kind), np.zeros(cache, kind), *places, slots, length, heads, size, padded)
 
 
-FLOATS, INTS = np.zeros(8, np.float32), np.zeros(8, np.int32)
+FLOATS = np.zeros(8, np.float32)
+INTS = np.zeros(8, np.int32)
 
 
 def sample_arguments(dtype: str, epilogue: str):

@@ -15,7 +15,9 @@ from safetensors.numpy import save_file
 
 from support.golden_models import golden_array
 
-V, T, L = 61, 40, 2
+V = 61
+T = 40
+L = 2
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
@@ -125,7 +127,8 @@ def _gpt1s(C: int, F: int) -> dict[str, tuple[int, int]]:
 
 
 # By model_type: the prefix of layers, their linears, their norms, and the norms outside.
-BART_NORMS, BLOOM_NORMS = ("self_attn_layer_norm", "final_layer_norm"), ("input_layernorm", "post_attention_layernorm")
+BART_NORMS = ("self_attn_layer_norm", "final_layer_norm")
+BLOOM_NORMS = ("input_layernorm", "post_attention_layernorm")
 LAYERS = {
     "opt": ("layers.", _barts, BART_NORMS, ("final_layer_norm",)),
     "xglm": ("layers.", _barts, BART_NORMS, ("layer_norm",)),

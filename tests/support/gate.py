@@ -47,7 +47,8 @@ class Held:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self.called, self.release = threading.Event(), threading.Event()
+        self.called = threading.Event()
+        self.release = threading.Event()
 
     def __call__(self, *arguments: Any) -> Any:
         self.called.set()
@@ -58,7 +59,8 @@ class Held:
 @contextmanager
 def paused(llm: Any) -> Iterator[None]:
     """Keep the engine's thread between two steps for the block."""
-    has_come, may_go = threading.Event(), threading.Event()
+    has_come = threading.Event()
+    may_go = threading.Event()
 
     def pause() -> None:
         has_come.set()

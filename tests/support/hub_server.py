@@ -64,7 +64,8 @@ class _Handler(BaseHTTPRequestHandler):
         if branch is None and revision not in ("main", COMMIT):
             self._fail(404, "RevisionNotFound")
             return
-        folder, self.commit = hub.folders[branch or repo], _commit(branch) if branch else COMMIT
+        folder = hub.folders[branch or repo]
+        self.commit = _commit(branch) if branch else COMMIT
         if kind == "/api/models/":
             self._describe(repo, folder, is_tree=what == "tree")
         elif repo in hub.gated:
@@ -86,7 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not path.is_file():
             self._fail(404, "EntryNotFound")
             return
-        etag, data = f'"{_digest(path)}"', path.read_bytes()
+        etag = f'"{_digest(path)}"'
+        data = path.read_bytes()
         if elsewhere and path.name.endswith(LARGE):
             linked = {"X-Linked-Etag": etag, "X-Linked-Size": str(len(data)), "Location": elsewhere}
             self._send(302, b"", {"X-Repo-Commit": self.commit, **linked})

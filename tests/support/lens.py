@@ -97,7 +97,8 @@ def ask(name: str) -> dict[str, np.ndarray]:
         default_prepend_bos=False,
         device="cpu",
     )
-    model, ids = HookedTransformer(config), torch.tensor([IDS])
+    model = HookedTransformer(config)
+    ids = torch.tensor([IDS])
     model.load_state_dict(convert_gpt2_weights(theirs, config), strict=False)
     logits, cache = model.run_with_cache(ids)
     found = {

@@ -84,5 +84,6 @@ def unigram() -> Library:
 def word_piece() -> Library:
     pieces = ["[UNK]", "[CLS]", "[SEP]", "a", "b", "##a", "##b", ".", "'", "日", "本", "##."]
     library = Library(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
-    library.pre_tokenizer, library.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    library.decoder = decoders.WordPiece()
     return library

@@ -15,7 +15,8 @@ TOKENS = [464, 1110, 257]
 def main(dtypes: list[str]) -> None:
     for dtype in dtypes or cpu.DTYPES:
         with LLM("demo", dtype=dtype, threads=2, max_num_seqs=1) as llm:
-            several, one = llm.logits(TOKENS), llm.logits(TOKENS[:1])  # (T, V)
+            several = llm.logits(TOKENS)
+            one = llm.logits(TOKENS[:1])  # (T, V)
         for logits in (several, one):
             print(dtype, len(logits), hashlib.sha256(logits.tobytes()).hexdigest()[:16], flush=True)
 

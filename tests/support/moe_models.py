@@ -8,7 +8,13 @@ from support.golden_models import filled, golden_array
 from support.megatron_writer import Form, args, cut, stage_state
 from support.torch_files import own_bytes
 
-V, T, C, H, F, L, E = 64, 32, 24, 4, 40, 4, 5
+V = 64
+T = 32
+C = 24
+H = 4
+F = 40
+L = 4
+E = 5
 EXPERT_LAYERS = (1, 3)
 MLP = {"c_fc.weight": (C, F), "c_fc.bias": (F,), "c_proj.weight": (F, C), "c_proj.bias": (C,)}
 LAYER = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C)}
@@ -37,7 +43,8 @@ def write_moe(
     folder: Path, arrays: dict[str, np.ndarray], tp: int = 1, in_folders: bool = False, **settings: object
 ) -> Path:
     """settings: over the training's own arguments, such as topk."""
-    form, layers = Form(tp=tp, heads=H), _expert_layers(arrays)
+    form = Form(tp=tp, heads=H)
+    layers = _expert_layers(arrays)
     folder.mkdir(parents=True, exist_ok=True)
     dense = dict(arrays)
     for i in layers:

@@ -137,7 +137,8 @@ def moe_logits_of(per_token: int, token_ids: list[int]) -> np.ndarray:
     """Return logits of a GPT-2 with experts in place of some MLPs; transformers has no class with them."""
     arrays = moe_arrays()
     V, C = arrays["wte.weight"].shape
-    F, L = len(arrays["h.0.mlp.c_fc.bias"]), 1 + max(int(name.split(".")[1]) for name in arrays if name[:2] == "h.")
+    F = len(arrays["h.0.mlp.c_fc.bias"])
+    L = 1 + max(int(name.split(".")[1]) for name in arrays if name[:2] == "h.")
     sizes = {"vocab_size": V, "n_positions": T, "n_embd": C, "n_head": H, "n_layer": L, "n_inner": F}
     config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config)

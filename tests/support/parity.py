@@ -61,10 +61,14 @@ def recipe(name: str, sizes: tuple[int, int, int, int, int], **rest: Any) -> Rec
     return Recipe(name, {**dict(zip(names, sizes, strict=True)), **rest}, **own)
 
 
-ACTIVATION, SCORES = (36, 3, 2, 181, 72), (48, 4, 3, 193, 85)
-INNER, HEAD = (40, 5, 2, 149, 80), (44, 4, 2, 223, 90)
-BY_LAYER, UNSCALED = {"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}
-UPCAST, UNTIED = {"reorder_and_upcast_attn": True}, {"tie_word_embeddings": False}
+ACTIVATION = (36, 3, 2, 181, 72)
+SCORES = (48, 4, 3, 193, 85)
+INNER = (40, 5, 2, 149, 80)
+HEAD = (44, 4, 2, 223, 90)
+BY_LAYER = {"scale_attn_by_inverse_layer_idx": True}
+UNSCALED = {"scale_attn_weights": False}
+UPCAST = {"reorder_and_upcast_attn": True}
+UNTIED = {"tie_word_embeddings": False}
 RECIPES = (
     recipe("plain", (64, 4, 2, 257, 96)),
     recipe("one-layer", (32, 2, 1, 97, 70), prefix=""),
@@ -184,7 +188,8 @@ def _fill(name: str, parameter: torch.Tensor, config: GPT2Config) -> None:
 
 def state_of(recipe: Recipe, model: GPT2LMHeadModel) -> dict[str, torch.Tensor]:
     """Return the tensors of the recipe's files, by their names there and in their dtype."""
-    config, head_name = recipe.config, recipe.prefix.removesuffix("transformer.") + "lm_head.weight"
+    config = recipe.config
+    head_name = recipe.prefix.removesuffix("transformer.") + "lm_head.weight"
     state = {name: tensor.to(getattr(torch, recipe.dtype)) for name, tensor in model.state_dict().items()}
     head = state.pop("lm_head.weight")
     state = {recipe.prefix + name.removeprefix("transformer."): tensor for name, tensor in state.items()}

@@ -207,7 +207,8 @@ class _Writer:
                 self.taken = self.read(ins.guard[1:], np.bool_)
             return
         self.lines.append(f"m.now = {number}")
-        name, kinds = ins.op[0], OF_FLOATS if ins.op[-1][0] == "f" else OF_INTEGERS
+        name = ins.op[0]
+        kinds = OF_FLOATS if ins.op[-1][0] == "f" else OF_INTEGERS
         form = None if "wide" in ins.op else (FORMS | kinds).get(name)
         call = CALLS.get(ins.text) or CALLS.get(".".join(ins.op))
         method = getattr(self, f"_{name}", None)
@@ -295,7 +296,8 @@ class _Writer:
         self.put(ins, form, kind, result)
 
     def _ld(self, ins):
-        kind, to = KINDS[ins.op[-1]], parts_of(ins.operands[0])
+        kind = KINDS[ins.op[-1]]
+        to = parts_of(ins.operands[0])
         if ins.op[1] == "param":
             name = ins.operands[1][1:-1]
             number = [*self.program.params].index(name)
@@ -313,7 +315,8 @@ class _Writer:
         self.lines.append(f"m.store({where}, np.{kind.__name__}, [{values}])")
 
     def _atom(self, ins):
-        kind, to = KINDS[ins.op[-1]], "_" if ins.op[0] == "red" else ins.operands.pop(0)
+        kind = KINDS[ins.op[-1]]
+        to = "_" if ins.op[0] == "red" else ins.operands.pop(0)
         how = next(part for part in ins.op if part in ("add", "exch", "max", "min"))
         where = f"{space_of(ins)!r}, {self.address(ins.operands[0])}, np.{kind.__name__}"
         self.set(to, kind, f"m.atom({where}, {self.read(ins.operands[1], kind)}, {how!r}, {'acq_rel' in ins.op})")
@@ -374,7 +377,8 @@ def low_part(whole, n, half):
 
 
 def joined(kind, *parts):
-    unsigned, bits = np.dtype(f"u{np.dtype(kind).itemsize}").type, 8 * np.dtype(kind).itemsize // len(parts)
+    unsigned = np.dtype(f"u{np.dtype(kind).itemsize}").type
+    bits = 8 * np.dtype(kind).itemsize // len(parts)
     return sum(part.astype(unsigned) << unsigned(n * bits) for n, part in enumerate(parts)).view(kind)
 
 
@@ -426,7 +430,8 @@ def saturated(a):
 
 def truncated(a, kind):
     """Return the integer towards 0, the nearest of the type outside of it, 0 for NaN."""
-    info, value = np.iinfo(kind), np.trunc(a.astype(np.float64))
+    info = np.iinfo(kind)
+    value = np.trunc(a.astype(np.float64))
     value = np.where(np.isnan(value), 0.0, value)
     inside = np.clip(value, float(info.min), float(info.max) if info.bits < 64 else 2.0**63 - 1024).astype(kind)
     return np.where(value >= float(info.max), kind(info.max), inside)

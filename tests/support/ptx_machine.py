@@ -70,7 +70,8 @@ def _flat(value: Any) -> list[Any]:
 
 
 def _param(value: Any, kind: Any) -> Any:
-    given, size = np.asarray(value), np.dtype(kind).itemsize
+    given = np.asarray(value)
+    size = np.dtype(kind).itemsize
     if given.dtype.kind == "f":
         return given.astype(f"f{size}")[()].view(kind)
     return np.array(int(given) & (1 << 8 * size) - 1, f"u{size}").view(kind)[()]
@@ -97,7 +98,8 @@ class Memory:
 
     def __init__(self, spans: list[tuple[int, int]]):
         pairs = np.array(sorted(spans) or [(self.start, 0)]).reshape(-1, 2)
-        self.starts, self.stops = pairs[:, 0], np.maximum.accumulate(pairs.sum(1))
+        self.starts = pairs[:, 0]
+        self.stops = np.maximum.accumulate(pairs.sum(1))
         gone = np.minimum(self.starts[1:], self.stops[:-1]) - self.starts[:-1]
         self.places = np.concatenate([[0], np.cumsum(gone)])  # of spans, one after another without gaps
         self.size = int(self.places[-1] + self.stops[-1] - self.starts[-1])
@@ -115,12 +117,18 @@ class Machine:
     """Some blocks of a launch, which run at the same time. Threads are numbered through all of them."""
 
     def __init__(self, program: Program, grid, threads: int, blocks, params, memory, shared_bytes: int, touched):
-        self.program, self.params, self.memory, self.touched = program, params, memory, touched
+        self.program = program
+        self.params = params
+        self.memory = memory
+        self.touched = touched
         self.count = threads * len(blocks)
         self.all = self.there = np.arange(self.count)  # `there`: the threads that run an instruction
-        thread, self.block = self.all % threads, self.all // threads
-        self.lane, self.warp = thread % WARP, self.block * -(-threads // WARP) + thread // WARP
-        numbers, (x, y, z) = np.asarray(blocks)[self.block], grid
+        thread = self.all % threads
+        self.block = self.all // threads
+        self.lane = thread % WARP
+        self.warp = self.block * -(-threads // WARP) + thread // WARP
+        numbers = np.asarray(blocks)[self.block]
+        (x, y, z) = grid
         self.specials = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z", "%ntid.x"), (x, y, z, threads), strict=True))
         self.specials |= {"%tid.x": thread, "%laneid": self.lane, "%dynamic_smem_size": shared_bytes}
         self.specials |= {"%ctaid.x": numbers % x, "%ctaid.y": numbers // x % y, "%ctaid.z": numbers // (x * y)}
@@ -142,7 +150,8 @@ class Machine:
     def run(self) -> None:
         while self.groups:
             number = min(self.groups)
-            piece, there = self.program.pieces[number], self.groups.pop(number)
+            piece = self.program.pieces[number]
+            there = self.groups.pop(number)
             if piece.instructions[0].is_meeting:
                 there = merged(self.waiting.pop(number, None), there)
                 is_ready = self._is_complete(piece, there)
@@ -158,7 +167,8 @@ class Machine:
     def _is_complete(self, piece: Piece, there: np.ndarray) -> np.ndarray:
         """Return, for each thread, whether all living threads of its warp or block are there."""
         is_of_block = piece.instructions[0].op[0] == "bar" and piece.instructions[0].op[1] != "warp"
-        group, alive = (self.block if is_of_block else self.warp)[there], self.alive["block" if is_of_block else "warp"]
+        group = (self.block if is_of_block else self.warp)[there]
+        alive = self.alive["block" if is_of_block else "warp"]
         return np.bincount(group, minlength=alive.size)[group] == alive[group]
 
     def _run_piece(self, number: int, piece: Piece, there: np.ndarray) -> None:
@@ -199,13 +209,19 @@ class Machine:
         if np.any(mask != np.uint32(0xFFFFFFFF)):
             raise PtxError("a shuffle of some lanes")
         value, b, c = (np.broadcast_to(x, self.there.shape) for x in (value, b, c))
-        lane, warp = self.lane[self.there], self.warp[self.there] - self.warp[self.there[0]]
-        b, clamp, segment = (b & 31).astype(np.int64), (c & 31).astype(np.int64), (c >> 8 & 31).astype(np.int64)
-        lowest, limit = lane & segment, (lane & segment) | (clamp & ~segment)
+        lane = self.lane[self.there]
+        warp = self.warp[self.there] - self.warp[self.there[0]]
+        b = (b & 31).astype(np.int64)
+        clamp = (c & 31).astype(np.int64)
+        segment = (c >> 8 & 31).astype(np.int64)
+        lowest = lane & segment
+        limit = (lane & segment) | (clamp & ~segment)
         source = {"up": lane - b, "down": lane + b, "bfly": lane ^ b, "idx": lowest | (b & ~segment)}[mode]
         source = np.where(source >= limit if mode == "up" else source <= limit, source, lane)
-        table, present = np.zeros((warp[-1] + 1, WARP), np.uint32), np.zeros((warp[-1] + 1, WARP), np.bool_)
-        table[warp, lane], present[warp, lane] = value, True
+        table = np.zeros((warp[-1] + 1, WARP), np.uint32)
+        present = np.zeros((warp[-1] + 1, WARP), np.bool_)
+        table[warp, lane] = value
+        present[warp, lane] = True
         if not present[warp, source].all():
             raise PtxError("a shuffle from a lane that is not there")
         return table[warp, source]
@@ -271,7 +287,8 @@ class Machine:
     def atom(self, space: str, address, kind, value, how: str, is_arrival: bool) -> np.ndarray:
         size = np.dtype(kind).itemsize
         at, memory = self.place(space, address, size)
-        words, value = memory.view(kind), np.broadcast_to(value, self.there.shape)
+        words = memory.view(kind)
+        value = np.broadcast_to(value, self.there.shape)
         old = np.empty(self.there.shape, kind)
         change = {"add": lambda a, b: a + b, "exch": lambda a, b: b, "max": max, "min": min}[how]
         for n, place in enumerate(at // size):  # one after another
@@ -343,8 +360,10 @@ class Accesses:
     unit = 4  # bytes
 
     def __init__(self, machine: Machine, size: int):
-        self.machine, count = machine, size // self.unit + 1
-        self.last, self.epochs = np.zeros(count, np.int32), np.zeros((2, count), np.int32)  # last: 1 + thread
+        self.machine = machine
+        count = size // self.unit + 1
+        self.last = np.zeros(count, np.int32)
+        self.epochs = np.zeros((2, count), np.int32)  # last: 1 + thread
 
     def note(self, units, threads) -> None:
         self.last[units] = threads + 1
@@ -374,7 +393,9 @@ class SharedWords(Accesses):
         self.is_atomic = np.zeros(self.last.size, np.bool_)  # the last write
 
     def read(self, at, size: int, threads) -> None:
-        m, readers, (words, threads) = self.machine, self.readers, self.units(at, size, threads)
+        m = self.machine
+        readers = self.readers
+        (words, threads) = self.units(at, size, threads)
         if self.unordered(words, threads).any():
             raise PtxError("a word of shared memory is read that another thread writes, with no barrier between")
         self.differ[words] &= readers.epochs[0, words] == m.block_epoch[threads]
@@ -426,7 +447,9 @@ class GlobalUnits(Accesses):
             raise PtxError("two threads write a number, with neither a barrier nor an arrival between")
 
     def arrive(self, at, old) -> None:
-        m, threads, (counters, _) = self.machine, self.machine.there, self._units(at, 1)
+        m = self.machine
+        threads = self.machine.there
+        (counters, _) = self._units(at, 1)
         units = np.flatnonzero((self.last > 0) & (self.published[0] == 0))
         last = self.last[units] - 1
         for group, epochs, written in (

@@ -50,7 +50,9 @@ CHECKS = {
 
 def mutants(ptx: str) -> Iterator[tuple[str, int, str]]:
     """Yield the instruction that is removed, the line of the kernel's file, and the PTX without it."""
-    lines, place, found = ptx.split("\n"), 0, []
+    lines = ptx.split("\n")
+    place = 0
+    found = []
     for number, line in enumerate(lines):
         place = int(match[1]) if (match := re.match(r"\s*\.loc\s+\d+\s+(\d+)", line)) else place
         if removed := REMOVED.match(line):

@@ -45,7 +45,8 @@ class Recordings:
         if not self.path.exists():
             return {}
         with np.load(self.path) as file:
-            index, data = json.loads(file["index"].tobytes()), file["data"].tobytes()
+            index = json.loads(file["index"].tobytes())
+            data = file["data"].tobytes()
         answers, start = {}, 0
         for key, dtype, shape in index:
             if dtype is None:

@@ -18,7 +18,8 @@ def masked_checksum(data: bytes) -> bytes:
 def varint(value: int) -> bytes:
     out = b""
     while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
+        out = out + bytes([value & 127 | 128])
+        value = value >> 7
     return out + bytes([value])
 
 
@@ -38,7 +39,9 @@ def entry(array: np.ndarray, offset: int, data: bytes, shard: int = 0) -> bytes:
 
 def block(records: list[tuple[bytes, bytes]], interval: int) -> bytes:
     """Keys share what they begin with, but for every `interval`-th."""
-    out, last, restarts = b"", b"", []
+    out = b""
+    last = b""
+    restarts = []
     for i, (key, value) in enumerate(records):
         shared = 0
         if i % interval == 0:
@@ -77,9 +80,11 @@ def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6, restart: i
 def write_bundle(prefix: Path, arrays: Mapping[str, np.ndarray], num_shards: int = 1, per_block: int = 10**6) -> Path:
     """The path of the index."""
     header = field(1, num_shards) + field(3, field(1, 1))
-    records, data = [(b"", header)], [b""] * num_shards
+    records = [(b"", header)]
+    data = [b""] * num_shards
     for i, name in enumerate(sorted(arrays)):
-        raw, shard = arrays[name].tobytes(), i % num_shards
+        raw = arrays[name].tobytes()
+        shard = i % num_shards
         records.append((name.encode(), entry(arrays[name], len(data[shard]), raw, shard)))
         data[shard] += raw
     for shard, content in enumerate(data):

@@ -27,7 +27,8 @@ class Meeting:
     """Where the ranks of a group exchange what they have."""
 
     def __init__(self, size: int):
-        self._barrier, self._values = threading.Barrier(size), [None] * size
+        self._barrier = threading.Barrier(size)
+        self._values = [None] * size
         self.abort = self._barrier.abort
 
     def exchange(self, place: int, value: Any) -> list[Any]:
@@ -127,7 +128,10 @@ class ThreadWorld:
 
 class ThreadGroup:
     def __init__(self, threads: Threads, meeting: Meeting, place: int, size: int):
-        self._threads, self._meeting, self._place, self._size = threads, meeting, place, size
+        self._threads = threads
+        self._meeting = meeting
+        self._place = place
+        self._size = size
         self.function = ALLGATHER(self._allgather)
         self._num_calls = 0
 

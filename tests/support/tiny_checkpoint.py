@@ -16,7 +16,11 @@ from tinygpt.weights.config import HEAD, is_transposed
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 
-V, T, C, F, LAYERS = 11, 6, 8, 20, 2
+V = 11
+T = 6
+C = 8
+F = 20
+LAYERS = 2
 CONFIG = {"model_type": "gpt2", "vocab_size": V, "n_positions": T, "n_embd": C, "n_inner": F, "n_layer": LAYERS}
 CONFIG |= {"n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 

@@ -46,7 +46,8 @@ def own_bytes(value: Any, is_legacy: bool = False) -> bytes:
     """The same without torch."""
     storages: dict[str, np.ndarray] = {}
     _Pickler(pickled := io.BytesIO(), storages, is_legacy).dump(value)
-    structure, buffer = pickled.getvalue(), io.BytesIO()
+    structure = pickled.getvalue()
+    buffer = io.BytesIO()
     if is_legacy:
         machine = {"little_endian": True, "protocol_version": PROTOCOL_VERSION}
         heads = [pickle.dumps(part, protocol=2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
@@ -95,7 +96,8 @@ class Call:
     """Pickled as a call of a Global by this name."""
 
     def __init__(self, name: str, *arguments: Any):
-        self.function, self.arguments = Global(name), arguments
+        self.function = Global(name)
+        self.arguments = arguments
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,8 @@ class TestDetokenizer:
     def test_all_at_once_is_one_after_another(self, tokenizer, data):
         ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=30))
         cut = data.draw(st.integers(0, len(ids)))
-        detokenizer, later = tokenizer.detokenizer(), TextStream(tokenizer.detokenizer(), ())
+        detokenizer = tokenizer.detokenizer()
+        later = TextStream(tokenizer.detokenizer(), ())
         parts = [*map(detokenizer.push, ids[:cut]), detokenizer.finish(ids[cut:])]
         assert "".join(parts) == tokenizer.decode(ids, skip_special_tokens=True)
         for token_id in ids:
@@ -78,7 +79,8 @@ class TestDetokenizer:
     def test_streams_do_not_meet(self, tmp_path):
         tokenizer = save(bpe(), tmp_path)
         ids = tokenizer.encode("é")
-        one, two = tokenizer.detokenizer(), tokenizer.detokenizer()
+        one = tokenizer.detokenizer()
+        two = tokenizer.detokenizer()
         assert [one.push(ids[0]), two.push(ids[0]), one.push(ids[1]), two.push(ids[1])] == ["", "", "é", "é"]
 
 
@@ -99,7 +101,8 @@ class TestStopStrings:
     def test_any_cuts(self, parts, stop, is_included):
         final, matched = whole("".join(parts), stop)
         final += matched or "" if is_included else ""
-        stopper, given = StopStrings(stop, is_included=is_included), ""
+        stopper = StopStrings(stop, is_included=is_included)
+        given = ""
         for part in parts:
             given += stopper.push(part)
             assert final.startswith(given)
@@ -108,7 +111,9 @@ class TestStopStrings:
 
     @given(st.lists(st.text(alphabet=LETTERS, max_size=5), max_size=8), stops)
     def test_holds_no_more_than_it_must(self, parts, stop):
-        stopper, seen, given = StopStrings(stop), "", ""
+        stopper = StopStrings(stop)
+        seen = ""
+        given = ""
         for part in parts:
             seen += part
             given += stopper.push(part)

@@ -134,7 +134,8 @@ def only(ids, **fields):
 
 def test_an_id_without_text_is_a_token_like_any_other(padded):
     params = only(PADDED, max_tokens=5, logprobs=2)
-    whole, chunks = padded.generate("Once", params)[0].outputs[0], list(padded.stream("Once", params))
+    whole = padded.generate("Once", params)[0].outputs[0]
+    chunks = list(padded.stream("Once", params))
     assert set(whole.token_ids) == set(PADDED)
     assert all(token_id in logprobs for token_id, logprobs in zip(whole.token_ids, whole.logprobs, strict=True))
     assert (whole.text, whole.finish_reason) == ("", "length")

@@ -82,7 +82,8 @@ class TestWhatIsPrepared:
 
     @given(st.data())
     def test_of_any_vocabulary(self, tmp_path_factory, data):
-        pairs, folder = [], tmp_path_factory.mktemp("any")
+        pairs = []
+        folder = tmp_path_factory.mktemp("any")
         for _ in range(data.draw(st.integers(0, 8))):
             pairs.append(data.draw(st.tuples(*[st.sampled_from([*"ab", *map("".join, pairs)])] * 2)))
         alphabet = data.draw(st.sampled_from([ALPHABET, "abĠ"]))

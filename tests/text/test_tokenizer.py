@@ -122,7 +122,8 @@ class TestText:
         assert_equal(ours, trained, "a" + " " * spaces + end)
 
     def test_a_special_token_is_that_token_or_plain_text(self, ours, trained, tmp_path):
-        text, end = "a<|endoftext|>b", trained.token_to_id("<|endoftext|>")
+        text = "a<|endoftext|>b"
+        end = trained.token_to_id("<|endoftext|>")
         assert ours.special_ids == {end}
         assert ours.encode(text) == [*ours.encode("a"), end, *ours.encode("b")]
         plain = ours.encode(text, split_special_tokens=True)
@@ -290,7 +291,8 @@ class TestFiles:
     )
     def test_files_beside_vocab_and_merges(self, tmp_path, files):
         write_pair(bpe([("a", "b")], ["<|endoftext|>"]), tmp_path, **files)
-        ours, theirs = Tokenizer.from_folder(tmp_path), hugging_face(tmp_path)
+        ours = Tokenizer.from_folder(tmp_path)
+        theirs = hugging_face(tmp_path)
         for text in ["ab foo  foo b r <|endoftext|>x<pad> <a><m>\n", " a", ""]:
             assert_equal(ours, theirs, text)
         ids = range(ours.vocab_size + 2)
@@ -308,17 +310,20 @@ class TestFiles:
         assert_equal(save(trained, tmp_path), trained, "the quick brown")
 
     def test_demo(self):
-        ours, theirs = Tokenizer.from_folder(DEMO), hugging_face(DEMO)
+        ours = Tokenizer.from_folder(DEMO)
+        theirs = hugging_face(DEMO)
         for text in [*PARTS, "".join(PARTS)]:
             assert_equal(ours, theirs, text)
 
     def test_gpt2(self, tmp_path):
-        source, tales = DATA / "gpt2-bpe", DATA / "tales" / "val.txt"
+        source = DATA / "gpt2-bpe"
+        tales = DATA / "tales" / "val.txt"
         if not (source.is_dir() and tales.is_file()):
             pytest.skip(f"GPT-2's own vocabulary and a long text are not there: {source}, {tales}")
         for ours, theirs in (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")):
             write(tmp_path, theirs, (source / ours).read_text(encoding="utf-8"))
-        ours, theirs = Tokenizer.from_folder(source), hugging_face(tmp_path)
+        ours = Tokenizer.from_folder(source)
+        theirs = hugging_face(tmp_path)
         assert (ours.vocab_size, ours.special_ids) == (50257, {50256})
         assert ours.encode("Hello world<|endoftext|>") == [15496, 995, 50256]
         assert ours.encode("<|endoftext|>", split_special_tokens=True) == [27, 91, 437, 1659, 5239, 91, 29]
@@ -465,7 +470,8 @@ class TestSpecialTokens:
     def test_flags_of_tokenizer_config_come_before_those_of_tokenizer_json(self, tmp_path):
         library = bpe([("a", "b")])
         library.add_special_tokens(["<s>", AddedToken("<m>", rstrip=True)])
-        first, second = {"content": "<s>", "lstrip": True}, {"content": "<m>", "rstrip": True}
+        first = {"content": "<s>", "lstrip": True}
+        second = {"content": "<m>", "rstrip": True}
         flags = {"special": True, "normalized": False}
         listed = {"257": first | flags, "258": second | flags}
         ours = save(library, tmp_path, tokenizer_config={"added_tokens_decoder": listed})
@@ -515,7 +521,8 @@ class TestOtherKinds:
     @pytest.mark.parametrize("kind", [*OTHER_KINDS, "GPT-2's"])
     def test_the_vocabulary_is_spelled_as_the_packages(self, tmp_path, kind, trained):
         library = trained if kind == "GPT-2's" else OTHER_KINDS[kind]()
-        ours, ids = save(library, tmp_path), [*range(library.get_vocab_size())]
+        ours = save(library, tmp_path)
+        ids = [*range(library.get_vocab_size())]
         assert ours.get_vocab() == library.get_vocab()
         assert ours.convert_ids_to_tokens(ids) == [*map(library.id_to_token, ids)]
         assert ours.convert_ids_to_tokens(ids[-1]) == library.id_to_token(ids[-1])

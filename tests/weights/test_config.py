@@ -50,7 +50,8 @@ def test_fields_mean_what_transformers_means(base, fields):
     from transformers import GPT2Config as Theirs
 
     values = {**base, **fields}
-    ours, theirs = read_config(values), Theirs.from_dict(dict(values))
+    ours = read_config(values)
+    theirs = Theirs.from_dict(dict(values))
     assert {name: getattr(ours, name) for name in COMPARED} == {name: getattr(theirs, name) for name in COMPARED}
     assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
 

@@ -44,7 +44,8 @@ def trained(tmp_path):
 @needs_transformers
 def test_embedding_rounds_to_the_nearest_bfloat16(trained, tmp_path):
     """Every upper half, followed by lower halves below, at and above half-way; ties go to the even one."""
-    upper, lower = np.arange(1 << 16, dtype=np.uint32), np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    upper = np.arange(1 << 16, dtype=np.uint32)
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     bits = (upper[:, None] << 16 | lower).ravel()
     bits = bits[~np.isnan(bits.view(np.float32))]
     save_file({"wte.weight": bits.view(np.float32)}, trained / "model.safetensors")
@@ -80,7 +81,8 @@ def test_the_demo_is_what_transformers_reads_in_it():
     from transformers import GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).transformer
-    ours, last = open_checkpoint("demo"), len(theirs.h) - 1
+    ours = open_checkpoint("demo")
+    last = len(theirs.h) - 1
     np.testing.assert_array_equal(ours.tensor("wpe.weight"), theirs.wpe.weight.detach())
     np.testing.assert_array_equal(ours.tensor(f"h.{last}.mlp.c_fc.weight"), theirs.h[last].mlp.c_fc.weight.detach().T)
 

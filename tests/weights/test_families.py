@@ -166,7 +166,8 @@ def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, hea
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "model.gguf"])
 def test_heads_that_no_file_tells_are_asked_for_and_not_guessed(tmp_path, name):
-    state, keys = nanogpt_state(TENSORS), {k: v for k, v in GGUF_KEYS.items() if not k.endswith(".head_count")}
+    state = nanogpt_state(TENSORS)
+    keys = {k: v for k, v in GGUF_KEYS.items() if not k.endswith(".head_count")}
     del state["model_args"]["n_head"]
     tensors = {gguf_name(name): gguf_writer.plain(array) for name, array in linear(TENSORS).items()}
     path = tmp_path / name

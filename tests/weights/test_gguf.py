@@ -27,7 +27,8 @@ TENSORS = random_tensors(prefix="")
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "IQ4_NL"])
 def test_a_tensor_of_blocks_is_read_in_rows(tmp_path, name):
-    kind, (values, size) = gguf.GGMLQuantizationType[name], gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    kind = gguf.GGMLQuantizationType[name]
+    (values, size) = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = np.random.default_rng(1).integers(0, 120, (2 * AT_ONCE + 6, size), np.uint8)  # no scale is a NaN
     shape = (len(blocks) // 2, 2 * values)
     path = tmp_path / "x.gguf"
@@ -102,7 +103,8 @@ def write_bloom(folder, path, **others):
 def test_bloom(tmp_path):
     """Of the same tensors as Hugging Face's file."""
     write_bloom(write_family(tmp_path, "bloom-6"), tmp_path / "x.gguf")
-    expected, found = open_checkpoint(tmp_path), open_checkpoint(tmp_path / "x.gguf")
+    expected = open_checkpoint(tmp_path)
+    found = open_checkpoint(tmp_path / "x.gguf")
     assert (found.family, found.config.n_head) == ("BLOOM of GGUF", 6)
     assert found.config.structure == expected.config.structure
     for name in expected.stored:
@@ -134,7 +136,8 @@ def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, capsys, name, source):
     """The bytes of a file that was made of Hugging Face's tensors by other code."""
     write_bloom(write_family(tmp_path / "bloom", name), tmp_path / "x.gguf")
     folder = converted(capsys, tmp_path / source, tmp_path / "there", "--to", "gguf")
-    expected, found = read_gguf(tmp_path / "x.gguf"), read_gguf(folder / "model.gguf")
+    expected = read_gguf(tmp_path / "x.gguf")
+    found = read_gguf(folder / "model.gguf")
     assert found.tensors.keys() == expected.tensors.keys()
     for key, tensor in expected.tensors.items():
         np.testing.assert_array_equal(found.tensors[key].float32(), tensor.float32(), err_msg=key)

@@ -92,7 +92,8 @@ def saved_by_torch(make, **options):
     return buffer.getvalue()
 
 
-ZIP, LEGACY = torch_bytes(TENSORS), torch_bytes(TENSORS, is_legacy=True)
+ZIP = torch_bytes(TENSORS)
+LEGACY = torch_bytes(TENSORS, is_legacy=True)
 
 
 def rewrite_zip(data=ZIP, compression=zipfile.ZIP_STORED, **changes):
@@ -115,7 +116,8 @@ def write_bin(folder, data):
 
 class Call:
     def __init__(self, function, *arguments):
-        self.function, self.arguments = function, arguments
+        self.function = function
+        self.arguments = arguments
 
     def __reduce__(self):
         return self.function, self.arguments

@@ -38,7 +38,8 @@ def theirs(ours, tmp_path_factory):
         path = folder / f"{kind}.gguf"
         if not path.exists():
             params = llama_cpp.llama_model_quantize_default_params()
-            params.ftype, params.nthread = FILE_TYPES[kind], 1
+            params.ftype = FILE_TYPES[kind]
+            params.nthread = 1
             assert llama_cpp.llama_model_quantize(str(ours).encode(), str(path).encode(), params) == 0
         return path
 
@@ -104,7 +105,8 @@ def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", "float16"), ("int8", "Q8_0"), ("int4", "Q4_0")])
 def test_both_round_to_the_same_weights(theirs, tmp_path, dtype, kind):
     assert cli.main(["convert", str(DEMO), str(tmp_path / "x"), "--to", "gguf", "--dtype", dtype]) == 0
-    ours, theirs = open_checkpoint(tmp_path / "x"), open_checkpoint(theirs(kind))
+    ours = open_checkpoint(tmp_path / "x")
+    theirs = open_checkpoint(theirs(kind))
     for name in parameter_shapes(ours.config):
         if name not in ("wte.weight", "lm_head.weight"):  # for which llama.cpp chooses a better type than was asked
             np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name), err_msg=name)
@@ -119,7 +121,8 @@ def test_a_bloom_as_convert_writes_it(tmp_path, name, words):
     spec = byte_level_tokenizer(vocab, [], [], cuts_as_bloom=words == "bloom")
     (folder / "tokenizer.json").write_text(json.dumps(spec))
     assert cli.main(["convert", str(folder), str(tmp_path / "there"), "--to", "gguf"]) == 0
-    llama, text = load(tmp_path / "there" / "model.gguf"), "the cat and a  wolf2go"
+    llama = load(tmp_path / "there" / "model.gguf")
+    text = "the cat and a  wolf2go"
     with LLM(tmp_path / "there" / "model.gguf", device="reference") as llm:
         ids = llm.tokenizer.encode(text)
         assert llama.tokenize(text.encode(), add_bos=False, special=True) == ids

@@ -132,7 +132,8 @@ def logits(checkpoint, backend=reference) -> np.ndarray:
 @pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=str)
 def test_logits_are_those_of_peft(name, fields, tmp_path):
     case = make_case(tmp_path, name, fields)
-    expected, merged = case.peft_logits(), case.merged()
+    expected = case.peft_logits()
+    merged = case.merged()
     assert np.abs(logits(open_checkpoint(case.base)) - expected).max() > 0.1  # the adapter does something
     for backend in (reference, cpu) if name in GPT2 else (reference,):
         np.testing.assert_allclose(logits(merged, backend), expected, atol=TOLERANCE, rtol=0)
@@ -168,14 +169,16 @@ def factors(module, out, inner):
 def test_a_matrix_that_is_merged_by_hand(name, module, tmp_path):
     base, merged = (write_family(tmp_path / folder, name) for folder in ("base", "merged"))
     tensors = load_file(merged / "model.safetensors")
-    weight, is_in_out = tensors[f"{module}.weight"], name == "gpt-1"
+    weight = tensors[f"{module}.weight"]
+    is_in_out = name == "gpt-1"
     a, b = factors(module, *(weight.shape[::-1] if is_in_out else weight.shape))
     update = SCALE * (b @ a)
     tensors[f"{module}.weight"] = weight + (update.T if is_in_out else update)
     save_file({key: np.ascontiguousarray(array) for key, array in tensors.items()}, merged / "model.safetensors")
     files = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     adapter = write_lora(tmp_path / "adapter", files, [module])
-    found, expected = merge_lora(open_checkpoint(base), adapter), open_checkpoint(merged)
+    found = merge_lora(open_checkpoint(base), adapter)
+    expected = open_checkpoint(merged)
     for key in expected.stored:
         np.testing.assert_allclose(found.tensor(key), expected.tensor(key), rtol=0, atol=1e-5, err_msg=key)
     plain = open_checkpoint(base)
@@ -183,7 +186,8 @@ def test_a_matrix_that_is_merged_by_hand(name, module, tmp_path):
 
 
 def test_a_file_that_does_not_fit_is_refused_by_the_names_of_its_model(tmp_path):
-    base, module = write_family(tmp_path / "base", "opt"), "model.decoder.layers.0.self_attn.v_proj"
+    base = write_family(tmp_path / "base", "opt")
+    module = "model.decoder.layers.0.self_attn.v_proj"
     a, b = factors(module, 24, 24)
     files = {f"{module}.lora_A.weight": a[:, 1:], "transformer.h.0.attn.c_attn.lora_B.weight": b}
     with pytest.raises(CheckpointError) as error:
@@ -194,7 +198,8 @@ def test_a_file_that_does_not_fit_is_refused_by_the_names_of_its_model(tmp_path)
 
 
 def test_positions_of_opt_are_not_computed_as_they_are_merged(tmp_path):
-    base, module = write_family(tmp_path / "base", "opt"), "model.decoder.embed_positions"
+    base = write_family(tmp_path / "base", "opt")
+    module = "model.decoder.embed_positions"
     a, b = factors(module, 24, T + 2)
     files = {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
     with pytest.raises(CheckpointError, match=f"adapts {module}, whose rows PEFT looks up by the attention mask"):

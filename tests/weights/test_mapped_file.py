@@ -17,14 +17,17 @@ from tinygpt.weights.convert.packed import PACKED_FILE
 
 def call_after(tell, folder, change):
     """Tell what each call came to after the change. In another process: to touch what was cut off ends it."""
-    llm, params, file = LLM(folder), SamplingParams(max_tokens=3, seed=1), folder / PACKED_FILE
+    llm = LLM(folder)
+    params = SamplingParams(max_tokens=3, seed=1)
+    file = folder / PACKED_FILE
     before = llm.generate([[3]], params)[0].outputs
     if change == "cut":
         os.truncate(file, 100)
     else:
         file.rename(folder / "old")
         file.touch()
-    batch, zeros = Batch.of([[3]], [0], [0]), np.zeros(1, np.uint64)
+    batch = Batch.of([[3]], [0], [0])
+    zeros = np.zeros(1, np.uint64)
     warpers = Warpers(*np.zeros((len(Warpers._fields), 1)))
     calls = {
         "generate": lambda: llm.generate([[3]], params)[0].outputs,

@@ -253,7 +253,8 @@ def test_names_and_sizes_in_extended_headers(tmp_path, kind):
 @pytest.mark.parametrize("header", [b"1" * 100_000, b"2 " * 40_000 + b"="], ids=["digits", "one key in another"])
 def test_an_extended_header_whose_work_is_the_square_of_its_size(tmp_path, header):
     info = tarfile.TarInfo("x")
-    info.type, info.size = tarfile.XHDTYPE, len(header)
+    info.type = tarfile.XHDTYPE
+    info.size = len(header)
     (tmp_path / "x.nemo").write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + header + b"\0" * (-len(header) % 512))
     assert "without model_config.yaml" in outcome("open_checkpoint(folder)", tmp_path, 4, 300)
 

@@ -130,7 +130,8 @@ def test_tensors_that_share_bytes_beyond_reason(tmp_path, spellings):
 
 def test_equal_tensors_that_were_merged_are_followed(tmp_path):
     tensors = onnx_tensors(TENSORS)
-    gone, kept = "transformer.h.1.ln_1.weight", "transformer.h.0.ln_1.weight"
+    gone = "transformer.h.1.ln_1.weight"
+    kept = "transformer.h.0.ln_1.weight"
     del tensors[gone]
     nodes = [w.node("Identity", [kept], [gone]), *onnx_nodes(tensors)]
     checkpoint = open_checkpoint(write_model(tmp_path, tensors, nodes))

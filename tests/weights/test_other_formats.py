@@ -141,7 +141,8 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert convert(DEMO, tmp_path / "there", "--to", "gguf") == 0
     for path in (tmp_path / "there", tmp_path / "there" / "model.gguf"):
         checkpoint = open_checkpoint(path)
-        ours, theirs = load_tokenizer(checkpoint), load_tokenizer(open_checkpoint("demo"))
+        ours = load_tokenizer(checkpoint)
+        theirs = load_tokenizer(open_checkpoint("demo"))
         text = "Once upon a time, <|endoftext|> Ångström's 12"
         assert ours.encode(text) == theirs.encode(text)
         assert ours.special_ids == theirs.special_ids
@@ -237,9 +238,11 @@ def test_encoding_rounds_as_torch_does_ties_included():
 
 @needs_transformers
 def test_the_file_is_read_by_others(source, target):
-    mine, before = load_file(target / "model.safetensors"), load_file(source / "model.safetensors")
+    mine = load_file(target / "model.safetensors")
+    before = load_file(source / "model.safetensors")
     for name in MATRICES:
-        codes, scales = mine[f"h.1.{name}"], mine[f"h.1.{name}_scale"]
+        codes = mine[f"h.1.{name}"]
+        scales = mine[f"h.1.{name}_scale"]
         assert (codes.dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.float32, (1, codes.shape[1]))
         exact = before[f"transformer.h.1.{name}"]
         assert ((codes.float() * scales - exact).abs() <= exact.abs() / 16 + scales * 2.0**-10).all()

@@ -19,7 +19,10 @@ torch = pytest.importorskip("torch", reason=MISSING)
 transformers = pytest.importorskip("transformers", reason=MISSING)
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers")
-P, L, H, D = 5, 3, 2, 4
+P = 5
+L = 3
+H = 2
+D = 4
 CONFIG = ModelConfig(vocab_size=23, n_positions=16, n_embd=H * D, n_layer=L, n_head=H)
 TUNINGS = {
     "prompt-tuning": (peft.PromptTuningConfig, {}),

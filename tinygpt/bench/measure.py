@@ -12,7 +12,10 @@ from ..hardware import forget_peak, peak_memory
 from ..llm import LLM
 from ..sampling_params import SamplingParams
 
-PROMPT, GENERATION, TOGETHER, CHOICE = "prompt", "generation", "together", "choice"
+PROMPT = "prompt"
+GENERATION = "generation"
+TOGETHER = "together"
+CHOICE = "choice"
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
 
 
@@ -81,7 +84,8 @@ class DeviceMeter:
 
         self._device = the_device()
         self.gpu, self._free = self._device.name, self._device.free_bytes()
-        self.mark, self.seconds = self._device.mark, self._device.seconds  # a mark does not wait for the GPU
+        self.mark = self._device.mark
+        self.seconds = self._device.seconds  # a mark does not wait for the GPU
 
     def forget_peak(self) -> None:
         """Do nothing: buffers never grow."""
@@ -101,7 +105,10 @@ class TimedRunner:
     """A model runner whose calls are timed. Marks are read at the end: reading one may wait for the GPU."""
 
     def __init__(self, runner: Any, scheduler: Any, batch_size: int, meter: Meter):
-        self._runner, self._scheduler, self._batch_size, self._meter = runner, scheduler, batch_size, meter
+        self._runner = runner
+        self._scheduler = scheduler
+        self._batch_size = batch_size
+        self._meter = meter
         self._spans: list[tuple[tuple[str, ...], Any, Any]] = []
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 

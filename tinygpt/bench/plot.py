@@ -66,7 +66,9 @@ def draw(path: Path, title: str, panels: Sequence[Panel], note: str = "") -> Non
 
 
 def _draw_panel(axes: Any, panel: Panel) -> None:
-    drawn, colors, markers = {**panel.lines, **panel.gray_lines}, cycle(COLORS), cycle(MARKERS)
+    drawn = {**panel.lines, **panel.gray_lines}
+    colors = cycle(COLORS)
+    markers = cycle(MARKERS)
     for label, points in drawn.items():
         xs, samples = zip(*points, strict=True)
         medians = [statistics.median(values) for values in samples]

@@ -187,11 +187,13 @@ def cells_of(record: Record, forms: Iterable[str], absent: str = "") -> list[str
 
 
 def _notes(records: Sequence[Record]) -> str:
-    first, gpu = records[0], records[0].get("gpu_info")
+    first = records[0]
+    gpu = records[0].get("gpu_info")
     bandwidths, peaks = {}, {}
     for record in records:
         place = "on the GPU" if gpu else f"with {threads_text(record['n_threads'])}"
-        in_blocks, in_head = f"{record['block_peak_gflops']:.0f}", f"{record['head_peak_gflops']:.0f}"
+        in_blocks = f"{record['block_peak_gflops']:.0f}"
+        in_head = f"{record['head_peak_gflops']:.0f}"
         rates = in_blocks if in_blocks == in_head else f"{in_blocks} in the blocks and {in_head} in the head"
         bandwidths[place] = f"{record['bandwidth_gbs']:.1f} GB/s {place}"
         peaks[f"in {record['dtype']} {place}"] = f"{rates} in {record['dtype']} {place}"

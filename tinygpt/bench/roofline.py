@@ -98,7 +98,8 @@ def _embeddings(config: ModelConfig) -> int:
 
 
 def _float32_parameters(config: ModelConfig) -> int:
-    C, experts = config.n_embd, len(config.expert_layers) * (config.num_experts - 1)
+    C = config.n_embd
+    experts = len(config.expert_layers) * (config.num_experts - 1)
     biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
     norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
     positions = 0 if config.has_alibi else config.n_positions * C

@@ -166,10 +166,13 @@ def derived(records: list[Record]) -> list[Record]:
     """
     found, baselines = [], {}
     for record in records:
-        n_gen, num_steps, is_remote = record["n_gen"], record["num_steps"], record.get("remote", False)
+        n_gen = record["n_gen"]
+        num_steps = record["num_steps"]
+        is_remote = record.get("remote", False)
         seconds, first_tokens = ([ns / 1e9 for ns in record[name]] for name in ("samples_ns", "first_token_ns"))
         rest = [total - first for total, first in zip(seconds, first_tokens, strict=True)]
-        num_tokens, median = record["num_prompts"] * n_gen, statistics.median(seconds)
+        num_tokens = record["num_prompts"] * n_gen
+        median = statistics.median(seconds)
         error = f" ± {statistics.stdev(seconds) / len(seconds) ** 0.5:.4f}" if len(seconds) > 1 else ""
         samples = {
             "seconds": seconds,
@@ -246,7 +249,8 @@ def study_text(study: Study, options: Options, records: list[Record], notes: lis
 
 
 def _here(study: Study, options: Options) -> str:
-    size, gpu = num_parameters(open_checkpoint(options.model).config), meter_of(options.device).gpu
+    size = num_parameters(open_checkpoint(options.model).config)
+    gpu = meter_of(options.device).gpu
     machine = gpu or f"{threads_text(thread_count(options.threads))} of {cpu_name()}"
     small = ", with fewer sizes and runs than the study has" * options.small
     is_other = abs(size / study.num_parameters - 1) > SAME_SIZE

@@ -115,7 +115,8 @@ def make_plan(
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, ", or 0 for no generation")
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
     sources = open_sources(model, dtypes, ranks, device, kv_cache_dtype)
-    caches, config = {source.dtype: source.kv_cache_dtype for source in sources}, sources[0].config
+    caches = {source.dtype: source.kv_cache_dtype for source in sources}
+    config = sources[0].config
     cases = tuple(
         Case(batch_size, prompt_length, count)
         for batch_size in sorted(set(batch_sizes))
@@ -177,10 +178,14 @@ def _progress(plan: Plan, tests: list[Test], limits: dict[int, MachineLimits]) -
 
 def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     """Return the record of a test, with llama-bench's keys and the keys of this module's docstring."""
-    config, case, dtype, found = plan.config, test.case, test.dtype, test.measurement
+    config = plan.config
+    case = test.case
+    dtype = test.dtype
+    found = test.measurement
     counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
     n_prompt, n_gen, n_depth = counts
-    gpu, (commit, number) = meter_of(plan.device).gpu, build()
+    gpu = meter_of(plan.device).gpu
+    (commit, number) = build()
     passes = [_work(plan, test, run) for run in found.runs]
     rates = [tokens / seconds for seconds, tokens, *_ in passes]
     # llama-bench times all tokens: a generation has one pass less than new tokens.
@@ -190,7 +195,8 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     operations = [(blocks + head) / seconds for seconds, *_, blocks, head in passes]
     peak_shares = [(blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in passes]
     together = case.batch_size if n_gen else 1
-    size, cache = roofline.num_parameters(config), CACHE_NAMES[plan.caches[dtype]]
+    size = roofline.num_parameters(config)
+    cache = CACHE_NAMES[plan.caches[dtype]]
     model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
     return {
         "build_commit": commit,
@@ -247,7 +253,9 @@ def _work(plan: Plan, test: Test, run: Run) -> tuple[float, int, float, float, f
 
     In a generation these are the passes in which the whole batch decodes.
     """
-    config, case, dtype = plan.config, test.case, test.dtype
+    config = plan.config
+    case = test.case
+    dtype = test.dtype
     if not case.new_tokens:
         tokens = case.batch_size * case.prompt_length
         num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends

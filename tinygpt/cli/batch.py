@@ -48,7 +48,8 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
     params: the defaults of a line's fields.
     """
     with sigterm_raises():
-        source, target = Path(args.input), None if args.output is None else Path(args.output)
+        source = Path(args.input)
+        target = None if args.output is None else Path(args.output)
         if target is not None:
             check_writable("--output", target)
             if target.exists() and source.exists() and target.samefile(source):
@@ -135,7 +136,10 @@ class Run:
         return streams.read_lines(self.args.input, {record.line: partial(checked, record) for record in self.pending})
 
     def _write_all(self, dtype: str, prompts: "list[Prompt]", outputs: Iterable[Found]) -> int:
-        args, num_truncated, num_unfinished, num_failed = self.args, 0, 0, 0
+        args = self.args
+        num_truncated = 0
+        num_unfinished = 0
+        num_failed = 0
         num_answered = self.total - len(prompts)
         outputs = in_order(outputs) if args.keep_order else outputs
         try:
@@ -199,7 +203,9 @@ def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype:
     except OSError as error:
         raise RequestError(f"--output {path} cannot be read: {error.strerror}.") from None
     prompt_of = {record.id: record.prompt for record in prompts}
-    ids, num_failed, size = set(), 0, 0
+    ids = set()
+    num_failed = 0
+    size = 0
     for number, line in enumerate(lines, 1):
         place = f"line {number} of --output {path}"
         record = _record_in(line)
@@ -251,7 +257,8 @@ def open_records(path: Path | None, earlier: Earlier) -> Iterator[Callable[[str]
     with _explained(path):
         file = path.open("ab", buffering=0)
     with file:
-        descriptor, synced = file.fileno(), time.monotonic()
+        descriptor = file.fileno()
+        synced = time.monotonic()
         is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)  # not a pipe or a device
         if is_regular:
             with _explained(path):

@@ -148,9 +148,11 @@ def _run_preset(args: argparse.Namespace) -> None:
 
     threads = None if args.threads is None else args.threads[0]
     how = args.repetitions, args.small, args.text, args.remote, args.device
-    study, options = STUDIES[args.preset], Options(args.model, args.dtype, threads, *how)
+    study = STUDIES[args.preset]
+    options = Options(args.model, args.dtype, threads, *how)
     log(f"{study.name} with {args.model}")
-    records, notes = [], ["Interrupted: cases are missing."]
+    records = []
+    notes = ["Interrupted: cases are missing."]
     try:
         with work_started_by(records):
             notes = run_study(study, options, records)

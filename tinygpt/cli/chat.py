@@ -80,7 +80,10 @@ class Conversation:
     """The messages so far, and commands."""
 
     def __init__(self, llm: "LLM", template: "Template", params: SamplingParams, args: argparse.Namespace):
-        self._llm, self._template, self._params, self._num_answers = llm, template, params, 0
+        self._llm = llm
+        self._template = template
+        self._params = params
+        self._num_answers = 0
         self._shown = attrgetter("text")
         if shows_surprise(args):
             from ..look.surprise import ansi_chunk

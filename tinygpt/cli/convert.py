@@ -184,7 +184,8 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..kernels.cpu import packed
     from ..kernels.cpu.params import load_params
 
-    share, calibration = ALPHA if args.smooth is None else args.smooth, None
+    share = ALPHA if args.smooth is None else args.smooth
+    calibration = None
     if args.act_scales is not None:
         calibration = read_act_scales(args.act_scales, checkpoint, share)
     elif args.calibrate is not None:

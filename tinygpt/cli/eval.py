@@ -148,7 +148,8 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     if args.format == "jsonl":
         emit(FORMATS["jsonl"](records))
         return
-    columns, first = dict(COLUMNS[args.task]), records[0]["dtype"]
+    columns = dict(COLUMNS[args.task])
+    first = records[0]["dtype"]
     if all(record["dtype"] == first for record in records):
         columns.pop("change", None)
     records = [record | {"change": None} if record["dtype"] == first else record for record in records]
@@ -229,7 +230,8 @@ def _folder_for_transformers(model: str) -> Path:
     from ..weights.convert.packed import PackedCheckpoint
     from ..weights.open import open_checkpoint, resolve
 
-    path, checkpoint = resolve(model), open_checkpoint(model)
+    path = resolve(model)
+    checkpoint = open_checkpoint(model)
     if isinstance(checkpoint, PackedCheckpoint) or checkpoint.is_float8:
         raise RequestError(
             f"transformers cannot read {model}, which tinygpt has converted: compare its original, or give --golden "
@@ -249,7 +251,9 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
     from ..evaluation.parity import load_goldens
 
     goldens = load_goldens(Path(args.golden))
-    V, C, L = llm.config.vocab_size, llm.config.n_embd, llm.config.n_layer
+    V = llm.config.vocab_size
+    C = llm.config.n_embd
+    L = llm.config.n_layer
     if not goldens:
         raise RequestError(f"{args.golden} holds no prompt.")
     for golden in goldens:
@@ -266,7 +270,8 @@ def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golde
 
     room = llm.max_model_len
     if args.input is None:  # ids all over the vocabulary, the same in every run
-        lengths, size = sorted({min(length, room) for length in PROMPT_LENGTHS}), llm.config.vocab_size
+        lengths = sorted({min(length, room) for length in PROMPT_LENGTHS})
+        size = llm.config.vocab_size
         prompts = [[7919 * (i + 1) * (i + length) % size for i in range(length)] for length in lengths]
     else:
         prompts = _read_prompts(Path(args.input), llm)

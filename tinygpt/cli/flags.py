@@ -177,7 +177,8 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
         for name, field in FLAGS.items():
             if field.metadata["group"] != title:
                 continue
-            rule, about = field.metadata["rule"], field.metadata["help"]
+            rule = field.metadata["rule"]
+            about = field.metadata["help"]
             default = (DEFAULTS | defaults).get(name, field.default)
             options = {"action": "store_true"}
             if rule.parse is not None:

@@ -210,7 +210,8 @@ def _print_text(report: dict[str, Any]) -> None:
     print_fields("weights", summary)
     if tensors:
         print_table("tensors", _rows(report["tensors"]))
-    tokenizer, refused = report["tokenizer"], report["refused"]
+    tokenizer = report["tokenizer"]
+    refused = report["refused"]
     if tokenizer["error"]:
         shown = {"error": _once(tokenizer["error"], refused)}
     else:
@@ -265,7 +266,9 @@ def _run_doctor(args: argparse.Namespace) -> None:
 
 
 def _print_machine(report: dict[str, dict[str, Any]]) -> None:
-    memory, cache, limits = report["memory"], report["cache"], report["decode_limits"]
+    memory = report["memory"]
+    cache = report["cache"]
+    limits = report["decode_limits"]
     memory |= {name: size_text(memory[name]) for name in ("total", "available")}
     memory["read_bandwidth"] = f"{memory['read_bandwidth'] / 1e9:.1f} GB/s"
     cache |= {name: size_text(cache[name]) for name in ("size", "other_builds_size")}
@@ -392,7 +395,10 @@ def _cuda_driver() -> dict[str, Any]:
         return {"driver": None, "devices": []}
     if error := driver.cuInit(0):
         return {"driver": None, "devices": [], "error": f"cuInit returned {error}"}
-    version, count, device, name = ctypes.c_int(), ctypes.c_int(), ctypes.c_int(), ctypes.create_string_buffer(256)
+    version = ctypes.c_int()
+    count = ctypes.c_int()
+    device = ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
     driver.cuDriverGetVersion(ctypes.byref(version))
     driver.cuDeviceGetCount(ctypes.byref(count))
     devices = []

@@ -25,7 +25,9 @@ COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands that share one; any other has its own.
 MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval", "completion": "main"}
-DONE, FAILED, USAGE = 0, 1, 2
+DONE = 0
+FAILED = 1
+USAGE = 2
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
 
@@ -96,7 +98,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
             parser.error(f"unexpected argument {unknown[0]!r}")
         name = flag.partition("=")[0]
         parser.error(f"unknown flag {name}{suggest(name, parser._option_string_actions)}")
-    args.command, args.given, args.ignored = words[0], given, ignored
+    args.command = words[0]
+    args.given = given
+    args.ignored = ignored
     if getattr(args, "checkpoint", None) is not None:
         if "model" in given:
             parser.error(f"{args.checkpoint} and --model name one thing: give one of them")
@@ -112,8 +116,11 @@ def _own_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[l
 
     Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
     """
-    flags, rest = parser._option_string_actions, [*words]
-    found, ignored, typed = [], [], {}
+    flags = parser._option_string_actions
+    rest = [*words]
+    found = []
+    ignored = []
+    typed = {}
     while rest:
         word = rest.pop(0)
         if word == "--":  # words after it are text

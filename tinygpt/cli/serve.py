@@ -96,7 +96,8 @@ def _server_config(args: argparse.Namespace, address: str) -> "ServerConfig":
     from ..server.api import ServerConfig
     from ..server.app import LOOPBACK
 
-    keys, is_local = _keys(args), ip_address(address).is_loopback
+    keys = _keys(args)
+    is_local = ip_address(address).is_loopback
     hosts = LOOPBACK | {args.host.lower(), address} if is_local else {"*"}
     if args.allowed_hosts:
         hosts = set(map(str.lower, args.allowed_hosts))

@@ -64,7 +64,8 @@ class MessageHandler(logging.Handler):
         self.log_format, self.color = log_format, color
 
     def emit(self, record: logging.LogRecord) -> None:
-        message, level = self.format(record), record.levelname.lower()
+        message = self.format(record)
+        level = record.levelname.lower()
         if self.log_format == "json":
             line = json.dumps({"time": record.created, "level": level, "message": message})
         else:
@@ -81,7 +82,8 @@ class MessageHandler(logging.Handler):
 @contextmanager
 def logging_to_stderr(log_level: str = "info", log_format: str = "text", color: str = "never") -> Iterator[None]:
     """Show the package's log on stderr during the block, from a level on. color: of `add_color`."""
-    root, handler = logging.getLogger("tinygpt"), MessageHandler(log_format, color)
+    root = logging.getLogger("tinygpt")
+    handler = MessageHandler(log_format, color)
     level = root.level
     root.addHandler(handler)
     root.setLevel(log_level.upper())
@@ -170,7 +172,8 @@ def size_text(size: int | None) -> str:
 
 def check_writable(flag: str, path: Path) -> None:
     """Raise RequestError if the file cannot be written, without touching it."""
-    place, folder = path, Path(os.path.realpath(path)).parent  # of a link's target, which is written
+    place = path
+    folder = Path(os.path.realpath(path)).parent  # of a link's target, which is written
     try:
         is_folder = stat.S_ISDIR(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

@@ -120,7 +120,8 @@ class BeamSearch:
         return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
 
     def _options(self, source: int, candidates: Candidates, chosen: Counter[int]) -> list[tuple[float, int, int]]:
-        token_ids, scores = candidates.token_ids.tolist(), candidates.scores
+        token_ids = candidates.token_ids.tolist()
+        scores = candidates.scores
         if chosen:
             counts = np.array([chosen[token_id] for token_id in token_ids], np.float32)
             scores = scores - np.float32(self.rules.diversity_penalty) * counts
@@ -147,14 +148,18 @@ class _Group:
     def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool]):
         self.beams: list[Beam] = []
         self.ended: list[Hypothesis] = []
-        self._rules, self._is_stopped, self._is_done = rules, is_stopped, False
+        self._rules = rules
+        self._is_stopped = is_stopped
+        self._is_done = False
 
     def advance(self, options: list[Beam], is_last: bool) -> list[int]:
         """Choose among the best continuations, in order. Return the tokens that later groups are to avoid."""
-        size, is_alone = self._rules.group_size, self._rules.num_beam_groups == 1
+        size = self._rules.group_size
+        is_alone = self._rules.num_beam_groups == 1
         if self._is_done:
             return [*self._rules.eos_token_ids[:1]] * size  # transformers pads an ended group with EOS
-        eos, is_stopped = self._rules.eos_token_ids, self._is_stopped
+        eos = self._rules.eos_token_ids
+        is_stopped = self._is_stopped
         ends = [beam.token_ids[-1] in eos or is_stopped(beam.token_ids) for beam in options]
         running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][:size]
         self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end])
@@ -221,7 +226,9 @@ class Beams:
     """
 
     def __init__(self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]):
-        self.rules, self.first, self._sequences = rules, sequences[0], sequences
+        self.rules = rules
+        self.first = sequences[0]
+        self._sequences = sequences
         self._search = BeamSearch(rules, _stop_finder(sequences[0], new_text))
         self._running = sequences[:1]  # the sequence of each running beam
         self._missing = set(sequences)  # sequences without a prediction for this step
@@ -315,7 +322,8 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Pre
 def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction:
     if not np.isfinite(log_probs.max()):  # max() is NaN if any is
         return Prediction(None, error=not_finite(sequence))
-    candidates, params = Candidates.of(scores, sequence.beams.rules.num_candidates), sequence.params
+    candidates = Candidates.of(scores, sequence.beams.rules.num_candidates)
+    params = sequence.params
     if params.logprobs is None or not candidates.token_ids.size:
         return Prediction(candidates)
     reported = log_probs if params.logprobs_mode == "raw" else numbers.log_softmax(scores[None])[0]  # (V,)

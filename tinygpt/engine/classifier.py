@@ -11,7 +11,8 @@ from ..outputs import Classification
 from ..weights.checkpoint import Checkpoint
 from ..weights.files import read_json_object
 
-SEQUENCE_HEAD, TOKEN_HEAD = "score.weight", "classifier.weight"
+SEQUENCE_HEAD = "score.weight"
+TOKEN_HEAD = "classifier.weight"
 PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
@@ -22,8 +23,11 @@ class Classifier:
     """
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None, of_tokens: bool, fields: Mapping[str, Any]):
-        self._weight, self._bias, self._of_tokens = weight.astype(np.float64), bias, of_tokens
-        self._pad_token_id, self._kind = fields.get("pad_token_id"), None if of_tokens else fields.get("problem_type")
+        self._weight = weight.astype(np.float64)
+        self._bias = bias
+        self._of_tokens = of_tokens
+        self._pad_token_id = fields.get("pad_token_id")
+        self._kind = None if of_tokens else fields.get("problem_type")
         if len(weight) == 1 and not of_tokens and self._kind != "regression":
             self._kind = "multi_label_classification"
         names = fields.get("id2label")
@@ -38,7 +42,8 @@ class Classifier:
         # Not `@`: the bits of NumPy's BLAS depend on its number of threads.
         logits = np.einsum("tc,kc->tk", states, self._weight)
         logits += 0 if self._bias is None else self._bias
-        rows, probs = logits.tolist(), self._probabilities(logits).tolist()
+        rows = logits.tolist()
+        probs = self._probabilities(logits).tolist()
         labels = [self._labels[i] for i in logits.argmax(1)]
         of_all = (rows, probs, labels) if self._of_tokens else (rows[0], probs[0], labels[0])
         return Classification(token_ids, *of_all, num_classes=len(self._labels))
@@ -67,8 +72,11 @@ def _read_classifier(checkpoint: Checkpoint) -> Classifier | None:
     name = next((name for name in (SEQUENCE_HEAD, TOKEN_HEAD) if name in checkpoint.heads), None)
     if name is None or checkpoint.family != "GPT-2":
         return None
-    path, width, config = checkpoint.path, checkpoint.config.n_embd, checkpoint.folder / "config.json"
-    weight, bias = checkpoint.heads[name].float32(), checkpoint.heads.get(name.replace("weight", "bias"))
+    path = checkpoint.path
+    width = checkpoint.config.n_embd
+    config = checkpoint.folder / "config.json"
+    weight = checkpoint.heads[name].float32()
+    bias = checkpoint.heads.get(name.replace("weight", "bias"))
     bias = None if bias is None else bias.float32()
     if len(weight.shape) != 2 or weight.shape[1] != width or not weight.shape[0]:
         raise CheckpointError(f"{path} holds {name} of shape {weight.shape}, which must be (labels, {width}).")

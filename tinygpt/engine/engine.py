@@ -132,7 +132,8 @@ class Engine:
         self.runner.stop_early(True)  # a command waits for one pass at most
 
     def _check_room(self, count: int) -> None:
-        max_queue, max_num_seqs = self.engine_config.max_queue, self.engine_config.max_num_seqs
+        max_queue = self.engine_config.max_queue
+        max_num_seqs = self.engine_config.max_num_seqs
         if max_queue is None:
             return
         if count > max_queue + max_num_seqs:

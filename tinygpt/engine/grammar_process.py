@@ -33,8 +33,11 @@ class Grammar:
     """One grammar's process."""
 
     def __init__(self, matchers: "Matchers | None" = None, channel: socket.socket | None = None):
-        self._matchers, self._channel, self._lock = matchers, channel, Lock()
-        self.numbers, self.dropped = itertools.count(), []  # of samples
+        self._matchers = matchers
+        self._channel = channel
+        self._lock = Lock()
+        self.numbers = itertools.count()
+        self.dropped = []  # of samples
 
     def __del__(self):
         if self._channel is not None:
@@ -67,7 +70,8 @@ class Sample:
     """A state of a grammar: its beginning, which asks nothing of the process yet, or a copy of another."""
 
     def __init__(self, grammar: Grammar, copied: "Sample | None" = None):
-        self.grammar, self._number = grammar, next(grammar.numbers)
+        self.grammar = grammar
+        self._number = next(grammar.numbers)
         if copied is not None:
             self.ask("add", copied._number)
 
@@ -85,7 +89,8 @@ class GrammarServer:
     """
 
     def __init__(self, tokens: list[bytes] | None = None, special_token_ids: list[int] | None = None):
-        self._vocabulary, self._lock = (tokens, special_token_ids), Lock()
+        self._vocabulary = (tokens, special_token_ids)
+        self._lock = Lock()
         self._process = self._control = None
         self.close = lambda: None
 
@@ -101,7 +106,8 @@ class GrammarServer:
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
-        command, nowhere = [sys.executable, "-I", "-S", __file__, *sys.path], subprocess.DEVNULL
+        command = [sys.executable, "-I", "-S", __file__, *sys.path]
+        nowhere = subprocess.DEVNULL
         with theirs:
             self._process = subprocess.Popen(
                 command, stdin=theirs, stdout=nowhere, stderr=nowhere, start_new_session=True
@@ -131,7 +137,8 @@ class Matchers:
     def __init__(self, tokens: list[bytes] | None, special_token_ids: list[int] | None):
         import llguidance
 
-        self._new, self._from = partial(llguidance.LLMatcher, log_level=0), llguidance.grammar_from
+        self._new = partial(llguidance.LLMatcher, log_level=0)
+        self._from = llguidance.grammar_from
         self.validate = llguidance.LLMatcher.validate_grammar
         self._samples: dict[int | None, State] = {}  # None: the beginning
         if tokens is not None:

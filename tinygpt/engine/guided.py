@@ -62,7 +62,8 @@ class Guidance:
         except ImportError:
             reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
             raise RequestError(reason, field) from None
-        text, grammar = grammar_of(llguidance, field, value), self._server.grammar()
+        text = grammar_of(llguidance, field, value)
+        grammar = self._server.grammar()
         try:
             return grammar.ask(COMPILE_SECONDS, "compile", text) or grammar
         except LimitError as error:
@@ -76,7 +77,9 @@ class Guide:
     """
 
     def __init__(self, grammar: Grammar, end_ids: frozenset[int], spread: Callable[[bytes], Mask]):
-        self._grammar, self._end_ids, self._spread = grammar, end_ids, spread
+        self._grammar = grammar
+        self._end_ids = end_ids
+        self._spread = spread
         self._lock = Lock()
         self.restart()
 
@@ -106,7 +109,8 @@ class Guide:
     def copy(self) -> "Guide":
         with self._lock:
             other = copy(self)
-            other._token_ids, other._lock = list(self._token_ids), Lock()
+            other._token_ids = list(self._token_ids)
+            other._lock = Lock()
             other._sample = other._try(Sample, self._grammar, self._sample)
         return other
 

@@ -41,9 +41,12 @@ from .sequence import Breakers, Request, Sequence, copied
 logger = logging.getLogger(__name__)
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
-MAX_BREAKER, MAX_REST, NUM_BREAKERS = 40, 20, 64
+MAX_BREAKER = 40
+MAX_REST = 20
+NUM_BREAKERS = 64
 if TYPE_CHECKING:
     from ..look.captures import Captures
+    from ..look.hooks import HookPoints
     from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
@@ -62,8 +65,11 @@ class InputProcessor:
         points: "Callable[[], HookPoints] | None" = None,
         lora_modules: tuple[str, ...] = (),
     ):
-        self._config, self._engine_config, self._points = config, engine_config, points
-        self._soft_prompts, self._lora_modules = SoftPrompts(soft_prompts, config), lora_modules
+        self._config = config
+        self._engine_config = engine_config
+        self._points = points
+        self._soft_prompts = SoftPrompts(soft_prompts, config)
+        self._lora_modules = lora_modules
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
         self.note: str | None = None  # logged with the first request
@@ -83,7 +89,8 @@ class InputProcessor:
         return self._tokenizer
 
     def close(self) -> None:
-        self._tokenizer, self._tokenizer_error = None, CheckpointError("this LLM has been closed.")
+        self._tokenizer = None
+        self._tokenizer_error = CheckpointError("this LLM has been closed.")
         if self._guidance is not None:
             self._guidance.close()
         self._guidance = None
@@ -149,7 +156,8 @@ class InputProcessor:
         edits: Any = (),
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
-        virtual, prompt = self._soft_prompts.find(soft_prompt), text_or_ids(prompt)
+        virtual = self._soft_prompts.find(soft_prompt)
+        prompt = text_or_ids(prompt)
         params = SamplingParams(max_tokens=1, soft_prompt=soft_prompt, edits=edits)
         pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
         return [self._scoring_request(*pair, virtual, params) for pair in pairs]
@@ -184,7 +192,8 @@ class InputProcessor:
     ) -> Request:
         """Return a request that reads both without the last token. The token that it draws is ignored."""
         context = [*(virtual.token_ids if virtual else ()), *context]
-        total, most = len(context) + len(continuation), self._engine_config.max_model_len + 1
+        total = len(context) + len(continuation)
+        most = self._engine_config.max_model_len + 1
         if total > most:
             raise RequestError(
                 f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
@@ -228,7 +237,8 @@ class InputProcessor:
     def _sequences(
         self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, arrival: float, on_chunk: OnChunk | None
     ) -> list[Sequence]:
-        params, eos_token_ids = fitted.params, frozenset(self._eos_token_ids(fitted.params))
+        params = fitted.params
+        eos_token_ids = frozenset(self._eos_token_ids(fitted.params))
         count = _num_sequences(params)
         wanted = None
         if params.prompt_logprobs is not None:  # the first sample finds them for all
@@ -271,7 +281,8 @@ class InputProcessor:
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
-        looks, most = Captures.of(capture, edits, self._points(), num_prompt, length), self._engine_config.max_model_len
+        looks = Captures.of(capture, edits, self._points(), num_prompt, length)
+        most = self._engine_config.max_model_len
         for one in chain(*looks.edits.values()):
             if one.first >= most:
                 raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
@@ -303,7 +314,8 @@ class InputProcessor:
 
     def _token_sequences(self, text: str) -> set[tuple[int, tuple[int, ...]]]:
         """Return the first token and the others of each way to write a text, as llama.cpp finds them."""
-        tokenizer, vocab_size = self.tokenizer, self._config.vocab_size
+        tokenizer = self.tokenizer
+        vocab_size = self._config.vocab_size
         self._token_texts = self._token_texts or [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
         rests = {text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST]) for n in range(1, len(text))}
         ways = set()
@@ -349,7 +361,8 @@ class SoftPrompts:
 
     def _add(self, prompt: SoftPrompt) -> VirtualTokens:
         with self._lock:  # requests come from any thread
-            first, self._next_id = self._next_id, self._next_id - len(prompt)
+            first = self._next_id
+            self._next_id = self._next_id - len(prompt)
         return VirtualTokens(list(range(first, first - len(prompt), -1)), prompt)
 
 

@@ -35,7 +35,9 @@ class ModelRunner:
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
         """Raise CheckpointError for a damaged checkpoint, RequestError if memory does not suffice."""
         self.config: ModelConfig = source.config
-        self.dtype, self.kv_cache_dtype, self._file = source.dtype, source.kv_cache_dtype, source.file
+        self.dtype = source.dtype
+        self.kv_cache_dtype = source.kv_cache_dtype
+        self._file = source.file
         self._backend = source.backend
         _check_memory(source, engine_config)
         started = time.perf_counter()
@@ -154,7 +156,8 @@ class Probe:
     def attentions(self, token_ids: list[int]) -> np.ndarray:
         queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
         keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-        config, maps = self._runner.config, np.empty((*keys.shape[:3], len(token_ids)), np.float32)
+        config = self._runner.config
+        maps = np.empty((*keys.shape[:3], len(token_ids)), np.float32)
         for layer in range(config.n_layer):
             of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
             maps[layer] = numbers.softmax(numbers.attention_scores(*of_layer))
@@ -181,8 +184,10 @@ def check_pooling(pooling: str) -> None:
 
 
 def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:
-    config, tied = source.config, source.checkpoint.tied
-    slots, steps = (sizes.num_slots, sizes.max_model_len), (sizes.max_num_batched_tokens, sizes.max_num_logits)
+    config = source.config
+    tied = source.checkpoint.tied
+    slots = (sizes.num_slots, sizes.max_model_len)
+    steps = (sizes.max_num_batched_tokens, sizes.max_num_logits)
     try:
         source.backend.check_memory(config, tied, source.dtype, source.kv_cache_dtype, *slots, *steps)
     except DeviceError as error:

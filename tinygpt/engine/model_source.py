@@ -202,7 +202,8 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("prefix_cache_seqs", "max_queue") else 1
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("prefix_cache_seqs", "max_queue") else 1
             is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not is_count and (value is not None or field.default is not None):
                 raise invalid(field.name, value, f"a whole number, {least} or more")

@@ -95,7 +95,9 @@ class SamplingState:
     """The sampler's state of one sequence, which never gets shorter."""
 
     def __init__(self, sequence: Sequence, edits: TokenRules):
-        params, self.params, self.edits = sequence.params, sequence.params, edits
+        params = sequence.params
+        self.params = sequence.params
+        self.edits = edits
         self.warpers = warpers_of(params)
         is_ft = params.presence_penalty_rule == "fastertransformer"
         presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
@@ -205,7 +207,8 @@ class Sampler:
             return self._take_greatest(logits, sequences)
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
         errors = self.process(logits, sequences)
-        warpers, positions = gather_warpers(states), np.array([len(s) for s in sequences], np.uint64)  # (R,)
+        warpers = gather_warpers(states)
+        positions = np.array([len(s) for s in sequences], np.uint64)  # (R,)
         _spare_top_k(warpers, sequences)
         _draw_exclusions(warpers, sequences)
         token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
@@ -224,7 +227,8 @@ class Sampler:
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
         (state,) = self._updated_states([sequence])
-        params, changes = sequence.params, state.changes_scores or state.wants_logprobs
+        params = sequence.params
+        changes = state.changes_scores or state.wants_logprobs
         return not (changes or params.top_p_decay < 1 or params.xtc_probability)
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
@@ -264,7 +268,8 @@ class Sampler:
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """Sample plain sequences: at batch 32, `sample` takes longer than the kernel."""
         count = len(sequences)
-        greedy, no_draws = Warpers(*np.zeros((len(Warpers._fields), count))), np.zeros(count, np.uint64)
+        greedy = Warpers(*np.zeros((len(Warpers._fields), count)))
+        no_draws = np.zeros(count, np.uint64)
         token_ids = self.runner.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 

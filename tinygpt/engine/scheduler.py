@@ -36,7 +36,8 @@ class Chunk(NamedTuple):
 
     @classmethod
     def of(cls, sequence: Sequence, count: int) -> "Chunk":
-        wanted, start = sequence.prompt_logprobs, sequence.num_cached
+        wanted = sequence.prompt_logprobs
+        start = sequence.num_cached
         num_prompt_logits = 0 if wanted is None else wanted.num_logits(start, start + count)
         return cls(sequence, count, count == sequence.num_uncached, num_prompt_logits)
 
@@ -112,7 +113,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
-        self._copy_positions, self._write_prefix = copy_positions, write_prefix
+        self._copy_positions = copy_positions
+        self._write_prefix = write_prefix
         self._layer = 0  # that the last step began with
         # By waiting sequence: the sequence that computes its first tokens, and how many.
         self._pending: dict[Sequence, tuple[Sequence, int]] = {}
@@ -149,7 +151,8 @@ class Scheduler:
             sequence.slot = None
 
     def _add_prompts(self, chunks: list[Chunk]) -> None:
-        budget, num_logits = self.max_num_tokens - len(chunks), LOGIT_ROWS
+        budget = self.max_num_tokens - len(chunks)
+        num_logits = LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
             if budget and not self._waits(sequence):
                 count = min(sequence.num_uncached, budget)
@@ -157,7 +160,8 @@ class Scheduler:
                     count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
                 if count:
                     chunks.append(Chunk.of(sequence, count))
-                    budget, num_logits = budget - count, num_logits - chunks[-1].num_prompt_logits
+                    budget = budget - count
+                    num_logits = num_logits - chunks[-1].num_prompt_logits
 
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))
@@ -229,7 +233,8 @@ class StepInput:
         counts = [chunk.num_logits for chunk in chunks]
         for i, draft in drafts.items():
             token_ids[i], counts[i] = token_ids[i] + draft, counts[i] + len(draft)
-        starts, slots = [c.sequence.num_cached for c in chunks], [c.sequence.slot for c in chunks]
+        starts = [c.sequence.num_cached for c in chunks]
+        slots = [c.sequence.slot for c in chunks]
         batch = Batch.of(token_ids, starts, slots, counts, embeds)
         last_rows = [end - 1 - len(drafts.get(i, ())) for i, end in enumerate(itertools.accumulate(counts))]
         return cls(chunks, drafts, batch, last_rows)
@@ -247,7 +252,8 @@ def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarr
     """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C)."""
     parts, num_rows = [], 0
     for i, chunk in enumerate(chunks):
-        virtual, start = chunk.sequence.soft_prompt, chunk.sequence.num_cached
+        virtual = chunk.sequence.soft_prompt
+        start = chunk.sequence.num_cached
         if virtual is None or start >= len(virtual):
             continue
         embeds = virtual.prompt.embeds[start : start + chunk.count]

@@ -86,7 +86,8 @@ class Sequence:
     @property
     def prefix_ids(self) -> list[int]:
         """The tokens as the prefix cache compares them: positions depend on the adapter, and on edits before them."""
-        ids, shift = self.context_token_ids, (self.adapter + 1) << 32
+        ids = self.context_token_ids
+        shift = (self.adapter + 1) << 32
         if shift:
             ids = [token_id + shift if token_id >= 0 else token_id - shift for token_id in ids]
         return ids if self.looks is None else self.looks.prefix_ids(ids)
@@ -131,7 +132,9 @@ class Sequence:
 
     def enter(self, slot: int, num_cached: int) -> None:
         self.scheduled_time = time.perf_counter()
-        self.slot, self.num_cached, self.num_reused = slot, num_cached, num_cached
+        self.slot = slot
+        self.num_cached = num_cached
+        self.num_reused = num_cached
 
     def reuse(self, stop: int) -> None:
         self.num_reused += stop - self.num_cached
@@ -140,7 +143,8 @@ class Sequence:
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""
         self.num_dropped = self.window.num_dropped(len(self))
-        self.num_cached, self.has_finite_logits = min(self.num_cached, self.window.num_fixed), False
+        self.num_cached = min(self.num_cached, self.window.num_fixed)
+        self.has_finite_logits = False
 
     # Its tokens, and its end.
 
@@ -159,7 +163,8 @@ class Sequence:
             self.logprobs.append(token.logprobs)
         if token.logprob is not None:
             self.cumulative_logprob += token.logprob
-        text, end = self._push(token.token_id), self._end()
+        text = self._push(token.token_id)
+        end = self._end()
         if end is not None:
             text += self._finish(*end)
         if self.on_chunk is not None:
@@ -211,7 +216,9 @@ class Sequence:
         text = "" if self.text is None else self.text.finish()
         if self.params.stop and self.text.stop is not None:
             reason, stop_reason = "stop", self.text.stop
-        self.finish_reason, self.stop_reason, self.finished_time = reason, stop_reason, time.perf_counter()
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        self.finished_time = time.perf_counter()
         return text
 
     def _give(self, text: str, token: SampledToken | None) -> None:
@@ -340,7 +347,8 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
     """Return whether params.repetition_detection ends the sample, by vLLM's rule."""
-    detection, length = params.repetition_detection, len(new_token_ids)
+    detection = params.repetition_detection
+    length = len(new_token_ids)
     if detection is None or not params.min_tokens <= length < params.max_tokens:
         return False
     longest = min(detection.max_pattern_size, length // detection.min_count)

@@ -23,7 +23,8 @@ class Drafter:
     """Drafts for the sequences of a step, as far as the step has room: by prompt lookup, or by the draft model."""
 
     def __init__(self, engine_config: EngineConfig, draft_model: "DraftModel | None"):
-        self._max_num_tokens, self._max_num_logits = engine_config.max_num_batched_tokens, engine_config.max_num_logits
+        self._max_num_tokens = engine_config.max_num_batched_tokens
+        self._max_num_logits = engine_config.max_num_logits
         self._draft_model = draft_model
 
     def close(self) -> None:
@@ -34,11 +35,14 @@ class Drafter:
         wanted = {i: count for i, chunk in enumerate(chunks) if (count := self.num_wanted(chunk))}
         if not wanted:
             return {}
-        num_tokens, num_logits = sum(chunk.count for chunk in chunks), sum(chunk.num_logits for chunk in chunks)
+        num_tokens = sum(chunk.count for chunk in chunks)
+        num_logits = sum(chunk.num_logits for chunk in chunks)
         room = min(self._max_num_tokens - num_tokens, self._max_num_logits - num_logits)
         drafts, by_model = {}, {}
         for i, count in wanted.items():
-            sequence, params, count = chunks[i].sequence, chunks[i].sequence.params, min(count, room)
+            sequence = chunks[i].sequence
+            params = chunks[i].sequence.params
+            count = min(count, room)
             if params.prompt_lookup_num_tokens:
                 drafts[i] = propose_by_lookup(sequence.token_ids, count, params.max_matching_ngram_size)
                 count = len(drafts[i])
@@ -106,7 +110,8 @@ class DraftModel:
         self.num_speculative_tokens = sizes.num_speculative_tokens
         self._runner = ModelRunner(source, sizes, threads)
         self._sampler = Sampler(self._runner)
-        self._max_model_len, self._max_num_tokens = sizes.max_model_len, sizes.max_num_batched_tokens
+        self._max_model_len = sizes.max_model_len
+        self._max_num_tokens = sizes.max_num_batched_tokens
         self._cached: dict[int, list[int]] = {}  # tokens by slot
         self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
 

@@ -71,13 +71,15 @@ class StepLoop:
         """Run a forward pass, or as many as fit into `seconds` if no sequence needs a look in between."""
         self._expire()
         if chunks := self.scheduler.schedule():
-            started, num_read = time.perf_counter(), _num_read(chunks)
+            started = time.perf_counter()
+            num_read = _num_read(chunks)
             texts = [chunk.sequence for chunk in chunks if chunk.sequence.beams is None]
             searches = {chunk.sequence.beams for chunk in chunks if chunk.sequence.new_token_ids} - {None}
             num_before = _num_after_first(texts)
             self._run(chunks, seconds)
             num_new = len(searches) + _num_after_first(texts) - num_before
-            share, took = num_read / ((num_read + num_new) or 1), time.perf_counter() - started
+            share = num_read / ((num_read + num_new) or 1)
+            took = time.perf_counter() - started
             self.throughput += Throughput(num_read, share * took, num_new, (1 - share) * took)
         for sequence in self.scheduler.finished:
             self._end(sequence)
@@ -86,7 +88,8 @@ class StepLoop:
         if (of_slot := self.runner.adapter_of_slot) is not None:
             for chunk in chunks:
                 of_slot[chunk.sequence.slot] = chunk.sequence.adapter
-        started, num_steps = time.perf_counter(), self._choose_num_steps(chunks, seconds)
+        started = time.perf_counter()
+        num_steps = self._choose_num_steps(chunks, seconds)
         if num_steps > 1:
             num_steps = self._run_several(chunks, num_steps)
         else:
@@ -140,7 +143,8 @@ class StepLoop:
 
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
         for chunk in chunks:
-            sequence, params = chunk.sequence, chunk.sequence.params
+            sequence = chunk.sequence
+            params = chunk.sequence.params
             ends_by_text = params.stop or params.repetition_detection is not None
             if not sequence.new_token_ids or ends_by_text or self._drafter.num_wanted(chunk):
                 seconds = 0.0  # the time of the first token is reported
@@ -163,7 +167,8 @@ class StepLoop:
 
     def _run_several(self, chunks: list[Chunk], steps: int) -> int:
         sequences = [chunk.sequence for chunk in chunks]
-        starts, slots = [s.num_cached for s in sequences], [s.slot for s in sequences]
+        starts = [s.num_cached for s in sequences]
+        slots = [s.slot for s in sequences]
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         warpers = gather_warpers([s.sampling_state for s in sequences])
         ends = frozenset().union(*(sequence.end_token_ids for sequence in sequences))

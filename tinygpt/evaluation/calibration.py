@@ -47,7 +47,8 @@ class Statistics:
     def add(self, x: np.ndarray) -> None:  # (N, K)
         sizes = np.abs(x)
         self.largest = np.maximum(self.largest, sizes.max(axis=0))
-        self.size, self.total = self.size + sizes.sum(axis=0), self.total + x.sum(axis=0)
+        self.size = self.size + sizes.sum(axis=0)
+        self.total = self.total + x.sum(axis=0)
         self.count += len(x)
 
 
@@ -82,7 +83,8 @@ def samples_of(token_ids: list[int], size: int) -> list[list[int]]:
 def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibration:
     """Read a file of SmoothQuant's generate_act_scales.py: names are transformers'. Raise CheckpointError."""
     tensors = read_torch(followed(path)).tensors
-    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    layout = layout_of(checkpoint)
+    shapes = parameter_shapes(checkpoint.config)
     names = {layout.short_name(f"{name}.weight"): name for name in tensors}
     rules = layout.rules(checkpoint.config)
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}

@@ -99,7 +99,8 @@ class TinyGPTLM(TemplateLM):
         context, given = request.args
         fields = normalize_gen_kwargs(given, self.max_gen_toks)
         fields.pop("do_sample")  # if it is false, the temperature is 0 or not given
-        stop, max_tokens = [text for text in fields.pop("until") if text], fields.pop("max_gen_toks")
+        stop = [text for text in fields.pop("until") if text]
+        max_tokens = fields.pop("max_gen_toks")
         room = self.max_length - max_tokens
         if room < 1:
             raise invalid("max_gen_toks", max_tokens, f"below {self.max_length}, the positions of the model")

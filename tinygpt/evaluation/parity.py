@@ -209,7 +209,9 @@ def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> 
 
 def _by_position(gaps: Sequence[np.ndarray]) -> dict[int, Difference]:
     """Group positions 0, 1, 2 to 3, 4 to 7 and so on."""
-    longest, start, found = max(map(len, gaps)), 0, {}
+    longest = max(map(len, gaps))
+    start = 0
+    found = {}
     while start < longest:
         stop = max(1, 2 * start)
         found[start] = _difference([gap[start:stop] for gap in gaps if len(gap) > start])

@@ -14,7 +14,10 @@ from .texts import Article
 
 NUM_TOGETHER = 8  # threads that share the engine's steps
 # ROUGE as FasterTransformer's summarization example.
-PROMPT_TOKENS, NEW_TOKENS, SENTENCES, SEED = 923, 100, 4, 5
+PROMPT_TOKENS = 923
+NEW_TOKENS = 100
+SENTENCES = 4
+SEED = 5
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
@@ -156,7 +159,8 @@ def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -
 
 def rouge(summaries: Sequence[str], articles: Sequence[Article]) -> dict[str, float]:
     """Return the mean F-measure of each of ROUGE_KINDS in percent (Lin, 2004)."""
-    scorer, totals = new_scorer(), dict.fromkeys(ROUGE_KINDS, 0.0)
+    scorer = new_scorer()
+    totals = dict.fromkeys(ROUGE_KINDS, 0.0)
     for summary, article in zip(summaries, articles, strict=True):
         for kind, score in scorer.score(article.summary, summary).items():
             totals[kind] += 100 * score.fmeasure / len(articles)

@@ -52,7 +52,8 @@ def read_articles(name: str, path: str | Path) -> list[Article]:
     """Read a JSONL file. Raise RequestError without an article and its summary."""
     articles = []
     for row, place in _rows(name, path):
-        text, summary = row.get("article"), next((row[field] for field in SUMMARIES if field in row), None)
+        text = row.get("article")
+        summary = next((row[field] for field in SUMMARIES if field in row), None)
         if not isinstance(text, str) or not isinstance(summary, str) or not summary.strip():
             raise RequestError(f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.')
         articles.append(Article(text, summary))

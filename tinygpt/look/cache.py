@@ -21,7 +21,9 @@ class Activations(Mapping[str, np.ndarray]):
     def __init__(
         self, points: HookPoints, names: list[str], seen: dict[tuple[str, int], np.ndarray], token_ids: list[int]
     ):
-        self.points, self._names, self._seen = points, dict.fromkeys(names), seen
+        self.points = points
+        self._names = dict.fromkeys(names)
+        self._seen = seen
         length = next((len(rows) for rows in seen.values()), len(token_ids))  # fewer if max_time was over
         self.token_ids = token_ids[:length]
 
@@ -44,14 +46,16 @@ class Activations(Mapping[str, np.ndarray]):
         return rows.swapaxes(0, 1) if kind in ("attn_scores", "pattern") else rows
 
     def _computed(self, kind: str, layer: int) -> np.ndarray:
-        config, tensor = self.points.config, self.points.tensor
+        config = self.points.config
+        tensor = self.points.tensor
         if kind == "embed":
             return tensor("wte.weight")[self.token_ids] * np.float32(config.embed_scale)
         if kind == "pos_embed":
             return tensor("wpe.weight")[: len(self.token_ids)].copy()
         ((source, _), *_) = sources = self.points.sources(self.points.names[kind, layer])
         if kind == "result":
-            z, w = self._seen[source, layer], tensor(f"h.{layer}.attn.c_proj.weight")  # (C, H D)
+            z = self._seen[source, layer]
+            w = tensor(f"h.{layer}.attn.c_proj.weight")  # (C, H D)
             return np.einsum("thd,chd->thc", z, w.reshape(len(w), *z.shape[1:]), optimize=True)
         if kind in ("attn_scores", "pattern"):
             q, k = (self._seen[place] for place in sources)  # (T, H, D)
@@ -105,7 +109,9 @@ class ActivationCache(Mapping[str, Any]):
 
     def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False, **how: Any) -> Any:
         """Return the stream before each layer up to `layer`, or after all (components, B, T, C). how: `_stack`'s."""
-        stop, last, parts = self._stop(layer), self._points.config.n_layer, {}
+        stop = self._stop(layer)
+        last = self._points.config.n_layer
+        parts = {}
         for i in range(stop + 1):
             parts |= {"final_post": ("resid_post", last - 1)} if i == last else {f"{i}_pre": ("resid_pre", i)}
             if incl_mid if i < stop else how.get("mlp_input"):
@@ -114,7 +120,8 @@ class ActivationCache(Mapping[str, Any]):
 
     def decompose_resid(self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any) -> Any:
         """Return the summands of the stream before `layer` (components, B, T, C). mode: "all", "attn" or "mlp"."""
-        stop, kinds = self._stop(layer), [k for k in ("attn_out", "mlp_out") if mode == "all" or k.startswith(mode)]
+        stop = self._stop(layer)
+        kinds = [k for k in ("attn_out", "mlp_out") if mode == "all" or k.startswith(mode)]
         names = [f"hook_{kind}" for kind in BEFORE if incl_embeds]
         parts = {name.removeprefix("hook_"): self[name] for name in names if name in self._points.places}
         parts |= {f"{i}_{kind}": self[kind, i] for i in range(stop) for kind in kinds}
@@ -124,7 +131,8 @@ class ActivationCache(Mapping[str, Any]):
 
     def stack_head_results(self, layer: int | None = None, incl_remainder: bool = False, **how: Any) -> Any:
         """Return what each head before `layer` adds to the stream (heads, B, T, C), and what is left of the stream."""
-        stop, heads = self._stop(layer), range(self._points.config.n_head)
+        stop = self._stop(layer)
+        heads = range(self._points.config.n_head)
         parts = {f"L{i}H{h}": self["result", i][..., h, :] for i in range(stop) for h in heads}
         if incl_remainder:
             parts["remainder"] = self["resid_post", stop - 1] - sum(parts.values())

@@ -32,7 +32,8 @@ class Captures:
     @classmethod
     def of(cls, capture: Any, edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int) -> "Captures":
         """Read captures and edits for a prompt in a text of at most `length`. Raise RequestError."""
-        names, edits = points.find(capture, "capture"), tuple(edits)
+        names = points.find(capture, "capture")
+        edits = tuple(edits)
         placed = place(edits, points, num_prompt, length)
         first = min((one.first for several in placed.values() for one in several), default=length)
         wanted = frozenset(source for name in names for source in points.sources(name))

@@ -146,7 +146,8 @@ class PlacedEdit:
     @classmethod
     def of(cls, edit: Edit, shape: tuple[int, ...], num_prompt: int) -> "PlacedEdit | None":
         """Return the edit, or None if it does not fit rows of this shape after a prompt of num_prompt tokens."""
-        bounds, rows = _bounds(edit.at, num_prompt), np.zeros((1, *shape), np.float32)
+        bounds = _bounds(edit.at, num_prompt)
+        rows = np.zeros((1, *shape), np.float32)
         positions = np.array(bounds) if isinstance(edit.at, tuple) else range(*bounds)  # (n,)
         try:
             part = rows[(slice(None), *edit.index)]
@@ -171,7 +172,9 @@ class PlacedEdit:
 
     def apply(self, array: np.ndarray, start: int) -> None:
         """Change array (n, ...), the positions from `start` on. Raise ValueError, or a function's error."""
-        positions, stop, edit = self.positions, start + len(array), self.edit
+        positions = self.positions
+        stop = start + len(array)
+        edit = self.edit
         if isinstance(positions, range):
             found = np.arange(max(positions.start, start), min(positions.stop, stop))
             numbers = found - positions.start
@@ -180,7 +183,8 @@ class PlacedEdit:
             found = positions[numbers]
         if not found.size:
             return
-        rows, index = array[found - start], (slice(None), *edit.index)  # a copy
+        rows = array[found - start]
+        index = (slice(None), *edit.index)  # a copy
         new = edit.changed(rows[index], edit.value[numbers] if self.has_axis else edit.value)
         if edit.function is not None and np.shape(new) != rows[index].shape:
             raise ValueError(f"it returned an array of shape {np.shape(new)} for one of {rows[index].shape}")

@@ -54,8 +54,11 @@ class HookPoints:
         tensor: Callable[[str], np.ndarray],
         kv_cache_dtype: str,
     ):
-        self.config, self.seen, self.changed = config, frozenset(seen), tuple(changed)
-        self.tensor, self.kv_cache_dtype = tensor, kv_cache_dtype
+        self.config = config
+        self.seen = frozenset(seen)
+        self.changed = tuple(changed)
+        self.tensor = tensor
+        self.kv_cache_dtype = kv_cache_dtype
         self.places: dict[str, tuple[str, int]] = {name: (kind, 0) for kind, name in BEFORE.items()}
         for layer in range(config.n_layer):
             self.places |= {f"blocks.{layer}.{name}": (kind, layer) for kind, name in IN_LAYER.items()}

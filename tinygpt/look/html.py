@@ -70,7 +70,8 @@ class Attention:
         return f'<div style="{STYLE[0]}">{"".join(map(self._head, range(len(self.pattern))))}</div>'
 
     def _head(self, head: int) -> str:
-        size, pattern = len(self.tokens), self.pattern[head]
+        size = len(self.tokens)
+        pattern = self.pattern[head]
         shades = np.minimum(pattern * (SHADES + 1), SHADES).astype(int)  # (T, T)
         paths = []
         for shade in range(1, SHADES + 1):
@@ -95,7 +96,9 @@ def lens(llm: Any, prompt: PromptType, names: Any = "resid_post", top: int = 3, 
         raise RequestError(f"is {top} and must be from 1 to {llm.config.vocab_size}.", "top", top)
     ids = llm.read_prompt(prompt).token_ids
     logits, cache = llm.run_with_cache([ids], names, edits)
-    shown, probs, texts = [*cache], [], []
+    shown = [*cache]
+    probs = []
+    texts = []
     for name in shown:
         if cache[name].shape[2:] != (llm.config.n_embd,):
             raise RequestError(f"has {name!r}, which is no stream of {llm.config.n_embd} values.", "names")

@@ -113,7 +113,8 @@ class LookMethods:
             reason = f"has {len(ids)} tokens and the clean prompt {len(clean_ids)}: their positions are compared."
             raise RequestError(reason, "corrupted")
         score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
-        first, _ = score(edits), score(Edit(kind, keep=0))  # refused before any work
+        first = score(edits)
+        _ = score(Edit(kind, keep=0))  # refused before any work
         _, (found,) = self._look("activations", [clean_ids], kind, ())
         inputs = [f"blocks.{found.points.places[name][1]}.hook_resid_pre" for name in found]
         _, (before,) = self._look("activations", [ids], inputs, edits)
@@ -136,7 +137,8 @@ class LookMethods:
         """
         from .edits import ControlVector
 
-        names, means = [f"blocks.{i}.hook_resid_post" for i in range(1, self.config.n_layer)], []
+        names = [f"blocks.{i}.hook_resid_post" for i in range(1, self.config.n_layer)]
+        means = []
         for prompts in (_some("positive", positive), _some("negative", negative)):
             outputs = self.generate(prompts, max_tokens=1, capture=names)
             rows = [[output.outputs[0].activations[name][-1] for name in names] for output in outputs]
@@ -149,7 +151,8 @@ class LookMethods:
 
     def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
         """Return logits (T, V) and Activations of each prompt."""
-        given, edits = [self._read_ids(what, prompt) for prompt in prompts], SamplingParams(edits=edits).edits
+        given = [self._read_ids(what, prompt) for prompt in prompts]
+        edits = SamplingParams(edits=edits).edits
         is_plain = what == "logits" and not edits
         sizes = [(len(ids), len(ids), len(given)) for ids in given]
         looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]

@@ -51,7 +51,8 @@ def html(output: "RequestOutput", tokenizer: "Tokenizer | None") -> str:
 
     tokenizer: None leaves all plain.
     """
-    prompt_ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
+    prompt_ids = output.prompt_token_ids
+    prompt_logprobs = output.prompt_logprobs
     prompt = output.prompt
     if prompt is None:
         prompt = "" if tokenizer is None else tokenizer.decode(prompt_ids)

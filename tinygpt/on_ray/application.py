@@ -57,7 +57,8 @@ class Replica:
             served_model_names=(a.served_model_name or a.model,), api_keys=() if a.api_key is None else (a.api_key,)
         )
         app = create_app(self._llm, config)
-        self._metrics, self._gauges = app.state.api.metrics, {}
+        self._metrics = app.state.api.metrics
+        self._gauges = {}
         return app
 
     def check_health(self) -> None:

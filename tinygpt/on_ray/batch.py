@@ -38,7 +38,8 @@ def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     adapters = arguments["lora_modules"]
     source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora, adapters)
     sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
-    soft_prompts, split = arguments["soft_prompts"], arguments["split_special_tokens"]
+    soft_prompts = arguments["soft_prompts"]
+    split = arguments["split_special_tokens"]
     inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split, lora_modules=tuple(adapters))
     arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
     for name in ("model", "lora", "draft_model"):

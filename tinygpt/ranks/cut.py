@@ -70,7 +70,8 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:
     """Return the layers of each stage, with the head in the last: the largest has fewest bytes."""
     width, layers = config.n_embd, config.n_layer
-    layer, head = width * (4 * width + 2 * config.inner_size), width * config.vocab_size
+    layer = width * (4 * width + 2 * config.inner_size)
+    head = width * config.vocab_size
     if stages == 1:
         return [range(layers)]
     others = stages - 1
@@ -97,7 +98,8 @@ def run_groups(
     """
     count = batch.token_ids.size
     groups = [slice(count * i // stages, count * (i + 1) // stages) for i in range(stages)]
-    tokens, waits = np.empty((steps, count), np.int32), {}
+    tokens = np.empty((steps, count), np.int32)
+    waits = {}
     for step in range(steps + 1):
         for i, rows in enumerate(groups):
             if step:

@@ -58,7 +58,8 @@ NO_PLAN = 8  # integers of a plan without a model
 
 
 def plan_size(sizes: EngineConfig) -> int:
-    tokens, sequences = sizes.max_num_batched_tokens, sizes.max_num_seqs + 1
+    tokens = sizes.max_num_batched_tokens
+    sequences = sizes.max_num_seqs + 1
     return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
 
 
@@ -115,7 +116,8 @@ class RankZeroDriver:
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
-        self._plan, self._model_is_open = np.zeros(plan_size(sizes), np.int32), True
+        self._plan = np.zeros(plan_size(sizes), np.int32)
+        self._model_is_open = True
 
     def close_model(self) -> None:
         with self._turn:
@@ -138,7 +140,8 @@ class RankZeroDriver:
     def _close_model(self) -> None:
         if self._model_is_open and not self._has_ended:
             self.tell(Command.CLOSE)
-            self._plan, self._model_is_open = np.zeros(NO_PLAN, np.int32), False
+            self._plan = np.zeros(NO_PLAN, np.int32)
+            self._model_is_open = False
 
 
 @cache

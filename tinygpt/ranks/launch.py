@@ -12,7 +12,8 @@ from ..fields import integer, read_field
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-SLURM_RANK, SLURM_SIZE = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
+SLURM_RANK = "SLURM_PROCID"
+SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
 
 
 def mpiexec_beside() -> str | None:

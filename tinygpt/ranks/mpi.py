@@ -65,7 +65,8 @@ def process_world() -> "World":
             f"several ranks need mpi4py and an MPI library ({error}): {how_to_install('mpi')}."
         ) from None
     if MPI.COMM_WORLD.size == 1 < launched_size():
-        name, beside = MPI.get_vendor()[0], mpiexec_beside()
+        name = MPI.get_vendor()[0]
+        beside = mpiexec_beside()
         its_mpiexec = f", {beside}" if beside else ""
         raise RequestError(
             f"{launched_size()} processes were started, and {name}, the MPI of mpi4py, sees each of them alone: start "
@@ -93,7 +94,8 @@ class World:
         if self.rank == 0:
             request.Wait()
             return
-        deadline, nap = time.monotonic() + SPIN_SECONDS, FIRST_NAP
+        deadline = time.monotonic() + SPIN_SECONDS
+        nap = FIRST_NAP
         while not request.Test():
             if time.monotonic() > deadline:
                 time.sleep(nap)

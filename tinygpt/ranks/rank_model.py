@@ -28,8 +28,11 @@ class RankModel:
     def __init__(
         self, world: World, layout: Layout, allgather: Any, source: ModelSource, sizes: EngineConfig, threads: int
     ):
-        self._world, self._layout, self._config = world, layout, source.config
-        self._backend, self._file = source.backend, source.file
+        self._world = world
+        self._layout = layout
+        self._config = source.config
+        self._backend = source.backend
+        self._file = source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
         self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
         self.part = self._parts[world.rank]
@@ -39,7 +42,8 @@ class RankModel:
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
         self._workspace = new_workspace(self.part, *steps, threads, source.dtype, allgather)
         vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
-        self._vocab_parts, self._vocab_starts = vocab_parts, np.array([part.start for part in vocab_parts])
+        self._vocab_parts = vocab_parts
+        self._vocab_starts = np.array([part.start for part in vocab_parts])
         self._rows = np.empty((sizes.max_num_batched_tokens, source.config.n_embd), np.float32)
         if world.rank == 0:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)

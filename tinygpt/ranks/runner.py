@@ -36,10 +36,17 @@ class ParallelRunner(ModelRunner):
 
     def __init__(self, lead: RankZeroDriver, source: ModelSource, opening: LoadCommand):
         """Raise CheckpointError or RequestError with the rank that fails."""
-        self.config, self.dtype, self.kv_cache_dtype = source.config, source.dtype, source.kv_cache_dtype
-        self._backend, self._source, self._lead = source.backend, source, lead
-        self._threads, self._stages = rank_threads(opening.threads, lead.world), opening.layout.pipeline_size
-        self._workspace, self._kv_cache, self._file = None, None, source.file
+        self.config = source.config
+        self.dtype = source.dtype
+        self.kv_cache_dtype = source.kv_cache_dtype
+        self._backend = source.backend
+        self._source = source
+        self._lead = lead
+        self._threads = rank_threads(opening.threads, lead.world)
+        self._stages = opening.layout.pipeline_size
+        self._workspace = None
+        self._kv_cache = None
+        self._file = source.file
         with lead.order(opens_model=True):
             lead.tell(Command.OPEN)
             lead.world.broadcast_object(opening)

@@ -79,7 +79,9 @@ class Api:
     """The state that all requests share, and the handler of each route."""
 
     def __init__(self, llm: LLM, config: ServerConfig):
-        self.llm, self.config, self.started = llm, config, int(time.time())
+        self.llm = llm
+        self.config = config
+        self.started = int(time.time())
         self.model_name = config.served_model_names[0]
         self.model_names = (*config.served_model_names, *llm.lora_modules)
         self.metrics = Metrics(llm, self.model_name)
@@ -114,7 +116,8 @@ class Api:
                 message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
                 raise ApiError(400, message, "add_special_tokens")
             for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
-                count, limit = getattr(form, field, None), self.config.max_logprobs
+                count = getattr(form, field, None)
+                limit = self.config.max_logprobs
                 if type(count) is int and count > limit:  # a chat's logprobs is true or false
                     raise ApiError(400, f"{field} is {count}, and this server gives at most {limit}.", field)
             try:
@@ -172,7 +175,8 @@ class Api:
         if self.chat_template is None:
             how = "start the server with --chat-template plain, or a file, or use /v1/completions"
             raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
-        options, tokenizer = getattr(form, "chat_template_kwargs", None), self.llm.tokenizer
+        options = getattr(form, "chat_template_kwargs", None)
+        tokenizer = self.llm.tokenizer
         adds_prompt = getattr(form, "add_generation_prompt", True)
         ids = await asyncio.to_thread(chat_ids, self.chat_template, tokenizer, messages, options, adds_prompt)
         return await self._prompts([ids], form, request)
@@ -234,7 +238,8 @@ class Api:
 
     async def _work(self, requests: Requests, stream: bool, request: Request) -> RunningRequest:
         self.check_open()
-        sizes, count = self.llm.engine.engine_config, sum(params.best_of or params.n for _, params in requests)
+        sizes = self.llm.engine.engine_config
+        count = sum(params.best_of or params.n for _, params in requests)
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
             raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
         work = RunningRequest(self.llm, self.outbox)
@@ -291,7 +296,8 @@ class Api:
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
         """Return `given`, or else the room after the longest prompt up to `most`. ApiError if it does not fit."""
-        limit, num_virtual = self.llm.max_model_len, self.llm.num_virtual_tokens(form.soft_prompt)
+        limit = self.llm.max_model_len
+        num_virtual = self.llm.num_virtual_tokens(form.soft_prompt)
         read = num_virtual + max(len(prompt.token_ids) for prompt in prompts)
         if given is None:
             given = max(min(limit - read, most), 1)
@@ -350,7 +356,8 @@ class Api:
 
     async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
         """Return prompts that nothing follows, and the number of tokens."""
-        prompts, limit = await self._prompts(_listed(given), form, request, field), self.llm.max_model_len
+        prompts = await self._prompts(_listed(given), form, request, field)
+        limit = self.llm.max_model_len
         if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
             message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
             raise ApiError(400, message, field, "context_length_exceeded")
@@ -395,13 +402,15 @@ class Api:
 
     async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
         """Return the cosines of texts' embeddings."""
-        num_first, num_second = len(_listed(form.text_1)), len(_listed(form.text_2))
+        num_first = len(_listed(form.text_1))
+        num_second = len(_listed(form.text_2))
         if num_first not in (1, num_second):
             message = f"text_1 has {num_first} texts and text_2 {num_second}: send one text_1, or one for each text_2."
             raise ApiError(400, message, "text_1")
         first, count_1 = await self._vectors(form.text_1, form, request, "text_1")
         second, count_2 = await self._vectors(form.text_2, form, request, "text_2")
-        first, second = first.astype(np.float64), second.astype(np.float64)
+        first = first.astype(np.float64)
+        second = second.astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
         cosines = np.clip(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1)  # (N,)

@@ -154,13 +154,19 @@ class Gate:
 
     def __init__(self, app: ASGIApp, api: Api, paths: frozenset[str]):
         """paths: others count as "other", to bound the labels."""
-        self._app, self._hosts, self._paths, self._count = app, api.config.allowed_hosts, paths, api.metrics.count_http
+        self._app = app
+        self._hosts = api.config.allowed_hosts
+        self._paths = paths
+        self._count = api.metrics.count_http
         self._keys = [key.encode() for key in api.config.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers, begun, told, status = Headers(scope=scope), time.perf_counter(), 0, CLIENT_LEFT
+        headers = Headers(scope=scope)
+        begun = time.perf_counter()
+        told = 0
+        status = CLIENT_LEFT
         given = headers.get("x-request-id", "")
         request_id = given if _ID.fullmatch(given) else secrets.token_hex(16)
         notes: dict[str, Any] = {}  # of routes, for the log line

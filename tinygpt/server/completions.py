@@ -48,13 +48,16 @@ class Job:
 
     def __post_init__(self):
         options = self.form.stream_options or StreamOptions()
-        self._ends_with_usage, self._tells_usage = options.include_usage, options.continuous_usage_stats
-        self._is_padded, self._num_made = options.include_obfuscation, 0
+        self._ends_with_usage = options.include_usage
+        self._tells_usage = options.continuous_usage_stats
+        self._is_padded = options.include_obfuscation
+        self._num_made = 0
         has_logprobs = self.form.logprobs is not None and self.form.logprobs is not False
         self._tells_all = self._tells_usage or self.form.return_token_ids or has_logprobs  # also tokens without a text
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
-        num_samples, num_read = params.best_of or params.n, sum(len(prompt.token_ids) for prompt in self.prompts)
+        num_samples = params.best_of or params.n
+        num_read = sum(len(prompt.token_ids) for prompt in self.prompts)
         num_made = len(self.prompts) * params.max_tokens
         self.num_logprobs = num_samples * (num_read * of_prompt + num_made * of_token)
         self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
@@ -77,7 +80,8 @@ class Job:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
     def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        choices, tail = self.choices(outputs), self.end_of_reply(outputs)
+        choices = self.choices(outputs)
+        tail = self.end_of_reply(outputs)
         return json_parts({**self.head, "choices": choices, "usage": usage(outputs), **tail})
 
     def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -151,7 +155,10 @@ class Completion(Job):
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         """Return the choice; the first of a sample also has the prompt's part."""
-        form, prompt, index, text = self.form, self.prompts[i], i * self.params.n + made.index, made.text or ""
+        form = self.form
+        prompt = self.prompts[i]
+        index = i * self.params.n + made.index
+        text = made.text or ""
         ids, tokens = _tokens(made)
         if is_first := index not in self._lists:
             options = bool(form.return_tokens_as_token_ids), bool(form.return_token_ids)

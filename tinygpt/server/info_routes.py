@@ -18,7 +18,9 @@ class InfoRoutes:
     """The handlers of these routes."""
 
     def __init__(self, api: Api):
-        self._api, self._llm, self._config = api, api.llm, api.config
+        self._api = api
+        self._llm = api.llm
+        self._config = api.config
 
     async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
@@ -39,7 +41,8 @@ class InfoRoutes:
 
     async def tokenizer_info(self) -> Response:
         """Return the facts of the tokenizer that evaluation harnesses need."""
-        config, template = self._llm.config, self._api.chat_template
+        config = self._llm.config
+        template = self._api.chat_template
         ids = next(iter(config.eos_token_ids), None), config.bos_token_id
         ids = ids if self._api.names.has_tokenizer else (None, None)
         eos, bos = (None if i is None else self._llm.tokenizer.decode([i]) for i in ids)

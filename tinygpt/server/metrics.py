@@ -44,7 +44,8 @@ class Metrics:
 
     def __init__(self, llm: LLM, model_name: str):
         disable_created_metrics()
-        self._registry, self.own = CollectorRegistry(), CollectorRegistry()  # own: series that also have vLLM's names
+        self._registry = CollectorRegistry()
+        self.own = CollectorRegistry()  # own: series that also have vLLM's names
         label, own = ["model_name"], self.own
         self._counters = {
             name: Counter(OURS + name, text, label, registry=own).labels(model_name) for name, text in COUNTERS.items()
@@ -55,7 +56,8 @@ class Metrics:
         }
         ended = Counter(f"{OURS}request_success", "Requests that ended", [*label, "finished_reason"], registry=own)
         self._count_end = lambda reason: ended.labels(model_name, reason).inc()
-        scheduler, num_slots = llm.engine.scheduler, llm.engine.engine_config.max_num_seqs
+        scheduler = llm.engine.scheduler
+        num_slots = llm.engine.engine_config.max_num_seqs
         gauges = {
             "num_requests_running": ("Running samples", lambda: len(scheduler.running)),
             "num_requests_waiting": ("Samples that wait for a slot", lambda: len(scheduler.waiting)),
@@ -78,8 +80,10 @@ class Metrics:
         for seconds in token_gaps:
             self._histograms["inter_token_latency_seconds"].observe(seconds)
         for progress, reasons in found:
-            times, is_whole = progress.metrics, reasons != ["abort"]
-            is_begun, made = is_whole or times.first_token is not None, progress.num_new_tokens
+            times = progress.metrics
+            is_whole = reasons != ["abort"]
+            is_begun = is_whole or times.first_token is not None
+            made = progress.num_new_tokens
             read, cached = (progress.num_prompt_tokens, progress.num_cached_tokens) if is_begun else (0, 0)
             for counter, count in zip(self._counters.values(), (read, made, cached, read), strict=True):
                 counter.inc(count)
@@ -91,7 +95,8 @@ class Metrics:
                 "request_prefill_time_seconds": times.prefill_time,
             }
             if is_whole:
-                prefill, decode = times.prefill_time, times.decode_time
+                prefill = times.prefill_time
+                decode = times.decode_time
                 values |= {
                     "request_decode_time_seconds": decode,
                     "request_inference_time_seconds": None if prefill is None else prefill + decode,

@@ -22,7 +22,12 @@ from ..wire import UNSENDABLE
 
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
-MAX_PROMPTS, MAX_SAMPLES, MAX_STOPS, MAX_WORDS, MAX_IDS = 256, 128, 64, 10_000, 1_000_000  # of one request
+# of one request
+MAX_PROMPTS = 256
+MAX_SAMPLES = 128
+MAX_STOPS = 64
+MAX_WORDS = 10_000
+MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
 MAX_CHARACTERS = 2**16  # of a pattern or grammar
 DEFAULT_TEMPERATURE = 1.0  # OpenAI's

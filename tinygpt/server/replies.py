@@ -62,13 +62,15 @@ def json_parts(value: Any) -> Iterator[str]:
 
 async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
     """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
-    made, end = [], time.perf_counter() + SLICE_SECONDS
+    made = []
+    end = time.perf_counter() + SLICE_SECONDS
     for part in parts:
         made.append(part)
         if time.perf_counter() > end:
             yield "".join(made).encode()
             await asyncio.sleep(0)
-            made, end = [], time.perf_counter() + SLICE_SECONDS
+            made = []
+            end = time.perf_counter() + SLICE_SECONDS
     if made:
         yield "".join(made).encode()
 
@@ -103,7 +105,8 @@ class TokenNames:
     """Names of tokens: the text, or the bytes of a partial character, or the id of a token without bytes."""
 
     def __init__(self, tokenizer: Tokenizer | None):
-        self._tokenizer, self.has_tokenizer = tokenizer, tokenizer is not None
+        self._tokenizer = tokenizer
+        self.has_tokenizer = tokenizer is not None
         self.name = lru_cache(maxsize=100_000)(self._name)
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -129,7 +132,9 @@ class CompletionLogprobs:
 
     def __init__(self, names: TokenNames, num_top: int, by_id: bool, with_ids: bool):
         """by_id: name tokens by their ids. with_ids: also list the ids of the most probable tokens."""
-        self._names, self._num_top, self._with_ids = names, num_top, with_ids
+        self._names = names
+        self._num_top = num_top
+        self._with_ids = with_ids
         self._name = "token_id:{}".format if by_id else names.name
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0
@@ -187,7 +192,8 @@ BUG = ApiError(500, "internal error: the server's log says more.")  # clients ar
 
 def error_body(error: HTTPException) -> dict[str, Any]:
     kind = TYPES.get(error.status_code, "invalid_request_error")
-    param, code = getattr(error, "param", None), getattr(error, "code", None)
+    param = getattr(error, "param", None)
+    code = getattr(error, "code", None)
     return {"error": {"message": error.detail, "type": kind, "param": param, "code": code}}
 
 

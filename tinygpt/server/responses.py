@@ -35,7 +35,8 @@ class Responses(Job):
         return (self._told("output_text.delta", **self._of_item(), delta=text, logprobs=[]) for text in texts)
 
     def end(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        ended, text = self._ended(outputs), outputs[0].outputs[0].text or ""
+        ended = self._ended(outputs)
+        text = outputs[0].outputs[0].text or ""
         yield self._told("output_text.done", **self._of_item(), text=text, logprobs=[])
         yield self._told("content_part.done", **self._of_item(), part=_part(text))
         yield self._told("output_item.done", output_index=0, item=ended["output"][0])

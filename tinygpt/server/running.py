@@ -57,7 +57,8 @@ class ChunkQueue:
     async def in_grammar_thread(self, call: Callable[[], Result]) -> Result:
         """Return call(), which may take seconds: no thread of other requests and no end of the server waits for it."""
         await self._room.acquire()
-        future, free = ThreadFuture(), partial(self._loop.call_soon_threadsafe, self._room.release)
+        future = ThreadFuture()
+        free = partial(self._loop.call_soon_threadsafe, self._room.release)
         future.add_done_callback(lambda _: self._loop.is_closed() or free())
         threading.Thread(target=future.settle, args=(call,), daemon=True).start()
         return await asyncio.wrap_future(future)
@@ -129,7 +130,8 @@ class RunningRequest:
                     items.remove(None)
                 chunks = [item for item in items if item[1] is not None]
                 num_left -= len(items) - len(chunks)
-                self._num_taken, self._taken_at = self._num_taken + len(chunks), time.perf_counter()
+                self._num_taken = self._num_taken + len(chunks)
+                self._taken_at = time.perf_counter()
                 yield chunks
         finally:
             pinging.cancel()
@@ -169,7 +171,8 @@ class RunningRequest:
     def _post(self, i: int, chunk: StreamChunk | None) -> None:
         """Called by the engine's thread; with None, also by the loop's."""
         if chunk is not None:
-            self._num_posted, now = self._num_posted + 1, time.perf_counter()
+            self._num_posted = self._num_posted + 1
+            now = time.perf_counter()
             if chunk.token_id is not None:
                 self._times.setdefault((i, chunk.index), []).append(now)
             is_late = self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
@@ -188,7 +191,8 @@ class JsonRoute(APIRoute):
         async def answer(request: Request) -> Response:
             if request.method != "POST":
                 return await handle(request)
-            api, body = request.app.state.api, await _read_body(request)
+            api = request.app.state.api
+            body = await _read_body(request)
             async with AsyncExitStack() as request.state.reading:
                 if len(body) > HUGE:
                     await while_connected(request.receive, request.state.reading.enter_async_context(api.huge))
@@ -207,7 +211,9 @@ async def _read_body(request: Request) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another site cannot send this type without permission
         raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
-    declared, limit, body = request.headers.get("content-length", ""), config.max_body_bytes, bytearray()
+    declared = request.headers.get("content-length", "")
+    limit = config.max_body_bytes
+    body = bytearray()
     too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
@@ -274,7 +280,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(until_gone())
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -29,7 +29,8 @@ FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 END_SECONDS = 5.0  # after that, for threads to end
 SWITCH_SECONDS = 0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
 BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
-OUT_OF_DESCRIPTORS, LOG_SECONDS = "socket.accept() out of system resource", 60.0  # asyncio's, and how often it is told
+OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
+LOG_SECONDS = 60.0  # asyncio's, and how often it is told
 
 
 class Server(uvicorn.Server):
@@ -47,8 +48,10 @@ class Server(uvicorn.Server):
         off |= {"access_log": False, "server_header": False, "proxy_headers": False, "backlog": BACKLOG}
         seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
         super().__init__(uvicorn.Config(app, **off, **seconds))
-        self._api, self._drain_seconds = app.state.api, drain_seconds
-        self._on_start, self._on_signal = on_start, on_signal
+        self._api = app.state.api
+        self._drain_seconds = drain_seconds
+        self._on_start = on_start
+        self._on_signal = on_signal
         self._deadline: float | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -56,7 +59,8 @@ class Server(uvicorn.Server):
         self._on_start()
 
     async def on_tick(self, counter: int) -> bool:
-        is_told, running = await super().on_tick(counter), len(self.server_state.tasks)
+        is_told = await super().on_tick(counter)
+        running = len(self.server_state.tasks)
         if is_told and self._deadline is None:
             self._deadline = time.monotonic() + self._drain_seconds + FLUSH_SECONDS
             asyncio.get_running_loop().call_later(self._drain_seconds, self._api.stop_all)
@@ -120,7 +124,9 @@ def configure_logging(form: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
     for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
         logger = logging.getLogger(name)
-        logger.handlers, logger.level, logger.propagate = [handler], level, False
+        logger.handlers = [handler]
+        logger.level = level
+        logger.propagate = False
 
 
 class Seldom(logging.Filter):

@@ -46,7 +46,8 @@ def open_template(given: str | os.PathLike[str] | None, folder: Path) -> Templat
     """
     if given == PLAIN:
         return PlainTemplate()
-    config, file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+    config = folder / "tokenizer_config.json"
+    file = folder / "chat_template.jinja"
     options = read_json_object(config) if config.exists() else {}
     if given is not None:
         source = _given_source(given)
@@ -92,7 +93,8 @@ class Marks:
         """special_tokens: their texts. An object is for one conversation."""
         tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
-        self._tokens, self._longest = sorted(tokens), len(tokens[0]) if tokens else 0
+        self._tokens = sorted(tokens)
+        self._longest = len(tokens[0]) if tokens else 0
         self._sign = secrets.token_hex(16)
 
     def guard(self, value: Any) -> Any:
@@ -121,7 +123,8 @@ class Marks:
             plain = text[start : found.start() if found else None].replace(self._sign, "")
             ids += encode(plain, True) if plain else []
             if found:
-                ids, start = ids + encode(found[0], False), found.end()
+                ids = ids + encode(found[0], False)
+                start = found.end()
         return ids
 
 

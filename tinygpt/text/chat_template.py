@@ -57,7 +57,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]):
-        self.source, self._special_tokens = source, dict(special_tokens)
+        self.source = source
+        self._special_tokens = dict(special_tokens)
         try:
             self._template = Sandbox().from_string(source)
         except Exception as error:  # Jinja raises also SyntaxError and ValueError of the Python code that it makes

@@ -187,7 +187,8 @@ def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         "continuing_subword_prefix": "##",
         "max_input_chars_per_word": 100,
     }
-    chinese, lowercase = options.get("tokenize_chinese_chars", True), options.get("do_lower_case", True)
+    chinese = options.get("tokenize_chinese_chars", True)
+    lowercase = options.get("do_lower_case", True)
     normalizer = _bert_normalizer(chinese, options.get("strip_accents"), lowercase)
     decoder = {"type": "WordPiece", "prefix": "##", "cleanup": True}
     ends = options["cls_token"], options["sep_token"]

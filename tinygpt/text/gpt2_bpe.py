@@ -53,8 +53,10 @@ def _is_any_crossed(left: np.ndarray, right: np.ndarray) -> bool:
     while (goes_on := np.maximum(x, y) >= NUM_BYTES).any():
         x, y, x_used, y_used = (ranks[goes_on] for ranks in (x, y, x_used, y_used))
         is_x = x > y
-        x_used, y_used = np.where(is_x, x, x_used), np.where(is_x, y_used, y)
-        x, y = np.where(is_x, right[x], x), np.where(is_x, y, left[y])
+        x_used = np.where(is_x, x, x_used)
+        y_used = np.where(is_x, y_used, y)
+        x = np.where(is_x, right[x], x)
+        y = np.where(is_x, y, left[y])
         touching = x * num_ranks + y
         places = np.searchsorted(keys[:-1], touching)
         ranks = np.where(keys[places] == touching, by_key[places] + NUM_BYTES, NEVER)

@@ -84,7 +84,8 @@ def _vocabulary(content: dict[str, str]) -> Vocabulary:
     )
     data = bytes.fromhex(content["tokens"])
     tokens = [data[start:stop] for start, stop in pairwise(accumulate(lengths, initial=0))]
-    bytes_of, id_of_rank = dict(zip(ids, tokens, strict=True)), dict(zip(ranks, ids, strict=False))
+    bytes_of = dict(zip(ids, tokens, strict=True))
+    id_of_rank = dict(zip(ranks, ids, strict=False))
     is_right = (len(bytes_of), len(id_of_rank), len(data)) == (len(ids), len(ranks), sum(lengths)) and all(
         bytes_of[token_id] == bytes([rank]) for rank, token_id in id_of_rank.items() if rank < NUM_BYTES
     )

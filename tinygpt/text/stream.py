@@ -111,7 +111,8 @@ class StopStrings:
             return text
         if self.matched is not None:
             return ""
-        num_seen, text = len(self._held), self._held + text
+        num_seen = len(self._held)
+        text = self._held + text
         found = [] if is_early else self._complete_behind(num_seen, text)
         if found:
             end, _, self.matched = min(found)

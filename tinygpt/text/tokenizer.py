@@ -41,7 +41,8 @@ class CharacterTokenizer(ByteTokens):
 
 
 def is_characters(spec: dict[str, Any]) -> bool:
-    model, splitter = spec["model"], spec["pre_tokenizer"] or {}
+    model = spec["model"]
+    splitter = spec["pre_tokenizer"] or {}
     nothing_else = not (spec["added_tokens"] or spec["normalizer"] or spec["post_processor"])
     return (
         model["type"] == "WordLevel"
@@ -234,7 +235,9 @@ class Tokenizer:
 
         A special token has its name if the text has it, as in a prompt.
         """
-        stream, left, found = self.detokenizer(), self.decode(token_ids) if text is None else text, []
+        stream = self.detokenizer()
+        left = self.decode(token_ids) if text is None else text
+        found = []
         for i, token_id in enumerate(token_ids, 1):
             piece = stream.push(token_id) + (stream.finish() if i == len(token_ids) else "")
             if token_id in self.special_ids:

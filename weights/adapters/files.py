@@ -37,7 +37,8 @@ def read_adapter(folder: str | os.PathLike[str], peft_types: tuple[str, ...]) ->
         raise CheckpointError(f"{path} holds no {CONFIG}: give the folder that the adapter was saved into.")
     config = _read_config(path)
     if config.get("peft_type") not in peft_types:
-        given, wanted = shown(config.get("peft_type")), ", ".join(peft_types)
+        given = shown(config.get("peft_type"))
+        wanted = ", ".join(peft_types)
         raise CheckpointError(f"{path} is an adapter of the type {given} and must be one of {wanted}.")
     file = next((path / name for name in ADAPTER_FILES if (path / name).exists()), None)
     if file is None:
@@ -65,7 +66,8 @@ def refuse_adapter(path: Path, given: str) -> None:
     if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
         return
     config = _read_config(folder)
-    kind, base = config.get("peft_type"), config.get("base_model_name_or_path")
+    kind = config.get("peft_type")
+    base = config.get("base_model_name_or_path")
     place = {"LORA": "--lora", **dict.fromkeys(SOFT_PROMPTS, "--soft-prompt")}.get(str(kind))
     use = f"{given} as {place}" if place else "no adapter, as such ones are not implemented"
     base = f", {shown(base)}," if base else ""

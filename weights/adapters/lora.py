@@ -66,7 +66,9 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     adapter that cannot be read or fits another model, and for a checkpoint that is converted or not transformers'.
     """
     model, files, contents = _read(checkpoint, adapter)
-    parts, stored, tied = model.parts, dict(checkpoint.stored), checkpoint.tied
+    parts = model.parts
+    stored = dict(checkpoint.stored)
+    tied = checkpoint.tied
     replaced = contents.replaced
     updates = {name: _update(name, *factors, model) for name, factors in contents.factors.items()}
     if tied:
@@ -78,7 +80,8 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         tied = one == other and updates.keys().isdisjoint(names)
     for parameter in {parts[name].parameter for name in (*replaced, *updates)}:
         stored[parameter] = _changed(stored[parameter], model.rules[parameter], replaced, updates, parts)
-    ignored, held = checkpoint.ignored + contents.ignored, checkpoint.files + files.files
+    ignored = checkpoint.ignored + contents.ignored
+    held = checkpoint.files + files.files
     return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
 
 
@@ -114,7 +117,8 @@ def _read(
     if not can_be_written(checkpoint):
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
     files = read_adapter(adapter, ("LORA",))
-    lora, stored = LoraConfig.from_dict(files.path / CONFIG, files.config), dict(checkpoint.stored)
+    lora = LoraConfig.from_dict(files.path / CONFIG, files.config)
+    stored = dict(checkpoint.stored)
     if checkpoint.tied:
         stored[HEAD] = stored[EMBEDDING]
     layout = layout_of(checkpoint)
@@ -141,7 +145,8 @@ def _changed(
 
 def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
     stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
-    modules, shapes = model.modules(stored), {name: part.shape for name, part in model.parts.items()}
+    modules = model.modules(stored)
+    shapes = {name: part.shape for name, part in model.parts.items()}
     # PEFT adapts linear layers and embeddings alone.
     targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
     has_own_rows = POSITIONS in model.rules and model.rules[POSITIONS].transform is not AS_IS
@@ -183,7 +188,8 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
 def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Return the names and shapes of the factors (r, in) and (out, r)."""
     part, r = model.parts[name], lora.rank(module)
-    out, inner = part.shape[part.out_axis], part.shape[1 - part.out_axis]
+    out = part.shape[part.out_axis]
+    inner = part.shape[1 - part.out_axis]
     if model.is_embedding(name):  # for PEFT a layer from V to C, which is wte's transpose
         return {f"{module}.lora_embedding_B": (inner, r), f"{module}.lora_embedding_A": (r, out)}
     return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
@@ -191,7 +197,8 @@ def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[st
 
 def _update(name: str, a: Tensor, b: Tensor, scale: float, model: _Model) -> Tensor:
     if model.is_embedding(name):
-        a, b = LazyTensor(np.transpose, (a,)), LazyTensor(np.transpose, (b,))
+        a = LazyTensor(np.transpose, (a,))
+        b = LazyTensor(np.transpose, (b,))
     return LazyTensor(partial(_product, scale, model.parts[name].out_axis == 1), (a, b))
 
 
@@ -205,7 +212,9 @@ def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.
 
 def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str], list[str], list[str]]:
     """Return file names of whole tensors by name, and names that are ignored and unexpected."""
-    file_names, ignored, unexpected = {}, [], []
+    file_names = {}
+    ignored = []
+    unexpected = []
     for name in sorted(names):
         # ".base_layer." is the adapted layer itself, next to its factors.
         short = model.layout.short_name(name.replace(".base_layer.", "."))

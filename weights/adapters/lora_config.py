@@ -81,7 +81,8 @@ class LoraConfig:
         return self._first_match(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
-        alpha, rank = self._first_match(self.alpha_pattern, module, self.lora_alpha), self.rank(module)
+        alpha = self._first_match(self.alpha_pattern, module, self.lora_alpha)
+        rank = self.rank(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def _is_in_layers(self, module: str) -> bool:

@@ -90,7 +90,9 @@ def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
     lengths = (
         one.get("prompt_length", "") for one in ft_sections(path.parent).values() if one.get("task_name") == task
     )
-    length, file, C = next(lengths, ""), MappedFile(followed(path)), config.n_embd
+    length = next(lengths, "")
+    file = MappedFile(followed(path))
+    C = config.n_embd
     P = int(length) if re.fullmatch(r"[1-9]\d{0,8}", length) else 0
     dtype = {P * C * 4: "float32", P * C * 2: "float16"}.get(len(file)) if P else None
     if dtype is None:
@@ -100,7 +102,10 @@ def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
 
 
 def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftPrompt:
-    C, L, H, D = config.n_embd, config.n_layer, config.n_head, config.head_size
+    C = config.n_embd
+    L = config.n_layer
+    H = config.n_head
+    D = config.head_size
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
         widths = f"{C} (prompt tuning, p-tuning) or {2 * L * C} (prefix tuning)"
         raise CheckpointError(f"{path} holds {TENSOR} of shape {array.shape}, and this model's widths are {widths}.")

@@ -62,7 +62,8 @@ def read_weights(path: Path) -> Container:
 def find_weights(folder: Path) -> tuple[Path, Reader] | None:
     """Return the file of a folder's weights, and its reader. Raise CheckpointError for several."""
     for name, (is_as_named, read) in CONTAINERS.items():
-        file, index = folder / name, folder / (name + INDEX)
+        file = folder / name
+        index = folder / (name + INDEX)
         if file.exists():
             peek = Peek.into(file)
             others = (read for is_format, read in FORMATS if is_format(peek))

@@ -34,7 +34,9 @@ MAX_DIMENSIONS = 4
 PLAIN = {0: "float32", 1: "float16", 30: "bfloat16", 28: "float64"}
 # struct's formats by ggml's numbers of types of values.
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-FLOAT32, STRING, ARRAY = 6, 8, 9
+FLOAT32 = 6
+STRING = 8
+ARRAY = 9
 AT_ONCE = 2**12  # blocks decoded together: intermediate arrays fit in a cache
 Q8_0, Q8_0_VALUES = 8, 32  # ggml's number, and the values of a block: a float16 scale, then int8s
 
@@ -93,7 +95,8 @@ class _Reader:
             self._refuse("a big-endian file: convert it to a little-endian one")
         if version not in VERSIONS:
             self._refuse(f"of version {version}, and only {' and '.join(map(str, VERSIONS))} are implemented")
-        num_tensors, num_keys = self._number("Q"), self._number("Q")
+        num_tensors = self._number("Q")
+        num_keys = self._number("Q")
         self._need(num_keys, 13)  # bytes at least: lengths, a type and a byte
         metadata = dict(self._named(num_keys, lambda: self._value(self._number("I"))))
         if metadata.get("split.count", 0) not in (0, 1):
@@ -127,7 +130,8 @@ class _Reader:
             return self._string()
         if kind != ARRAY:
             raise ValueError(f"a value of type {kind}")
-        kind, count = self._number("I"), self._number("Q")
+        kind = self._number("I")
+        count = self._number("Q")
         if kind == STRING:
             self._need(count, 8)
             return [self._string() for _ in range(count)]
@@ -148,7 +152,8 @@ class _Reader:
         return shape, self._number("I"), self._number("Q")
 
     def _tensor(self, name: str, start: int, shape: tuple[int, ...], kind: int, offset: int) -> StoredTensor:
-        strides, begin = contiguous_strides(shape), start + offset
+        strides = contiguous_strides(shape)
+        begin = start + offset
         if kind in PLAIN or (known := self._block_format(kind)) is None:
             return StoredTensor(self.file, PLAIN.get(kind, f"ggml type {kind}"), shape, strides, begin)
         dtype, values, size = known

@@ -137,7 +137,8 @@ class _Reader:
         self.graph.nodes.append(Node(str(node.op_type), inputs, outputs, attributes, node.domain not in DOMAINS))
 
     def _tensor(self, proto: Any) -> StoredTensor:
-        shape, dtype = tuple(proto.dims), DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")
+        shape = tuple(proto.dims)
+        dtype = DTYPES.get(proto.data_type, f"ONNX type {proto.data_type}")
         if not is_possible_shape(shape):
             raise ValueError(f"an impossible shape of {shown(proto.name)}")
         strides = contiguous_strides(shape)
@@ -170,7 +171,8 @@ class _Reader:
             with parsing(target, "file"):
                 check_inside(target, self.file.path.parent)
             self.files[target] = MappedFile(target)
-        file, begin = self.files[target], _decimal(external.get("offset", "0"))
+        file = self.files[target]
+        begin = _decimal(external.get("offset", "0"))
         there = _decimal(external["length"]) if "length" in external else size
         if begin + there > len(file):
             raise CheckpointError(

@@ -19,14 +19,16 @@ from .torch import read_training_checkpoint
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
 RANK = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?|tp_rank_(\d{2,3})_pp_rank_(\d{3})")
 # Files that name the folder of the latest iteration.
-MEGATRON_TRACKER, DEEPSPEED_TRACKER = "latest_checkpointed_iteration.txt", "latest"
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+DEEPSPEED_TRACKER = "latest"
 MEGATRON_FILES = ("model_optim_rng.pt", "model_rng.pt")
 # DeepSpeed: tensors of all experts, in a folder for each rank or in a file for each, and the experts' own files.
 SHARED_FILE = "model_states.pt"
 SHARED_RANK_FILE = re.compile(r"(mp_rank_\d{2,3})_model_states\.pt")
 EXPERT_FILE = re.compile(r"layer_(\d{1,4})_expert_(\d{1,5})_(mp_rank_\d{2,3})_model_states\.pt")
 PIPELINE_FILE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
-NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+NEMO_CONFIG = "model_config.yaml"
+NEMO_WEIGHTS = "model_weights.ckpt"
 TAR_FIELD = re.compile(rb"\d{1,7} (path|size)=([^\n]*)\n")  # of an extended header
 
 
@@ -115,7 +117,9 @@ def read_deepspeed(folder: Path) -> Container:
         match = EXPERT_FILE.fullmatch(path.name)
         if match is None:
             continue
-        layer, expert, rank = int(match[1]), int(match[2]), match[3]
+        layer = int(match[1])
+        expert = int(match[2])
+        rank = match[3]
         for name, tensor in read_training_checkpoint(path).tensors.items():
             tensors[f"{rank}/experts.{layer}.{expert}.{name}"] = tensor
     return Container(shared.format, tensors, rank_metadata=shared.rank_metadata)
@@ -196,7 +200,8 @@ def _nemo(path: Path, members: dict[str, Member]) -> Container:
 
 # FasterTransformer: config.ini, and for each tensor a file of numbers. The names of parts end in the number of a GPU.
 
-FT_FOLDER, FT_CONFIG = "FasterTransformer folder", "config.ini"
+FT_FOLDER = "FasterTransformer folder"
+FT_CONFIG = "config.ini"
 FT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Characters: configparser takes time in the square of a line's.
 MAX_INI, MAX_INI_LINE = 100_000, 1000

@@ -29,11 +29,14 @@ from .mapped_file import (
 )
 
 FORMAT = "tinygpt float8"  # of a safetensors file, by its metadata
-NAME, IN_FILES, SCALE = "float8", "F8_E4M3", "_scale"
+NAME = "float8"
+IN_FILES = "F8_E4M3"
+SCALE = "_scale"
 LARGEST = 448.0
 # Values by byte: 8 subnormal, then 8 for each exponent.
 _BYTES = np.arange(128)
-_EXPONENTS, _MANTISSAS = np.maximum(_BYTES >> 3, 1), (_BYTES & 7) + 8 * (_BYTES >> 3 > 0)
+_EXPONENTS = np.maximum(_BYTES >> 3, 1)
+_MANTISSAS = (_BYTES & 7) + 8 * (_BYTES >> 3 > 0)
 _POSITIVE = np.ldexp(_MANTISSAS / 8, _EXPONENTS - 7)
 _POSITIVE[127] = np.nan
 VALUES = np.concatenate([_POSITIVE, -_POSITIVE]).astype(np.float32)
@@ -71,7 +74,8 @@ def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, St
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
     joined = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}}
     for name in scaled:
-        codes, scales = tensors[name], tensors.get(name + SCALE)
+        codes = tensors[name]
+        scales = tensors.get(name + SCALE)
         fits = scales is not None and scales.dtype == "float32" and len(scales.shape) == len(codes.shape)
         if not fits or not all(n in (1, size) for n, size in zip(scales.shape, codes.shape, strict=True)):
             raise CheckpointError(f"{path} holds {name} as float8 without its scales: convert the checkpoint again.")
@@ -110,7 +114,8 @@ def read_safetensors(path: Path) -> Container:
     metadata = header.pop("__metadata__", None) or {}
     tensors: dict[str, StoredTensor] = {}
     for name, entry in header.items():
-        shape, dtype = tuple(entry["shape"]), entry["dtype"]
+        shape = tuple(entry["shape"])
+        dtype = entry["dtype"]
         if not is_possible_shape(shape):  # the library allows any sizes if one is 0
             raise CheckpointError(f"{path} holds a tensor of an impossible shape: download it again.")
         offset = start + entry["data_offsets"][0]

@@ -38,7 +38,11 @@ FOOTER = 48  # bytes, MAGIC included
 TRAILER = 5  # bytes after a block: its compression, and its checksum
 MAX_KEY = 1000  # bytes: a key repeats the beginning of the one before
 MAX_KEYS = 20  # times the table's bytes, by all keys
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5  # wire types of protobuf
+# wire types of protobuf
+VARINT = 0
+FIXED64 = 1
+BYTES = 2
+FIXED32 = 5
 
 
 def is_tf_index(peek: Peek) -> bool:
@@ -65,7 +69,8 @@ def read_tf_bundle(path: Path) -> Container:
     tensors: dict[str, StoredTensor] = {}
     for part, dtype, shape in variables:
         places.setdefault(part.file, []).append(part.data)
-        strides, start = contiguous_strides(shape), part.data.start
+        strides = contiguous_strides(shape)
+        start = part.data.start
         tensors[part.name] = StoredTensor(part.file, dtype, shape, strides, start, verify=cache(part.verify))
     for file, inside in places.items():
         with parsing(file.path, "data file of TensorFlow's"):
@@ -79,11 +84,14 @@ def _read_index(path: Path) -> list[tuple[ArchiveMember, str, tuple[int, ...]]]:
     if b"" not in records:
         raise ValueError("it has no header")
     num_shards = _num_shards(path, records.pop(b""))
-    prefix, files, variables = path.name.removesuffix(INDEX), {}, []
+    prefix = path.name.removesuffix(INDEX)
+    files = {}
+    variables = []
     for key, record in records.items():
         if key.startswith(b"\0"):
             continue
-        name, entry = str(key, "utf-8"), dict(_fields(record))
+        name = str(key, "utf-8")
+        entry = dict(_fields(record))
         if 7 in entry:
             raise CheckpointError(
                 f"{path} has variables in several pieces, such as {shown(name)}, which is not implemented: save it "
@@ -97,7 +105,8 @@ def _read_index(path: Path) -> list[tuple[ArchiveMember, str, tuple[int, ...]]]:
             raise ValueError("a variable lies in a data file that there is none of")
         if shard not in files:
             files[shard] = MappedFile(path.with_name(f"{prefix}.data-{shard:05}-of-{num_shards:05}"))
-        dtype, shape = DTYPES.get(kind, f"TensorFlow's type {kind}"), _shape(entry.get(2, b""))
+        dtype = DTYPES.get(kind, f"TensorFlow's type {kind}")
+        shape = _shape(entry.get(2, b""))
         if kind in DTYPES and math.prod(shape) * ITEMSIZE[dtype] != size:
             raise ValueError(f"a variable of shape {shape} has {size} bytes")
         part = ArchiveMember(files[shard], name, range(offset, offset + size), checksum, masked_crc32c)

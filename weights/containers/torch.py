@@ -110,7 +110,9 @@ def _tensors(
     verify_of = {key: None if part.checksum is None else cache(part.verify) for key, part in storages.items()}
     tensors: dict[str, StoredTensor] = {}
     for name, view in views.items():
-        dtype, shape, strides = view.storage.dtype, view.shape, view.strides
+        dtype = view.storage.dtype
+        shape = view.shape
+        strides = view.strides
         found = storages.get(view.storage.key, ArchiveMember(file, "", range(0)))
         itemsize = ITEM_BYTES.get(dtype, 1)
         end = (view.offset + element_extent(shape, strides)) * itemsize

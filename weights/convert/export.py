@@ -24,7 +24,8 @@ from ..families.table import FAMILIES, comes_with_config
 from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
 from ..tensor import DefaultTensor, Tensor
 
-SAFETENSORS, NPZ = "model.safetensors", "model.npz"
+SAFETENSORS = "model.safetensors"
+NPZ = "model.npz"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
 
 def parts_of(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
     """Yield all tensors but a tied head and the parameters that the layout leaves out."""
-    layout, shapes = layout_of(checkpoint), parameter_shapes(checkpoint.config)
+    layout = layout_of(checkpoint)
+    shapes = parameter_shapes(checkpoint.config)
     for name, rule in layout.rules(checkpoint.config).items():
         if name == HEAD and checkpoint.tied:
             continue

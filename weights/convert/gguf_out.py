@@ -19,7 +19,10 @@ from ..files import sync
 from .export import rounded
 
 FILE = "model.gguf"
-UINT32, INT32, BOOL = 4, 5, 7  # ggml's numbers of types of values
+# ggml's numbers of types of values
+UINT32 = 4
+INT32 = 5
+BOOL = 7
 NUMBER = {bool: (BOOL, "?"), int: (UINT32, "I"), float: (FLOAT32, "f")}
 # By our dtypes: ggml's number of a matrix's type and of the file as a whole, and the values and bytes of a block.
 TYPES = {"float32": (0, 0, 1, 4), "float16": (1, 1, 1, 2), "bfloat16": (30, 32, 1, 2)}
@@ -50,7 +53,8 @@ def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.
 
 def _write(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]) -> Path:
     """tensors: shapes and dtypes."""
-    out, offset = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))], 0
+    out = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))]
+    offset = 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]
     for name, (shape, dtype) in tensors.items():
         kind, _, values, size = TYPES[dtype]
@@ -150,7 +154,8 @@ def _bytes(checkpoint: Checkpoint, name: str, dtype: str) -> bytes:
 
 def _scaled(checkpoint: Checkpoint, name: str) -> np.ndarray:
     """Return the parameter. llama.cpp scales scores by the head size alone: the rest goes into queries."""
-    array, config = checkpoint.tensor(name), checkpoint.config
+    array = checkpoint.tensor(name)
+    config = checkpoint.config
     if ".attn.c_attn." not in name:
         return array
     factor = config.attention_scale(int(name.split(".")[1])) * math.sqrt(config.head_size)
@@ -174,9 +179,11 @@ def _typed(value: bool | int | float | str | list[int] | list[str]) -> bytes:
         kind, form = NUMBER[type(value)]
         return struct.pack(f"<I{form}", kind, value)
     if value and isinstance(value[0], int):
-        kind, elements = INT32, np.array(value, "<i4").tobytes()
+        kind = INT32
+        elements = np.array(value, "<i4").tobytes()
     else:
-        kind, elements = STRING, b"".join(map(_string, value))
+        kind = STRING
+        elements = b"".join(map(_string, value))
     return struct.pack("<IIQ", ARRAY, kind, len(value)) + elements
 
 

@@ -52,7 +52,8 @@ class PackedCheckpoint:
             packed = read_safetensors(file)
         except CheckpointError as error:
             raise CheckpointError(f"{error} If it was made on this machine, {CONVERT_AGAIN}") from None
-        metadata, stored = packed.metadata, packed.tensors
+        metadata = packed.metadata
+        stored = packed.tensors
         _check_metadata(file, metadata)
         checksum = in_a_thread(lambda: crc32_of([_data(stored)]))
         return cls(path, config, metadata["dtype"], metadata["tied"] == "true", metadata, stored, checksum)

@@ -141,7 +141,8 @@ class Shapes:
 
     def __init__(self, source: Source, tensors: Iterable[NamedTensor] | None = None):
         tensors = as_named(source) if tensors is None else tensors
-        self._source, self._shapes = source, {one.name: one.tensor.shape for one in tensors if one.part == 0}
+        self._source = source
+        self._shapes = {one.name: one.tensor.shape for one in tensors if one.part == 0}
 
     def __contains__(self, name: str) -> bool:
         return name in self._shapes

@@ -72,13 +72,15 @@ def _parts(source: Source) -> int:
 def _config(source: Source) -> ModelConfig:
     settings, n = _settings(source), _parts(source)
     structure = _structure(source, settings)
-    heads, head_size = _number(settings.get("head_num")), _number(settings.get("size_per_head"))
+    heads = _number(settings.get("head_num"))
+    head_size = _number(settings.get("size_per_head"))
     if not all(isinstance(size, int) and 0 < size < 2**31 for size in (heads, head_size)) or heads % n:
         raise source.error(
             f"has head_num {shown(heads)} and size_per_head {shown(head_size)} for {n} GPUs: both must be "
             "whole numbers from 1 up, and each GPU has as many heads."
         )
-    C, shapes = heads * head_size, Shapes(source, _named(source))
+    C = heads * head_size
+    shapes = Shapes(source, _named(source))
     has_table = structure.get("positions") != "alibi"
     length = settings.get("max_pos_seq_len", _BLOOMS_LENGTH)
     seen = {
@@ -131,7 +133,8 @@ def _name(parameter: str) -> str:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    shapes, n = parameter_shapes(config), _parts(source)
+    shapes = parameter_shapes(config)
+    n = _parts(source)
     return {name: TensorRule((_name(name),), _flat(name, shape, n)) for name, shape in shapes.items()}
 
 
@@ -140,9 +143,11 @@ def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
     _, module, kind = split_name(parameter)
     is_in_out = is_transposed(parameter)
     there = shape[::-1] if is_in_out else shape
-    whole, axis = there, _AXES.get(f"{module}.{kind}")
+    whole = there
+    axis = _AXES.get(f"{module}.{kind}")
     if module == "attn.c_attn":
-        whole, axis = (*there[:-1], 3, there[-1] // 3), len(there)
+        whole = (*there[:-1], 3, there[-1] // 3)
+        axis = len(there)
     part = shared(whole, axis, n)
 
     def of_whole(array: np.ndarray) -> np.ndarray:

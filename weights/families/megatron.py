@@ -196,7 +196,8 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
         for name, allowed in _ALLOWED.items()
         if settings.get(name) not in (None, *allowed)
     ]
-    heads, groups = settings.get("num_attention_heads"), settings.get("num_query_groups")
+    heads = settings.get("num_attention_heads")
+    groups = settings.get("num_query_groups")
     if groups not in (None, heads) and settings.get("group_query_attention", True):
         wrong.append(f"num_query_groups is {shown(groups)} for {shown(heads)} heads")
     if wrong:
@@ -213,7 +214,8 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
 # The axis of the parameter along which GPUs have shared it.
 _AXES = {"wte.weight": 0, "lm_head.weight": 0, "attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}
 _AXES |= {"mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0}
-_QKV_BIAS, _LINEAR_BIASES = "attn.c_attn.bias", ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
+_QKV_BIAS = "attn.c_attn.bias"
+_LINEAR_BIASES = ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
 _GATE = "mlp.deepspeed_moe.gate.wg.weight"
 _EXPERT = re.compile(r"experts\.\d+\.")
 
@@ -225,7 +227,8 @@ def _config(source: Source) -> ModelConfig:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    version, without = _version_of(source), _without_bias(source)
+    version = _version_of(source)
+    without = _without_bias(source)
     return {
         name: NO_BIAS if name.endswith(without) else _rule(name, version, config.head_size)
         for name in parameter_shapes(config)

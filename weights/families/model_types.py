@@ -145,7 +145,8 @@ BLOOM = ModelType(
 
 # MPT (MosaicML, 2023): ALiBi, and no bias anywhere.
 
-_NO_OTHER, _NOT_YET = "no other is implemented", "it is not implemented"
+_NO_OTHER = "no other is implemented"
+_NOT_YET = "it is not implemented"
 _MPT_SIZES = {"vocab_size": 50368, "d_model": 2048, "n_layers": 24, "n_heads": 16, "max_seq_len": 2048}
 _MPT_ENDS = {"bos_token_id": None, "eos_token_id": None}
 MPT = ModelType(

@@ -62,7 +62,8 @@ _OPT_SWITCHES |= {"enable_bias": True, "layer_norm_elementwise_affine": True}
 
 
 def _opt_structure(fields: Fields) -> dict[str, Any]:
-    width, is_pre = fields.get("word_embed_proj_dim"), fields["do_layer_norm_before"]
+    width = fields.get("word_embed_proj_dim")
+    is_pre = fields["do_layer_norm_before"]
     return {
         "norm_placement": "pre" if is_pre else "post",
         "final_norm": bool(is_pre and not fields["_remove_final_layer_norm"]),
@@ -71,7 +72,8 @@ def _opt_structure(fields: Fields) -> dict[str, Any]:
 
 
 def _opt_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
-    is_norm, is_weight = "ln_" in parameter, parameter.endswith("weight")
+    is_norm = "ln_" in parameter
+    is_weight = parameter.endswith("weight")
     if is_norm and not fields["layer_norm_elementwise_affine"]:
         return TensorRule((), default=ones if is_weight else zeros)
     if not is_norm and not is_weight and not fields["enable_bias"]:

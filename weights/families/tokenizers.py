@@ -6,7 +6,11 @@ from typing import Any
 
 from ..errors import CheckpointError, NoTokenizerError, shown
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # kinds of a token in GGUF
+# kinds of a token in GGUF
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
 # BLOOM's words are of anything but white space and the punctuation of several scripts.
 _BLOOM_WORDS = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
@@ -61,7 +65,8 @@ def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
-    tokens, ends = about["tokens"], [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    tokens = about["tokens"]
+    ends = [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
     lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
     return (
         all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)

@@ -9,10 +9,15 @@ from ..jit import kernel
 from ..simd.vector_ir import ROUNDING, fma
 
 LOG2_E = np.float32(1.4426950408889634)
-LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
+LN2_HIGH = np.float32(0.693359375)
+LN2_LOW = np.float32(-2.12194440e-4)  # their sum is ln 2 to 34 bits
 # Lower values give 0, higher values EXP_MAX's: the inverse must not be a denormal.
-EXP_MIN, EXP_MAX = np.float32(-87.0), np.float32(80.0)
-ONE, HALF, TWO, ZERO = np.float32(1), np.float32(0.5), np.float32(2), np.float32(0)
+EXP_MIN = np.float32(-87.0)
+EXP_MAX = np.float32(80.0)
+ONE = np.float32(1)
+HALF = np.float32(0.5)
+TWO = np.float32(2)
+ZERO = np.float32(0)
 
 TWICE_SQRT_2_OVER_PI = np.float32(1.5957691216057308)  # (1 + tanh(y)) / 2 is sigmoid(2y)
 CUBIC = np.float32(0.044715)

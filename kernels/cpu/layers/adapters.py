@@ -45,7 +45,8 @@ def with_adapters(params: Any, config: Any, adapters: list[dict[str, tuple]], nu
         k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
         of_kind = Factors(*(np.zeros((len(adapters), config.n_layer, *s), np.float32) for s in ((k, r), (r, n))))
         for (a, layer), (down, up) in found.items():
-            of_kind.down[a, layer, :, : len(down)], of_kind.up[a, layer, : len(down)] = down.T, up.T
+            of_kind.down[a, layer, :, : len(down)] = down.T
+            of_kind.up[a, layer, : len(down)] = up.T
         factors.append(of_kind)
     of_slot = np.full(num_slots, -1, np.int32)
     return params._replace(low_rank=LowRank(of_slot, tuple(factors))), of_slot
@@ -53,8 +54,10 @@ def with_adapters(params: Any, config: Any, adapters: list[dict[str, tuple]], nu
 
 @kernel
 def _add(team, out, x, low_rank, kind, layer, slots):
-    down, up = low_rank.factors[kind].down, low_rank.factors[kind].up
-    low, k = float32_at(address(team.scratch), up.shape[2]), down.shape[2]
+    down = low_rank.factors[kind].down
+    up = low_rank.factors[kind].up
+    low = float32_at(address(team.scratch), up.shape[2])
+    k = down.shape[2]
     first, last = claim_rows(team, slots.size)
     while first >= 0:
         for i in range(first, last):

@@ -80,9 +80,12 @@ def write_token(n, head, k_cache, v_cache, qkv, position, slot):
     heads = k_cache.shape[1]
     size = qkv.shape[1] // (3 * heads)
     key = address(qkv) + (n * qkv.shape[1] + (heads + head) * size) * 4
-    block, place = position // KEY_BLOCK, position % KEY_BLOCK
-    keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
-    value, column = float32_at(key + heads * size * 4, size), keys + place * STEP_BYTES
+    block = position // KEY_BLOCK
+    place = position % KEY_BLOCK
+    keys = _block(k_cache, slot, head, block)
+    values = _block(v_cache, slot, head, block)
+    value = float32_at(key + heads * size * 4, size)
+    column = keys + place * STEP_BYTES
     put_key(k_cache, column, float32_at(key, size))
     put_value(v_cache, values, place, value, column)
 
@@ -98,14 +101,17 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 
     tiles (tiles + 1,): each tile's first token, and N. alibi: an Alibi or None. Needs scratch_size values of scratch.
     """
-    heads, count, scratch = k_cache.shape[1], tiles.size - 1, team.scratch
+    heads = k_cache.shape[1]
+    count = tiles.size - 1
+    scratch = team.scratch
     share = max(min(ROW_TILE * count // max(positions.size, 1), heads * count // ENOUGH_ITEMS), 1)
     items = max((heads + share - 1) // share * count, 1)
     item = claim(team, items)
     while item >= 0:
         head, tile = item // count * share, item % count
         first, last = tiles[tile], tiles[tile + 1]
-        slot, stop = token_slots[first], min(head + share, heads)
+        slot = token_slots[first]
+        stop = min(head + share, heads)
         following = _block(k_cache, token_slots[tiles[(item + 1) % count]], (item + 1) // count * share, 0)
         for h in range(head, stop):
             if _has_sequence(tile, tiles, token_slots):
@@ -119,14 +125,18 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
 
 @inline
 def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch):
-    rows, steps, columns = last - first, steps_of_key(k_cache), v_cache.shape[4]
+    rows = last - first
+    steps = steps_of_key(k_cache)
+    columns = v_cache.shape[4]
     size = qkv.shape[1] // (3 * k_cache.shape[1])
-    q, q_bytes = address(scratch), bytes_of_query(k_cache)  # (ROW_TILE,) of them
+    q = address(scratch)
+    q_bytes = bytes_of_query(k_cache)  # (ROW_TILE,) of them
     scores = q + ROW_TILE * q_bytes  # (ROW_TILE, KEY_BLOCK)
     weights = place_of_weights(v_cache, scores)  # (ROW_TILE, KEY_BLOCK)
     totals = scores + 2 * ROW_TILE * SCORE_BYTES  # (ROW_TILE, columns)
     after_totals = totals + ROW_TILE * columns * 4
-    highest, weight_sum = float32_at(after_totals, LANES), float32_at(after_totals + VECTOR_BYTES, LANES)
+    highest = float32_at(after_totals, LANES)
+    weight_sum = float32_at(after_totals + VECTOR_BYTES, LANES)
     factors = float32_at(after_totals + 2 * VECTOR_BYTES, LANES)
     highest[:], weight_sum[:] = -np.inf, ZERO
     for r in range(rows):
@@ -134,17 +144,20 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         put_query(k_cache, q + r * q_bytes, query, scale)
         float32_at(totals + r * columns * 4, columns)[:] = ZERO
 
-    newest, stride = positions[last - 1], k_cache.strides[2]
+    newest = positions[last - 1]
+    stride = k_cache.strides[2]
     blocks = newest // KEY_BLOCK + 1
     for block in range(blocks):
         first_key = block * KEY_BLOCK
-        keys, values = _block(k_cache, slot, head, block), _block(v_cache, slot, head, block)
+        keys = _block(k_cache, slot, head, block)
+        values = _block(v_cache, slot, head, block)
         visible = min(KEY_BLOCK, newest + 1 - first_key)
         ahead = after + block * stride if blocks <= NEAR_BLOCKS else keys + stride if block + 1 < blocks else after
         where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, ahead, LINE_BYTES
         panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
-            row_scores, position = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK), positions[first + r]
+            row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
+            position = positions[first + r]
             add_distances(alibi, row_scores, head, first_key - position)
             factors[r], highest[r] = highest[r], _highest_of(row_scores, position + 1 - first_key, highest[r])
         _lessen(weight_sum, factors, highest)
@@ -152,7 +165,8 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
             row_scores = float32_at(scores + r * SCORE_BYTES, KEY_BLOCK)
             weight_sum[r] += _exp_of(row_scores, highest[r])
             _multiply(float32_at(totals + r * columns * 4, columns), factors[r])
-            seen, value_scales = positions[first + r] + 1 - first_key, keys + (steps + 1) * KEY_STEP_BYTES
+            seen = positions[first + r] + 1 - first_key
+            value_scales = keys + (steps + 1) * KEY_STEP_BYTES
             put_weights(v_cache, weights + r * SCORE_BYTES, row_scores, seen, value_scales)
         # Keys past the newest are undefined. Keys that a row may not see have weight 0.
         _add_values(v_cache, rows, weights, values, visible, totals, ahead + values - keys)
@@ -204,8 +218,11 @@ def add_distances(alibi, scores, head, distance):
 
 @kernel
 def _add_values(cache, rows, weights, values, keys, totals, following):
-    columns, per_step = cache.shape[4], cache.shape[5]
-    row_bytes, steps, done = columns * STEP_BYTES, (keys + per_step - 1) // per_step, 0
+    columns = cache.shape[4]
+    per_step = cache.shape[5]
+    row_bytes = columns * STEP_BYTES
+    steps = (keys + per_step - 1) // per_step
+    done = 0
     while columns - done >= OUT_TILE:
         where = values + done * 4, row_bytes, steps, totals + done * 4, row_bytes, following, LINE_BYTES
         panel_add(cache, rows, weights, SCORE_BYTES, *where)

@@ -17,7 +17,8 @@ ROW_BLOCK = (16 if IN_STRIPS else 8) * ROW_TILE
 SEGMENT_BYTES = ROW_BLOCK * OUT_TILE * 4
 # The scratch of a product, in float32: segments; rows of 1, of -0, of a last panel's biases; a chunk.
 ONES = MAX_SEGMENTS * ROW_BLOCK * OUT_TILE
-MINUS_ZEROS, BIASES = ONES + OUT_TILE, ONES + 2 * OUT_TILE
+MINUS_ZEROS = ONES + OUT_TILE
+BIASES = ONES + 2 * OUT_TILE
 EXPANDED = BIASES + OUT_TILE
 SCRATCH = EXPANDED + CHUNK_BYTES // 4
 
@@ -27,9 +28,12 @@ MINUS_ZERO = np.float32(-0.0)  # x + 0 would make 0 of -0
 @kernel
 def epilogue(out, tile, linears, layer, segments, activation, add, columns, scratch):
     """out[rows, columns of the panel] = or += activation(sum of segments * scales + bias) * factors."""
-    y, first = address(scratch), tile.panel * OUT_TILE
-    used, has_factors = min(OUT_TILE, columns - first), linears.factors.size > 0
-    ones, minus_zeros = y + ONES * 4, y + MINUS_ZEROS * 4
+    y = address(scratch)
+    first = tile.panel * OUT_TILE
+    used = min(OUT_TILE, columns - first)
+    has_factors = linears.factors.size > 0
+    ones = y + ONES * 4
+    minus_zeros = y + MINUS_ZEROS * 4
     float32_at(ones, OUT_TILE)[:] = ONE
     float32_at(minus_zeros, OUT_TILE)[:] = MINUS_ZERO
     scales = scales_of(linears.weight, layer, tile.panel, ones)
@@ -45,7 +49,8 @@ def epilogue(out, tile, linears, layer, segments, activation, add, columns, scra
         if activation != NONE:
             activate(float32_at(y, tile.rows * OUT_TILE), activation)
         factors = address(linears.factors) + (layer * linears.factors.shape[1] + first) * 4
-        scales, biases = factors if has_factors else ones, minus_zeros
+        scales = factors if has_factors else ones
+        biases = minus_zeros
     store_tile(out, tile, used, y, scales, biases, add)
 
 
@@ -68,7 +73,8 @@ def _biases_of(bias, layer, first, used, minus_zeros, padded):
     biases = address(bias) + (layer * bias.shape[1] + first) * 4
     if used == OUT_TILE:
         return biases
-    source, target = float32_at(biases, used), float32_at(padded, OUT_TILE)
+    source = float32_at(biases, used)
+    target = float32_at(padded, OUT_TILE)
     target[:] = MINUS_ZERO
     for j in range(used):
         target[j] = source[j]
@@ -76,7 +82,8 @@ def _biases_of(bias, layer, first, used, minus_zeros, padded):
 
 
 def _store_array(out, tile, used, y, scales, biases, add):
-    start, stride = address(out) + (tile.row * out.shape[1] + tile.panel * OUT_TILE) * 4, out.shape[1] * 4
+    start = address(out) + (tile.row * out.shape[1] + tile.panel * OUT_TILE) * 4
+    stride = out.shape[1] * 4
     if used == OUT_TILE:
         if add:
             add_rows(start, stride, y, tile.rows, scales, biases)
@@ -85,7 +92,8 @@ def _store_array(out, tile, used, y, scales, biases, add):
         return
     put_rows(y, ROW_BYTES, y, tile.rows, scales, biases)
     for r in range(tile.rows):
-        values, target = float32_at(y + r * ROW_BYTES, used), float32_at(start + r * stride, used)
+        values = float32_at(y + r * ROW_BYTES, used)
+        target = float32_at(start + r * stride, used)
         for j in range(used):
             target[j] = target[j] + values[j] if add else values[j]
 

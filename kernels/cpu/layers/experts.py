@@ -13,7 +13,8 @@ from .rows import norm_before, put_rows
 @kernel
 def choose_experts(team, mixture, experts, place, rows):
     """Choose each row's most probable experts in float64, ties to the first. A phase."""
-    normed, scores = mixture.normed.values, mixture.scores
+    normed = mixture.normed.values
+    scores = mixture.scores
     first, last = claim_rows(team, rows)
     while first >= 0:
         for n in range(first, last):
@@ -32,7 +33,9 @@ def choose_experts(team, mixture, experts, place, rows):
 
 @kernel
 def _choose(chosen, shares, scores, n, highest, sums_to_one):
-    count, all_of_them, all_chosen = scores.shape[1], 0.0, 0.0
+    count = scores.shape[1]
+    all_of_them = 0.0
+    all_chosen = 0.0
     for e in range(count):
         all_of_them += exp(np.float32(scores[n, e] - highest))
     for j in range(chosen.shape[1]):
@@ -52,7 +55,10 @@ def _choose(chosen, shares, scores, n, highest, sums_to_one):
 @kernel
 def sort_by_expert(team, mixture, rows):
     """Sort pairs: bounds (E + 1,), each pair's row, and its place. A phase of one item."""
-    chosen, bounds, order, places = mixture.chosen, mixture.bounds, mixture.order, mixture.places
+    chosen = mixture.chosen
+    bounds = mixture.bounds
+    order = mixture.order
+    places = mixture.places
     item = claim(team, 1)
     while item >= 0:
         pair = 0
@@ -79,11 +85,14 @@ def expert_linear(team, out, x, linears, first_layer, bounds, segments, activati
     items = weight.panels.shape[1] * max(blocks, 1)
     item = claim(team, items)
     while item >= 0:
-        panel, block, expert = item // max(blocks, 1), item % max(blocks, 1), 0
+        panel = item // max(blocks, 1)
+        block = item % max(blocks, 1)
+        expert = 0
         while block >= _blocks(bounds, expert):
             block -= _blocks(bounds, expert)
             expert += 1
-        start, height = bounds[expert] + block * ROW_BLOCK, rows_together(weight, _blocks(bounds, expert))
+        start = bounds[expert] + block * ROW_BLOCK
+        height = rows_together(weight, _blocks(bounds, expert))
         stop = min(start + ROW_BLOCK, bounds[expert + 1])
         for row in range(start, stop, height):
             tile = Tile(min(height, stop - row), row, panel)
@@ -103,7 +112,9 @@ def _blocks(bounds, expert):
 @kernel
 def add_experts(team, x, mixture):
     """x (N, C) += each row's experts, weighted, the most probable first. A phase."""
-    shares, places, outputs = mixture.shares, mixture.places, mixture.outputs
+    shares = mixture.shares
+    places = mixture.places
+    outputs = mixture.outputs
     first, last = claim_rows(team, x.shape[0])
     while first >= 0:
         for n in range(first, last):
@@ -121,9 +132,14 @@ def add_experts(team, x, mixture):
 def expert_block(team, experts, params, layer, x, buffers):
     if experts is None:
         return
-    b, n, place = buffers.mixture, x.shape[0], experts.places[layer]
-    first, bounds, activation = place * experts.gate.shape[1], b.bounds, params.activation
-    inner, width = experts.c_fc.bias.shape[1], x.shape[1]
+    b = buffers.mixture
+    n = x.shape[0]
+    place = experts.places[layer]
+    first = place * experts.gate.shape[1]
+    bounds = b.bounds
+    activation = params.activation
+    inner = experts.c_fc.bias.shape[1]
+    width = x.shape[1]
     norm_before(team, b.normed, x, buffers.every[:n], params.ln_2, layer, params.epsilon)
     choose_experts(team, b, experts, place, n)  # (N, k)
     sort_by_expert(team, b, n)  # (N k,)

@@ -34,8 +34,11 @@ from .activations import ZERO
 PER_STEP = 4  # values
 SCALE_STEPS = 2
 WEIGHT_LEVELS = np.float32(2**14 - 1)
-SIZE, BYTE, OFFSET = np.uint32(0x7FFFFFFF), np.uint32(0xFF), np.uint32(0x80)
-INFINITE, NAN = np.float32(np.inf), np.float32(np.nan)
+SIZE = np.uint32(0x7FFFFFFF)
+BYTE = np.uint32(0xFF)
+OFFSET = np.uint32(0x80)
+INFINITE = np.float32(np.inf)
+NAN = np.float32(np.nan)
 LOW = np.int32(2**HIGH_BITS - 1)
 COLUMN_STEP_BYTES = OUT_TILE * STEP_BYTES  # from one step of a key to the next
 query_at = uint8_at if IN_FOURS else int16_at
@@ -78,7 +81,8 @@ def put_value(cache, start, position, x, column):
 
 def put_query(cache, target, x, scale):
     row_scale, inverse = _scales(_largest(x), LEVELS)
-    numbers, total = query_at(target + HEADER_BYTES, _steps(x) * PER_STEP), np.int32(0)
+    numbers = query_at(target + HEADER_BYTES, _steps(x) * PER_STEP)
+    total = np.int32(0)
     for d in range(x.size):
         level = _level(x[d], inverse)
         numbers[d] = np.int16(level)
@@ -95,7 +99,8 @@ def put_weights(cache, target, weights, seen, value_scales):
     row_scale, inverse = _scales(_largest(weights), WEIGHT_LEVELS)
     total = np.int32(0)
     if IN_FOURS:
-        high, low = uint8_at(target + HEADER_BYTES, OUT_TILE), uint8_at(target + HEADER_BYTES + PLANE_BYTES, OUT_TILE)
+        high = uint8_at(target + HEADER_BYTES, OUT_TILE)
+        low = uint8_at(target + HEADER_BYTES + PLANE_BYTES, OUT_TILE)
         for j in range(OUT_TILE):
             level = _level(weights[j], inverse)
             high[j], low[j] = np.uint8(level >> np.int32(HIGH_BITS)), np.uint8(level & LOW)
@@ -122,7 +127,8 @@ def _put_header(target, scale, total):
 
 @kernel
 def _largest(x):
-    bits, largest = uint32_at(address(x), x.size), np.uint32(0)
+    bits = uint32_at(address(x), x.size)
+    largest = np.uint32(0)
     for i in range(x.size):
         largest = max(largest, np.uint32(bits[i] & SIZE))
     return np.uint32(largest).view(np.float32)

@@ -153,15 +153,18 @@ def products(weight, x, tile, layer, segments, scratch):
 
     Many rows take K in chunks, which stay in a cache while the next is fetched.
     """
-    panel, unit = panel_address(weight.panels, layer, tile.panel), unit_of(weight)
+    panel = panel_address(weight.panels, layer, tile.panel)
+    unit = unit_of(weight)
     for s in range(segments.size - 1):
         c = address(scratch) + s * SEGMENT_BYTES
         float32_at(c, tile.rows * OUT_TILE)[:] = ZERO
-        start, stop = segments[s] // unit.k, (segments[s + 1] + unit.k - 1) // unit.k
+        start = segments[s] // unit.k
+        stop = (segments[s + 1] + unit.k - 1) // unit.k
         chunk = unit.of_chunk if tile.rows > unit.alone else stop - start
         for first in range(start, stop, chunk):
             units = min(chunk, stop - first)
-            b, following = panel + first * unit.bytes, panel + (first + units) * unit.bytes
+            b = panel + first * unit.bytes
+            following = panel + (first + units) * unit.bytes
             if s == segments.size - 2 and first + units == stop:
                 following = panel + weight.panels.strides[1]
             add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch)
@@ -170,15 +173,18 @@ def products(weight, x, tile, layer, segments, scratch):
 @kernel
 def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     """Add products of units of K, with weights at `b`, to C (rows, OUT_TILE). following: the next address."""
-    height, size = unit_of(weight).rows, units * unit_of(weight).bytes
+    height = unit_of(weight).rows
+    size = units * unit_of(weight).bytes
     tiles = (tile.rows + height - 1) // height
     if tile.rows <= unit_of(weight).alone:
         following = b + AHEAD
     elif tile.rows > 1:
         b = expand(weight, b, units, scratch)
     for t in range(tiles):  # each prefetches its part of the next chunk: requests of one tile would queue
-        low, high = t * tile.rows // tiles, (t + 1) * tile.rows // tiles
-        part, ahead = Tile(high - low, tile.row + low, tile.panel), following + t * size // tiles
+        low = t * tile.rows // tiles
+        high = (t + 1) * tile.rows // tiles
+        part = Tile(high - low, tile.row + low, tile.panel)
+        ahead = following + t * size // tiles
         spacing = (LINE_BYTES + tiles - 1) // tiles
         add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, ahead, spacing)
 
@@ -220,7 +226,8 @@ expand = overload_by_dtype({Int8Weight: _expands_int8, Int4Weight: _expand_int4}
 
 
 def _add_plain(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda, step = x.values.shape[1] * x.values.itemsize, STEP_BYTES // weight.panels.itemsize * x.values.itemsize
+    lda = x.values.shape[1] * x.values.itemsize
+    step = STEP_BYTES // weight.panels.itemsize * x.values.itemsize
     a = address(x.values) + tile.row * lda + first * step
     panel_add(weight.panels, tile.rows, a, lda, b, OUT_TILE * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing)
 
@@ -231,7 +238,8 @@ def _add_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing):
 
 
 def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda, lds = x.values.shape[1] * x.values.itemsize, x.scales.shape[1] * SCALES_BYTES
+    lda = x.values.shape[1] * x.values.itemsize
+    lds = x.scales.shape[1] * SCALES_BYTES
     a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
     scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
     tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
@@ -252,7 +260,8 @@ tile_bytes = kernel(_tile_amx if TARGET.has_amx else _tile_vnni)
 
 
 def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda, lds = x.values.shape[1] * x.values.itemsize, x.scales.shape[1] * SCALES_BYTES
+    lda = x.values.shape[1] * x.values.itemsize
+    lds = x.scales.shape[1] * SCALES_BYTES
     a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
     scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
     b_scales = panel_address(weight.group_scales, layer, tile.panel) + first * INT4_SCALES_BYTES

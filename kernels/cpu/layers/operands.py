@@ -39,8 +39,11 @@ from ..team import claim_rows, complete_rows, finish_phase
 from .formats import BFloat16Operand, Float32Operand, Int8Operand
 
 INFINITE_BITS = 0x7F800000
-HALF_WAY, ONE_BIT, SIXTEEN = np.uint32(0x7FFF), np.uint32(1), np.uint32(16)
-UPPER_HALF, NAN = np.uint32(0xFFFF0000), np.uint32(0x7FC00000)
+HALF_WAY = np.uint32(0x7FFF)
+ONE_BIT = np.uint32(1)
+SIXTEEN = np.uint32(16)
+UPPER_HALF = np.uint32(0xFFFF0000)
+NAN = np.uint32(0x7FC00000)
 LEAST_GROUP = 2.0**-120  # a smaller group is zeros: 127 / largest must stay finite
 
 
@@ -83,7 +86,8 @@ def _put_widened(operand, row, first, values):
 
 
 def _put_int8(operand, row, first, values):
-    like, size = operand.values, operand.values.itemsize
+    like = operand.values
+    size = operand.values.itemsize
     target = address(like) + (row * like.shape[1] + first) * size
     scales = address(operand.scales) + (row * operand.scales.shape[1] + first // SCALE_GROUP) * SCALES_BYTES
     if values.size == SCALE_GROUP:  # a product's panel
@@ -91,7 +95,8 @@ def _put_int8(operand, row, first, values):
         return
     whole = values.size // SCALE_GROUP
     for g in range(whole):
-        source, place = address(values) + g * SCALE_GROUP * 4, target + g * SCALE_GROUP * size
+        source = address(values) + g * SCALE_GROUP * 4
+        place = target + g * SCALE_GROUP * size
         quantize_group(like, source, place, scales + g * SCALES_BYTES)
     rest = values.size - whole * SCALE_GROUP
     if rest:  # zeros fill the group
@@ -106,7 +111,8 @@ put = overload_by_dtype({Float32Operand: _put_float32, BFloat16Operand: _put_rou
 
 def _put_rows_int8(operand, row, first, rows, x, factors, summands):
     like = operand.values
-    stride, scales_stride = like.shape[1] * like.itemsize, operand.scales.shape[1] * SCALES_BYTES
+    stride = like.shape[1] * like.itemsize
+    scales_stride = operand.scales.shape[1] * SCALES_BYTES
     target = address(like) + row * stride + first * like.itemsize
     scales = address(operand.scales) + row * scales_stride + first // SCALE_GROUP * SCALES_BYTES
     quantize_rows(like, x, rows, factors, summands, target, stride, scales, scales_stride)
@@ -145,7 +151,8 @@ def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, 
     def codegen(context, builder, signature, args):
         _, x, count, factors, summands, target, stride, scales, scales_stride = args
         kind = ir.IntType(like.dtype.bitwidth)
-        factors, summands = load_row(builder, factors), load_row(builder, summands)
+        factors = load_row(builder, factors)
+        summands = load_row(builder, summands)
 
         def row(i, _):
             values = load_row(builder, at(builder, x, i, SCALE_GROUP * 4))
@@ -168,7 +175,8 @@ def quantize_part(typingctx, like, x, count, target, scales):
         _, x, count, target, scales = args
         kinds = [FLOATS.as_pointer(), I32, ir.VectorType(ir.IntType(1), LANES), FLOATS]
         load_some = declare(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, kinds)
-        counts, values = broadcast(builder, builder.trunc(count, I32)), []
+        counts = broadcast(builder, builder.trunc(count, I32))
+        values = []
         for i, place in enumerate(_vectors_at(builder, x)):
             is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
             place = builder.inttoptr(place, FLOATS.as_pointer())
@@ -187,7 +195,9 @@ def _quantize(builder, values, kind, target, scales) -> None:
     # Sizes are in the order of their bits: infinity and NaN are larger than all others.
     sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
     largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
-    largest, zero, limit = builder.bitcast(largest_bits, F32), ir.Constant(F32, 0.0), ir.Constant(F32, 127.0)
+    largest = builder.bitcast(largest_bits, F32)
+    zero = ir.Constant(F32, 0.0)
+    limit = ir.Constant(F32, 127.0)
     is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, LEAST_GROUP))
     inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
     sums = []

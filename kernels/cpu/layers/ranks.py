@@ -15,7 +15,10 @@ from ..jit import kernel
 from ..simd.vector_ir import I32, address, float32_at
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 
-FUNCTION, DATATYPE, COMMUNICATOR = 0, 1, 2  # indices into Ranks.allgather
+# indices into Ranks.allgather
+FUNCTION = 0
+DATATYPE = 1
+COMMUNICATOR = 2
 ONE_ITEM = np.int64(1)
 
 
@@ -33,8 +36,10 @@ def exchange(team, ranks, values, count):
     """Gather the first `count` float32 of each rank, unless a call has failed. A phase of one item."""
     if claim(team, ONE_ITEM) == 0:
         if ranks.status[0] == 0:
-            function, datatype = ranks.allgather[FUNCTION], ranks.allgather[DATATYPE]
-            send, receive = address(values), address(ranks.gathered)
+            function = ranks.allgather[FUNCTION]
+            datatype = ranks.allgather[DATATYPE]
+            send = address(values)
+            receive = address(ranks.gathered)
             ranks.status[0] = call_allgather(
                 function, send, count, datatype, receive, count, datatype, ranks.allgather[COMMUNICATOR]
             )

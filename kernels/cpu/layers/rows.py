@@ -19,7 +19,8 @@ ONE_LAYER = np.int64(0)  # see activations.py
 def layer_norm(team, out, x, rows, norm, layer, epsilon):
     """Row i of the operand `out` = layer norm of x[rows[i]]. A phase; needs C values of scratch."""
     normed = float32_at(address(team.scratch), x.shape[1])
-    weight, bias = norm.weight[layer], norm.bias[layer]
+    weight = norm.weight[layer]
+    bias = norm.bias[layer]
     first, last = claim_rows(team, rows.size)
     while first >= 0:
         for i in range(first, last):
@@ -105,7 +106,8 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
                 for c in range(x.shape[1]):
                     x[n, c] = embeds[n, c] + position_at(wpe, positions[n], c)
                 continue
-            panel, column = token_ids[n] // OUT_TILE, token_ids[n] % OUT_TILE
+            panel = token_ids[n] // OUT_TILE
+            column = token_ids[n] % OUT_TILE
             for c in range(x.shape[1]):
                 x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(wpe, positions[n], c)
         complete_rows(team, token_ids.size)

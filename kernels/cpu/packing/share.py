@@ -68,7 +68,8 @@ class RankShare:
         if self.tensor_size == 1:
             return None
         if name == "c_attn":  # of q, of k, of v
-            start, stop = self.heads.start * self.head_size, self.heads.stop * self.head_size
+            start = self.heads.start * self.head_size
+            stop = self.heads.stop * self.head_size
             return [range(i * self.n_embd + start, i * self.n_embd + stop) for i in range(3)]
         return {"c_fc": [self.inner], "lm_head": [self.vocab], "wte": [self.vocab]}.get(name)
 
@@ -84,7 +85,9 @@ class RankShare:
         return None if self.tensor_size == 1 else partial(self.weight, name)
 
     def weight(self, name: str, weight: Any) -> Any:
-        columns, inputs, cut = self.columns(name), self.inputs(name), {}
+        columns = self.columns(name)
+        inputs = self.inputs(name)
+        cut = {}
         if columns is None and inputs is None:
             return weight
         for field, layout in LAYOUTS[type(weight)].items():
@@ -116,7 +119,9 @@ def take_columns(array: np.ndarray, axis: int, columns: list[range]) -> np.ndarr
     """Return panels (L, P, ...) of these columns, end to end. axis: a panel's columns."""
     count = sum(map(len, columns))
     taken = zeros((array.shape[0], -(-count // OUT_TILE), *array.shape[2:]), array.dtype)
-    source, target, at = np.moveaxis(array, axis, 2), np.moveaxis(taken, axis, 2), 0
+    source = np.moveaxis(array, axis, 2)
+    target = np.moveaxis(taken, axis, 2)
+    at = 0
     for run in columns:
         first = run.start
         while first < run.stop:

@@ -76,7 +76,8 @@ class Smoothing:
         name = layer_name(ours, layer)
         weight, bias = (self.checkpoint.tensor(f"{name}.{kind}")[rows] for kind in KINDS)
         norm_weight, norm_bias = self._norm(f"h.{layer}.{NORM_BEFORE[ours]}")
-        mean, scaled = weight @ norm_bias + bias, weight * norm_weight
+        mean = weight @ norm_bias + bias
+        scaled = weight * norm_weight
         self.checkpoint.release(f"{name}.weight")
         return mean, np.sqrt(np.square(scaled, out=scaled).sum(axis=1))
 

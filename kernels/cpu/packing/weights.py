@@ -40,7 +40,8 @@ def pack_bfloat16(weight, is_transposed, factors, panels, first, last):
 @jit
 def pack_int8(weight, is_transposed, factors, panels, scales, first, last):
     block = np.empty((panels.shape[1] * 4, OUT_TILE), np.float32)
-    largest, inverse = np.empty(OUT_TILE, np.float32), np.empty(OUT_TILE, np.float32)
+    largest = np.empty(OUT_TILE, np.float32)
+    inverse = np.empty(OUT_TILE, np.float32)
     unfinite = np.empty(OUT_TILE, np.float32)
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, block)
@@ -72,7 +73,8 @@ def pack_int4(weight, is_transposed, factors, panels, group_scales, first, last)
             for i in range(WEIGHT_GROUP):
                 step, byte = (g * WEIGHT_GROUP + i) // 4, i % 4
                 for j in range(OUT_TILE):
-                    scale, offset = from_bfloat16(group_scales[p, g, 0, j]), from_bfloat16(group_scales[p, g, 1, j])
+                    scale = from_bfloat16(group_scales[p, g, 0, j])
+                    offset = from_bfloat16(group_scales[p, g, 1, j])
                     level = np.int32(_level(group[i, j], scale, offset))
                     panels[p, step // 2, j, byte] |= np.uint8(level << (4 * (step % 2)))
 
@@ -86,9 +88,11 @@ def _level(x, scale, offset):
 @jit
 def _choose_scales(group, group_scales):
     """Find each column's bfloat16 scale and offset of least squared error; group (WEIGHT_GROUP, OUT_TILE)."""
-    low, high = np.zeros(OUT_TILE, np.float32), np.zeros(OUT_TILE, np.float32)  # 0 is always in range
+    low = np.zeros(OUT_TILE, np.float32)
+    high = np.zeros(OUT_TILE, np.float32)  # 0 is always in range
     least = np.full(OUT_TILE, np.inf, np.float32)
-    error, scale = np.empty(OUT_TILE, np.float32), np.empty(OUT_TILE, np.float32)
+    error = np.empty(OUT_TILE, np.float32)
+    scale = np.empty(OUT_TILE, np.float32)
     offset = np.empty(OUT_TILE, np.float32)
     for i in range(WEIGHT_GROUP):
         for j in range(OUT_TILE):
@@ -154,7 +158,8 @@ def pack_layers(
     """Pack weights (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
     n, k = checkpoint.tensor(names[0]).shape
     record, pack = FORMATS[dtype]
-    arrays, kept = new_weight(dtype, 1 if keep else len(names), n, k), None
+    arrays = new_weight(dtype, 1 if keep else len(names), n, k)
+    kept = None
     all_factors = np.ones((len(names), k), np.float32)
     bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
     for layer, name in enumerate(names):

@@ -42,15 +42,18 @@ def amx_bfloat16(typingctx, rows, a, lda, b, steps, c):
 
     def codegen(context, builder, signature, args):
         rows, a, lda, b, steps, c = args
-        blocks, rest = builder.udiv(steps, _number(AMX_ROWS)), builder.urem(steps, _number(AMX_ROWS))
+        blocks = builder.udiv(steps, _number(AMX_ROWS))
+        rest = builder.urem(steps, _number(AMX_ROWS))
 
         def take(row, first, count, height, ask):
-            c_row, a_row = at(builder, c, row, ROW_BYTES), builder.add(a, builder.mul(row, lda))
+            c_row = at(builder, c, row, ROW_BYTES)
+            a_row = builder.add(a, builder.mul(row, lda))
             _each_column(builder, "tileloadd64", c_row)
 
             def block(i, _):
                 number = builder.add(first, i)
-                a_block, b_block = at(builder, a_row, number, A_BYTES), at(builder, b, number, BLOCK_BYTES)
+                a_block = at(builder, a_row, number, A_BYTES)
+                b_block = at(builder, b, number, BLOCK_BYTES)
                 _multiply(builder, "tdpbf16ps", a_block, lda, b_block)
                 return ask(b_block)
 
@@ -112,7 +115,8 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
 
     height: rows of B in a block. ask(block of B) prefetches a tile's part of the block a chunk later.
     """
-    whole, rest = builder.udiv(rows, _number(AMX_ROWS)), builder.urem(rows, _number(AMX_ROWS))
+    whole = builder.udiv(rows, _number(AMX_ROWS))
+    rest = builder.urem(rows, _number(AMX_ROWS))
     has_whole, has_rest = (builder.icmp_signed(">", x, _number(0)) for x in (whole, rest))
     lines = builder.udiv(_number(BLOCK_BYTES // LINE_BYTES), builder.select(has_whole, whole, _number(1)))
 
@@ -126,7 +130,8 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
         count = builder.select(builder.icmp_signed("<", left, _number(CHUNK)), left, _number(CHUNK))
 
         def tile(number, _):
-            row, start = times(builder, number, AMX_ROWS), builder.add(first, before)
+            row = times(builder, number, AMX_ROWS)
+            start = builder.add(first, before)
             return take(row, start, count, _number(AMX_ROWS), lambda block: ask_part(block, number)) or []
 
         return repeat(builder, whole, tile, [])

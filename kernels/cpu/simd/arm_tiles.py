@@ -104,7 +104,8 @@ def _multiply_longs(builder, rows, j, quad, sums):
 
 
 FLOAT_STEP = LaneStep(4, FLOAT_QUAD, 4, _multiply_floats)
-LONG_STEP, WIDENED_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs), LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
+LONG_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs)
+WIDENED_STEP = LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
 PAIR_STEP = LONG_STEP if TARGET.bfloat16 == LONGS else WIDENED_STEP
 LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtype of the array that holds B
 
@@ -138,11 +139,13 @@ def load_quad(builder, row, number: int):
 
 
 def repeat_any(builder, count, body, initial):
-    before, some = builder.block, builder.append_basic_block("some")
+    before = builder.block
+    some = builder.append_basic_block("some")
     done = builder.append_basic_block("none_left")
     builder.cbranch(builder.icmp_signed(">", count, ir.Constant(count.type, 0)), some, done)
     builder.position_at_end(some)
-    new, after = repeat(builder, count, body, initial), builder.block
+    new = repeat(builder, count, body, initial)
+    after = builder.block
     builder.branch(done)
     builder.position_at_end(done)
     phis = [builder.phi(value.type) for value in initial]
@@ -162,8 +165,11 @@ def strip_of_lanes(rows: int, vectors: int = PANEL_VECTORS) -> int:
 
 def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip, together = strip_of_lanes(rows, vectors), step.together
-        quads, a_starts, c_starts = range(strip * QUADS), rows_at(builder, a, lda, rows), rows_at(builder, c, ldc, rows)
+        strip = strip_of_lanes(rows, vectors)
+        together = step.together
+        quads = range(strip * QUADS)
+        a_starts = rows_at(builder, a, lda, rows)
+        c_starts = rows_at(builder, c, ldc, rows)
 
         def take_strip(number, _):
             columns = times(builder, number, strip * VECTOR_BYTES)
@@ -176,7 +182,8 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
                 for j in range(count):
                     k_j = at(builder, k, j)
                     ask_ahead(builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip)
-                    b_row, new = builder.add(b_strip, builder.mul(k_j, ldb)), []
+                    b_row = builder.add(b_strip, builder.mul(k_j, ldb))
+                    new = []
                     for q in quads:
                         quad = load_quad(builder, b_row, q)
                         new += step.multiply(builder, a_rows, j, quad, sums[q * rows : (q + 1) * rows])
@@ -235,7 +242,9 @@ def _signed(builder, weights):
 
 def _nibbles(builder, weights):
     eights = ir.VectorType(I8, 4 * weights.type.count)
-    both, four_bits, low = builder.bitcast(weights, eights), _all(eights, 4), _all(eights, 15)
+    both = builder.bitcast(weights, eights)
+    four_bits = _all(eights, 4)
+    low = _all(eights, 15)
     parts = builder.and_(both, low), builder.lshr(both, four_bits)
     return [builder.bitcast(part, weights.type) for part in parts]
 
@@ -246,16 +255,20 @@ def _all(kind, value: int):
 
 def make_lane_grouped_code(dtype: str):
     part_k = PART_K[dtype]
-    parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    parts = SCALE_GROUP // part_k
+    fold = {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         by_twos = TARGET.int8 == MATRICES and rows > 1
-        multiply, strip = _matrices if by_twos else _dots, strip_of_lanes(rows + rows % 2 if by_twos else rows)
-        lone_int4, strips = dtype == "int4" and rows == 1, PANEL_VECTORS // strip
+        multiply = _matrices if by_twos else _dots
+        strip = strip_of_lanes(rows + rows % 2 if by_twos else rows)
+        lone_int4 = dtype == "int4" and rows == 1
+        strips = PANEL_VECTORS // strip
         part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
         lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
 
-        a_starts, s_starts = rows_at(builder, a, lda, rows), rows_at(builder, scales, lds, rows)
+        a_starts = rows_at(builder, a, lda, rows)
+        s_starts = rows_at(builder, scales, lds, rows)
         c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
 
         def take_part(number, _):
@@ -291,7 +304,8 @@ def make_lane_grouped_code(dtype: str):
 
 
 def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
-    rows, is_signed = len(a_rows), TARGET.int8 == DOTS
+    rows = len(a_rows)
+    is_signed = TARGET.int8 == DOTS
     per_load = 2 if dtype == "int4" and rows == 1 else 1  # steps that a quad as it lies holds
     loads = REGISTER_STEPS // per_load
 
@@ -303,9 +317,11 @@ def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), BYTES) for start in a_rows]
         for n in range(loads):
-            b_row, new = row_at(at(builder, times(builder, i, loads), n)), []
+            b_row = row_at(at(builder, times(builder, i, loads), n))
+            new = []
             for q in range(quads):
-                quad, totals = load_quad(builder, b_row, q), sums[q * rows : (q + 1) * rows]
+                quad = load_quad(builder, b_row, q)
+                totals = sums[q * rows : (q + 1) * rows]
                 for j, taken in enumerate(take(quad), n * per_load):
                     totals = [
                         add_dot(builder, total, taken, four(builder, register, j), is_signed)
@@ -328,7 +344,9 @@ def _first_sums(builder, s_rows):
 
 def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
-    count, longs, eights = len(pairs), ir.VectorType(I64, 2), ir.VectorType(I32, 2)
+    count = len(pairs)
+    longs = ir.VectorType(I64, 2)
+    eights = ir.VectorType(I32, 2)
 
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), longs) for start in a_rows]
@@ -336,7 +354,8 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
             mask = ir.Constant(eights, [j, 2 + j])
             both = [builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs]
             row = at(builder, times(builder, i, 4), 2 * j)
-            b_rows, new = [row_at(row), row_at(at(builder, row, 1))], []
+            b_rows = [row_at(row), row_at(at(builder, row, 1))]
+            new = []
             for n in range(2 * quads):  # registers of two columns, in the order of _two_columns
                 vector, place = divmod(n, 2 * QUADS)
                 half, place = divmod(place, QUADS)

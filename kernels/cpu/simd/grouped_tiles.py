@@ -68,16 +68,20 @@ def make_grouped_tile(dtype: str):
 
 
 def _make_code(dtype: str):
-    integer, part_k = INTEGER_STEPS[step_name(dtype)], {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}[dtype]
-    parts, fold = SCALE_GROUP // part_k, {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    integer = INTEGER_STEPS[step_name(dtype)]
+    part_k = {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}[dtype]
+    parts = SCALE_GROUP // part_k
+    fold = {"int8": _fold_int8, "int4": _fold_int4}[dtype]
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         strip, keeps_totals = _strip_of(rows)
         per_load = EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
         together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
-        turns, strips = part_k // integer.k // per_load // together, PANEL_VECTORS // strip
+        turns = part_k // integer.k // per_load // together
+        strips = PANEL_VECTORS // strip
         lines = ROW_BYTES // LINE_BYTES * together // (EXPANSION[dtype] // per_load)
-        a_starts, s_starts = rows_at(builder, a, lda, rows), rows_at(builder, scales, lds, rows)
+        a_starts = rows_at(builder, a, lda, rows)
+        s_starts = rows_at(builder, scales, lds, rows)
         c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
 
         def take_parts(strip_number, first_part, count):
@@ -120,7 +124,8 @@ def _make_code(dtype: str):
                 sums = [integer.finish(builder, total) for total in repeat(builder, turns, turn, start)]
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
-                half, totals = builder.urem(number, ir.Constant(I64, parts)), totals or get_totals()
+                half = builder.urem(number, ir.Constant(I64, parts))
+                totals = totals or get_totals()
                 totals = fold(builder, strip, s_rows, half, w_scales, sums, totals)
                 if keeps_totals:
                     return totals
@@ -223,5 +228,7 @@ def make_expand(dtype: str):
 
 
 # Module-level names, see tiles.py.
-tile_int8, expand_int8 = make_grouped_tile("int8"), make_expand("int8")
-tile_int4, expand_int4 = make_grouped_tile("int4"), make_expand("int4")
+tile_int8 = make_grouped_tile("int8")
+expand_int8 = make_expand("int8")
+tile_int4 = make_grouped_tile("int4")
+expand_int4 = make_expand("int4")

@@ -88,7 +88,8 @@ def make_rows(adds: bool):
     def rows(typingctx, target, stride, y, count, scales, biases):
         def codegen(context, builder, signature, args):
             target, stride, y, count, scales, biases = args
-            scales, biases = load_row(builder, scales), load_row(builder, biases)
+            scales = load_row(builder, scales)
+            biases = load_row(builder, biases)
 
             def finish(i, _):
                 values = load_row(builder, at(builder, y, i, ROW_BYTES))
@@ -140,5 +141,7 @@ def make_segments_sum(segments: int):
 
 
 # Module-level names, see tiles.py.
-put_rows, add_rows = make_rows(adds=False), make_rows(adds=True)
-sum_2_segments, sum_4_segments = make_segments_sum(2), make_segments_sum(4)
+put_rows = make_rows(adds=False)
+add_rows = make_rows(adds=True)
+sum_2_segments = make_segments_sum(2)
+sum_4_segments = make_segments_sum(4)

@@ -20,7 +20,8 @@ from .panels import PANEL_VECTORS
 from .targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
 from .vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
 
-EIGHTS, SIXTEENS = ir.VectorType(I8, 4 * LANES), ir.VectorType(I16, 2 * LANES)
+EIGHTS = ir.VectorType(I8, 4 * LANES)
+SIXTEENS = ir.VectorType(I16, 2 * LANES)
 BITS = 8 * TARGET.vector_bytes
 
 
@@ -87,7 +88,8 @@ def _multiply_fours(builder, a, b, total):
 
 
 def _multiply_shorts(builder, a, b, total):
-    a, b = builder.bitcast(a, SIXTEENS), builder.bitcast(b, SIXTEENS)
+    a = builder.bitcast(a, SIXTEENS)
+    b = builder.bitcast(b, SIXTEENS)
     return builder.add(total, _add_pairs(builder, a, b))
 
 
@@ -163,13 +165,15 @@ def step_name(dtype: str) -> str:
 
 
 def _nibbles(builder, vector):
-    mask, four = ir.Constant(INTS, [0x0F0F0F0F] * LANES), ir.Constant(INTS, [4] * LANES)
+    mask = ir.Constant(INTS, [0x0F0F0F0F] * LANES)
+    four = ir.Constant(INTS, [4] * LANES)
     return [builder.and_(vector, mask), builder.and_(builder.lshr(vector, four), mask)]
 
 
 def shorts_of(builder, vector):
     """Return bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
-    fours, zeros = builder.bitcast(vector, EIGHTS), ir.Constant(EIGHTS, None)
+    fours = builder.bitcast(vector, EIGHTS)
+    zeros = ir.Constant(EIGHTS, None)
     zero, shorts = 4 * LANES, []
     for first in (0, 2):
         places = [place for lane in range(LANES) for place in (4 * lane + first, zero, 4 * lane + first + 1, zero)]

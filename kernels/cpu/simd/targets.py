@@ -38,7 +38,9 @@ def has_feature(name: str) -> bool:
 @functools.cache
 def may_use_amx() -> bool:
     """Ask Linux for AMX's registers."""
-    arch_prctl, permission, registers = 158, 0x1023, 18
+    arch_prctl = 158
+    permission = 0x1023
+    registers = 18
     if sys.platform == "linux" and ctypes.CDLL(None).syscall(arch_prctl, permission, registers) == 0:
         return True
     logger.info("the system refuses AMX: bfloat16 has the bits of CPUs without it, and is slower")

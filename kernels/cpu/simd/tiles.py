@@ -91,7 +91,8 @@ def make_code(dtype, vectors: int, adds: bool, wide: int):
 
 def _make_code(vectors: int, adds: bool, wide: int, parts):
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip, a_rows = strip_of(rows, vectors), rows_at(builder, a, lda, rows)
+        strip = strip_of(rows, vectors)
+        a_rows = rows_at(builder, a, lda, rows)
 
         def take_strip(number, _):
             b_strip, c_strip = (at(builder, start, number, strip * VECTOR_BYTES) for start in (b, c))
@@ -99,10 +100,12 @@ def _make_code(vectors: int, adds: bool, wide: int, parts):
             def step(k, sums):
                 first = at(builder, times(builder, k, wide), number, strip)
                 ask_ahead(builder, ahead, spacing, first, strip)
-                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), times(builder, k, 4 * len(parts))
+                b_row = builder.add(b_strip, builder.mul(k, ldb))
+                a_step = times(builder, k, 4 * len(parts))
                 b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
                 for part in parts:
-                    taken, new = [part.take(builder, vector) for vector in b_k], []
+                    taken = [part.take(builder, vector) for vector in b_k]
+                    new = []
                     for r in range(rows):
                         a_at = at(builder, builder.add(a_rows[r], a_step), part.a_offset)
                         a_k = broadcast(builder, load(builder, a_at, I32, 4))
@@ -158,7 +161,8 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
     finish = _finish_values if adds else _finish_scores
 
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
-        strip, a_rows = strip_of(rows * planes, vectors), rows_at(builder, a, lda, rows)
+        strip = strip_of(rows * planes, vectors)
+        a_rows = rows_at(builder, a, lda, rows)
         scales = [broadcast(builder, load(builder, row, F32, 4)) for row in a_rows]
         firsts = [broadcast(builder, load(builder, at(builder, row, 4), I32, 4)) for row in a_rows]
 
@@ -168,9 +172,11 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
             def step(k, sums):
                 first = at(builder, times(builder, k, wide), number, strip)
                 ask_ahead(builder, ahead, spacing, first, strip)
-                b_row, a_step = builder.add(b_strip, builder.mul(k, ldb)), times(builder, k, step_bytes)
+                b_row = builder.add(b_strip, builder.mul(k, ldb))
+                a_step = times(builder, k, step_bytes)
                 b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
-                taken, sums = [[vector] * parts if IN_FOURS else shorts_of(builder, vector) for vector in b_k], [*sums]
+                taken = [[vector] * parts if IN_FOURS else shorts_of(builder, vector) for vector in b_k]
+                sums = [*sums]
                 for part in range(parts):
                     for r in range(rows):
                         a_at = at(builder, builder.add(a_rows[r], a_step), HEADER_BYTES + part * part_bytes)
@@ -188,7 +194,8 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
                 r, v = divmod(i, strip)
                 total = builder.sitofp(_joined(builder, sums[i * planes : (i + 1) * planes]), FLOATS)
                 c_row = builder.add(c_strip, builder.mul(ldc, ir.Constant(a.type, r)))
-                c_at, scales_at = at(builder, c_row, v, VECTOR_BYTES), at(builder, behind, v, VECTOR_BYTES)
+                c_at = at(builder, c_row, v, VECTOR_BYTES)
+                scales_at = at(builder, behind, v, VECTOR_BYTES)
                 store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at, 4)
             return []
 

@@ -7,7 +7,8 @@ from numba.extending import intrinsic
 
 F32, I64, I32, I16, I8 = (ir.FloatType(), *map(ir.IntType, (64, 32, 16, 8)))  # an address is I64
 LANES = 16
-FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+FLOATS = ir.VectorType(F32, LANES)
+INTS = ir.VectorType(I32, LANES)
 VECTOR_BYTES = 4 * LANES
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: a sum has the nearest whole number in its low bits
 ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
@@ -47,7 +48,8 @@ def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
     """Prefetch the line at an address, which may be invalid, into the L1 or L2 cache."""
     line = I8.as_pointer()
     ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
-    locality, data = ir.Constant(I32, 4 - level), ir.Constant(I32, 1)
+    locality = ir.Constant(I32, 4 - level)
+    data = ir.Constant(I32, 1)
     builder.call(ask, [builder.inttoptr(address, line), ir.Constant(I32, int(to_write)), locality, data])
 
 
@@ -63,8 +65,10 @@ def multiply_add(builder, x, y, z):
 
 def repeat(builder, count, body, initial):
     """Repeat `body(index, values) -> values` count >= 1 times, an int or a value. Return the last values."""
-    count, entry = ir.Constant(I64, count) if isinstance(count, int) else count, builder.block
-    loop, done = builder.append_basic_block("loop"), builder.append_basic_block("done")
+    count = ir.Constant(I64, count) if isinstance(count, int) else count
+    entry = builder.block
+    loop = builder.append_basic_block("loop")
+    done = builder.append_basic_block("done")
     builder.branch(loop)
     builder.position_at_end(loop)
     index = builder.phi(count.type)

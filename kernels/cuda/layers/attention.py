@@ -45,12 +45,20 @@ TURNS_AT_ONCE = 8  # partials that a lane loads together
 @functools.cache
 def attend_decode_kernel(size: int, dtype: str):
     """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
-    products, ITEM = attention_products(size, dtype, rows=1), 4 if dtype == "float32" else 2
+    products = attention_products(size, dtype, rows=1)
+    ITEM = 4 if dtype == "float32" else 2
     combine = _combine_function(products, size)
-    load_queries, load_values, weigh_values = products.load_queries, products.load_values, products.weigh_values
+    load_queries = products.load_queries
+    load_values = products.load_values
+    weigh_values = products.weigh_values
     weigh_keys = weigh_keys_function(products)
-    QUERY_WORDS, PACKED_WORDS, VALUE_WORDS = products.query_words, products.packed_words, products.value_words
-    ROWS, ROW_LANES, DIMS, BLOCKS = products.rows, products.row_lanes, products.dims, size // DIM_BLOCK
+    QUERY_WORDS = products.query_words
+    PACKED_WORDS = products.packed_words
+    VALUE_WORDS = products.value_words
+    ROWS = products.rows
+    ROW_LANES = products.row_lanes
+    DIMS = products.dims
+    BLOCKS = size // DIM_BLOCK
     HELD = ROWS * DIMS
 
     def attend_decode(
@@ -58,7 +66,9 @@ def attend_decode_kernel(size: int, dtype: str):
         positions, token_slots, sizes, num_heads, head_size, width, scale, max_blocks,
     ):  # fmt: skip
         let_next_kernel_begin()
-        n, head, lane = int32(cuda.blockIdx.z), int32(cuda.blockIdx.y), int32(cuda.threadIdx.x & 31)
+        n = int32(cuda.blockIdx.z)
+        head = int32(cuda.blockIdx.y)
+        lane = int32(cuda.threadIdx.x & 31)
         key_block = int32(cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5))
         if n >= sizes[uint32(0)]:
             return
@@ -72,19 +82,23 @@ def attend_decode_kernel(size: int, dtype: str):
             prefetch_run(k_cache, start, wanted)
             prefetch_run(v_cache, start, wanted)
         wait_for_kernel_before()
-        words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
+        words = cuda.local.array(QUERY_WORDS, uint32)
+        newest = cuda.local.array(ROWS, int32)
         load_queries(words, q, n, 1, head, num_heads, lane)
         for r in range(ROWS):
             newest[r] = last if lane < ROW_LANES and r == 0 else -1
-        highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
+        highest = cuda.local.array(ROWS, float32)
+        total = cuda.local.array(ROWS, float32)
+        packed = cuda.local.array(PACKED_WORDS, uint32)
+        sums = cuda.local.array(HELD, float32)
         values = cuda.local.array(VALUE_WORDS, uint32)
         load_values(values, v_cache, start, last, lane)
         weigh_keys(highest, total, packed, words, newest, k_cache, start, scale, lane)
 
         out = uint64(int32(int32(n * num_heads + head) * max_blocks + key_block) * int32(2 + size))
         if lane == 0:
-            partials[out], partials[out + uint64(1)] = highest[0], total[0]
+            partials[out] = highest[0]
+            partials[out + uint64(1)] = total[0]
         out += uint64(2 + lane * DIMS)
         for block in range(BLOCKS):
             weigh_values(sums, packed, values, v_cache, start, block, last, lane)
@@ -108,8 +122,10 @@ def _combine_function(products: Products, size: int):
         start = int32(int32(n * num_heads + head) * max_blocks) * int32(2 + size)
 
         highest, total = float32(-math.inf), float32(0)
-        values, block_values = cuda.local.array(BLOCKS, float32), cuda.local.array(READ, float32)
-        block_highest, block_total = cuda.local.array(TURNS_AT_ONCE, float32), cuda.local.array(TURNS_AT_ONCE, float32)
+        values = cuda.local.array(BLOCKS, float32)
+        block_values = cuda.local.array(READ, float32)
+        block_highest = cuda.local.array(TURNS_AT_ONCE, float32)
+        block_total = cuda.local.array(TURNS_AT_ONCE, float32)
         for block in range(BLOCKS):
             values[block] = float32(0)
         for first in range(int32(0), key_blocks, int32(TURNS_AT_ONCE)):
@@ -125,7 +141,8 @@ def _combine_function(products: Products, size: int):
                     for block in range(BLOCKS):
                         values[block] = blend(values[block], new[2], block_values[i * BLOCKS + block], new[3])
 
-        share, out = float32(1) / total, n * width + head * head_size
+        share = float32(1) / total
+        out = n * width + head * head_size
         for block in range(BLOCKS):
             dim = block * DIM_BLOCK + lane
             if dim < head_size:
@@ -138,10 +155,19 @@ def _combine_function(products: Products, size: int):
 def attend_prefill_kernel(size: int, dtype: str):
     """Prefill and mixed steps: grid (tiles, H, TILE_BLOCKS[dtype]), threads 32 * TILE_WARPS."""
     products = attention_products(size, dtype)
-    load_queries, weigh_keys, weigh_values = products.load_queries, weigh_keys_function(products), products.weigh_values
-    store, QUERIES, QUERY_WORDS = products.store, products.queries, products.query_words
-    ROWS, ROW_LANES, DIMS, PACKED_WORDS = products.rows, products.row_lanes, products.dims, products.packed_words
-    BLOCKS, HELD, VALUES = size // DIM_BLOCK, ROWS * DIMS, size // DIM_BLOCK * ROWS * DIMS
+    load_queries = products.load_queries
+    weigh_keys = weigh_keys_function(products)
+    weigh_values = products.weigh_values
+    store = products.store
+    QUERIES = products.queries
+    QUERY_WORDS = products.query_words
+    ROWS = products.rows
+    ROW_LANES = products.row_lanes
+    DIMS = products.dims
+    PACKED_WORDS = products.packed_words
+    BLOCKS = size // DIM_BLOCK
+    HELD = ROWS * DIMS
+    VALUES = size // DIM_BLOCK * ROWS * DIMS
     LANE_ROWS = WARP // ROW_LANES
 
     def attend_prefill(
@@ -151,14 +177,22 @@ def attend_prefill_kernel(size: int, dtype: str):
         let_next_kernel_begin()
         wait_for_kernel_before()
         # The last tiles start first: they have the most keys.
-        tile, head = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x), int32(cuda.blockIdx.y)
-        warp, lane = int32(cuda.threadIdx.x >> 5), int32(cuda.threadIdx.x & 31)
-        words, newest = cuda.local.array(QUERY_WORDS, uint32), cuda.local.array(ROWS, int32)
-        highest, total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        values, held = cuda.local.array(VALUES, float32), cuda.local.array(1, uint32)  # held: nothing
-        block_highest, block_total = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        kept, added = cuda.local.array(ROWS, float32), cuda.local.array(ROWS, float32)
-        packed, sums = cuda.local.array(PACKED_WORDS, uint32), cuda.local.array(HELD, float32)
+        tile = int32(cuda.gridDim.x - 1 - cuda.blockIdx.x)
+        head = int32(cuda.blockIdx.y)
+        warp = int32(cuda.threadIdx.x >> 5)
+        lane = int32(cuda.threadIdx.x & 31)
+        words = cuda.local.array(QUERY_WORDS, uint32)
+        newest = cuda.local.array(ROWS, int32)
+        highest = cuda.local.array(ROWS, float32)
+        total = cuda.local.array(ROWS, float32)
+        values = cuda.local.array(VALUES, float32)
+        held = cuda.local.array(1, uint32)  # held: nothing
+        block_highest = cuda.local.array(ROWS, float32)
+        block_total = cuda.local.array(ROWS, float32)
+        kept = cuda.local.array(ROWS, float32)
+        added = cuda.local.array(ROWS, float32)
+        packed = cuda.local.array(PACKED_WORDS, uint32)
+        sums = cuda.local.array(HELD, float32)
         first = int32(tiles[tile] + (int32(cuda.blockIdx.z) * TILE_WARPS + warp) * QUERIES)
         count = int32(min(tiles[tile + 1] - first, QUERIES))
         if count <= 0:
@@ -184,14 +218,16 @@ def attend_prefill_kernel(size: int, dtype: str):
                     if newest[i // DIMS] >= 0:  # else 0 times NaN, or 0 for -0
                         value = values[block * HELD + i]
                         values[block * HELD + i] = blend(value, kept[i // DIMS], sums[i], added[i // DIMS])
-            start, last = start + KEY_BLOCK * size, int32(last - KEY_BLOCK)
+            start = start + KEY_BLOCK * size
+            last = int32(last - KEY_BLOCK)
             for r in range(ROWS):
                 newest[r] -= KEY_BLOCK
 
         for r in range(ROWS):
             row = int32(lane // ROW_LANES + LANE_ROWS * r)
             if row < count:
-                share, out = float32(1) / total[r], (first + row) * width + head * head_size
+                share = float32(1) / total[r]
+                out = (first + row) * width + head * head_size
                 for block in range(BLOCKS):
                     for i in range(DIMS):
                         dim = int32(block * DIM_BLOCK + lane % ROW_LANES * DIMS + i)

@@ -65,8 +65,11 @@ def _bfloat16_products(size: int, rows: int) -> Products:
 
     The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
     """
-    BLOCKS, TILES, STEPS = size // DIM_BLOCK, KEY_BLOCK // 8, KEY_BLOCK // 16
-    IS_PAIRED, HOLDS_VALUES = rows == 2, rows == 1 and BLOCKS <= 2  # in registers, during the products of keys
+    BLOCKS = size // DIM_BLOCK
+    TILES = KEY_BLOCK // 8
+    STEPS = KEY_BLOCK // 16
+    IS_PAIRED = rows == 2
+    HOLDS_VALUES = rows == 1 and BLOCKS <= 2  # in registers, during the products of keys
 
     @device_function
     def operand(words, first):
@@ -90,7 +93,8 @@ def _bfloat16_products(size: int, rows: int) -> Products:
         for tile in range(TILES):  # of 8 keys
             sums = (float32(0), float32(0), float32(0), float32(0))
             for block in range(BLOCKS):
-                keys, w = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK)), 8 * block
+                keys = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK))
+                w = 8 * block
                 sums = mma_bfloat16(operand(words, w), (keys[0], keys[1]), sums)
                 sums = mma_bfloat16(operand(words, w + 4), (keys[2], keys[3]), sums)
             for i in range(2 * rows):
@@ -117,7 +121,8 @@ def _bfloat16_products(size: int, rows: int) -> Products:
                     low, high = load_pairs(v_cache, start, block, step, lane)
                     first = (block * STEPS + step) * 8
                     for j in range(4):
-                        held[first + j], held[first + 4 + j] = low[j], high[j]
+                        held[first + j] = low[j]
+                        held[first + 4 + j] = high[j]
 
     @device_function
     def weigh_values(sums, packed, held, v_cache, start, block, newest, lane):
@@ -127,15 +132,15 @@ def _bfloat16_products(size: int, rows: int) -> Products:
         for step in range(STEPS):
             if step == STEPS // 2 and newest < KEY_BLOCK // 2:
                 return
-            weights, w = operand(packed, 4 * step), (block * STEPS + step) * 8
+            weights = operand(packed, 4 * step)
+            w = (block * STEPS + step) * 8
             if HOLDS_VALUES:
-                low, high = (
-                    (held[w], held[w + 1], held[w + 2], held[w + 3]),
-                    (held[w + 4], held[w + 5], held[w + 6], held[w + 7]),
-                )
+                low = (held[w], held[w + 1], held[w + 2], held[w + 3])
+                high = (held[w + 4], held[w + 5], held[w + 6], held[w + 7])
             else:
                 low, high = load_pairs(v_cache, start, block, step, lane)
-            kept_low, kept_high = _kept(int32(left - 16 * step)), _kept(int32(left - 16 * step - 8))
+            kept_low = _kept(int32(left - 16 * step))
+            kept_high = _kept(int32(left - 16 * step - 8))
             for j in range(4):
                 values = (uint32(low[j] & kept_low), uint32(high[j] & kept_high))
                 if IS_PAIRED:
@@ -177,7 +182,8 @@ def _float32_products(size: int, rows: int) -> Products:
     def multiply_dims(block, scores, words, k_cache, at):
         for word in range(DIM_BLOCK // 4):
             offset = block * DIM_BLOCK + word * 4
-            even, odd = load_cached(k_cache, at + offset), load_cached(k_cache, at + (offset + size))
+            even = load_cached(k_cache, at + offset)
+            odd = load_cached(k_cache, at + (offset + size))
             for k in range(4):
                 for r in range(rows):
                     query = bits_to_float32(words[block * rows + r])
@@ -230,9 +236,12 @@ def weigh_keys_function(products: Products):
 
     highest and total (rows,): -inf and 0 if newest is negative.
     """
-    multiply_keys, pack_weights = products.multiply_keys, products.pack_weights
-    ROWS, ROW_LANES = products.rows, products.row_lanes
-    KEYS, STEPS = KEY_BLOCK // ROW_LANES, ROW_LANES.bit_length() - 1
+    multiply_keys = products.multiply_keys
+    pack_weights = products.pack_weights
+    ROWS = products.rows
+    ROW_LANES = products.row_lanes
+    KEYS = KEY_BLOCK // ROW_LANES
+    STEPS = ROW_LANES.bit_length() - 1
     SCORES = ROWS * KEYS
 
     @device_function
@@ -240,7 +249,8 @@ def weigh_keys_function(products: Products):
         scores = cuda.local.array(SCORES, float32)
         multiply_keys(scores, words, k_cache, start, lane)
         for r in range(ROWS):
-            last, top = int32(newest[r] - 2 * (lane & ROW_LANES - 1)), float32(-math.inf)
+            last = int32(newest[r] - 2 * (lane & ROW_LANES - 1))
+            top = float32(-math.inf)
             for i in range(KEYS):
                 score = cuda.fma(scores[r * KEYS + i], scale, float32(0))
                 if 2 * ROW_LANES * (i // 2) + i % 2 > last:
@@ -269,7 +279,8 @@ def weigh_keys_function(products: Products):
 def merge(highest, total, block_highest, block_total):
     """Merge a block into the softmax before it. Return the new highest and total, and factors of `blend`."""
     top = max(highest, block_highest)
-    kept, added = math.exp(highest - top), math.exp(block_highest - top)
+    kept = math.exp(highest - top)
+    added = math.exp(block_highest - top)
     return top, blend(total, kept, block_total, added), kept, added
 
 

@@ -10,7 +10,10 @@ from ..params import OUT_TILE
 from ..runtime.jit import device_function
 from ..runtime.ptx import load_fresh, store_bfloat16
 
-ADD, LOGITS, QKV = "add", "logits", "qkv"  # epilogues, next to the names of activations
+# epilogues, next to the names of activations
+ADD = "add"
+LOGITS = "logits"
+QKV = "qkv"
 
 
 class Heads(NamedTuple):

@@ -97,11 +97,15 @@ def pick_tile(tokens: int, features: int, dtype: str, device: Any) -> Tile:
 @functools.cache
 def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     """Return a kernel with the bits and arguments of linear_kernel's. Grid tile.grid(n, features)."""
-    copy_inputs, copy_weights = _copy_inputs_function(dtype, tile), _copy_weights_function(dtype, tile)
+    copy_inputs = _copy_inputs_function(dtype, tile)
+    copy_weights = _copy_weights_function(dtype, tile)
     functions = _float32_functions if dtype == "float32" else _bfloat16_functions
     sums_size, multiply, add_segment, write_sums = functions(dtype, tile)
-    store, totals_size = _store_function(dtype, tile, epilogue), tile.token_tiles * tile.panels * 4
-    tile_tokens, tile_features, stage_bytes = tile.tokens, tile.features, tile.stage_bytes(dtype)
+    store = _store_function(dtype, tile, epilogue)
+    totals_size = tile.token_tiles * tile.panels * 4
+    tile_tokens = tile.tokens
+    tile_features = tile.features
+    stage_bytes = tile.stage_bytes(dtype)
 
     @device_function
     def stage_of(stages, step):
@@ -110,8 +114,10 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     def gemm(target, inputs, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
         shared = cuda.shared.array(0, float32, alignment=16)
-        sums, totals = cuda.local.array(sums_size, float32), cuda.local.array(totals_size, float32)
-        first, count = int32(cuda.blockIdx.y) * int32(tile_tokens), sizes[row_kind]
+        sums = cuda.local.array(sums_size, float32)
+        totals = cuda.local.array(totals_size, float32)
+        first = int32(cuda.blockIdx.y) * int32(tile_tokens)
+        count = sizes[row_kind]
         first_feature = int32(cuda.blockIdx.x) * int32(tile_features)
         if first >= count:
             return
@@ -149,8 +155,10 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 @functools.cache
 def _copy_inputs_function(dtype: str, tile: Tile):
     # In odd tokens of bfloat16 the halves of a row are exchanged: see _bfloat16_functions.
-    exchange, row_bytes = 0 if dtype == "float32" else 4, STEP * item_bytes(activation_dtype(dtype))
-    row_copies, copy_size = row_bytes // COPY_BYTES, STEP * COPY_BYTES // row_bytes
+    exchange = 0 if dtype == "float32" else 4
+    row_bytes = STEP * item_bytes(activation_dtype(dtype))
+    row_copies = row_bytes // COPY_BYTES
+    copy_size = STEP * COPY_BYTES // row_bytes
     tokens_at_once = tile.threads // row_copies
     rounds = tile.tokens // tokens_at_once
 
@@ -158,7 +166,8 @@ def _copy_inputs_function(dtype: str, tile: Tile):
         thread = int32(cuda.threadIdx.x)
         if step >= num_steps:
             return
-        token, chunk = thread // int32(row_copies), thread % int32(row_copies)
+        token = thread // int32(row_copies)
+        chunk = thread % int32(row_copies)
         to = stage + uint32((token * int32(row_copies) + (chunk ^ token % 2 * int32(exchange))) * int32(COPY_BYTES))
         start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(copy_size))
         for i in range(rounds):
@@ -171,16 +180,21 @@ def _copy_inputs_function(dtype: str, tile: Tile):
 
 @functools.cache
 def _copy_weights_function(dtype: str, tile: Tile):
-    input_bytes, threads, tile_panels = tile.input_bytes(dtype), tile.threads, tile.features // OUT_TILE
-    panel_copies, copy_size = STEP_SIZE * item_bytes(dtype) // COPY_BYTES, COPY_BYTES // item_bytes(dtype)
+    input_bytes = tile.input_bytes(dtype)
+    threads = tile.threads
+    tile_panels = tile.features // OUT_TILE
+    panel_copies = STEP_SIZE * item_bytes(dtype) // COPY_BYTES
+    copy_size = COPY_BYTES // item_bytes(dtype)
     panels_at_once = threads // panel_copies
     rounds = math.ceil(tile_panels / panels_at_once)
 
     def copy_weights(stage, weights, layer, first_feature, step):
-        thread, num_steps = int32(cuda.threadIdx.x), weights.num_steps
+        thread = int32(cuda.threadIdx.x)
+        num_steps = weights.num_steps
         if step >= num_steps:
             return
-        panel, part = thread // int32(panel_copies), thread % int32(panel_copies)
+        panel = thread // int32(panel_copies)
+        part = thread % int32(panel_copies)
         to = stage + uint32(input_bytes + thread * int32(COPY_BYTES))
         first_panel = first_feature // int32(OUT_TILE)
         start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
@@ -198,9 +212,14 @@ def _bfloat16_functions(dtype: str, tile: Tile):
     """Return the sums of a lane, (sums, stage), (totals, sums), (shared, totals), in mma_bfloat16's layout."""
     # Eight lanes read 64 bytes of two tokens each, which without the exchange would share banks.
     load_panels = _load_panels_function(dtype, tile.panels)
-    token_tiles, panels, feature_warps = tile.token_tiles, tile.panels, tile.feature_warps
-    input_bytes, panel_bytes, words_size = tile.input_bytes(dtype), STEP_SIZE * item_bytes(dtype), tile.panels * 4
-    sums_size, row_size = token_tiles * panels * 4, tile.features + SUM_PAD
+    token_tiles = tile.token_tiles
+    panels = tile.panels
+    feature_warps = tile.feature_warps
+    input_bytes = tile.input_bytes(dtype)
+    panel_bytes = STEP_SIZE * item_bytes(dtype)
+    words_size = tile.panels * 4
+    sums_size = token_tiles * panels * 4
+    row_size = tile.features + SUM_PAD
 
     @device_function
     def multiply_half(sums, words, inputs_at):
@@ -223,13 +242,16 @@ def _bfloat16_functions(dtype: str, tile: Tile):
                 sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
 
     def multiply(sums, stage):
-        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        warp = int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         panel = warp % int32(feature_warps) * int32(panels)
         chunk = q ^ (g % int32(2) * int32(4))
-        row, weights_at = stage + uint32(token * int32(ROW_BYTES)), stage + uint32(input_bytes + panel * panel_bytes)
-        packed, words = cuda.local.array(words_size, uint32), cuda.local.array(words_size, uint32)
+        row = stage + uint32(token * int32(ROW_BYTES))
+        weights_at = stage + uint32(input_bytes + panel * panel_bytes)
+        packed = cuda.local.array(words_size, uint32)
+        words = cuda.local.array(words_size, uint32)
         load_panels(words, packed, weights_at, lane, 0)
         multiply_half(sums, words, row + uint32(chunk * int32(COPY_BYTES)))
         load_panels(words, packed, weights_at, lane, 1)
@@ -240,16 +262,20 @@ def _bfloat16_functions(dtype: str, tile: Tile):
             totals[i] += sums[i]
 
     def write_sums(shared, totals):
-        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        warp = int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
         for t in range(token_tiles):
             for p in range(panels):
-                i, at = (t * panels + p) * 4, start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
-                shared[at], shared[at + 1] = totals[i], totals[i + 1]
+                i = (t * panels + p) * 4
+                at = start + int32(t * (ROW_TILE * row_size) + p * OUT_TILE)
+                shared[at] = totals[i]
+                shared[at + 1] = totals[i + 1]
                 at += int32(8 * row_size)
-                shared[at], shared[at + 1] = totals[i + 2], totals[i + 3]
+                shared[at] = totals[i + 2]
+                shared[at + 1] = totals[i + 3]
 
     return sums_size, *map(device_function, (multiply, add_segment, write_sums))
 
@@ -282,9 +308,15 @@ def _load_panels_function(dtype: str, panels: int):
 @functools.cache
 def _float32_functions(dtype: str, tile: Tile):
     """Return the same. Lane 16 t + 4 f + q has each second token from t on, and each fourth feature from f on."""
-    rows, columns, feature_warps = tile.token_tiles * ROW_TILE // 2, 2 * tile.panels, tile.feature_warps
-    row_bytes, panel_bytes, part_bytes = STEP * 4, STEP_SIZE * 4, WARP * COPY_BYTES
-    input_bytes, row_size, words_size = tile.input_bytes(dtype), tile.features + SUM_PAD, 4 * columns
+    rows = tile.token_tiles * ROW_TILE // 2
+    columns = 2 * tile.panels
+    feature_warps = tile.feature_warps
+    row_bytes = STEP * 4
+    panel_bytes = STEP_SIZE * 4
+    part_bytes = WARP * COPY_BYTES
+    input_bytes = tile.input_bytes(dtype)
+    row_size = tile.features + SUM_PAD
+    words_size = 4 * columns
 
     @device_function
     def multiply_four(i, sums, words, row):
@@ -306,19 +338,23 @@ def _float32_functions(dtype: str, tile: Tile):
                 if q == j:
                     totals[i * columns + c] += value
 
-    multiply_rows, add_segment = unrolled(multiply_four, rows // 4), unrolled(add_four, rows // 4)
+    multiply_rows = unrolled(multiply_four, rows // 4)
+    add_segment = unrolled(add_four, rows // 4)
 
     @device_function
     def place():
         """Return the first token and the first feature of a lane, and q."""
-        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
+        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        warp = int32(cuda.threadIdx.x) // int32(WARP)
         token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(16)
         return token, warp % int32(feature_warps) * int32(4 * columns) + lane // int32(4) % int32(4), lane % int32(4)
 
     def multiply(sums, stage):
-        words, (token, feature, q) = cuda.local.array(words_size, float32), place()
+        words = cuda.local.array(words_size, float32)
+        (token, feature, q) = place()
         row = stage + uint32(token * int32(row_bytes) + q * int32(COPY_BYTES))
-        panel, column = feature // int32(OUT_TILE), feature % int32(OUT_TILE)
+        panel = feature // int32(OUT_TILE)
+        column = feature % int32(OUT_TILE)
         weights_at = stage + uint32(input_bytes + panel * int32(panel_bytes) + (4 * column + q) * int32(COPY_BYTES))
         for part in range(int32(0), int32(4)):
             for c in range(columns):
@@ -339,20 +375,30 @@ def _float32_functions(dtype: str, tile: Tile):
 
 @functools.cache
 def _store_function(dtype: str, tile: Tile, epilogue: str):
-    steps, tile_tokens, tile_features = epilogue_of(dtype, epilogue), tile.tokens, tile.features
-    locate, find, finish, read, put = steps.locate, steps.find, steps.finish, steps.read, steps.put
-    warps, row_size = tile.warps, tile.features + SUM_PAD
+    steps = epilogue_of(dtype, epilogue)
+    tile_tokens = tile.tokens
+    tile_features = tile.features
+    locate = steps.locate
+    find = steps.find
+    finish = steps.finish
+    read = steps.read
+    put = steps.put
+    warps = tile.warps
+    row_size = tile.features + SUM_PAD
 
     def store(target, sums, weights, layer, width, first, count, first_feature):
-        lane, warp = int32(cuda.threadIdx.x) % int32(WARP), int32(cuda.threadIdx.x) // int32(WARP)
-        values, before = cuda.local.array(ROWS_AT_ONCE, float32), cuda.local.array(ROWS_AT_ONCE, float32)
+        lane = int32(cuda.threadIdx.x) % int32(WARP)
+        warp = int32(cuda.threadIdx.x) // int32(WARP)
+        values = cuda.local.array(ROWS_AT_ONCE, float32)
+        before = cuda.local.array(ROWS_AT_ONCE, float32)
         places = cuda.local.array(ROWS_AT_ONCE, int64)
         stop = min(int32(count), int32(first + int32(tile_tokens)))
         for column in range(lane, int32(tile_features), int32(WARP)):
             feature = int32(first_feature + column)
             if feature < weights.features:
                 place = locate(target, weights, layer, feature)
-                token, at = int32(first + warp), uint32(warp * int32(row_size) + column)
+                token = int32(first + warp)
+                at = uint32(warp * int32(row_size) + column)
                 while token < stop:
                     for i in range(ROWS_AT_ONCE):  # past the last token, the last: no branch
                         own = min(int32(token + int32(i * warps)), int32(stop - 1))

@@ -71,17 +71,22 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
 
     Grid (blocks, n / (octets * ROWS)). Blocks share the panels of LOGITS; otherwise each has one. ahead: steps_ahead.
     """
-    load_words, product = load_words_function(dtype, ahead), product_function(dtype, octets, ahead)
+    load_words = load_words_function(dtype, ahead)
+    product = product_function(dtype, octets, ahead)
     locate, find, store = _store_functions(dtype, octets, epilogue)
-    words_size, partials_size = ahead * WORDS[dtype], octets * SEGMENTS * SUMS
+    words_size = ahead * WORDS[dtype]
+    partials_size = octets * SEGMENTS * SUMS
     HAS_MANY = epilogue == LOGITS
 
     def linear(target, inputs, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
-        partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
-        panel, first = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y * int32(octets * ROWS))
+        partials = cuda.shared.array(partials_size, float32)
+        words = cuda.local.array(words_size, uint32)
+        panel = int32(cuda.blockIdx.x)
+        first = int32(cuda.blockIdx.y * int32(octets * ROWS))
         load_words(words, weights, layer, panel)
-        count, place = sizes[uint32(row_kind)], locate(target, weights, layer, panel)
+        count = sizes[uint32(row_kind)]
+        place = locate(target, weights, layer, panel)
         wait_for_kernel_before()
         if first >= count:
             return
@@ -97,7 +102,8 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
             if not has_more:
                 return
             cuda.syncthreads()
-            panel, place = following, locate(target, weights, layer, following)
+            panel = following
+            place = locate(target, weights, layer, following)
             own = find(target, layer, width, first, count, place)
 
     return kernel(linear)
@@ -107,24 +113,30 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
 def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
     """As linear_kernel, for up to FUSED_TOKENS rows of a Norm of 64 n columns, not in float32. Grid num_panels."""
     ahead = steps_ahead(dtype, 1, columns // STEP)
-    load_words, product = load_words_function(dtype, ahead), product_function(dtype, 1, ahead, in_shared=True)
+    load_words = load_words_function(dtype, ahead)
+    product = product_function(dtype, 1, ahead, in_shared=True)
     locate, find, store = _store_functions(dtype, 1, epilogue)
     load_norm, store_scaled = shared_norm_functions(columns, LINEAR_THREADS)
     load_row, normalize_row = row_functions(columns)
-    held, row_bytes = held_numbers(columns), 2 * (columns + SHARED_PAD)
-    words_size, partials_size = ahead * WORDS[dtype], SEGMENTS * SUMS
+    held = held_numbers(columns)
+    row_bytes = 2 * (columns + SHARED_PAD)
+    words_size = ahead * WORDS[dtype]
+    partials_size = SEGMENTS * SUMS
 
     def normed_linear(target, norm, weights, layer, width, sizes, row_kind):
         let_next_kernel_begin()
-        partials, words = cuda.shared.array(partials_size, float32), cuda.local.array(words_size, uint32)
+        partials = cuda.shared.array(partials_size, float32)
+        words = cuda.local.array(words_size, uint32)
         norm_weight = shared_address(cuda.shared.array(columns, float32, alignment=16))
         norm_bias = shared_address(cuda.shared.array(columns, float32, alignment=16))
         rows = shared_address(cuda.shared.array(0, uint16, alignment=16))
         values = cuda.local.array(held, float32)
-        panel, (lane, row) = int32(cuda.blockIdx.x), _lane_and_warp()
+        panel = int32(cuda.blockIdx.x)
+        (lane, row) = _lane_and_warp()
         load_words(words, weights, layer, panel)
         load_norm(norm_weight, norm_bias, norm, layer, int32(cuda.threadIdx.x))
-        count, place = sizes[uint32(row_kind)], locate(target, weights, layer, panel)
+        count = sizes[uint32(row_kind)]
+        place = locate(target, weights, layer, panel)
         wait_for_kernel_before()
         if row < count:
             load_row(values, norm.x, norm.rows[uint32(row)] * columns, lane)
@@ -167,7 +179,8 @@ def _store_functions(dtype: str, octets: int, epilogue: str):
     find_own: if a thread finishes one sum, its index in the target, and the number before it
     """
     locate, find, finish, read, put = epilogue_of(dtype, epilogue)
-    num_sums, turns = octets * SUMS, -(-octets * SUMS // LINEAR_THREADS)
+    num_sums = octets * SUMS
+    turns = -(-octets * SUMS // LINEAR_THREADS)
     IS_ONE = turns == 1
 
     @device_function
@@ -186,8 +199,10 @@ def _store_functions(dtype: str, octets: int, epilogue: str):
     def store(target, partials, place, own, weights, layer, panel, width, first, count):
         for turn in range(turns):
             index = uint32(uint32(cuda.threadIdx.x) + uint32(turn * LINEAR_THREADS))
-            row, column = int32(index // uint32(OUT_TILE)), int32(index % uint32(OUT_TILE))
-            token, feature = int32(first + row), int32(panel * int32(OUT_TILE) + column)
+            row = int32(index // uint32(OUT_TILE))
+            column = int32(index % uint32(OUT_TILE))
+            token = int32(first + row)
+            feature = int32(panel * int32(OUT_TILE) + column)
             if index < uint32(num_sums) and token < count and feature < weights.features:
                 value = finish(_total(partials, index), place)
                 at, before = own
@@ -212,12 +227,14 @@ def _total(partials, index):
 @functools.cache
 def load_words_function(dtype: str, ahead: int):
     """Return the function that asks for a warp's first `ahead` steps of a panel."""
-    load_step, words = _load_step_function(dtype), WORDS[dtype]
+    load_step = _load_step_function(dtype)
+    words = WORDS[dtype]
     first_lane_weight = _first_lane_weight_function(dtype)
 
     def load_words(held, weights, layer, panel):
         lane, segment = _lane_and_warp()
-        step, stop = segment_start(segment, weights.num_steps), segment_start(segment + int32(1), weights.num_steps)
+        step = segment_start(segment, weights.num_steps)
+        stop = segment_start(segment + int32(1), weights.num_steps)
         at = first_lane_weight(weights, layer, panel, step, lane)
         for i in range(ahead):
             if int32(step + i) < stop:
@@ -238,7 +255,8 @@ def _first_lane_weight_function(dtype: str):
 
 @functools.cache
 def _load_step_function(dtype: str):
-    loads, load_size = WORDS[dtype] // 4, WARP * LANE_SIZE[dtype]
+    loads = WORDS[dtype] // 4
+    load_size = WARP * LANE_SIZE[dtype]
 
     def load_step(held, first, panels, at):
         for part in range(loads):
@@ -260,11 +278,17 @@ def product_function(dtype: str, octets: int, ahead: int, in_shared: bool = Fals
 
 
 def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
-    load_step, first_lane_weight = _load_step_function(dtype), _first_lane_weight_function(dtype)
-    is_int8, step_words, tiles, IS_PAIRED = dtype == "int8", WORDS[dtype], -(-octets // 2), octets > 1
+    load_step = _load_step_function(dtype)
+    first_lane_weight = _first_lane_weight_function(dtype)
+    is_int8 = dtype == "int8"
+    step_words = WORDS[dtype]
+    tiles = -(-octets // 2)
+    IS_PAIRED = octets > 1
     most = 1 if in_shared else max(HELD_OCTETS // octets, 1)
     halves = max(n for n in range(1, most + 1) if 2 * ahead % n == 0)  # of a step, whose inputs are loaded together
-    turns, held_words, sums_size = 2 * ahead // halves, halves * octets * 4, tiles * 4
+    turns = 2 * ahead // halves
+    held_words = halves * octets * 4
+    sums_size = tiles * 4
     row_pad, row_type = (SHARED_PAD, uint32) if in_shared else (0, int64)
 
     @device_function
@@ -284,13 +308,12 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
     def multiply(sums, held, i, w):
         for tile in range(tiles):
             a, s = (i * octets + 2 * tile) * 4, tile * 4
-            low, high = (held[a], uint32(0), held[a + 1], uint32(0)), (held[a + 2], uint32(0), held[a + 3], uint32(0))
+            low = (held[a], uint32(0), held[a + 1], uint32(0))
+            high = (held[a + 2], uint32(0), held[a + 3], uint32(0))
             if IS_PAIRED:
                 b = a + 4
-                low, high = (
-                    (held[a], held[b], held[a + 1], held[b + 1]),
-                    (held[a + 2], held[b + 2], held[a + 3], held[b + 3]),
-                )
+                low = (held[a], held[b], held[a + 1], held[b + 1])
+                high = (held[a + 2], held[b + 2], held[a + 3], held[b + 3])
             c = mma_bfloat16(low, (w[0], w[1]), (sums[s], sums[s + 1], sums[s + 2], sums[s + 3]))
             c = mma_bfloat16(high, (w[2], w[3]), c)
             for j in range(4):
@@ -298,10 +321,14 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
         lane, segment = _lane_and_warp()
-        g, q, num_steps = int32(uint32(lane) // uint32(4)), int32(uint32(lane) % uint32(4)), weights.num_steps
-        step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
+        g = int32(uint32(lane) // uint32(4))
+        q = int32(uint32(lane) % uint32(4))
+        num_steps = weights.num_steps
+        step = segment_start(segment, num_steps)
+        stop = segment_start(segment + int32(1), num_steps)
         further = first_lane_weight(weights, layer, panel, step, lane) + int64(ahead * STEP_SIZE)
-        held, sums = cuda.local.array(held_words, uint32), cuda.local.array(sums_size, float32)
+        held = cuda.local.array(held_words, uint32)
+        sums = cuda.local.array(sums_size, float32)
         rows = cuda.local.array(octets, row_type)
         for i in range(sums_size):
             sums[i] = float32(0)
@@ -327,20 +354,24 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
                         multiply(sums, held, i, weights_of(words, half // 2, half % 2))
                         if half % 2 == 1 and int32(step + half // 2 + ahead) < stop:
                             load_step(words, half // 2 * step_words, weights.panels, further + half // 2 * STEP_SIZE)
-            step, further = int32(step + ahead), further + ahead * STEP_SIZE
+            step = int32(step + ahead)
+            further = further + ahead * STEP_SIZE
             for octet in range(octets):
                 rows[octet] = row_type(rows[octet] + row_type(ahead * STEP))
         start = uint32(segment * int32(SUMS) + g * int32(OUT_TILE) + q * int32(2))
         for octet in range(octets):
-            at, s = uint32(start + uint32(octet * SEGMENTS * SUMS)), octet * 2
-            partials[at], partials[uint32(at + uint32(1))] = sums[s], sums[s + 1]
+            at = uint32(start + uint32(octet * SEGMENTS * SUMS))
+            s = octet * 2
+            partials[at] = sums[s]
+            partials[uint32(at + uint32(1))] = sums[s + 1]
 
     return device_function(product)
 
 
 def _product_float32():
     """Of one octet: on an H200, two take up to 1.4 times as long."""
-    load_step, first_lane_weight = _load_step_function("float32"), _first_lane_weight_function("float32")
+    load_step = _load_step_function("float32")
+    first_lane_weight = _first_lane_weight_function("float32")
     quarter = STEP // 4
 
     @device_function
@@ -356,13 +387,19 @@ def _product_float32():
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
         lane, segment = _lane_and_warp()
-        g, q, num_steps = int32(uint32(lane) // uint32(4)), int32(uint32(lane) % uint32(4)), weights.num_steps
-        step, stop = segment_start(segment, num_steps), segment_start(segment + int32(1), num_steps)
-        at, sums = first_lane_weight(weights, layer, panel, step, lane), cuda.local.array(ROWS, float32)
+        g = int32(uint32(lane) // uint32(4))
+        q = int32(uint32(lane) % uint32(4))
+        num_steps = weights.num_steps
+        step = segment_start(segment, num_steps)
+        stop = segment_start(segment + int32(1), num_steps)
+        at = first_lane_weight(weights, layer, panel, step, lane)
+        sums = cuda.local.array(ROWS, float32)
         for t in range(ROWS):
             sums[t] = float32(0)
         while step < stop:
-            k, step, at = int64(int32(step * int32(STEP) + q * int32(4))), int32(step + 1), at + STEP_SIZE
+            k = int64(int32(step * int32(STEP) + q * int32(4)))
+            step = int32(step + 1)
+            at = at + STEP_SIZE
             add_products(sums, words, inputs, first, count, num_steps, k)
             if step < stop:
                 load_step(words, 0, weights.panels, at)

@@ -42,7 +42,9 @@ def held_numbers(columns: int) -> int:
 @functools.cache
 def row_functions(columns: int):
     """Return load_row, which fills up with zeros, and normalize_row, to mean 0 and variance 1."""
-    held, is_paired, is_whole = held_numbers(columns), columns % PAIRS == 0, columns % WARP == 0
+    held = held_numbers(columns)
+    is_paired = columns % PAIRS == 0
+    is_whole = columns % WARP == 0
 
     @device_function
     def load_pairs(values, array, start, lane):
@@ -79,7 +81,9 @@ def row_functions(columns: int):
 @functools.cache
 def shared_norm_functions(columns: int, threads: int):
     """Return load_norm, which begins to copy NormWeights to shared memory, and store_scaled; columns: 64 n."""
-    pairs, pair_bytes, kept_size = held_numbers(columns) // 2, 4 * PAIRS, 4 * AT_ONCE
+    pairs = held_numbers(columns) // 2
+    pair_bytes = 4 * PAIRS
+    kept_size = 4 * AT_ONCE
     turns = -(-columns // (threads * 4))
 
     @device_function
@@ -94,7 +98,8 @@ def shared_norm_functions(columns: int, threads: int):
     @device_function
     def store_scaled(row, values, weight, bias, lane):
         kept = cuda.local.array(kept_size, float32)
-        weight, bias = uint32(weight + uint32(lane * 8)), uint32(bias + uint32(lane * 8))
+        weight = uint32(weight + uint32(lane * 8))
+        bias = uint32(bias + uint32(lane * 8))
         row = uint32(row + uint32(lane * 4))
         for first in range(0, pairs, AT_ONCE):
             for i in range(AT_ONCE):
@@ -114,7 +119,8 @@ def shared_norm_functions(columns: int, threads: int):
 @functools.cache
 def layer_norm_kernel(dtype: str, columns: int):
     """normed (n, padded columns) = layer norm of x[rows[i]]; n: sizes[row_kind]. Grid: n / NORM_WARPS."""
-    held, store_row = held_numbers(columns), _store_row_function(dtype, columns)
+    held = held_numbers(columns)
+    store_row = _store_row_function(dtype, columns)
     load_row, normalize_row = row_functions(columns)
 
     def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind):
@@ -124,7 +130,8 @@ def layer_norm_kernel(dtype: str, columns: int):
         if row >= sizes[row_kind]:
             return
         values = cuda.local.array(held, float32)
-        weights, biases = cuda.local.array(held, float32), cuda.local.array(held, float32)
+        weights = cuda.local.array(held, float32)
+        biases = cuda.local.array(held, float32)
         load_row(weights, weight, layer * columns, lane)
         load_row(biases, bias, layer * columns, lane)
         wait_for_kernel_before()
@@ -138,7 +145,8 @@ def layer_norm_kernel(dtype: str, columns: int):
 
 
 def _store_row_function(dtype: str, columns: int):
-    held, is_paired = held_numbers(columns), columns % PAIRS == 0
+    held = held_numbers(columns)
+    is_paired = columns % PAIRS == 0
     is_float32 = dtype == "float32"
 
     @device_function
@@ -146,7 +154,8 @@ def _store_row_function(dtype: str, columns: int):
         at = int64(start + lane * 2)
         for i in range(0, held, 2):
             if is_float32:
-                normed[at + i * WARP], normed[at + i * WARP + 1] = values[i], values[i + 1]
+                normed[at + i * WARP] = values[i]
+                normed[at + i * WARP + 1] = values[i + 1]
             else:
                 store_bfloat16_pair(normed, at + i * WARP, values[i], values[i + 1])
 
@@ -166,7 +175,8 @@ def _store_row_function(dtype: str, columns: int):
 @functools.cache
 def embed_kernel(dtype: str):
     """x (N, C) = wte[token] + wpe[position]; token -1 - j stands for row j of embeds (E, C). Grid: N."""
-    is_float32, is_int8 = dtype == "float32", dtype == "int8"
+    is_float32 = dtype == "float32"
+    is_int8 = dtype == "int8"
 
     def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
         let_next_kernel_begin()
@@ -175,12 +185,14 @@ def embed_kernel(dtype: str):
             return
         wait_for_kernel_before()
         token, at = token_ids[n], positions[n] * columns
-        g, base = token % int32(OUT_TILE), int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
+        g = token % int32(OUT_TILE)
+        base = int64(token // int32(OUT_TILE)) * num_steps * int32(STEP_SIZE)
         for c in range(int32(cuda.threadIdx.x), columns, int32(EMBED_THREADS)):
             if token < 0:
                 value = embeds[(-1 - token) * columns + c]
             else:
-                start, k = base + (c // int32(STEP)) * int32(STEP_SIZE), c % int32(STEP)
+                start = base + (c // int32(STEP)) * int32(STEP_SIZE)
+                k = c % int32(STEP)
                 if is_float32:
                     value = wte[start + k // 16 * 128 + g * 16 + k % 16]
                 elif is_int8:

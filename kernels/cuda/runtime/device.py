@@ -40,11 +40,14 @@ class Device:
 
         self._cuda = cuda
         self._lock = threading.RLock()  # another thread must not add to a capture
-        self._stream, self._reading = cuda.stream(), cuda.stream()
+        self._stream = cuda.stream()
+        self._reading = cuda.stream()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
-        self.name, self.capability = gpu.name, tuple(gpu.compute_capability[:2])
-        self.multiprocessors, self.shared_bytes = gpu.MULTIPROCESSOR_COUNT, gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+        self.name = gpu.name
+        self.capability = tuple(gpu.compute_capability[:2])
+        self.multiprocessors = gpu.MULTIPROCESSOR_COUNT
+        self.shared_bytes = gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
     def free_bytes(self) -> int:
         return self._cuda.current_context().get_memory_info().free
@@ -184,7 +187,10 @@ class CapturedWork:
     def __init__(self, executable: Any, stream: Any, lock: threading.RLock):
         from cuda.bindings import driver
 
-        self._launch, self._executable, self._stream, self._lock = driver.cuGraphLaunch, executable, stream, lock
+        self._launch = driver.cuGraphLaunch
+        self._executable = executable
+        self._stream = stream
+        self._lock = lock
         weakref.finalize(self, driver.cuGraphExecDestroy, executable)
 
     def __call__(self) -> None:

@@ -44,7 +44,8 @@ def unrolled(step: Callable, count: int, first: int = 0):
     """Return a device function that calls step(i, ...) for `count` i: LLVM leaves long loops, and arrays in memory."""
     if count == 1:
         return device_function(lambda *arguments: step(first, *arguments))
-    low, high = unrolled(step, count // 2, first), unrolled(step, count - count // 2, first + count // 2)
+    low = unrolled(step, count // 2, first)
+    high = unrolled(step, count - count // 2, first + count // 2)
 
     def call(*arguments):
         low(*arguments)

@@ -24,7 +24,8 @@ def read_bandwidth(size: int = READ_BYTES) -> float:
     blocks = READ_BLOCKS * device.multiprocessors
     threads = blocks * PEAK_THREADS
     rounds = max(size // (16 * LOADS * threads), 1)
-    words, out = device.zeros((rounds * LOADS * 4 * threads,), np.uint32), device.zeros((threads,), np.uint32)
+    words = device.zeros((rounds * LOADS * 4 * threads,), np.uint32)
+    out = device.zeros((threads,), np.uint32)
     seconds = _best_seconds(lambda: device.launch(read_kernel(LOADS), blocks, PEAK_THREADS, out, words, rounds))
     return words.nbytes / seconds
 
@@ -56,7 +57,8 @@ def read_kernel(loads: int):
     def read(out, words, rounds):
         thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
         threads = int32(cuda.gridDim.x) * int32(PEAK_THREADS)
-        found, held = uint32(0), cuda.local.array(held_words, uint32)
+        found = uint32(0)
+        held = cuda.local.array(held_words, uint32)
         for turn in range(int32(0), rounds):
             for i in range(loads):
                 loaded = load_weights(words, ((turn * int32(loads) + int32(i)) * threads + thread) * int32(4))
@@ -71,12 +73,15 @@ def read_kernel(loads: int):
 
 @functools.cache
 def multiply_kernel(kind: str):
-    is_bfloat16, sums_size = kind == "bfloat16", CHAINS * 4
+    is_bfloat16 = kind == "bfloat16"
+    sums_size = CHAINS * 4
 
     def multiply(out, rounds):
         thread = int32(cuda.blockIdx.x) * int32(PEAK_THREADS) + int32(cuda.threadIdx.x)
-        sums, total = cuda.local.array(sums_size, float32), float32(0)
-        word, factor = uint32(thread), float32(1) / float32(thread + int32(2))
+        sums = cuda.local.array(sums_size, float32)
+        total = float32(0)
+        word = uint32(thread)
+        factor = float32(1) / float32(thread + int32(2))
         for i in range(sums_size):
             sums[i] = factor
         for _ in range(int32(0), rounds):

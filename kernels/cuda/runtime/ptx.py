@@ -10,9 +10,13 @@ from numba.cuda.extending import intrinsic
 
 from .jit import device_function
 
-INT32, INT64, FLOAT, DOUBLE = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+FLOAT = ir.FloatType()
+DOUBLE = ir.DoubleType()
 VOID = ir.VoidType()
-FOUR_WORDS, TWO_FLOATS = ir.LiteralStructType([INT32] * 4), ir.LiteralStructType([FLOAT] * 2)
+FOUR_WORDS = ir.LiteralStructType([INT32] * 4)
+TWO_FLOATS = ir.LiteralStructType([FLOAT] * 2)
 FOUR_FLOATS = ir.LiteralStructType([FLOAT] * 4)
 WARP = 32
 LANE_BITS = 5
@@ -42,9 +46,12 @@ def load_global(typing_context, array, index):
 @intrinsic
 def load_fresh(typing_context, array, index):
     """Load array[index], of 32 or 64 bits, past the L1 cache, anew after each barrier."""
-    bits, is_float = array.dtype.bitwidth, isinstance(array.dtype, types.Float)
-    letter, result = ("fd" if is_float else "rl")[bits == 64], ((INT32, INT64), (FLOAT, DOUBLE))[is_float][bits == 64]
-    asm, constraints = f"ld.global.cg.b{bits} $0, [$1];", f"={letter},l,~{{memory}}"
+    bits = array.dtype.bitwidth
+    is_float = isinstance(array.dtype, types.Float)
+    letter = ("fd" if is_float else "rl")[bits == 64]
+    result = ((INT32, INT64), (FLOAT, DOUBLE))[is_float][bits == 64]
+    asm = f"ld.global.cg.b{bits} $0, [$1];"
+    constraints = f"={letter},l,~{{memory}}"
     return _instruction(array.dtype(array, index), asm, constraints, result)
 
 
@@ -136,7 +143,8 @@ def shared_address(typing_context, array):
 
 @intrinsic
 def load_shared(typing_context, address):
-    asm, constraints = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r,~{memory}"
+    asm = "ld.shared.v4.u32 {$0,$1,$2,$3}, [$4];"
+    constraints = "=r,=r,=r,=r,r,~{memory}"
     return _instruction(types.UniTuple(uint32, 4)(uint32), asm, constraints, FOUR_WORDS)
 
 
@@ -197,7 +205,8 @@ def arrive(typing_context, array, index):
 
 
 def _load_128(instruction: str, array, index):
-    asm, constraints = f"{instruction} {{$0,$1,$2,$3}}, [$4];", "=r,=r,=r,=r,l,~{memory}"
+    asm = f"{instruction} {{$0,$1,$2,$3}}, [$4];"
+    constraints = "=r,=r,=r,=r,l,~{memory}"
     return _instruction(types.UniTuple(uint32, 4)(array, index), asm, constraints, FOUR_WORDS)
 
 

@@ -35,7 +35,8 @@ from .search import (
     weight_of,
 )
 
-KEY_OF_MINUS_INFINITY, KEY_OF_REFUSED = 0x007FFFFF, ALL_ONES
+KEY_OF_MINUS_INFINITY = 0x007FFFFF
+KEY_OF_REFUSED = ALL_ONES
 ID_BITS = 31
 ALL_IDS = (1 << ID_BITS) - 1
 
@@ -45,8 +46,10 @@ NUM_SETTINGS = 4
 TEMPERATURE, TOP_K, TOP_P, MIN_P = range(NUM_SETTINGS)
 
 # Philox4x64-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2E7470EE14C6C93, 0xCA5A826395121157
-INCREMENT_0, INCREMENT_1 = 0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B
+MULTIPLIER_0 = 0xD2E7470EE14C6C93
+MULTIPLIER_1 = 0xCA5A826395121157
+INCREMENT_0 = 0x9E3779B97F4A7C15
+INCREMENT_1 = 0xBB67AE8584CAA73B
 ROUNDS = 10
 UNUSED_BITS = 11  # a float64 in [0, 1) has 53
 
@@ -58,7 +61,9 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
     Grid: (slices of a row, R). The last block of a row to arrive merges the slices. Arrays: SamplingBuffers.
     """
     let_next_kernel_begin()
-    piece, pieces, r = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), int32(cuda.blockIdx.y)
+    piece = int32(cuda.blockIdx.x)
+    pieces = int32(cuda.gridDim.x)
+    r = int32(cuda.blockIdx.y)
     thread = int32(cuda.threadIdx.x)
     if rows[r] < 0:
         return
@@ -105,7 +110,8 @@ def draw_tokens(logits, vocab_size, rows, settings, seeds, sample_indices, posit
     """
     let_next_kernel_begin()
     wait_for_kernel_before()
-    r, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+    r = int32(cuda.blockIdx.x)
+    thread = int32(cuda.threadIdx.x)
     temperature = float32(settings[NUM_SETTINGS * r + TEMPERATURE])
     greatest_id = token_ids[r]
     if rows[r] < 0 or settings[NUM_SETTINGS * r + TEMPERATURE] == 0 or greatest_id < 0:
@@ -153,7 +159,8 @@ def _filter_row(row, greatest, settings, first):
         first_tie = int32(0)  # tokens tied with the k-th all stay
         if field == TOP_P:  # of tokens tied at p, the highest ids stay
             mass = mass_of(border, greatest, inverse_total)
-            wanted, ties = 1 + (goal - above - 1) // mass, at // mass
+            wanted = 1 + (goal - above - 1) // mass
+            ties = at // mass
             if wanted < ties:
                 first_tie = find_tie(row, border, ties - wanted)
         _keep_from(row, border, first_tie)
@@ -198,7 +205,10 @@ def _cut_off(row, greatest, inverse_total, threshold):
 @device_function
 def random_fraction(seed, sample_index, position):
     """Return the reference's `uniform` as a uint64, in units of 2**-64."""
-    a, b, c, d = uint64(position) + uint64(1), uint64(0), uint64(0), uint64(0)
+    a = uint64(position) + uint64(1)
+    b = uint64(0)
+    c = uint64(0)
+    d = uint64(0)
     key_0, key_1 = uint64(seed), uint64(sample_index)
     for _ in range(ROUNDS):
         a, b, c, d = (
@@ -207,5 +217,6 @@ def random_fraction(seed, sample_index, position):
             multiply_high(uint64(MULTIPLIER_0), a) ^ d ^ key_1,
             uint64(MULTIPLIER_0) * a,
         )
-        key_0, key_1 = key_0 + uint64(INCREMENT_0), key_1 + uint64(INCREMENT_1)
+        key_0 = key_0 + uint64(INCREMENT_0)
+        key_1 = key_1 + uint64(INCREMENT_1)
     return a >> uint64(UNUSED_BITS) << uint64(UNUSED_BITS)

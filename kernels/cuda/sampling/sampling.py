@@ -35,7 +35,9 @@ class DeviceLogits:
 
     def __init__(self, workspace: Any, rows: np.ndarray, vocab_size: int):
         """rows: (R,), indices of the workspace's logits."""
-        self.workspace, self.rows, self.vocab_size = workspace, rows, vocab_size
+        self.workspace = workspace
+        self.rows = rows
+        self.vocab_size = vocab_size
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,7 +114,9 @@ def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
 
 def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, positions: Any) -> np.ndarray:
     """Return tokens (R,) int32, -1 for a row that is not finite."""
-    w, count, rare = logits.workspace, len(logits), np.flatnonzero(needs_reference_draw(warpers))
+    w = logits.workspace
+    count = len(logits)
+    rare = np.flatnonzero(needs_reference_draw(warpers))
     w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
     queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
     token_ids = w.device.read(w.sampling.token_ids[:count])
@@ -127,7 +131,8 @@ def process_logits(logits: Any, processors: Any) -> None:
     if isinstance(logits, np.ndarray):
         reference.process_logits(logits, p)
         return
-    w, is_rare = logits.workspace, needs_reference_processors(p)
+    w = logits.workspace
+    is_rare = needs_reference_processors(p)
     for i in np.flatnonzero(is_rare):
         row = logits[p.rows[i]]
         process_row(row, p, i)
@@ -147,7 +152,9 @@ def is_greedy(warpers: Any) -> bool:
 
 
 def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> None:
-    w, s, count = workspace, workspace.sampling, min(rounded_up(count), workspace.max_shape.logits)
+    w = workspace
+    s = workspace.sampling
+    count = min(rounded_up(count), workspace.max_shape.logits)
     slices = min(-(-vocab_size // (CHOOSE_THREADS * PER_THREAD)), SLICES)
     found = s.keys, s.arrivals, s.token_ids
     w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, s.rows, *found)
@@ -223,13 +230,15 @@ def process_rows(logits, vocab_size, processors, counts):
     if a.rows[p] < 0:
         return
     row = Row(logits, int64(a.rows[p]) * int64(vocab_size), counts, int64(p) * int64(vocab_size))
-    begin, end = a.token_bounds[p], a.token_bounds[p + 1]
+    begin = a.token_bounds[p]
+    end = a.token_bounds[p + 1]
     first = p * NUM_PENALTIES
     for i in range(int32(a.bias_bounds[p] + cuda.threadIdx.x), a.bias_bounds[p + 1], cuda.blockDim.x):
         row.logits[row.start + a.bias_ids[i]] += a.biases[i]
     cuda.syncthreads()
     _penalize_repetition(row, a.token_ids, begin, end, a.penalties[first + REPETITION])
-    frequency, presence = a.penalties[first + FREQUENCY], a.penalties[first + PRESENCE]
+    frequency = a.penalties[first + FREQUENCY]
+    presence = a.penalties[first + PRESENCE]
     _penalize_presence(row, a.token_ids, int32(begin + a.num_prompt_tokens[p]), end, frequency, presence)
 
 

@@ -16,7 +16,9 @@ UNITS = 2.0**62
 # exp(-104) is 0 in float32.
 BUCKETS = 1024
 BUCKETS_PER_UNIT = BUCKETS / 104
-DIGIT_BITS, DIGITS, KEY_BITS = 8, 256, 32
+DIGIT_BITS = 8
+DIGITS = 256
+KEY_BITS = 32
 SIGN, ALL_ONES = 0x80000000, 0xFFFFFFFF
 LOW_HALF, HALF_BITS = 0xFFFFFFFF, 32
 
@@ -56,7 +58,10 @@ def value_of(key):
 def multiply_high(x, y):
     """Return the upper 64 bits of x * y."""
     low, bits = uint64(LOW_HALF), uint64(HALF_BITS)
-    x_low, x_high, y_low, y_high = x & low, x >> bits, y & low, y >> bits
+    x_low = x & low
+    x_high = x >> bits
+    y_low = y & low
+    y_high = y >> bits
     middle = x_high * y_low + (x_low * y_low >> bits)
     other = x_low * y_high + (middle & low)
     return x_high * y_high + (middle >> bits) + (other >> bits)
@@ -84,7 +89,8 @@ def mass_of(score, greatest, inverse_total):
 def least_mass_above(bound):
     """Return the least mass, at least 1, that exceeds `bound` after rounding to float32."""
     bits = float32_to_bits(bound)
-    below, above = float64(bits_to_float32(bits)), float64(bits_to_float32(uint32(bits + uint32(1))))
+    below = float64(bits_to_float32(bits))
+    above = float64(bits_to_float32(uint32(bits + uint32(1))))
     middle = (below + above) * (UNITS / 2)  # rounds to the even of the two
     mass = int64(middle)
     is_rounded_up = bits % uint32(2) == uint32(1) and float64(mass) == middle
@@ -98,7 +104,8 @@ def find_border(row, greatest, inverse_total, goal):
     Return with it the goal, and the sums above the score and at it. To a goal of 0 or less the sum of all is added.
     """
     _clear(row.shared, BUCKETS)
-    thread, threads = int32(cuda.threadIdx.x), int32(cuda.blockDim.x)
+    thread = int32(cuda.threadIdx.x)
+    threads = int32(cuda.blockDim.x)
     for i in range(thread, row.size, threads):
         score = row.scores[row.start + i]
         if score > float32(-math.inf):
@@ -106,7 +113,8 @@ def find_border(row, greatest, inverse_total, goal):
     bucket, goal, above, at = _find_bucket(row.shared, BUCKETS, int64(0), goal)
     if bucket == BUCKETS:
         return float32(-math.inf), goal, above, at
-    count, key = _gather(row, greatest, bucket), int64(0)
+    count = _gather(row, greatest, bucket)
+    key = int64(0)
     for shift in range(KEY_BITS - DIGIT_BITS, -1, -DIGIT_BITS):
         _clear(row.shared, DIGITS)
         for i in range(thread, count, threads):
@@ -150,7 +158,8 @@ def _clear(shared, size):
 @device_function
 def _add_mass(shared, bucket, mass):
     """Add a mass to a bucket as two 32-bit sums: shared memory adds these faster."""
-    added, carry = uint32(mass), uint32(mass >> int64(32))
+    added = uint32(mass)
+    carry = uint32(mass >> int64(32))
     if uint32(cuda.atomic.add(shared.low, bucket, added) + added) < added:
         carry = uint32(carry + uint32(1))
     if carry > uint32(0):
@@ -162,7 +171,8 @@ def _find_bucket(shared, size, above, goal):
     """Return the first bucket at which the sum, with `above`, reaches the goal, or `size`; then as `find_border`."""
     found = shared.found
     cuda.syncthreads()
-    lane, share = int32(cuda.threadIdx.x), size // WARP
+    lane = int32(cuda.threadIdx.x)
+    share = size // WARP
     if lane < WARP:
         mass = int64(0)
         for i in range(share):  # rotated, so that lanes read from different banks
@@ -204,13 +214,18 @@ def find_drawn(row, greatest, fraction):
 @device_function
 def _first_passing(row, score, scale, goal, fraction):
     """Find the strip in which the sum exceeds the goal, down to a warp's tokens."""
-    strips, found = row.shared.strips, row.shared.found
-    begin, end, is_first = int32(0), int32(row.size), True
+    strips = row.shared.strips
+    found = row.shared.found
+    begin = int32(0)
+    end = int32(row.size)
+    is_first = True
     while is_first or end - begin > WARP:
         total = _sum_strips(row, score, scale, begin, end)
         if is_first and scale > 0.0:
             goal = int64(multiply_high(fraction, uint64(total)))
-        is_first, length, strip = False, _strip_length(end - begin), int32(0)
+        is_first = False
+        length = _strip_length(end - begin)
+        strip = int32(0)
         while goal >= strips[strip]:
             goal -= strips[strip]
             strip += 1
@@ -228,8 +243,12 @@ def _first_passing(row, score, scale, goal, fraction):
 
 @device_function
 def _sum_strips(row, score, scale, begin, end):
-    thread, strips = int32(cuda.threadIdx.x), row.shared.strips
-    lane, warp, length, mass = thread % WARP, thread // WARP, _strip_length(end - begin), int64(0)
+    thread = int32(cuda.threadIdx.x)
+    strips = row.shared.strips
+    lane = thread % WARP
+    warp = thread // WARP
+    length = _strip_length(end - begin)
+    mass = int64(0)
     start = int32(begin + warp * length)
     for i in range(int32(start + lane), min(end, int32(start + length)), WARP):
         mass += _draw_mass(row, i, score, scale)

@@ -36,9 +36,13 @@ def bytes_tile(rows, a, scales, b, c):
 
 @jit
 def vnni_tiles(rows, a, scales, b, c):
-    lda, lds, start = a.shape[1], scales.shape[1] * 16, address(b)
+    lda = a.shape[1]
+    lds = scales.shape[1] * 16
+    start = address(b)
     for row in range(0, rows, ROW_TILE):
-        x, s, total = address(a) + row * lda, address(scales) + row * lds, address(c) + row * OUT_TILE * 4
+        x = address(a) + row * lda
+        s = address(scales) + row * lds
+        total = address(c) + row * OUT_TILE * 4
         tile_int8(min(ROW_TILE, rows - row), x, lda, s, lds, start, start, scales.shape[1], total, start, 64)
 
 
@@ -57,11 +61,9 @@ def in_amx_order(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("k", [2, 30, 32, 192, 194, 420])
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_tile_of_bfloat16(rows, k):
-    x, weight, c = (
-        operand_of(random_values(rows, k), "bfloat16"),
-        packed(random_values(OUT_TILE, k, seed=1), "bfloat16"),
-        unwritten(rows + 1, OUT_TILE),
-    )
+    x = operand_of(random_values(rows, k), "bfloat16")
+    weight = packed(random_values(OUT_TILE, k, seed=1), "bfloat16")
+    c = unwritten(rows + 1, OUT_TILE)
     c[:rows] = random_values(rows, OUT_TILE, seed=2)
     columns = as_float32(weight.panels[0, 0]).transpose(1, 0, 2).reshape(OUT_TILE, k)
     expected = in_amx_order(as_float32(x.values), columns, c[:rows])
@@ -74,8 +76,10 @@ def test_a_tile_of_bfloat16(rows, k):
 @pytest.mark.parametrize("groups", [1, 6, 7, 13])
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_tile_of_int8_is_that_of_vnni(rows, groups):
-    k, (found, expected) = groups * SCALE_GROUP, (unwritten(rows + 1, OUT_TILE) for _ in range(2))
-    x, weight = operand_of(random_values(rows, k), "int8"), packed(random_values(OUT_TILE, k, seed=1), "int8")
+    k = groups * SCALE_GROUP
+    (found, expected) = (unwritten(rows + 1, OUT_TILE) for _ in range(2))
+    x = operand_of(random_values(rows, k), "int8")
+    weight = packed(random_values(OUT_TILE, k, seed=1), "int8")
     for c, tile in ((found, bytes_tile), (expected, vnni_tiles)):
         c[:rows] = random_values(rows, OUT_TILE, seed=2)
         tile(rows, x.values, x.scales, weight.panels, c)
@@ -112,7 +116,8 @@ def test_few_rows_of_int8_have_the_bits_that_they_have_among_more(rows):
     weight = Linear(packed(random_values(OUT_TILE, 130), "int8"), random_values(1, OUT_TILE, seed=1), NO_FACTORS)
     found = []
     for count in (rows, LEAST_AMX):
-        x, out = operand_of(random_values(LEAST_AMX, 130, seed=2)[:count], "int8"), unwritten(count, OUT_TILE)
+        x = operand_of(random_values(LEAST_AMX, 130, seed=2)[:count], "int8")
+        out = unwritten(count, OUT_TILE)
         linear(solo_team(), out, x, weight, np.int64(0), whole(130), NONE, REPLACE)
         found.append(out[:rows])
     same_bits(*found)

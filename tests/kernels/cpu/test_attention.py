@@ -39,7 +39,8 @@ class Cache(NamedTuple):
 
 
 def new_kv_cache(sequences: int, heads: int, size: int, length: int, dtype: str) -> Cache:
-    blocks, (kind, p) = -(-length // KEY_BLOCK), KINDS[dtype]
+    blocks = -(-length // KEY_BLOCK)
+    (kind, p) = KINDS[dtype]
     steps = -(-size // p) + 2 * (dtype == "int8")
     k = unwritten(sequences, heads, blocks, steps, KEY_BLOCK, p, dtype=kind)
     return Cache(k, unwritten(sequences, heads, blocks, KEY_BLOCK // p, padded_head(size), p, dtype=kind))
@@ -101,7 +102,8 @@ def run_attend(
     cache = new_kv_cache(len(rows) + 1, run.heads, run.size, max(run.lengths), dtype)
     write(*cache, run.qkv[~is_new], positions[~is_new], token_slots[~is_new])
     starts = np.concatenate([[0], np.cumsum(np.diff(bounds) - run.cached)]).astype(np.int32)
-    qkv, out = run.qkv[is_new], unwritten(is_new.sum(), run.heads * run.size)
+    qkv = run.qkv[is_new]
+    out = unwritten(is_new.sum(), run.heads * run.size)
     where = positions[is_new], token_slots[is_new], tiles_of(starts).astype(np.int32)
     write_kv(solo_team(), *cache, qkv, *where)
     attend(solo_team(run.size), out, qkv, *cache, *where, np.float32(run.size**-0.5), alibi)
@@ -116,7 +118,9 @@ def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] 
         q = q.astype(np.float32) * np.float32(run.size**-0.5)
         q, k, v = (rounded(x.astype(np.float32), dtype).astype(np.float64) for x in (q, k, v))
         attend_exactly = reference.attend_int8 if dtype == "int8" else reference.attend
-        k, v, at = k.swapaxes(0, 1), v.swapaxes(0, 1), np.arange(cached, length)
+        k = k.swapaxes(0, 1)
+        v = v.swapaxes(0, 1)
+        at = np.arange(cached, length)
         out = attend_exactly(q[cached:], k, v, at, 1.0, slopes)  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
@@ -134,7 +138,8 @@ def random_run(lengths, cached, heads: int, size: int, spread: float = 1.0) -> R
 @pytest.mark.parametrize("size", [1, 5, 16, 20])
 def test_a_token_writes_its_places_and_nothing_else(size, dtype):
     heads, random = 3, np.random.default_rng(size)
-    cache, qkv = new_kv_cache(4, heads, size, 130, dtype), random_values(40, 3 * heads * size)
+    cache = new_kv_cache(4, heads, size, 130, dtype)
+    qkv = random_values(40, 3 * heads * size)
     flat = np.sort(random.choice(4 * 130, size=40, replace=False))
     token_slots, positions = flat // 130, flat % 130
     write(*cache, qkv, positions, token_slots)
@@ -155,12 +160,15 @@ def test_a_token_writes_its_places_and_nothing_else(size, dtype):
 @CACHES
 def test_each_key_is_written_once(dtype):
     """By write_kv where several tiles of its sequence read it, else by the tile that alone does."""
-    heads, size, lengths = 3, 16, (1, 13, 6, 2)
+    heads = 3
+    size = 16
+    lengths = (1, 13, 6, 2)
     slots = np.repeat([3, 1, 0, 2], lengths).astype(np.int32)
     positions = np.concatenate([np.arange(4, 4 + length) for length in lengths]).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     where = positions, slots, query_tiles(starts, ROW_TILE).astype(np.int32)
-    qkv, cache = random_values(len(slots), 3 * heads * size), new_kv_cache(4, heads, size, 20, dtype)
+    qkv = random_values(len(slots), 3 * heads * size)
+    cache = new_kv_cache(4, heads, size, 20, dtype)
     write(*cache, random_values(16, 3 * heads * size), np.tile(np.arange(4), 4), np.repeat(np.arange(4), 4))
     before, k, v = new_kv_cache(4, heads, size, 20, dtype), *cache
     before.k[:], before.v[:] = k, v
@@ -179,7 +187,9 @@ def test_each_key_is_written_once(dtype):
 @pytest.mark.parametrize("value", [0, 2.0**-113, 2.0**-111, 1e38, np.inf, -np.inf, np.nan])
 def test_an_int8_cache_of_one_extreme(value):
     """What is too small for an inverse is 0, and what is not finite makes its own key and value NaN alone."""
-    heads, size, x = 2, 5, random_values(3, 30)
+    heads = 2
+    size = 5
+    x = random_values(3, 30)
     x[1, 10:12] = x[1, 20:22] = value
     x[1, 12:15] = x[1, 22:25] = 0
     cache = new_kv_cache(1, heads, size, 3, "int8")
@@ -197,7 +207,8 @@ def test_an_int8_cache_of_one_extreme(value):
 def test_attend(length, size, dtype):
     """A whole prompt, the last tokens of one, and a decode step, beside each other."""
     run = random_run([length, length, length, 7], [0, max(length - 7, 0), length - 1, 3], 2, size, spread=1.3)
-    found, expected = run_attend(run, dtype), exact_attention(run, dtype)
+    found = run_attend(run, dtype)
+    expected = exact_attention(run, dtype)
     check(TOLERANCE[dtype], found, expected, np.abs(run.qkv[:, -2 * size :]).max())
 
 
@@ -206,9 +217,11 @@ def test_attend(length, size, dtype):
 @pytest.mark.parametrize("length", [1, 6, 64, 65, 129])
 def test_alibi(length, dtype):
     """A steep slope and a flat one; the bits of a query do not depend on its tile here either."""
-    run, slopes = random_run([length, 7], [max(length - 7, 0), 3], 2, 20, spread=1.3), (0.5, 2.0**-8)
+    run = random_run([length, 7], [max(length - 7, 0), 3], 2, 20, spread=1.3)
+    slopes = (0.5, 2.0**-8)
     alibi = Alibi(np.array(slopes, np.float32))
-    out, expected = run_attend(run, dtype, alibi=alibi), exact_attention(run, dtype, slopes)
+    out = run_attend(run, dtype, alibi=alibi)
+    expected = exact_attention(run, dtype, slopes)
     check(TOLERANCE[dtype], out, expected, np.abs(run.qkv[:, -40:]).max())
     assert length == 1 or not np.allclose(out, exact_attention(run, dtype), atol=0.01)
     same_bits(run_attend(run, dtype, lambda starts: np.arange(starts[-1] + 1), alibi), out)
@@ -228,12 +241,15 @@ def test_a_query_has_the_same_bits_in_any_tile(size, dtype):
 
 def test_the_reference_rounds_the_weights_of_an_int8_cache_to_14_bits():
     """Queries, keys and values are whole numbers already, so that the weights' roundings are all there is."""
-    random, shape = np.random.default_rng(0), (2, 150, 7)
+    random = np.random.default_rng(0)
+    shape = (2, 150, 7)
     q, k, v = random.integers(-127, 128, (3, *shape)).astype(np.float64)
     for x in (q, k, v):
         x[..., 0] = 127
     k[:, :64, 0] = -127  # the first block's weights are a twentieth of the others'
-    q, positions, scale = q[:, :9].swapaxes(0, 1), np.arange(141, 150), 1e-4
+    q = q[:, :9].swapaxes(0, 1)
+    positions = np.arange(141, 150)
+    scale = 1e-4
     weights = reference.attention_weights(q, k, positions, scale)  # (N, H, T)
     levels = [weights[..., start : start + 64].max(-1) / (2**14 - 1) for start in (0, 64, 128)]  # (N, H) each
     squares = [(v[:, start : start + 64] ** 2).sum(1) for start in (0, 64, 128)]  # (H, D) each
@@ -269,7 +285,8 @@ def test_attend_with_extreme_scores(length, sign):
     run = random_run([length], [0], 2, 16, spread=1.0)
     run.qkv[:, :32] = 50 * sign
     run.qkv[:, 32:64] = 50 * (1 + 1e-2 * np.arange(length)[:, None] % 0.07)
-    out, largest = run_attend(run), np.abs(run.qkv[:, 64:]).max()
+    out = run_attend(run)
+    largest = np.abs(run.qkv[:, 64:]).max()
     assert np.isfinite(out).all()
     check("extreme attention", out, exact_attention(run), largest)
 

@@ -47,7 +47,9 @@ WEIGHTS = pytest.mark.parametrize("shape", [*((OUT_TILE + 7, k) for k in WIDTHS)
 def weights_of(shape, size) -> np.ndarray:
     """Random rows, and rows of one value."""
     weight = random_values(*shape, seed=shape[1]) * size
-    weight[3:4], weight[4:5], weight[5:6] = 0, -size, size
+    weight[3:4] = 0
+    weight[4:5] = -size
+    weight[5:6] = size
     return weight
 
 
@@ -59,7 +61,8 @@ def round_all(x, bits, back):
 
 
 def rounded(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    bits, back = np.zeros(x.size, np.uint16), unwritten(x.size)
+    bits = np.zeros(x.size, np.uint16)
+    back = unwritten(x.size)
     round_all(x, bits, back)
     return bits, back
 
@@ -88,7 +91,9 @@ def test_between_two_bfloat16_the_nearest_is_taken(low, goes_up):
 
 def test_what_is_not_finite_stays_so_in_bfloat16_weights():
     weight = random_values(5, 35)
-    weight[1, 2], weight[2, 3], weight[3, 34] = np.nan, np.inf, -np.inf
+    weight[1, 2] = np.nan
+    weight[2, 3] = np.inf
+    weight[3, 34] = -np.inf
     values = unpacked(packed(weight, "bfloat16"), "bfloat16")[:5, :35]
     assert np.isnan(values[1, 2])
     assert (values[2, 3], values[3, 34]) == (np.inf, -np.inf)
@@ -208,7 +213,8 @@ def nearest_levels(groups, scale, offset) -> np.ndarray:
 
 def plain_scales(groups: np.ndarray, share: np.float32) -> tuple[np.ndarray, np.ndarray]:
     """16 levels over the middle `share` of the range from least to largest, 0 included, kept as bfloat16."""
-    low, high = np.minimum(groups.min(axis=2), 0), np.maximum(groups.max(axis=2), 0)
+    low = np.minimum(groups.min(axis=2), 0)
+    high = np.maximum(groups.max(axis=2), 0)
     step = (high - low) * share / F32(15)
     middle = (high + low) * F32(0.5)
     offset = from_bits(bits_of(middle - F32(7.5) * step))
@@ -247,7 +253,9 @@ class Grouped:
 
     def __init__(self, dtype: str, rows: int, groups: int, ends: bool):
         random = np.random.default_rng(rows * 10 + groups)
-        self.dtype, self.rows, self.groups = dtype, rows, groups
+        self.dtype = dtype
+        self.rows = rows
+        self.groups = groups
         draw = (lambda low, high, shape: random.choice([low, high], shape)) if ends else random.integers
         self.a = draw(-127, 127, (rows, groups + 1, SCALE_GROUP)).astype(np.int8)  # a group more than is read
         top = 255 if dtype == "int8" else 15
@@ -273,10 +281,13 @@ class Grouped:
         return aligned(fours if self.dtype == "int8" else fours[::2] | fours[1::2] << 4)
 
     def run(self) -> np.ndarray:
-        scales, b, b_scales = self.operand(), self.panel(), aligned(self.b_scales)
+        scales = self.operand()
+        b = self.panel()
+        b_scales = aligned(self.b_scales)
         c = unwritten(self.rows + 1, OUT_TILE)
         c[: self.rows] = self.before
-        a, expanded = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}"), aligned(np.repeat(b, EXPANSION[self.dtype]))
+        a = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}")
+        expanded = aligned(np.repeat(b, EXPANSION[self.dtype]))
         where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
         GROUPED[self.dtype](self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where)
         assert np.isnan(c[self.rows]).all()
@@ -332,15 +343,20 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
         (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, OUT_TILE))),
         (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, OUT_TILE))),
     ):
-        a_bits, b_bits, c = bits_of(a), bits_of(b), unwritten(rows + 1, OUT_TILE)
+        a_bits = bits_of(a)
+        b_bits = bits_of(b)
+        c = unwritten(rows + 1, OUT_TILE)
         left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, OUT_TILE).transpose(0, 2, 1))
         where = (left.ctypes.data, left.strides[0], pairs.ctypes.data, OUT_TILE * 4, steps, c.ctypes.data, c.strides[0])
         bf16_tile(pairs, rows, vectors, *where)
-        exact_a, exact_b = from_bits(a_bits).astype(float), from_bits(b_bits).astype(float)
-        expected, scale = exact_a @ exact_b, np.abs(exact_a) @ np.abs(exact_b)
+        exact_a = from_bits(a_bits).astype(float)
+        exact_b = from_bits(b_bits).astype(float)
+        expected = exact_a @ exact_b
+        scale = np.abs(exact_a) @ np.abs(exact_b)
         is_whole = np.issubdtype(a.dtype, np.integer)
-        columns, limit = vectors * LANES, 0 if is_whole else 2.0**-20 * scale
+        columns = vectors * LANES
+        limit = 0 if is_whole else 2.0**-20 * scale
         assert (np.abs(c[:rows] - expected) <= limit)[:, :columns].all()
         assert np.isnan(c[rows]).all()
         assert np.isnan(c[:, columns:]).all()

@@ -84,7 +84,9 @@ def whole_logits(name: str) -> np.ndarray:
 
 def logits_in_pieces(name: str) -> np.ndarray:
     """(T, V), in chunks, on two threads, behind another sequence."""
-    checkpoint, count, (dtype, cache_dtype) = open_checkpoint("demo"), 2 * len(TOKENS), dtypes_of(name)
+    checkpoint = open_checkpoint("demo")
+    count = 2 * len(TOKENS)
+    (dtype, cache_dtype) = dtypes_of(name)
     params = cpu.load_params(checkpoint, dtype, 2)
     cache = cpu.new_kv_cache(checkpoint.config, 2, len(TOKENS), cache_dtype)
     workspace = cpu.new_workspace(checkpoint.config, count, count, 2, dtype)
@@ -111,12 +113,16 @@ def products() -> np.ndarray:
 
 def attended() -> np.ndarray:
     """Over an int8 cache: heads of two sizes, queries one by one and by sixes."""
-    found, positions, slots = [], np.arange(70, dtype=np.int32), np.zeros(70, np.int32)
+    found = []
+    positions = np.arange(70, dtype=np.int32)
+    slots = np.zeros(70, np.int32)
     for size in (22, 80):
         config = ModelConfig(n_layer=1, n_head=2, n_embd=2 * size, n_positions=70, vocab_size=5)
-        qkv, (k, v) = random_values(70, 6 * size), (array[0] for array in cpu.new_kv_cache(config, 1, 70, "int8"))
+        qkv = random_values(70, 6 * size)
+        (k, v) = (array[0] for array in cpu.new_kv_cache(config, 1, 70, "int8"))
         for tile in (1, 6):
-            out, tiles = unwritten(70, 2 * size), np.array([*range(0, 70, tile), 70], np.int32)
+            out = unwritten(70, 2 * size)
+            tiles = np.array([*range(0, 70, tile), 70], np.int32)
             write_kv(solo_team(), k, v, qkv, positions, slots, tiles)
             attend(solo_team(size), out, qkv, k, v, positions, slots, tiles, np.float32(size**-0.5), None)
             found.append(out.ravel())
@@ -129,7 +135,8 @@ def probe(dtype: str, output: Path) -> None:
         whole = pieces = compute()
         assembly = "".join(kernel.inspect_asm().values())
     else:
-        whole, pieces = whole_logits(dtype), logits_in_pieces(dtype)
+        whole = whole_logits(dtype)
+        pieces = logits_in_pieces(dtype)
         assembly = "".join(take_steps.inspect_asm().values())
     wide = [register for register in ("ymm", "zmm") if register in assembly]
     np.savez(output, whole=whole, pieces=pieces, wide=np.array(wide, str), size=len(assembly))
@@ -142,7 +149,8 @@ PARTS = {PRODUCT: (products, linear), ATTENTION: (attended, attend)}
 
 
 def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    target, file = TARGETS[name], folder / f"{name}-{dtype}.npz"
+    target = TARGETS[name]
+    file = folder / f"{name}-{dtype}.npz"
     cpu_choice = {"NUMBA_CPU_NAME": target.cpu, "NUMBA_CPU_FEATURES": target.features}
     environment = {**os.environ, **cpu_choice, "NUMBA_CACHE_DIR": str(folder / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join((str(ROOT), str(ROOT / "tests")))

@@ -178,7 +178,8 @@ def last_field(record):
 
 def test_arguments_that_look_alike_are_told_apart(compiled):
     """Two classes of one name, with fields of one type, are one and the same in Numba's words."""
-    first, second = namedtuple("Record", "a b"), namedtuple("Record", "c d")
+    first = namedtuple("Record", "a b")
+    second = namedtuple("Record", "c d")
     for record in (first(1, 2.0), second(3, 4.0), first(5, 6.0)):
         assert jit.jit(last_field)(record) == record[1]
     assert len(compiled) >= 2
@@ -225,7 +226,8 @@ class Feet(NamedTuple):
 @pytest.fixture
 def made(monkeypatch) -> list[str]:
     """The functions that have become machine code, but for Numba's own."""
-    names, finish = [], JITCodeLibrary._finalize_specific
+    names = []
+    finish = JITCodeLibrary._finalize_specific
 
     def note(library):
         names.extend({library.name.split(".")[-1]} - {"nrt"})
@@ -298,7 +300,8 @@ def test_what_a_part_may_not_have_is_refused():
 
 def test_numba_has_the_internals_that_the_cache_and_parts_use():
     """Numba promises none of them. If this fails, kernels may run, and every process compiles them."""
-    plain, ours = numba.njit(last_field), jit.jit(last_field)
+    plain = numba.njit(last_field)
+    ours = jit.jit(last_field)
     assert isinstance(plain._cache, caching.NullCache)
     assert caching._Cache.__abstractmethods__ <= {*dir(DiskCache)}
     assert plain.targetctx.codegen().magic_tuple()

@@ -67,7 +67,8 @@ TILES += [(call_panel_add, OUT_TILE, True), (call_strip_add, LANES, True)]
 @pytest.mark.parametrize("rows", range(1, ROW_TILE + 1))
 def test_tiles_accumulate_one_chain_in_the_order_of_k(rows, steps, tile, columns, adds):
     """To the bit: each step is one fused multiply-add, whose product float64 holds exactly."""
-    a, b = random_values(rows, steps + 3), random_values(steps, columns, seed=1)
+    a = random_values(rows, steps + 3)
+    b = random_values(steps, columns, seed=1)
     c = unwritten(rows + 1, columns + 1)  # a row and a column more than the tile may touch
     expected = np.zeros((rows, columns), np.float32)
     if adds:
@@ -98,7 +99,8 @@ def fused(x, y, z):
 @pytest.mark.parametrize("vectors", [1, 2, 3, 9])
 def test_reductions(vectors):
     for seed in range(10):
-        x, out = random_values(vectors * LANES, seed=seed), unwritten(3)
+        x = random_values(vectors * LANES, seed=seed)
+        out = unwritten(3)
         reductions_of(x, out)
         exact = x.astype(np.float64)
         check("sum", out[0], exact.sum(), np.abs(exact).sum())
@@ -108,7 +110,8 @@ def test_reductions(vectors):
 
 def test_reductions_meet_every_place_and_infinity():
     for place in range(3 * LANES):
-        x, out = np.full(3 * LANES, -np.inf, np.float32), unwritten(3)
+        x = np.full(3 * LANES, -np.inf, np.float32)
+        out = unwritten(3)
         x[place] = -7
         reductions_of(x, out)
         assert out[2] == -7
@@ -119,7 +122,8 @@ def test_reductions_meet_every_place_and_infinity():
 
 
 def test_fma_rounds_once():
-    x, rounded = np.float32(1 + 2**-12), np.float32(1 + 2**-11)
+    x = np.float32(1 + 2**-12)
+    rounded = np.float32(1 + 2**-11)
     assert x * x == rounded
     assert fused(x, x, -rounded) == 2.0**-24
 
@@ -138,9 +142,11 @@ def test_exp():
 
 @pytest.mark.parametrize("name", ["tanh", "erf"])
 def test_tanh_and_erf(name):
-    function, exact = getattr(activations, name), getattr(math, name)
+    function = getattr(activations, name)
+    exact = getattr(math, name)
     x = np.concatenate([np.linspace(-12, 12, 10001), np.linspace(-1, 1, 10001), [1e4, -1e4]]).astype(np.float32)
-    actual, expected = np.array([function(v) for v in x]), np.array([exact(v) for v in x])
+    actual = np.array([function(v) for v in x])
+    expected = np.array([exact(v) for v in x])
     check(name, actual, expected, np.maximum(np.abs(expected), EPS) if name == "tanh" else 1)
     np.testing.assert_array_equal(actual, -np.array([function(-v) for v in x]))
     assert np.abs(actual).max() == 1
@@ -178,7 +184,9 @@ def normalize(out, x, rows, weight, bias, epsilon=1e-5) -> None:
 @pytest.mark.parametrize("epsilon", [1e-12, 1e-5, 0.1])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_layer_norm(shape, epsilon):
-    x, weight, bias = random_values(*shape), random_values(shape[1], seed=1), random_values(shape[1], seed=2)
+    x = random_values(*shape)
+    weight = random_values(shape[1], seed=1)
+    bias = random_values(shape[1], seed=2)
     rows = np.random.default_rng(3).integers(len(x), size=2 * len(x) + 1)  # any rows in any order, some twice
     centred = x[rows] - x[rows].mean(-1, keepdims=True, dtype=np.float64)
     normed = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + epsilon)
@@ -193,14 +201,18 @@ def test_layer_norm_of_a_constant_row_is_the_bias():
 
 @pytest.mark.parametrize("rows", range(1, 14))
 def test_a_row_of_layer_norm_has_the_same_bits_among_any_number(rows):
-    x, weight, bias = random_values(13, 97), random_values(97, seed=1), random_values(97, seed=2)
+    x = random_values(13, 97)
+    weight = random_values(97, seed=1)
+    bias = random_values(97, seed=2)
     alone = [run_layer_norm(x, [row], weight, bias) for row in range(rows)]
     same_bits(run_layer_norm(x, range(rows), weight, bias), np.concatenate(alone))
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_layer_norm_into_an_operand(dtype):
-    x, weight, bias = random_values(13, 97), random_values(97, seed=1), random_values(97, seed=2)
+    x = random_values(13, 97)
+    weight = random_values(97, seed=1)
+    bias = random_values(97, seed=2)
     rows = np.array([3, 0, 12, 12], np.int32)
     operand = new_operand(dtype, len(rows), 97)
     normalize(operand, x, rows, weight, bias)
@@ -215,7 +227,9 @@ def test_embed(n, width, dtype):
     random = np.random.default_rng(0)
     token_ids = np.concatenate([[vocab - 1], random.integers(vocab, size=n - 1)]).astype(np.int32)
     positions = random.integers(length, size=n).astype(np.int32)
-    wte, wpe, x = packed(random_values(vocab, width), dtype), random_values(length, width, seed=1), unwritten(n, width)
+    wte = packed(random_values(vocab, width), dtype)
+    wpe = random_values(length, width, seed=1)
+    x = unwritten(n, width)
     factors = np.exp2(random.integers(-2, 3, width)).astype(np.float32)  # powers of 2 change no rounding
     embeds = random_values(n, width, seed=2)
     token_ids[1::3] = -1  # embeds stand for these
@@ -307,10 +321,13 @@ def panel_rows(rows: int, seed: int = 0) -> np.ndarray:
 @pytest.mark.parametrize("rows", [1, 2, 7, 48])
 @pytest.mark.parametrize("adds", [False, True])
 def test_rows_are_scaled_and_biased(rows, adds):
-    y, scales, biases = panel_rows(rows), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
+    y = panel_rows(rows)
+    scales = random_values(OUT_TILE, seed=1)
+    biases = random_values(OUT_TILE, seed=2)
     shape = rows, OUT_TILE + 2 * STRANGERS
     target = random_values(*shape, seed=3) if adds else unwritten(*shape)
-    expected, inside = target.copy(), slice(STRANGERS, STRANGERS + OUT_TILE)
+    expected = target.copy()
+    inside = slice(STRANGERS, STRANGERS + OUT_TILE)
     finished = y * scales + biases
     expected[:, inside] = expected[:, inside] + finished if adds else finished
     run_rows(target, y, scales, biases, adds)
@@ -318,7 +335,8 @@ def test_rows_are_scaled_and_biased(rows, adds):
 
 
 def test_a_row_of_ones_and_one_of_negative_zeros_change_no_bit():
-    y, target = panel_rows(3), unwritten(3, OUT_TILE + 2 * STRANGERS)
+    y = panel_rows(3)
+    target = unwritten(3, OUT_TILE + 2 * STRANGERS)
     run_rows(target, y, np.ones(OUT_TILE, np.float32), np.full(OUT_TILE, -0.0, np.float32), False)
     same_bits(target[:, STRANGERS:-STRANGERS], y)
 
@@ -326,7 +344,8 @@ def test_a_row_of_ones_and_one_of_negative_zeros_change_no_bit():
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("count", [2, 4])
 def test_segments_are_scaled_and_added_in_pairs(count, rows):
-    segments, scales = random_values(count, 6, OUT_TILE), random_values(OUT_TILE, seed=1)
+    segments = random_values(count, 6, OUT_TILE)
+    scales = random_values(OUT_TILE, seed=1)
     parts = [segment[:rows] * scales for segment in segments]
     expected = segments.copy()
     expected[0, :rows] = parts[0] + parts[1] if count == 2 else (parts[0] + parts[1]) + (parts[2] + parts[3])
@@ -336,9 +355,12 @@ def test_segments_are_scaled_and_added_in_pairs(count, rows):
 
 @pytest.mark.parametrize("kind", [np.int8, np.int16])
 def test_rows_are_quantized_as_one_by_one(kind):
-    x, factors, summands = random_values(7, OUT_TILE), random_values(OUT_TILE, seed=1), random_values(OUT_TILE, seed=2)
+    x = random_values(7, OUT_TILE)
+    factors = random_values(OUT_TILE, seed=1)
+    summands = random_values(OUT_TILE, seed=2)
     x[2], x[3], x[4] = panel_rows(1), 0, -summands / factors * np.float32(1 + 1e-6)
-    values, sizes = np.zeros((2, 7, 3 * OUT_TILE), kind), np.zeros((2, 7, 3, 4), np.float32)
+    values = np.zeros((2, 7, 3 * OUT_TILE), kind)
+    sizes = np.zeros((2, 7, 3, 4), np.float32)
     found, expected = map(Int8Operand, values, sizes)
     run_quantize(*found, x, factors, summands)
     run_put(expected, x * factors + summands)

@@ -61,7 +61,8 @@ def test_pack(shape, dtype):
 
 @EVERY_DTYPE
 def test_pack_multiplies_by_the_factors(dtype):
-    weight, factors = random_values(7, 70), np.exp2(np.random.default_rng(0).integers(-3, 4, 70)).astype(np.float32)
+    weight = random_values(7, 70)
+    factors = np.exp2(np.random.default_rng(0).integers(-3, 4, 70)).astype(np.float32)
     for array, expected in zip(packed(weight, dtype, factors=factors), packed(weight * factors, dtype), strict=True):
         np.testing.assert_array_equal(array, expected)
 
@@ -139,7 +140,8 @@ def test_convert_is_no_phase_for_float32():
 
 
 def test_convert_multiplies_by_the_factors_of_its_layer():
-    x, factors = random_values(11, 70), random_values(2, 2 * OUT_TILE, seed=5)  # as they lie, in whole panels
+    x = random_values(11, 70)
+    factors = random_values(2, 2 * OUT_TILE, seed=5)  # as they lie, in whole panels
     operand = new_operand("int8", *x.shape)
     run_convert(solo_team(), operand, x, factors, np.int64(1))
     assert_same_operand(operand, operand_of(x * factors[1, :70], "int8"))
@@ -185,7 +187,8 @@ def test_linear(m, k, dtype):
 def check_linear(m: int, k: int, n: int, has_bias: bool, dtype: str) -> None:
     layer = random_layer(m, k, n, has_bias)
     unit = K_UNIT[dtype]
-    x, weight = values_of(operand_of(layer.x, dtype), dtype), unpacked(packed(layer.weight, dtype), dtype)[:n]
+    x = values_of(operand_of(layer.x, dtype), dtype)
+    weight = unpacked(packed(layer.weight, dtype), dtype)[:n]
     bias = layer.bias if has_bias else np.zeros(n)
     expected = x @ weight.T + bias
     scale = np.abs(x) @ np.abs(weight).T + np.abs(bias)
@@ -220,9 +223,11 @@ def test_linear_then_activation(name, kind, add):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", SLOW_INT4])
 @pytest.mark.parametrize("n", [5, OUT_TILE, OUT_TILE + 35])
 def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
-    layer, kind = random_layer(11, 35, n), activations.GELU_TANH
+    layer = random_layer(11, 35, n)
+    kind = activations.GELU_TANH
     out = new_operand(dtype, 12, n)
-    x, linears = operand_of(layer.x, dtype), Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
+    x = operand_of(layer.x, dtype)
+    linears = Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
     run_linear_to_operand(solo_team(), out, x, linears, ONLY, whole(35), kind, 11)
     expected = np.vstack([run_linear(layer, dtype, kind), np.zeros((1, n), np.float32)])
     assert_same_operand(out, operand_of(expected, dtype))
@@ -231,8 +236,10 @@ def test_linear_to_operand_is_the_operand_of_linear(n, dtype):
 @pytest.mark.parametrize("dtype", ["int8", SLOW_INT4])
 @pytest.mark.parametrize("n", [5, OUT_TILE, OUT_TILE + 35])
 def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
-    layer, kind = random_layer(11, 35, n), activations.GELU_TANH
-    weight, factors = packed(layer.weight, dtype), random_values(2, panel_count(n) * OUT_TILE, seed=5)
+    layer = random_layer(11, 35, n)
+    kind = activations.GELU_TANH
+    weight = packed(layer.weight, dtype)
+    factors = random_values(2, panel_count(n) * OUT_TILE, seed=5)
     both = type(weight)(*(aligned(np.repeat(array, 2, axis=0)) for array in weight))
     linears = Linear(both, layer.bias[None].repeat(2, 0), factors)
     out = new_operand(dtype, 11, n)
@@ -244,7 +251,8 @@ def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
 @pytest.mark.parametrize("units", [4, 5, 7])
 def test_four_segments_are_added_in_pairs(units, dtype):
     unit = K_UNIT[dtype]
-    layer, bounds = random_layer(9, units * unit, OUT_TILE + 5), quarters(units, unit)
+    layer = random_layer(9, units * unit, OUT_TILE + 5)
+    bounds = quarters(units, unit)
     sums = []
     for start, stop in itertools.pairwise(bounds):
         part = [np.ascontiguousarray(matrix[:, start:stop]) for matrix in layer[:2]]

@@ -34,11 +34,13 @@ class Decoding:
 
     @classmethod
     def of(cls, folder: str, dtype: str, threads: int) -> "Decoding":
-        checkpoint, count = open_checkpoint(folder), len(STARTS)
+        checkpoint = open_checkpoint(folder)
+        count = len(STARTS)
         kind = cpu.kv_cache_dtypes(dtype)[0]
         cache = cpu.new_kv_cache(checkpoint.config, count, FIELDS["n_positions"], kind)
         workspace = cpu.new_workspace(checkpoint.config, 300, 300, threads, dtype)
-        params, random = cpu.load_params(checkpoint, dtype, 1), np.random.default_rng(0)
+        params = cpu.load_params(checkpoint, dtype, 1)
+        random = np.random.default_rng(0)
         read = [random.integers(97, size=start).tolist() for start in STARTS]
         slots = [3, 0, 6, 2, 1, 5, 4]
         given, of = zip(*((ids, slot) for ids, slot in zip(read, slots, strict=True) if ids), strict=True)
@@ -50,7 +52,9 @@ class Decoding:
         return np.stack(list(cpu.multi_step(*on, warpers, *self.draws, steps, np.array(ends, np.int32))))  # (steps, S)
 
     def one_by_one(self, warpers: Warpers, steps: int) -> np.ndarray:
-        token_ids, starts, found = self.batch.token_ids.tolist(), list(STARTS), []
+        token_ids = self.batch.token_ids.tolist()
+        starts = list(STARTS)
+        found = []
         for _ in range(steps):
             batch = Batch.of([[token_id] for token_id in token_ids], starts, self.batch.slots)
             logits = cpu.forward(self.params, batch, self.cache, self.workspace)
@@ -110,7 +114,8 @@ def test_calls_of_any_number_of_steps_follow_one_another(folder):
 
 
 def test_a_sequence_that_is_not_finite_concerns_no_other(folder):
-    expected, decoding = Decoding.of(folder, "float32", 1).one_by_one(GREEDY, STEPS), Decoding.of(folder, "float32", 2)
+    expected = Decoding.of(folder, "float32", 1).one_by_one(GREEDY, STEPS)
+    decoding = Decoding.of(folder, "float32", 2)
     shape = 3, 7, STARTS[3], 5
     cpu.write_positions(decoding.cache, 2, 0, *np.full((2, *shape), np.nan, np.float32))
     found = decoding.at_once(GREEDY, STEPS)
@@ -130,7 +135,8 @@ def test_where_it_is_to_stop_early_the_first_step_is_the_last(folder, warpers):
 
 def test_to_stop_early_costs_no_token(folder):
     decoding = Decoding.of(folder, "float32", 2)
-    expected, is_over = decoding.at_once(GREEDY, 16).tolist(), threading.Event()
+    expected = decoding.at_once(GREEDY, 16).tolist()
+    is_over = threading.Event()
 
     def disturb() -> None:
         while not is_over.is_set():

@@ -58,7 +58,8 @@ def test_sizes_of_values_are_told_by_the_weights():
 
 
 def test_a_channel_of_the_inputs_takes_its_share_of_the_size():
-    weight, sizes = random_values(50, 35), np.ones(35, np.float32)
+    weight = random_values(50, 35)
+    sizes = np.ones(35, np.float32)
     weight[:, 12] = weight[:, 13]
     sizes[12] = 16
     for share, ratio in ((0.0, 1), (0.5, 4), (1.0, 16)):
@@ -68,7 +69,8 @@ def test_a_channel_of_the_inputs_takes_its_share_of_the_size():
 
 def test_a_row_that_is_large_as_a_whole_changes_no_factor():
     """Values x 30 are large rows of c_attn, each with scales of its own."""
-    weight, sizes = random_values(50, 35), np.abs(random_values(35, seed=1)) + 1
+    weight = random_values(50, 35)
+    sizes = np.abs(random_values(35, seed=1)) + 1
     before = smoothing_factors(weight, sizes, 0.5)
     weight[7] *= 32
     np.testing.assert_array_equal(smoothing_factors(weight, sizes, 0.5), before)
@@ -98,9 +100,12 @@ def test_unpack_is_what_the_arrays_stand_for(dtype, n, k):
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_the_mean_comes_out_exactly(dtype):
-    weight, factors, means = random_values(50, 97), np.abs(random_values(97, seed=1)) + 1, random_values(97, seed=2)
+    weight = random_values(50, 97)
+    factors = np.abs(random_values(97, seed=1)) + 1
+    means = random_values(97, seed=2)
     record = packed(weight, dtype, factors=factors)
     back = unpack(dtype, tuple(array[0] for array in record), 50, 97)
-    exact, quantized = weight.astype(float) @ means, back.astype(float) @ (means / factors)
+    exact = weight.astype(float) @ means
+    quantized = back.astype(float) @ (means / factors)
     assert np.abs(quantized - exact).max() > 0.1
     np.testing.assert_allclose(quantized + bias_correction(weight, factors, back, means), exact, atol=2e-3)

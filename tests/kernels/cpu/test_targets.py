@@ -64,8 +64,12 @@ def test_the_last_target_fits_any_cpu():
 
 # By LLVM's names of ARM CPUs.
 
-LINUX, MACOS = "aarch64-unknown-linux-gnu", "arm64-apple-darwin24"
-NEWER, NEW, OLD, NONE = "NEON BF16 I8MM", "NEON DotProd", "NEON", "what LLVM makes of 16 lanes"
+LINUX = "aarch64-unknown-linux-gnu"
+MACOS = "arm64-apple-darwin24"
+NEWER = "NEON BF16 I8MM"
+NEW = "NEON DotProd"
+OLD = "NEON"
+NONE = "what LLVM makes of 16 lanes"
 KNOWN_SINCE = {"neoverse-v2": 16, "apple-m2": 16, "apple-m4": 20}  # by LLVM; it takes other names for no CPU
 
 

@@ -284,7 +284,8 @@ def test_another_task_never_meets_the_old_arguments(team):
 
 def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
     """The other task may have more phases: they would reach into the next step's."""
-    team, tasks = new_team(2), [random_task(2, phases) for phases in (3, 17)]
+    team = new_team(2)
+    tasks = [random_task(2, phases) for phases in (3, 17)]
     (follower,) = team._shared.followers
     with nobody_wakes(team):
         tasks[0].run(team)
@@ -295,7 +296,9 @@ def test_a_follower_that_missed_a_step_does_not_take_it_up_with_another_task():
 
 
 def test_a_sleeping_follower_keeps_no_old_task_alive():
-    team, task, other = new_team(3), random_task(3), random_task(3)
+    team = new_team(3)
+    task = random_task(3)
+    other = random_task(3)
     task.run(team)
     wait_until_asleep(team)
     values = weakref.ref(task.values)
@@ -308,7 +311,8 @@ def test_a_sleeping_follower_keeps_no_old_task_alive():
 
 def test_two_teams_at_once():
     def run(seed: int) -> int:
-        team, task = new_team(3), random_task(3, seed=seed)
+        team = new_team(3)
+        task = random_task(3, seed=seed)
         with contextlib.closing(team):
             for _ in range(100):
                 task.run(team)
@@ -339,7 +343,8 @@ def test_followers_sleep_when_no_step_comes_and_wake_again(team):
 def test_a_follower_that_gave_up_as_a_step_began_takes_it_after_all():
     """Between two steps it finds none for a while, and wants the GIL to fall asleep; but the leader has the GIL, takes
     it to be awake, and wakes nobody."""
-    has_begun, has_come = [threading.Event() for _ in range(2)], [threading.Event() for _ in range(2)]
+    has_begun = [threading.Event() for _ in range(2)]
+    has_come = [threading.Event() for _ in range(2)]
     team = new_team(2)
 
     def take_steps(team, leads, has_begun, has_come):

@@ -127,7 +127,8 @@ class OutlierGains:
 
 def test_the_last_hidden_state_is_free_of_smoothing(case):
     checkpoint = OutlierGains(open_checkpoint(str(case.folder)))
-    params, x = cpu.load_params(checkpoint, "int8", 1), np.random.default_rng(0).standard_normal((4, 48))
+    params = cpu.load_params(checkpoint, "int8", 1)
+    x = np.random.default_rng(0).standard_normal((4, 48))
     assert np.ptp(params.head_factors) > 0.5  # there is something to undo
     expected = layer_norm(reference.load_params(checkpoint), "ln_f", x)
     np.testing.assert_allclose(final_norm(params, x.astype(np.float32)), expected, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,8 @@ OTHERS = ((8, 6), (12, 0))  # compute capabilities
 def pytest_generate_tests(metafunc):
     """With --slow, tests that use `compute_capability` run for each; those on a GPU ask the GPU."""
     if "compute_capability" in metafunc.fixturenames and not metafunc.definition.get_closest_marker("gpu"):
-        toolchain, slow = pytest.mark.toolchain, pytest.mark.slow
+        toolchain = pytest.mark.toolchain
+        slow = pytest.mark.slow
         cases = [pytest.param(other, marks=(toolchain, slow)) for other in OTHERS]
         cases.append(pytest.param(cuda_compile.ARCHITECTURE, marks=toolchain))
         metafunc.parametrize("compute_capability", cases, ids=cuda_compile.sm, indirect=True)

@@ -19,7 +19,9 @@ from tinygpt.kernels.reference import model as reference
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
 DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-LAYERS, LAYER, ROWS = 2, 1, 7
+LAYERS = 2
+LAYER = 1
+ROWS = 7
 LENGTHS = (1, 63, 64, 65, 130)
 # Against the largest value. bfloat16: weights and the result are each rounded to 8 bits, half a unit being 2**-9.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2.0**-8}
@@ -57,7 +59,8 @@ class Attention:
         return np.float32(self.size**-0.5)
 
     def sequences(self, lengths, seed: int = 0) -> list[Tokens]:
-        random, rows = np.random.default_rng(seed), (5, 0, 3, 6, 1)
+        random = np.random.default_rng(seed)
+        rows = (5, 0, 3, 6, 1)
         made = []
         for length, row in zip(lengths, rows, strict=False):
             q, k, v = random.standard_normal((3, length, self.heads, self.size), np.float32)
@@ -77,7 +80,8 @@ class Attention:
     def caches(self, step) -> tuple[np.ndarray, np.ndarray]:
         kind = np.float32 if self.dtype == "float32" else np.uint16
         shape = (LAYERS, ROWS, self.heads, self.positions, self.padded_size)
-        k_cache, v_cache = unwritten(*shape, dtype=kind), unwritten(*shape, dtype=kind)
+        k_cache = unwritten(*shape, dtype=kind)
+        v_cache = unwritten(*shape, dtype=kind)
         for tokens, _, stop in step:
             k_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.k[:stop]).swapaxes(0, 1)
             v_cache[LAYER, tokens.row, :, :stop] = self.stored(tokens.v[:stop]).swapaxes(0, 1)
@@ -99,17 +103,21 @@ class Attention:
     def result(self, attended: np.ndarray) -> np.ndarray:
         """Return (N, H, D) float32. Assert that nothing else was written."""
         attended = attended if self.dtype == "float32" else from_bits(attended)
-        attended, used = attended.reshape(-1, self.width), self.heads * self.size
+        attended = attended.reshape(-1, self.width)
+        used = self.heads * self.size
         assert np.isnan(attended[:, used:]).all()
         return attended[:, :used].reshape(-1, self.heads, self.size)
 
     def decode(self, step, surplus: int = 0, threads: int = 64) -> np.ndarray:
         """Each of the step's runs is one token; `surplus` more tokens are launched than there are."""
         q, k_cache, v_cache, layer, rows, length, *where = self.inputs(step)
-        count, max_blocks, warps = len(step) + surplus, self.positions // KEY_BLOCK, threads // 32
+        count = len(step) + surplus
+        max_blocks = self.positions // KEY_BLOCK
+        warps = threads // 32
         sizes = np.array([len(step)], np.int32)
         partials = unwritten(count * self.heads * max_blocks * (2 + self.padded_size))
-        attended, merges = self.unwritten_result(count), np.zeros(count * self.heads, np.int32)
+        attended = self.unwritten_result(count)
+        merges = np.zeros(count * self.heads, np.int32)
         grid = (-(-max_blocks // warps), self.heads, count)
         given = (attended, merges, partials, q, k_cache, v_cache, layer, rows, length, *where, sizes)
         given = (*given, self.heads, self.size, self.width, self.scale, max_blocks)
@@ -145,7 +153,8 @@ class Attention:
 def query_tiles(step) -> list[int]:
     bounds = [0]
     for _, start, stop in step:
-        first, end = bounds[-1], bounds[-1] + stop - start
+        first = bounds[-1]
+        end = bounds[-1] + stop - start
         bounds += [min(n, end) for n in range(first + QUERY_TILE, end + QUERY_TILE, QUERY_TILE)]
     return bounds
 
@@ -173,7 +182,8 @@ def test_decode(heads, size, dtype):
 def test_a_mixed_step(heads, size, dtype):
     """Whole prompts, the end of one, and single tokens."""
     attention = Attention(dtype, heads, size)
-    lengths, starts = (1, 5, 64, 65, 130), (0, 0, 63, 62, 126)
+    lengths = (1, 5, 64, 65, 130)
+    starts = (0, 0, 63, 62, 126)
     step = [(t, start, len(t.q)) for t, start in zip(attention.sequences(lengths), starts, strict=True)]
     attention.check(attention.prefill(step), step)
 

@@ -33,8 +33,12 @@ DTYPES = ("float32", "bfloat16", "int8")
 SMALLEST, MIDDLE, LARGEST = TILES
 # libNVVM compiles for 10.0 and later with another compiler than before.
 CAPABILITIES = (9, 0, "a"), (12, 0), pytest.param((8, 6), marks=pytest.mark.slow)
-DOUBLES, LONGS, WORDS, SEEDS = np.zeros(8), np.zeros(8, np.int64), np.zeros(8, np.uint32), np.zeros(8, np.uint64)
-HALVES, NUMBERS = np.zeros(8, np.uint16), (1, 1, 1)
+DOUBLES = np.zeros(8)
+LONGS = np.zeros(8, np.int64)
+WORDS = np.zeros(8, np.uint32)
+SEEDS = np.zeros(8, np.uint64)
+HALVES = np.zeros(8, np.uint16)
+NUMBERS = (1, 1, 1)
 DRAW = FLOATS, 5, INTS, DOUBLES, SEEDS, SEEDS, INTS, FLOATS, INTS, INTS
 PROCESS = FLOATS, 5, ProcessorArrays(INTS, INTS, FLOATS, INTS, INTS, INTS, INTS, FLOATS), INTS
 
@@ -87,7 +91,8 @@ def kernels() -> dict[str, tuple]:
         gemm = gemm_kernel(dtype, LARGEST, QKV)
         found[f"gemm {dtype}"] = gemm, LARGEST.threads, *linear_arguments(dtype, QKV)
     for dtype in ("float32", "bfloat16"):
-        decode, prefill = attend_decode_kernel(128, dtype), attend_prefill_kernel(128, dtype)
+        decode = attend_decode_kernel(128, dtype)
+        prefill = attend_prefill_kernel(128, dtype)
         found[f"attend_decode {dtype}"] = decode, DECODE_WARPS * WARP, *attention_arguments("decode", dtype)
         found[f"attend_prefill {dtype}"] = prefill, TILE_WARPS * WARP, *attention_arguments("prefill", dtype)
     return found
@@ -124,10 +129,12 @@ def loads_of_numbers(ptx: str) -> int:
 @pytest.mark.parametrize("epilogue", [ADD, LOGITS, QKV, "gelu_tanh"])
 def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
     """Neither scales and biases, nor a token's place in the KV cache, nor what a sum is added to."""
-    plain, normed = linear_kernel("bfloat16", 1, epilogue, 2), normed_linear_kernel("bfloat16", 768, epilogue)
+    plain = linear_kernel("bfloat16", 1, epilogue, 2)
+    normed = normed_linear_kernel("bfloat16", 768, epilogue)
     for kernel, arguments_of in ((plain, linear_arguments), (normed, normed_arguments)):
         ptx = compile_kernel(kernel, *arguments_of("bfloat16", epilogue)).ptx
-        before, after = ptx.split("mma.sync", 1)[0], ptx.rsplit("mma.sync", 1)[1]
+        before = ptx.split("mma.sync", 1)[0]
+        after = ptx.rsplit("mma.sync", 1)[1]
         assert loads_of_numbers(before) >= (1 if epilogue == LOGITS else 2)
         if epilogue != LOGITS:  # whose blocks go on with another panel
             assert set(re.findall(r"ld\.global[^ ]*", after)) <= {"ld.global.L1::no_allocate.v4.u32"}
@@ -135,7 +142,8 @@ def test_nothing_is_asked_for_after_the_sums_are_made(epilogue):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_weights_are_on_their_way_before_a_kernel_waits_for_the_one_before(dtype):
-    plain, normed = linear_kernel(dtype, 1, ADD, 2), normed_linear_kernel(dtype, 768, ADD)
+    plain = linear_kernel(dtype, 1, ADD, 2)
+    normed = normed_linear_kernel(dtype, 768, ADD)
     for kernel, arguments_of in ((plain, linear_arguments), (normed, normed_arguments)):
         ptx = compile_kernel(kernel, *arguments_of(dtype, ADD)).ptx
         before, after = ptx.split("griddepcontrol.wait")
@@ -156,7 +164,8 @@ def test_linear_layers_stay_in_registers(dtype, epilogue):
     if dtype != "float32":
         cases = [(1, 2), (2, 2), (4, 2), (8, 2), (1, 4 if epilogue == LOGITS else 6)]
     for octets, ahead in cases:
-        registers, kernel = MOST_REGISTERS[octets] if ahead <= 2 else 128, linear_kernel(dtype, octets, epilogue, ahead)
+        registers = MOST_REGISTERS[octets] if ahead <= 2 else 128
+        kernel = linear_kernel(dtype, octets, epilogue, ahead)
         compiled = fitting(registers, kernel, *linear_arguments(dtype, epilogue))
         assert "ld.global.L1::no_allocate.v4" in compiled.ptx
         products = 0 if dtype == "float32" else 4 * ahead * -(-octets // 2)

@@ -83,7 +83,10 @@ class Kernel:
 def device(monkeypatch) -> Device:
     """One whose driver is never asked; `grants` is what would be."""
     device = object.__new__(Device)
-    device._lock, device._stream, device._granted, device.grants = threading.RLock(), "stream", {}, []
+    device._lock = threading.RLock()
+    device._stream = "stream"
+    device._granted = {}
+    device.grants = []
     monkeypatch.setattr(Device, "_grant", lambda self, *what: self.grants.append(what))
     return device
 
@@ -129,7 +132,8 @@ def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(mon
 def test_a_driver_that_refuses_such_edges_keeps_the_plain_ones(monkeypatch):
     from cuda.bindings import driver
 
-    edges, refused = ["before"], driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    edges = ["before"]
+    refused = driver.CUresult.CUDA_ERROR_INVALID_VALUE
     plain, kept = [driver.CUgraphEdgeData()], []
 
     def add(graph, before, after, given, count):
@@ -158,7 +162,9 @@ def copy_words(out, words):
 @kernel
 def partly_wanted(out, words, few):
     lane = int32(cuda.threadIdx.x)
-    a, b, zero = words[lane], words[lane + 32], float32(0)
+    a = words[lane]
+    b = words[lane + 32]
+    zero = float32(0)
     c = mma_bfloat16((a, b, a, b), (a, b), (zero, zero, zero, zero))
     if lane < few:
         out[lane] = c[0]

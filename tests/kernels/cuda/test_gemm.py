@@ -22,8 +22,10 @@ SMALL = Tile(2, 2, 1, 1)  # 32 tokens by 16 features, by four warps: cheap to si
 
 
 def run_gemm(target, inputs, weights, layer, width, count, dtype, tile, epilogue):
-    grid, sizes = tile.grid(count, weights.features), np.array([0, count], np.int32)
-    arguments, shared_bytes = (target, inputs, weights, layer, width, sizes, 1), tile.shared_bytes(dtype)
+    grid = tile.grid(count, weights.features)
+    sizes = np.array([0, count], np.int32)
+    arguments = (target, inputs, weights, layer, width, sizes, 1)
+    shared_bytes = tile.shared_bytes(dtype)
     simulate(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
 
 
@@ -41,7 +43,9 @@ def both(target: np.ndarray, *arguments, tile: Tile) -> tuple[np.ndarray, np.nda
 
 
 def case(count: int, features: int, k: int, dtype: str):
-    x, weight, bias = normal(count, k), normal(2, features, k), normal(2, features)
+    x = normal(count, k)
+    weight = normal(2, features, k)
+    bias = normal(2, features)
     return stored(x, dtype), packed(weight, bias, dtype)
 
 
@@ -72,7 +76,8 @@ def test_each_tile_gives_the_same_bits(tile, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("epilogue", ["gelu_tanh", "relu"])
 def test_activations_give_the_same_bits(dtype, epilogue):
-    target, arguments = stored(normal(34, 64, seed=1), dtype), (1, 64, 33, dtype, epilogue)
+    target = stored(normal(34, 64, seed=1), dtype)
+    arguments = (1, 64, 33, dtype, epilogue)
     expected, result = both(target, *case(33, 27, 136, dtype), *arguments, tile=SMALL)
     assert (result == expected).all()
     assert (result != target).reshape(34, 64)[:33, :27].mean() > 0.9
@@ -80,9 +85,12 @@ def test_activations_give_the_same_bits(dtype, epilogue):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_and_values_go_to_the_same_places(dtype):
-    count, heads, size = 33, 3, 5
+    count = 33
+    heads = 3
+    size = 5
     inputs, weights = case(count, 3 * heads * size, heads * size, dtype)
-    positions, token_slots = [*range(3, 33), 0, 1, 2], [2] * 30 + [0] * 3
+    positions = [*range(3, 33), 0, 1, 2]
+    token_slots = [2] * 30 + [0] * 3
     expected, result = (heads_of(dtype, count, 3, 64, heads, size, positions, token_slots) for _ in range(2))
     run_linear(expected, inputs, weights, 1, 0, count, dtype, 1, QKV)
     run_gemm(result, inputs, weights, 1, 0, count, dtype, SMALL, QKV)
@@ -95,7 +103,8 @@ def test_queries_keys_and_values_go_to_the_same_places(dtype):
 def test_a_token_that_is_not_finite_stays_alone():
     inputs, weights = case(33, 19, 136, "bfloat16")
     arguments = weights, 0, 19, 33, "bfloat16", LOGITS
-    clean, spoilt = np.zeros(33 * 19, np.float32), np.zeros(33 * 19, np.float32)
+    clean = np.zeros(33 * 19, np.float32)
+    spoilt = np.zeros(33 * 19, np.float32)
     run_gemm(clean, inputs, *arguments[:-1], SMALL, LOGITS)
     inputs.reshape(33, -1)[5] = 0x7FC0  # NaN
     run_gemm(spoilt, inputs, *arguments[:-1], SMALL, LOGITS)
@@ -107,8 +116,10 @@ def test_a_token_that_is_not_finite_stays_alone():
 def test_the_number_of_tokens_is_read_on_the_device():
     """A grid for more tokens than there are does no more, and reads no more: here, the inputs end where they end."""
     inputs, weights = case(17, 19, 136, "int8")
-    result, expected = np.zeros(40 * 19, np.float32), np.zeros(40 * 19, np.float32)
-    sizes, shared_bytes = np.array([17], np.int32), SMALL.shared_bytes("int8")
+    result = np.zeros(40 * 19, np.float32)
+    expected = np.zeros(40 * 19, np.float32)
+    sizes = np.array([17], np.int32)
+    shared_bytes = SMALL.shared_bytes("int8")
     arguments = SMALL.threads, result, inputs, weights, 0, 19, sizes, 0
     simulate(gemm_kernel("int8", SMALL, LOGITS), SMALL.grid(128, 19), *arguments, shared_bytes=shared_bytes)
     run_linear(expected, inputs, weights, 0, 19, 17, "int8", 1, LOGITS)

@@ -37,7 +37,8 @@ def case(request, tmp_path_factory) -> Case:
 @on_a_gpu
 @pytest.mark.gpu
 def test_logits_and_greedy_tokens(case):
-    prompt, positions = prompt_of(case), case.model.config.n_positions
+    prompt = prompt_of(case)
+    positions = case.model.config.n_positions
     count = min(NEW_TOKENS, positions - PROMPT_TOKENS)
     with LLM(str(case.folder), device="cuda") as llm, without_eos(case.model):
         assert_same_logits(llm, case.model, case.random_ids(positions))

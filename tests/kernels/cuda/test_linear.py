@@ -45,8 +45,11 @@ def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
     [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2), (9, 8, 4000, 1), (33, 9, 3000, 4)],
 )
 def test_linear_adds_to_the_residual_stream(dtype, count, features, k, octets):
-    x, weight, bias = normal(count, k), normal(2, features, k) / np.float32(math.sqrt(k)), normal(2, features)
-    target, width = normal(count, features + 2, seed=1), features + 2
+    x = normal(count, k)
+    weight = normal(2, features, k) / np.float32(math.sqrt(k))
+    bias = normal(2, features)
+    target = normal(count, features + 2, seed=1)
+    width = features + 2
     expected = target.astype(np.float64)
     expected[:, :features] += seen(x, dtype) @ seen_weights(weight[1], dtype).T.astype(np.float64) + bias[1]
     out = target.ravel().copy()
@@ -65,7 +68,9 @@ def test_logits_have_no_bias(dtype):
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations(activation):
-    x, weight, bias = normal(2, 64), normal(1, 16, 64), 9 * normal(1, 16)
+    x = normal(2, 64)
+    weight = normal(1, 16, 64)
+    bias = 9 * normal(1, 16)
     for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2**-8)):
         out = np.full(2 * 64, np.nan, np.float32) if dtype == "float32" else np.zeros(2 * 64, np.uint16)
         run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 0, 64, 2, dtype, 1, activation)
@@ -77,15 +82,24 @@ def test_activations(activation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_queries_keys_and_values_go_to_their_places(dtype):
-    heads, size, layer, positions, token_slots = 3, 5, 1, [7, 0, 4], [2, 0, 2]
-    columns, family = heads * size, "float32" if dtype == "float32" else "bfloat16"
-    x, weight, bias = normal(3, columns), normal(2, 3 * columns, columns), normal(2, 3 * columns)
+    heads = 3
+    size = 5
+    layer = 1
+    positions = [7, 0, 4]
+    token_slots = [2, 0, 2]
+    columns = heads * size
+    family = "float32" if dtype == "float32" else "bfloat16"
+    x = normal(3, columns)
+    weight = normal(2, 3 * columns, columns)
+    bias = normal(2, 3 * columns)
     places = heads_of(dtype, 3, 3, 64, heads, size, positions, token_slots)
     run_linear(places, stored(x, dtype), packed(weight, bias, dtype), layer, 0, 3, dtype, 1, QKV)
     expected = seen(x, dtype) @ seen_weights(weight[layer], dtype).T.astype(np.float64) + bias[layer]
     tolerance = {"rtol": 2**-8, "atol": 1e-5}
     as_float = {"float32": lambda a: a, "bfloat16": from_bfloat16}[family]
-    q, k, v = expected[:, :columns], expected[:, columns : 2 * columns], expected[:, 2 * columns :]
+    q = expected[:, :columns]
+    k = expected[:, columns : 2 * columns]
+    v = expected[:, 2 * columns :]
     q_found = as_float(places.q).reshape(3, heads, 32)[..., :size]
     np.testing.assert_allclose(q_found, q.reshape(3, heads, size), **tolerance)
     k_cache = as_float(places.k_cache).reshape(2, 3, heads, 64, 32)
@@ -104,8 +118,11 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_token_has_the_same_bits_in_any_batch(dtype):
-    x, weight, bias = normal(33, 200), normal(1, 8, 200), normal(1, 8)
-    weights, results = packed(weight, bias, dtype), []
+    x = normal(33, 200)
+    weight = normal(1, 8, 200)
+    bias = normal(1, 8)
+    weights = packed(weight, bias, dtype)
+    results = []
     for octets, tokens in ((1, [32]), (1, list(range(33))), (2, list(range(33))), (4, [4, 32])):
         out = np.zeros(len(tokens) * 8, np.float32)
         run_linear(out, stored(x[tokens], dtype), weights, 0, 8, len(tokens), dtype, octets, ADD)
@@ -116,8 +133,12 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype):
 @pytest.mark.parametrize("columns", [70, 96, 192])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype, columns):
-    x, weight, bias = 3 * normal(9, columns) + 1, normal(2, columns), normal(2, columns)
-    rows, layer, padded = np.array([8, 0, 5, 5, 2], np.int32), 1, step_count(columns) * STEP
+    x = 3 * normal(9, columns) + 1
+    weight = normal(2, columns)
+    bias = normal(2, columns)
+    rows = np.array([8, 0, 5, 5, 2], np.int32)
+    layer = 1
+    padded = step_count(columns) * STEP
     normed = stored(np.zeros((6, columns), np.float32), dtype)
     arguments = x.ravel(), rows, weight.ravel(), bias.ravel(), layer, padded, np.float32(1e-5)
     sizes = np.array([9, 5], np.int32)
@@ -135,18 +156,23 @@ def test_layer_norm(dtype, columns):
 @pytest.mark.parametrize(("count", "columns"), [(1, 320), (7, 192)])
 def test_the_fused_layer_norm_gives_the_same_bits(dtype, count, columns):
     layer = 1
-    x, norm_weight, norm_bias = 2 * normal(9, columns), normal(2, columns), normal(2, columns)
+    x = 2 * normal(9, columns)
+    norm_weight = normal(2, columns)
+    norm_bias = normal(2, columns)
     weights = packed(normal(2, 19, columns), normal(2, 19), dtype)
-    rows, sizes = np.array([3, 8, 0, 1, 7, 2, 4][:count], np.int32), np.array([count], np.int32)
+    rows = np.array([3, 8, 0, 1, 7, 2, 4][:count], np.int32)
+    sizes = np.array([count], np.int32)
     normed = stored(np.zeros((count, columns), np.float32), dtype)
     arguments = x.ravel(), rows, norm_weight.ravel(), norm_bias.ravel()
     padded = weights.num_steps * STEP
     norm_arguments = (*arguments, layer, padded, np.float32(1e-5), sizes, 0)
     simulate(layer_norm_kernel(dtype, columns), 2, NORM_WARPS * 32, normed, *norm_arguments)
-    apart, fused = np.ones(count * 19, np.float32), np.ones(count * 19, np.float32)
+    apart = np.ones(count * 19, np.float32)
+    fused = np.ones(count * 19, np.float32)
     run_linear(apart, normed, weights, layer, 19, count, dtype, 1, ADD)
     norm = Norm(*arguments, np.float32(1e-5))
-    kernel, shared = normed_linear_kernel(dtype, columns, ADD), fused_shared_bytes(weights.num_steps)
+    kernel = normed_linear_kernel(dtype, columns, ADD)
+    shared = fused_shared_bytes(weights.num_steps)
     grid = weights.num_panels
     simulate(kernel, grid, LINEAR_THREADS, fused, norm, weights, layer, 19, sizes, 0, shared_bytes=shared)
     assert (apart == fused).all()
@@ -155,10 +181,14 @@ def test_the_fused_layer_norm_gives_the_same_bits(dtype, count, columns):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_embedding(dtype):
-    wte, wpe, embeds = normal(21, 70), normal(5, 70), normal(2, 70)
+    wte = normal(21, 70)
+    wpe = normal(5, 70)
+    embeds = normal(2, 70)
     panels, scales = pack(wte, dtype)
-    token_ids, positions = np.array([20, 3, -2, 0], np.int32), np.array([4, 0, 1, 2], np.int32)
-    x, sizes = np.full(4 * 70, np.nan, np.float32), np.array([3], np.int32)
+    token_ids = np.array([20, 3, -2, 0], np.int32)
+    positions = np.array([4, 0, 1, 2], np.int32)
+    x = np.full(4 * 70, np.nan, np.float32)
+    sizes = np.array([3], np.int32)
     tables = panels, scales, wpe.ravel(), 70, step_count(70), sizes
     simulate(embed_kernel(dtype), 4, EMBED_THREADS, x, token_ids, positions, embeds.ravel(), *tables)
     expected = np.stack([seen_weights(wte, dtype)[20], seen_weights(wte, dtype)[3], embeds[1]]) + wpe[[4, 0, 1]]

@@ -17,7 +17,9 @@ from tinygpt.weights.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 
-V, T, SLOTS = 29, 140, 4
+V = 29
+T = 140
+SLOTS = 4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
 
 
@@ -73,7 +75,8 @@ LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
 def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
     checkpoint, n = Random(), LENGTHS[dtype]
-    ours, oracle = cuda_model(checkpoint, dtype), Model(reference, checkpoint)
+    ours = cuda_model(checkpoint, dtype)
+    oracle = Model(reference, checkpoint)
     for chunks, starts, slots in (
         ([token_ids(n), token_ids(3, 1)], [0, 0], [2, 0]),
         ([token_ids(12, 2), token_ids(1, 3)], [n, 3], [2, 0]),
@@ -92,7 +95,8 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
     model, parts = cuda_model(checkpoint, dtype), []
     model.forward([token_ids(n, 1)], [0], [0])
     for start, stop in ((0, 3), (3, n), (n, n + 1), (n + 1, n + 2)):
-        chunks, starts = [ids[start:stop], token_ids(1, stop)], [start, n + len(parts)]
+        chunks = [ids[start:stop], token_ids(1, stop)]
+        starts = [start, n + len(parts)]
         parts.append(model.forward(chunks, starts, [1, 0], "all")[: stop - start])
     assert (np.concatenate(parts) == whole).all()
 
@@ -107,7 +111,8 @@ def test_a_kind_of_step_is_captured_once(device):
 
 def test_hidden_states_and_queries():
     checkpoint = Random()
-    ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
+    ours = cuda_model(checkpoint)
+    oracle = Model(reference, checkpoint)
     batch = Batch.of([token_ids(5)], [0], [1])
     found = trace(partial(ours.backend.forward, ours.params, batch, ours.cache, ours.workspace), batch, 2)
     expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), batch, 2)
@@ -116,15 +121,18 @@ def test_hidden_states_and_queries():
 
 
 def test_edits_of_the_stream_and_a_given_one():
-    checkpoint, vector = Random(), np.linspace(-1, 2, 16, dtype=np.float32)
-    ours, oracle = cuda_model(checkpoint), Model(reference, checkpoint)
+    checkpoint = Random()
+    vector = np.linspace(-1, 2, 16, dtype=np.float32)
+    ours = cuda_model(checkpoint)
+    oracle = Model(reference, checkpoint)
     batch = Batch.of([token_ids(5)], [0], [1], "all")
     edit = PlacedEdit(Edit("resid_mid", value=vector), range(2, 4), has_axis=False)
     found = []
     for model in (ours, oracle):
         looks = Looks(edits={("resid_mid", 0): [edit]}, wanted=frozenset({("resid_post", 1)}))
         on = model.params, batch, model.cache, model.workspace
-        plain, edited = model.forward([token_ids(5)], [0], [2], "all"), model.backend.forward(*on, looks.step(batch))
+        plain = model.forward([token_ids(5)], [0], [2], "all")
+        edited = model.backend.forward(*on, looks.step(batch))
         found.append([np.array(edited).copy(), looks.seen["resid_post", 1][0]])
         found[-1].append(np.array(model.backend.forward(*on, given(batch, 2, found[-1][1]))).copy())
         same_bits(found[-1][0][:2], plain[:2])
@@ -178,7 +186,8 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
 
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
-    checkpoint, kv_cache_dtype = Random(), "float32" if dtype == "float32" else "bfloat16"
+    checkpoint = Random()
+    kv_cache_dtype = "float32" if dtype == "float32" else "bfloat16"
     model = Model(cuda, checkpoint, dtype)
     needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
     assert model.cache.k.nbytes * 2 == needed["KV cache"]
@@ -208,7 +217,8 @@ def test_what_is_not_given_is_zero():
 def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):
     launched, launch = [], device.launch
     monkeypatch.setattr(device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b))
-    checkpoint, logits = Random(n_embd=64, n_layer=1), []
+    checkpoint = Random(n_embd=64, n_layer=1)
+    logits = []
     for shared_bytes in (227 << 10, 1 << 10):
         device.shared_bytes = shared_bytes
         logits.append(cuda_model(checkpoint, "bfloat16").forward([[3]], [0], [1]))

@@ -43,7 +43,8 @@ def processors_of(rows):
 
 def process(logits, processors):
     """Return the processed rows, which lie in reverse order on the device."""
-    device, counts = SimulatedDevice(), np.zeros(logits.size, np.int32)
+    device = SimulatedDevice()
+    counts = np.zeros(logits.size, np.int32)
     sampling = SimpleNamespace(counts=counts)
     workspace = SimpleNamespace(device=device, logits=logits[::-1].copy().ravel(), sampling=sampling)
     on_device = DeviceLogits(workspace, np.arange(len(logits))[::-1].copy(), V)

@@ -36,7 +36,8 @@ pytestmark = pytest.mark.toolchain
 @kernel
 def sum_rows(out, rows, columns):
     shared = cuda.shared.array(8, float32)
-    thread, row = int32(cuda.threadIdx.x), int32(cuda.blockIdx.x)
+    thread = int32(cuda.threadIdx.x)
+    row = int32(cuda.blockIdx.x)
     total = float32(0)
     for c in range(thread, columns, cuda.blockDim.x):
         total += rows[row * columns + c]
@@ -68,15 +69,19 @@ def product(out, a, b):
     c = (float32(0), float32(0), float32(0), float32(0))
     x = pack_bfloat16(float32(lane), float32(1))
     c = mma_bfloat16((words[0][0], x, x, words[0][1]), (words[1][0], words[1][1]), c)
-    out[g * 8 + 2 * q], out[g * 8 + 2 * q + 1] = c[0], c[1]
-    out[(g + 8) * 8 + 2 * q], out[(g + 8) * 8 + 2 * q + 1] = c[2], c[3]
+    out[g * 8 + 2 * q] = c[0]
+    out[g * 8 + 2 * q + 1] = c[1]
+    out[(g + 8) * 8 + 2 * q] = c[2]
+    out[(g + 8) * 8 + 2 * q + 1] = c[3]
 
 
 def test_product_of_a_warp():
     words_a, words_b = np.random.default_rng(1).integers(0x3F80, 0x4000, (2, 32, 8), np.uint16)
     out = np.full(128, np.nan, np.float32)
     simulate(product, 1, 32, out, words_a.ravel(), words_b.ravel())
-    a, b, value = np.zeros((16, 16)), np.zeros((16, 8)), from_bfloat16
+    a = np.zeros((16, 16))
+    b = np.zeros((16, 8))
+    value = from_bfloat16
     for lane in range(32):
         g, q = lane // 4, lane % 4
         a[g, 2 * q : 2 * q + 2], a[g + 8, 2 * q + 8 : 2 * q + 10] = value(words_a[lane, :2]), value(words_a[lane, 2:4])
@@ -89,7 +94,8 @@ def test_product_of_a_warp():
 def reversed_copy(waits: bool, has_barrier: bool):
     def reverse(out, values):
         shared = cuda.shared.array(128, uint32, alignment=16)
-        thread, address = int32(cuda.threadIdx.x), shared_address(shared)
+        thread = int32(cuda.threadIdx.x)
+        address = shared_address(shared)
         copy_async(address + uint32(16 * thread), values, 4 * thread)
         commit_copies()
         if waits:
@@ -112,7 +118,8 @@ def reversed_copy(waits: bool, has_barrier: bool):
     ],
 )
 def test_asynchronous_copies(waits, has_barrier, message):
-    values, out = np.arange(128, dtype=np.uint32), np.zeros(128, np.uint32)
+    values = np.arange(128, dtype=np.uint32)
+    out = np.zeros(128, np.uint32)
     with pytest.raises(PtxError, match=message) if message else nullcontext():
         simulate(reversed_copy(waits, has_barrier), 1, 32, out, values)
     expected = values if waits else np.full(128, 0xFFFFFFFF)
@@ -164,7 +171,9 @@ def meeting(publishes: bool, acquires: bool):
     """The last of some warps, of a block each, adds up what all lanes have written."""
 
     def meet(total, values, arrivals):
-        block, lane, arrived = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x), int32(0)
+        block = int32(cuda.blockIdx.x)
+        lane = int32(cuda.threadIdx.x)
+        arrived = int32(0)
         values[block * 32 + lane] = float32(lane)
         if publishes:
             cuda.syncwarp()
@@ -225,7 +234,9 @@ def never_wait(out, values):
     ],
 )
 def test_a_kernel_of_a_graph_waits_for_the_one_before(kernel, message):
-    device, a, b = SimulatedDevice(), np.ones(1, np.float32), np.zeros(1, np.float32)
+    device = SimulatedDevice()
+    a = np.ones(1, np.float32)
+    b = np.zeros(1, np.float32)
 
     def queue() -> None:
         device.launch(write_first, 1, 1, a, b)
@@ -246,7 +257,8 @@ def test_sums_of_products_are_rounded_once():
     assert ptx_code.fma_rn_f64(a, b, c).tolist() == [float(value) for value in exact]
     a, b, c = (x.astype(np.float32) for x in (a, b, c))
     exact = exact_sums(a, b, c)
-    down, nearest = ptx_code.fma_rm_f32(a, b, c), ptx_code.fma_rn_f32(a, b, c)
+    down = ptx_code.fma_rm_f32(a, b, c)
+    nearest = ptx_code.fma_rn_f32(a, b, c)
     above = np.nextafter(down, np.float32(np.inf))
     for value, low, near, high in zip(exact, down.tolist(), nearest.tolist(), above.tolist(), strict=True):
         assert low <= value < high
@@ -254,7 +266,8 @@ def test_sums_of_products_are_rounded_once():
 
 
 def test_integers_are_divided_and_shifted_as_on_a_gpu():
-    a, b = np.int32([7, -7, 7, -7]), np.int32([2, 2, -2, -2])
+    a = np.int32([7, -7, 7, -7])
+    b = np.int32([2, 2, -2, -2])
     assert ptx_code.quotient(a, b).tolist() == [math.trunc(x / y) for x, y in zip(a, b, strict=True)]
     assert ptx_code.remainder(a, b).tolist() == [math.fmod(x, y) for x, y in zip(a, b, strict=True)]
     counts = np.uint32([0, 3, 32, 99])

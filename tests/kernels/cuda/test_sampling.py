@@ -47,9 +47,11 @@ def warpers_of(rows, **given):
 
 def take(logits, pieces=3, threads=THREADS, rows=None):
     rows = np.arange(len(logits), dtype=np.int32) if rows is None else rows
-    token_ids, arrivals = np.full(len(rows), -9, np.int32), np.zeros(len(rows), np.uint32)
+    token_ids = np.full(len(rows), -9, np.int32)
+    arrivals = np.zeros(len(rows), np.uint32)
     keys = np.full(len(rows) * pieces, np.iinfo(np.int64).max)
-    grid, vocab_size = (pieces, len(rows)), logits.shape[1]
+    grid = (pieces, len(rows))
+    vocab_size = logits.shape[1]
     simulate(take_greatest, grid, threads, logits.ravel(), vocab_size, rows, keys, arrivals, token_ids)
     assert not arrivals.any()
     return token_ids
@@ -58,8 +60,10 @@ def take(logits, pieces=3, threads=THREADS, rows=None):
 def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
     """The tokens, and the scores that the filters leave."""
     count, vocab_size = logits.shape
-    rows, token_ids = np.arange(count, dtype=np.int32), take(logits)
-    scores, ids = np.full(logits.size, np.nan, np.float32), np.full(logits.size, -1, np.int32)
+    rows = np.arange(count, dtype=np.int32)
+    token_ids = take(logits)
+    scores = np.full(logits.size, np.nan, np.float32)
+    ids = np.full(logits.size, -1, np.int32)
     draws = np.uint64(seeds), np.uint64(sample_indices), np.int32(positions)
     columns = warpers.temperature, warpers.top_k, warpers.top_p, warpers.min_p
     settings_of_rows = np.stack(columns, axis=1).ravel()
@@ -69,7 +73,8 @@ def choose(logits, warpers, seeds, sample_indices, positions, threads=THREADS):
 
 
 def assert_as_the_reference(logits, warpers, seed=0, threads=THREADS):
-    count, rng = len(logits), np.random.default_rng(seed)
+    count = len(logits)
+    rng = np.random.default_rng(seed)
     draws = rng.integers(0, 2**64, count, np.uint64), rng.integers(0, 5, count), rng.integers(0, 1024, count)
     token_ids, scores = choose(logits, warpers, *draws, threads=threads)
     with np.errstate(all="ignore"):
@@ -93,7 +98,8 @@ def test_the_greatest_logit_is_taken_as_by_the_reference(vocab):
 
 def test_zeros_tie_whatever_their_sign():
     row = np.full((2, 40), -1, np.float32)
-    row[0, [7, 30]], row[1, [7, 30]] = (-0.0, 0.0), (0.0, -0.0)
+    row[0, [7, 30]] = (-0.0, 0.0)
+    row[1, [7, 30]] = (0.0, -0.0)
     assert take(row).tolist() == [7, 7]
 
 
@@ -194,7 +200,8 @@ def test_the_number_of_threads_changes_nothing():
 
 def test_each_row_has_its_own_settings_and_greedy_ones_keep_their_token():
     logits = np.stack([random_row(70, seed) for seed in range(4)])
-    temperature, top_k = np.array([0, 1, 0.5, 0]), np.array([0, 3, 0, 7])
+    temperature = np.array([0, 1, 0.5, 0])
+    top_k = np.array([0, 3, 0, 7])
     assert_as_the_reference(logits, warpers_of(4, temperature=temperature, top_k=top_k))
 
 
@@ -231,7 +238,8 @@ def test_any_settings_give_the_references_tokens(data):
         epsilon_cutoff=of_rows(0, 0, 0.03),
         eta_cutoff=of_rows(0, 0, 0.5),
     )
-    device, max_shape = SimulatedDevice(), MaxShape(3, 3, 3, 8)
+    device = SimulatedDevice()
+    max_shape = MaxShape(3, 3, 3, 8)
     sampling = new_sampling_buffers(device, SimpleNamespace(vocab_size=vocab), max_shape)
     workspace = SimpleNamespace(device=device, logits=logits.ravel().copy(), sampling=sampling, max_shape=max_shape)
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
