@@ -52,12 +52,16 @@ class Batch:
         else:
             counts = np.array(logits_of, np.int32)  # (S,)
             logit_rows = _runs(seq_starts[1:] - counts, counts)
-        return cls(token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds)
+        return cls(
+            token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds
+        )
 
     def next_step(self, token_ids: np.ndarray) -> "Batch":
         """Return the decode step of these tokens (S,), with 0 for -1."""
         context_lens = self.context_lens + np.int32(1)
-        return replace(self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens)
+        return replace(
+            self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens
+        )
 
     @property
     def token_slots(self) -> np.ndarray:

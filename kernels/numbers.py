@@ -47,7 +47,9 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return rows
 
 
-def attention_scores(q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()) -> np.ndarray:
+def attention_scores(
+    q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()
+) -> np.ndarray:
     """Return scale q·k (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D)."""
     heads, length, _ = keys.shape
     decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
@@ -88,7 +90,9 @@ COMPILED = ("temperature", "top_k", "top_p", "min_p")
 def needs_reference_draw(warpers: Warpers) -> np.ndarray:
     """Return a mask (R,) of rows that only the reference can draw."""
     off = Warpers._field_defaults.items()
-    rare = [column != value for (name, value), column in zip(off, warpers, strict=True) if name not in COMPILED]
+    rare = [
+        column != value for (name, value), column in zip(off, warpers, strict=True) if name not in COMPILED
+    ]
     return np.any(rare, 0) & (warpers.temperature != 0)
 
 

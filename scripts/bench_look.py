@@ -81,7 +81,9 @@ def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
     answer = ids[2][0]
     steered = f"blocks.{llm.config.n_layer // 2}.hook_resid_post"
     vector = draw.standard_normal(llm.config.n_embd).astype(np.float32)
-    params = SamplingParams(max_tokens=NEW, temperature=0, ignore_eos=True, edits=[Edit(steered, value=vector)])
+    params = SamplingParams(
+        max_tokens=NEW, temperature=0, ignore_eos=True, edits=[Edit(steered, value=vector)]
+    )
     cases: dict[str, tuple[Callable, Callable]] = {
         f"a prompt of {PROMPT}, all arrays": (
             partial(read_all, llm, ids[0]),
@@ -109,13 +111,17 @@ def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
                 times[run] += [1e3 * (time.perf_counter() - start)] * (turn > 0)
         medians = [statistics.median(each) for each in times.values()]
         lines.append([name, *(f"{ms:.1f}" for ms in medians), f"{medians[1] / medians[0]:.1f}"])
-    difference = np.abs(trace(bridge, clean, corrupted, answer) - llm.causal_trace(clean, corrupted, [answer])).max()
+    difference = np.abs(
+        trace(bridge, clean, corrupted, answer) - llm.causal_trace(clean, corrupted, [answer])
+    ).max()
     print(table(["case", "tinygpt", "TransformerLens", "ratio"], lines))
     print(f"\nlargest difference of the two traces, in nats: {difference:.1e}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="124M", help="a shape of random weights (%(default)s)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
@@ -123,7 +129,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory() as folder:
-        print(f"random:{args.model}, {cpu_name()}, {threads_text(args.threads)}; ms, medians of {args.repeats}\n")
+        print(
+            f"random:{args.model}, {cpu_name()}, {threads_text(args.threads)}; ms, medians of {args.repeats}\n"
+        )
         compare(*loaded(args.model, folder, args.threads), args.repeats)
 
 

@@ -125,7 +125,9 @@ class Engines:
         self.dtype = dtype
         self.limits = {}
         places = {name: place for (name, kind), place in setup.places.items() if kind == dtype}
-        self.workers = {name: Worker(at, dtype, threads, logs / f"{name}.log", cache) for name, at in places.items()}
+        self.workers = {
+            name: Worker(at, dtype, threads, logs / f"{name}.log", cache) for name, at in places.items()
+        }
 
     def close(self) -> None:
         for worker in self.workers.values():
@@ -161,7 +163,9 @@ class Engines:
             self.workers.pop(name).close()
 
     def _token_ids(self, batch: int, prompt: int) -> list[list[int]]:
-        return np.random.default_rng(0).integers(self.setup.config["vocab_size"], size=(batch, prompt)).tolist()
+        return (
+            np.random.default_rng(0).integers(self.setup.config["vocab_size"], size=(batch, prompt)).tolist()
+        )
 
 
 def agreement(logits: list[float], reference: list[float]) -> str:
@@ -194,29 +198,47 @@ def report(setup: Setup, results: Results, threads: int) -> str:
     ]
     lines += [f"- {engine} {dtype} is absent: {why}" for (engine, dtype), why in setup.absent.items()]
     for dtype, limits in results.limits.items():
-        rates = [f"{kind} tile {rate / 1e9:.0f} Gop/s" for kind, rate in limits.items() if kind != "bandwidth"]
+        rates = [
+            f"{kind} tile {rate / 1e9:.0f} Gop/s" for kind, rate in limits.items() if kind != "bandwidth"
+        ]
         lines.append(f"- {dtype} limits: reading {limits['bandwidth'] / 1e9:.1f} GB/s, {', '.join(rates)}")
     for dtype, found in results.agreement.items():
-        lines += [f"- {engine} {dtype} compared with the first engine: {text}" for engine, text in found.items()]
+        lines += [
+            f"- {engine} {dtype} compared with the first engine: {text}" for engine, text in found.items()
+        ]
     return "\n".join(lines)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     source = "a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
     parser.add_argument("--model", default="random:124M", help=source)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
-    parser.add_argument("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
+    parser.add_argument(
+        "--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them"
+    )
+    parser.add_argument(
+        "--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all"
+    )
     parser.add_argument("--kv-cache-dtype", choices=roofline.CACHE_BYTES, help="of tinygpt and llama.cpp")
     parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone")
-    parser.add_argument("--long", action="store_true", help="also decode from positions 277 and 1000, two repeats")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone"
+    )
+    parser.add_argument(
+        "--long", action="store_true", help="also decode from positions 277 and 1000, two repeats"
+    )
     parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
     parser.add_argument("--repeats", type=int, default=5)
     cache = Path.home() / ".cache" / "tinygpt" / "peers"
-    parser.add_argument("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
-    parser.add_argument("--json", type=Path, help="every time measured; default: results.json in the work folder")
+    parser.add_argument(
+        "--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="every time measured; default: results.json in the work folder"
+    )
     return parser.parse_args()
 
 
@@ -239,15 +261,21 @@ def main() -> None:
     say(f"every time is in {kept}")
 
 
-def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results, kept: Path) -> None:
+def run(
+    setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, results: Results, kept: Path
+) -> None:
     """Measure every case in one dtype, and write all results after each."""
     cases = [Case(f"decode, batch {n}", n, 32, 64) for n in arguments.batch_sizes or ()] or CASES
-    repeats = dict.fromkeys(cases, arguments.repeats) | (dict.fromkeys(LONG_CASES, 2) if arguments.long else {})
+    repeats = dict.fromkeys(cases, arguments.repeats) | (
+        dict.fromkeys(LONG_CASES, 2) if arguments.long else {}
+    )
     engines = Engines(setup, dtype, arguments.threads, logs, arguments.kv_cache_dtype)
     try:
         logits = engines.last_logits()
         results.reference = results.reference or next(iter(logits.values()), None)
-        results.agreement[dtype] = {name: agreement(found, results.reference) for name, found in logits.items()}
+        results.agreement[dtype] = {
+            name: agreement(found, results.reference) for name, found in logits.items()
+        }
         for case, count in repeats.items():
             if case.prompt + case.new > setup.config["n_positions"]:
                 say(f"{case.name} is left out: the model has {setup.config['n_positions']} positions")
@@ -259,8 +287,15 @@ def run(setup: Setup, dtype: str, arguments: argparse.Namespace, logs: Path, res
                 known = setup.config, dtype, engines.limits, arguments.kv_cache_dtype, arguments.device
                 row.floor_ms, row.limit = floor(case, *known)
             results.rows.append(row)
-            about = {"command": sys.argv, "cpu": cpu_name(), "threads": arguments.threads, "config": setup.config}
-            absent = [{"engine": name, "dtype": dtype, "why": why} for (name, dtype), why in setup.absent.items()]
+            about = {
+                "command": sys.argv,
+                "cpu": cpu_name(),
+                "threads": arguments.threads,
+                "config": setup.config,
+            }
+            absent = [
+                {"engine": name, "dtype": dtype, "why": why} for (name, dtype), why in setup.absent.items()
+            ]
             rows = [{**asdict(row), "best_peer": row.best_peer, "ratio": row.ratio} for row in results.rows]
             found = {"rows": rows, "limits": results.limits, "absent": absent, "agreement": results.agreement}
             kept.write_text(json.dumps({**about, **found}, indent=1))

@@ -28,7 +28,21 @@ from tinygpt.bench.report import table, threads_text
 from tinygpt.bench.study_runs import served
 from tinygpt.hardware import cpu_name, thread_count
 
-WORDS = ("time", "way", "day", "man", "thing", "woman", "life", "child", "world", "hand", "part", "place", "case")
+WORDS = (
+    "time",
+    "way",
+    "day",
+    "man",
+    "thing",
+    "woman",
+    "life",
+    "child",
+    "world",
+    "hand",
+    "part",
+    "place",
+    "case",
+)
 OURS, LIBRARY = "tinygpt serve", "LLM.generate"
 
 
@@ -150,7 +164,9 @@ def figures(replies: list[Reply], ttft: float, tpot: float) -> dict[str, float]:
     for name, values in (("TTFT", [r.ttft for r in done]), ("TPOT", [r.tpot for r in done])):
         ordered = sorted(values) or [float("nan")]
         for percent in (50, 99):
-            found[f"{name} p{percent}, ms"] = 1e3 * ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
+            found[f"{name} p{percent}, ms"] = (
+                1e3 * ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
+            )
     return found
 
 
@@ -164,17 +180,23 @@ def library_figures(llm: LLM, args: argparse.Namespace, clients: int) -> dict[st
     return {"failed": 0, "tokens/s": args.each * clients * args.new_tokens / (time.perf_counter() - start)}
 
 
-def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def compare(
+    args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """Return a row for each load and server, after a warm-up."""
     rows = []
     fixed = {"max_tokens": args.new_tokens, "temperature": 0, "stream": True}
     loads = [(f"{n} clients", closed_loop, n, n * args.each) for n in args.clients]
-    loads += [(f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates]
+    loads += [
+        (f"{rate:g} requests/s", open_loop, rate, max(int(rate * args.seconds), 1)) for rate in args.rates
+    ]
     for name, run, size, count in loads:
         found: dict[str, list[dict[str, float]]] = {}
         for turn in range(1 + args.repeats):
             for server, (url, fields) in servers.items():
-                bodies = ({"prompt": prompt, **fixed, **fields} for prompt in random_prompts(args.prompt_words))
+                bodies = (
+                    {"prompt": prompt, **fixed, **fields} for prompt in random_prompts(args.prompt_words)
+                )
                 replies = asyncio.run(run(url, bodies, size, count))
                 found.setdefault(server, []).extend([figures(replies, args.ttft, args.tpot)] * (turn > 0))
             if run is closed_loop:
@@ -188,12 +210,16 @@ def compare(args: argparse.Namespace, llm: LLM, servers: dict[str, tuple[str, di
 def markdown(rows: list[dict[str, Any]]) -> str:
     titles = list(max(rows, key=len))
     values = [[row.get(title, "") for title in titles] for row in rows]
-    cells = [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in line] for line in values]
+    cells = [
+        [f"{value:.4g}" if isinstance(value, float) else str(value) for value in line] for line in values
+    ]
     return table(titles, cells, titles[2:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int)
@@ -204,7 +230,9 @@ def main() -> None:
     parser.add_argument("--each", type=int, default=4, help="requests of each client")
     parser.add_argument("--prompt-words", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token")
+    parser.add_argument(
+        "--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token"
+    )
     parser.add_argument("--tpot", type=float, default=0.05, help="limit of goodput, seconds a token after it")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures into this file")

@@ -50,7 +50,9 @@ it to try the engine out, not for facts.
 def embed(source: Path, output: Path) -> None:
     training = read_json_object(source / "training.json")
     if CORPUS not in training["corpus"]:
-        raise SystemExit(f"the corpus of {source} is {training['corpus']!r} and the demo's card is for {CORPUS}.")
+        raise SystemExit(
+            f"the corpus of {source} is {training['corpus']!r} and the demo's card is for {CORPUS}."
+        )
     values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
     tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
     rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
@@ -64,7 +66,9 @@ def embed(source: Path, output: Path) -> None:
 
 
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
-    tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)  # in the records of older runs
+    tokens_seen = training["tokens_seen"] + training.get(
+        "tokens_seen_before", 0
+    )  # in the records of older runs
     derived = {"parameters": num_parameters / 1e6, "megabytes": 2 * num_parameters / 1e6}
     derived |= {"corpus_tokens": training["corpus_tokens"] / 1e6, "tokens_seen": tokens_seen / 1e6}
     derived |= {"passes": tokens_seen / training["corpus_tokens"]}
@@ -72,7 +76,9 @@ def card_of(training: dict, values: dict, num_parameters: int) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path, nargs="?", default=DEMO)
     arguments = parser.parse_args()

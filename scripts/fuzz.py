@@ -56,8 +56,38 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS, MEMORY = 20, 2 << 30  # of a load: CPU time, and bytes on top of the memory that is in use
 Files = Mapping[str, bytes]
 TEXTS = ("the theme there", " \n\t of Ångström's 12 日本", "<|endoftext|>then", "")
-VALUES = [None, True, "", "a", "\0", "../canary", "/etc/passwd", "é" * 300, r"(\w+\.?)+!", [], {}, [[]], [None]]
-VALUES += [{"a": {}}, 0.5, -0.0, 1e308, float("nan"), 0, 1, 7, 255, 65536, 2**31, 2**32 - 1, 2**63, 10**18, -1]
+VALUES = [
+    None,
+    True,
+    "",
+    "a",
+    "\0",
+    "../canary",
+    "/etc/passwd",
+    "é" * 300,
+    r"(\w+\.?)+!",
+    [],
+    {},
+    [[]],
+    [None],
+]
+VALUES += [
+    {"a": {}},
+    0.5,
+    -0.0,
+    1e308,
+    float("nan"),
+    0,
+    1,
+    7,
+    255,
+    65536,
+    2**31,
+    2**32 - 1,
+    2**63,
+    10**18,
+    -1,
+]
 VALUES += [-(2**31), 10**400]
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("r", "e"), ("Ġ", "o"), ("Ġo", "f"), ("1", "2"), ("Ã", "ħ")]
 
@@ -117,7 +147,9 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.ndarray:
     with LLM(str(folder), device=device, max_num_seqs=1, threads=1, **options) as llm:
-        return llm.logits(list(range(min(llm.config.n_positions, llm.config.vocab_size))))  # every weight counts
+        return llm.logits(
+            list(range(min(llm.config.n_positions, llm.config.vocab_size)))
+        )  # every weight counts
 
 
 @cache
@@ -126,8 +158,12 @@ def base_model() -> str:
 
 
 def load_soft_prompt(folder: Path) -> Any:
-    with LLM(base_model(), device="reference", max_num_seqs=1, threads=1, soft_prompts={"soft": folder / "x"}) as llm:
-        return llm.generate([[1]], SamplingParams(max_tokens=2, soft_prompt="soft"), use_tqdm=False)[0].outputs
+    with LLM(
+        base_model(), device="reference", max_num_seqs=1, threads=1, soft_prompts={"soft": folder / "x"}
+    ) as llm:
+        return llm.generate([[1]], SamplingParams(max_tokens=2, soft_prompt="soft"), use_tqdm=False)[
+            0
+        ].outputs
 
 
 def load_tokenizer(folder: Path) -> list[tuple[list[int] | None, str]]:
@@ -155,7 +191,9 @@ def is_as_read_elsewhere(folder: Path, loaded: dict[str, np.ndarray], undamaged:
         return True
     arrays = {name.removeprefix("transformer."): array for name, array in arrays.items()}
     common = loaded.keys() & arrays.keys()
-    return all(np.array_equal(loaded[name], np.asarray(arrays[name], np.float32), equal_nan=True) for name in common)
+    return all(
+        np.array_equal(loaded[name], np.asarray(arrays[name], np.float32), equal_nan=True) for name in common
+    )
 
 
 def is_undamaged(folder: Path, loaded: Any, undamaged: Any) -> bool:
@@ -179,11 +217,17 @@ FORMATS = {
         lambda: made(lambda folder: write_lora(folder / "x", 2, ["c_attn", "c_proj"], False)),
         lambda folder: logits_of(Path(base_model()), lora=folder / "x"),
     ),
-    "soft-prompt": Format(lambda: made(lambda folder: write_soft_prompt(folder / "x", "prompt", 3)), load_soft_prompt),
+    "soft-prompt": Format(
+        lambda: made(lambda folder: write_soft_prompt(folder / "x", "prompt", 3)), load_soft_prompt
+    ),
     "tokenizer.json": Format(partial(tokenizer_files, library_tokenizers.save), load_tokenizer),
     "vocab.json": Format(partial(tokenizer_files, library_tokenizers.write_pair), load_tokenizer),
     "golden.npz": Format(partial(made, golden_file), lambda folder: load_goldens(folder / "golden.npz")),
-    **{form: Format(partial(foreign, form), tensors_of, is_small) for form in WRITERS if form != "hugging_face"},
+    **{
+        form: Format(partial(foreign, form), tensors_of, is_small)
+        for form in WRITERS
+        if form != "hugging_face"
+    },
 }
 
 
@@ -217,7 +261,11 @@ def edit_json(draw: Callable, data: bytes) -> bytes:
         node[draw(st.sampled_from([*node, "", "\ud800", "x" + key]))] = node.pop(key)
     else:
         value = node[key]
-        near = [value + 1, -value, value * 2, [value]] if isinstance(value, (int, float)) else [[value], str(value)]
+        near = (
+            [value + 1, -value, value * 2, [value]]
+            if isinstance(value, (int, float))
+            else [[value], str(value)]
+        )
         node[key] = draw(st.sampled_from([*near, not value]))
     return json.dumps(root[""]).encode("utf-8", "surrogatepass")
 
@@ -266,7 +314,16 @@ def damaged(draw: Callable, files: Files) -> Damage:
 class Watch:
     """Python's audit hook: reports acts that a load must not do. Once a process: a hook cannot be removed."""
 
-    NEVER = ("subprocess.", "socket.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "shutil.", "os.remove")
+    NEVER = (
+        "subprocess.",
+        "socket.",
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "os.fork",
+        "shutil.",
+        "os.remove",
+    )
     CODE = tuple(str(Path(place).resolve()) for place in (ROOT, sys.prefix, sys.base_prefix))
 
     def __init__(self) -> None:
@@ -309,7 +366,9 @@ def write_all(folder: Path, files: Files) -> None:
         path.write_bytes(data)
 
 
-def fuzz_format(name: str, examples: int, seed_number: int, findings: Path, watch: Watch | None = None) -> None:
+def fuzz_format(
+    name: str, examples: int, seed_number: int, findings: Path, watch: Watch | None = None
+) -> None:
     """Raise AssertionError, or the reader's own exception, for damage that a reader does not survive.
 
     The smallest such damage is kept in the folder `findings`.
@@ -368,7 +427,27 @@ VALUES_OF = {
     "max_time": [3600],  # a shorter one depends on the clock
     **{f"{name}_ids": [[5], [*range(40)]] for name in ("stop_token", "allowed_token", "top_p_reset")},
 }
-NUMBERS = [0, 1, 2, 5, 0.0, 0.3, 0.5, 0.9, 1.0, 1.5, -1, 100, True, "raw", "openai", "never", None, float("nan"), "x"]
+NUMBERS = [
+    0,
+    1,
+    2,
+    5,
+    0.0,
+    0.3,
+    0.5,
+    0.9,
+    1.0,
+    1.5,
+    -1,
+    100,
+    True,
+    "raw",
+    "openai",
+    "never",
+    None,
+    float("nan"),
+    "x",
+]
 
 
 @cache
@@ -386,10 +465,14 @@ def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]
     """Return token ids, often with a common beginning, and a few fields of SamplingParams, some impossible."""
     shared = draw(st.sampled_from([[], [1, 2, 3], list(range(20))]))
     prompt = [*shared, *draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5))]
-    names = [f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")]
+    names = [
+        f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")
+    ]
     chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
     is_possible = draw(st.integers(0, 9)) > 0
-    values = {name: draw(st.sampled_from(possible_values(name) if is_possible else NUMBERS)) for name in chosen}
+    values = {
+        name: draw(st.sampled_from(possible_values(name) if is_possible else NUMBERS)) for name in chosen
+    }
     return prompt, {"max_tokens": 8, "seed": draw(st.integers(0, 999)), **values}
 
 
@@ -403,28 +486,39 @@ def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Future | Tiny
 def answer(submitted: Future | TinyGPTError) -> str:
     """Return the result without times, or the refusal, as text."""
     try:
-        return repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
+        return (
+            repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
+        )
     except TinyGPTError as error:
         return str(error)
 
 
 def fuzz_requests(examples: int, seed_number: int, model: str = "demo") -> None:
     """Raise AssertionError for the smallest batch with a request whose result depends on the others."""
-    with LLM(model, max_num_seqs=6) as shared, LLM(model, max_num_seqs=6, prefix_cache_seqs=0, threads=1) as alone:
+    with (
+        LLM(model, max_num_seqs=6) as shared,
+        LLM(model, max_num_seqs=6, prefix_cache_seqs=0, threads=1) as alone,
+    ):
 
         @run_settings(examples, seed_number)
         @given(st.lists(requests(shared.config.vocab_size), min_size=2, max_size=8))
         def run(batch: list[tuple[list[int], dict[str, Any]]]) -> None:
-            for submitted, request in zip([submit(shared, *request) for request in batch], batch, strict=True):
+            for submitted, request in zip(
+                [submit(shared, *request) for request in batch], batch, strict=True
+            ):
                 assert answer(submitted) == answer(submit(alone, *request)), request
 
         run()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("kind", choices=["files", "requests"])
-    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them")
+    parser.add_argument(
+        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them"
+    )
     parser.add_argument("--examples", type=int, default=200, help="of each format (default: 200)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--findings", type=Path, default=Path("findings"), help="for the files of failures")

@@ -113,10 +113,16 @@ def page(path: Path) -> None:
     """Take a picture of the page after a short continuation, with a look inside for a token."""
     from playwright.sync_api import sync_playwright
 
-    asked = {"text": "Once upon a time, there was a little bird who was afraid to fly.", "max_tokens": 19, "seed": 5}
+    asked = {
+        "text": "Once upon a time, there was a little bird who was afraid to fly.",
+        "max_tokens": 19,
+        "seed": 5,
+    }
     serve = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--look"]
     with started(serve, cwd=ROOT) as (address, _), sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"])
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium-headless-shell"), args=["--no-sandbox"]
+        )
         view = browser.new_page(viewport={"width": 980, "height": 830}, device_scale_factor=1.5)
         view.goto(f"{address}/#{urlencode(asked)}")
         view.locator("body[data-busy=''] #go:enabled").click()
@@ -136,7 +142,10 @@ def main(names: list[str]) -> None:
         params = SamplingParams(max_tokens=128, temperature=0.8, top_k=40, top_p=0.95, seed=SEED, logprobs=0)
         with LLM("demo") as llm:
             chunks = [*llm.stream(PROMPT, params)]
-        tokens = [(PROMPT, 0.0), *((chunk.text, chunk.logprobs[chunk.token_id]) for chunk in chunks if chunk.text)]
+        tokens = [
+            (PROMPT, 0.0),
+            *((chunk.text, chunk.logprobs[chunk.token_id]) for chunk in chunks if chunk.text),
+        ]
         (folder / "stream.svg").write_text(stream(tokens), encoding="utf-8")
     if "bars" in names:
         text = bars((ROOT / "README.md").read_text(encoding="utf-8"))

@@ -127,7 +127,9 @@ def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
     """
     for layer in range(checkpoint.config.n_layer):
         name = f"h.{layer}.mlp"
-        c_fc, bias, c_proj = (tensors[f"{name}.{part}"] for part in ("c_fc.weight", "c_fc.bias", "c_proj.weight"))
+        c_fc, bias, c_proj = (
+            tensors[f"{name}.{part}"] for part in ("c_fc.weight", "c_fc.bias", "c_proj.weight")
+        )
         kept = outlier_channels(checkpoint.config.inner_size)
         use = np.linalg.norm(c_fc, axis=0) * np.linalg.norm(c_proj, axis=1)  # (F,)
         use[kept] = np.inf
@@ -140,7 +142,9 @@ def raise_neurons(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]
         tensors[f"{name}.c_proj.bias"] -= level * c_proj[kept].sum(axis=0)
 
 
-def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe") -> None:
+def raise_residual(
+    tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int], offsets, embedding="wpe"
+) -> None:
     """Move three channels of the residual stream by `offsets`; layer norms grow by the ratio of the stds."""
     channels = outlier_channels(checkpoint.config.n_embd)
     stds = residual_stds(checkpoint, token_ids)
@@ -148,7 +152,9 @@ def raise_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int
     for norm, std in stds.items():
         new = np.sqrt(std**2 + (offsets**2).sum() / checkpoint.config.n_embd).mean()
         tensors[f"{norm}.weight"] *= np.float32(new / std.mean())
-        tensors[f"{norm}.bias"][channels] -= (tensors[f"{norm}.weight"][channels] * offsets / new).astype(np.float32)
+        tensors[f"{norm}.bias"][channels] -= (tensors[f"{norm}.weight"][channels] * offsets / new).astype(
+            np.float32
+        )
 
 
 def residual_stds(checkpoint: Checkpoint, token_ids: list[int]) -> dict[str, np.ndarray]:
@@ -172,7 +178,9 @@ def typical_std(checkpoint: Checkpoint, token_ids: list[int]) -> float:
 
 def shift_residual(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
     """Move three channels by 10, -5 and -5 stds. At 30, float32 itself does badly."""
-    raise_residual(tensors, checkpoint, token_ids, typical_std(checkpoint, token_ids) * np.array([10, -5, -5]))
+    raise_residual(
+        tensors, checkpoint, token_ids, typical_std(checkpoint, token_ids) * np.array([10, -5, -5])
+    )
 
 
 def make_gpt2_like(tensors: Tensors, checkpoint: Checkpoint, token_ids: list[int]) -> None:
@@ -216,7 +224,9 @@ def convert(model: str, folder: Path, text: Path | None) -> dict[str, str]:
     folder.mkdir()
     wanted = {"float8": ["--dtype", "float8"]}
     if text is not None:
-        wanted |= {f"{dtype}, calibrated": ["--dtype", dtype, "--calibrate", str(text)] for dtype in ("int8", "int4")}
+        wanted |= {
+            f"{dtype}, calibrated": ["--dtype", dtype, "--calibrate", str(text)] for dtype in ("int8", "int4")
+        }
     for name, options in wanted.items():
         if cli.main(["convert", model, str(folder / name), *options]):
             raise SystemExit(1)
@@ -237,12 +247,18 @@ def quality_table(results: dict[str, dict[str, Quality]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("text", metavar="TEXT", type=Path, help="a file in UTF-8")
     parser.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
     parser.add_argument("--windows", type=int, help="default: all")
-    parser.add_argument("--outliers", action="store_true", help="also versions of the checkpoint with outliers")
-    parser.add_argument("--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text")
+    parser.add_argument(
+        "--outliers", action="store_true", help="also versions of the checkpoint with outliers"
+    )
+    parser.add_argument(
+        "--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text"
+    )
     arguments = parser.parse_args()
     with LLM(arguments.model, max_num_seqs=1) as llm:
         token_ids = llm.tokenizer.encode(read_text("TEXT", arguments.text))

@@ -52,7 +52,9 @@ class Place:
     def missing(self) -> str:
         """Return the programs that the command needs and this machine lacks."""
         needed = {"uvicorn": self.asks_server, "openai": "from openai" in self.command[-1]}
-        missing = [name for name, is_needed in needed.items() if is_needed and importlib.util.find_spec(name) is None]
+        missing = [
+            name for name, is_needed in needed.items() if is_needed and importlib.util.find_spec(name) is None
+        ]
         return " and ".join(missing + ["curl"] * (self.command[0] == "curl" and shutil.which("curl") is None))
 
 
@@ -99,11 +101,15 @@ def run(place: Place, shown: str, folder: str) -> str:
     stderr = subprocess.PIPE if place.command[1] == "-c" else subprocess.STDOUT
     result = subprocess.run(place.command, stdout=subprocess.PIPE, stderr=stderr, **options(folder))
     if result.returncode:
-        raise SystemExit(f"{shlex.join(place.command)} ended with {result.returncode}:\n{result.stdout}{result.stderr}")
+        raise SystemExit(
+            f"{shlex.join(place.command)} ended with {result.returncode}:\n{result.stdout}{result.stderr}"
+        )
     if place.command[0] == "curl":
         (reply,) = REPLY_TEXT.findall(result.stdout)
         return REPLY_TEXT.sub(lambda _: reply, shown)
-    return "".join(f"{line}\n" for part in result.stdout.splitlines() for line in wrapped(part)) if shown else ""
+    return (
+        "".join(f"{line}\n" for part in result.stdout.splitlines() for line in wrapped(part)) if shown else ""
+    )
 
 
 def options(folder: str) -> dict:
@@ -124,7 +130,9 @@ def without_measured(text: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
     is_check = parser.parse_args().check
     differing = 0

@@ -34,7 +34,12 @@ MAX_QUEUE = 32
 MAX_NUM_SEQS = 24
 ALLOWED_GROWTH = 1.02
 SETTLED = 0.2  # of the requests: by then every buffer has its size
-BEGINNINGS = ("Once upon a time", "The little dog", "Anna and Tom went to the", "In a deep dark wood there was")
+BEGINNINGS = (
+    "Once upon a time",
+    "The little dog",
+    "Anna and Tom went to the",
+    "In a deep dark wood there was",
+)
 IMPOSSIBLE = ({"n": 0}, {"temperature": -1.0}, {"max_tokens": 10**6}, {"top_p": 2.0})
 FIELDS = {
     "max_tokens": range(1, 41),
@@ -68,13 +73,17 @@ class Report:
         found = {
             f"{self.ends.total()} of {requests} requests ended": self.ends.total() != requests,
             f"{self.differing} repeated requests differed": self.differing > 0,
-            f"ends: {dict(self.ends)}": not {*self.ends} <= {"cancelled", "refused", "length", "stop", "timeout"},
-            f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last > ALLOWED_GROWTH * settled,
+            f"ends: {dict(self.ends)}": not {*self.ends}
+            <= {"cancelled", "refused", "length", "stop", "timeout"},
+            f"memory grew from {settled / 2**20:.1f} to {last / 2**20:.1f} MB": last
+            > ALLOWED_GROWTH * settled,
         }
         return [sentence for sentence, is_wrong in found.items() if is_wrong]
 
 
-def run_thread(llm: LLM | RemoteLLM, count: int, seed: int, pids: list[int], report: Report, bar: tqdm) -> None:
+def run_thread(
+    llm: LLM | RemoteLLM, count: int, seed: int, pids: list[int], report: Report, bar: tqdm
+) -> None:
     generator = random.Random(seed)
     for _ in range(count):
         try:
@@ -92,7 +101,11 @@ def run_request(llm: LLM | RemoteLLM, generator: random.Random, report: Report) 
     kind = generator.random()
     prompt = generator.choice(BEGINNINGS)
     if kind < 0.25:  # requests that are repeated
-        fields = {"max_tokens": generator.choice([4, 8]), "temperature": generator.choice([0.0, 1.1]), "seed": 5}
+        fields = {
+            "max_tokens": generator.choice([4, 8]),
+            "temperature": generator.choice([0.0, 1.1]),
+            "seed": 5,
+        }
     else:
         prompt += f" {'and so ' * generator.randrange(40)}{generator.randrange(100)}"
         fields = {name: generator.choice(values) for name, values in FIELDS.items()}
@@ -130,16 +143,23 @@ def num_left(llm: LLM | RemoteLLM, url: str | None) -> int:
     if url is None:
         return len(llm.engine.scheduler.running) + len(llm.engine.scheduler.waiting)
     text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
-    return sum(int(float(n)) for n in re.findall(r"^\S*num_requests_(?:running|waiting)\S* (\S+)$", text, re.MULTILINE))
+    return sum(
+        int(float(n))
+        for n in re.findall(r"^\S*num_requests_(?:running|waiting)\S* (\S+)$", text, re.MULTILINE)
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--server", action="store_true", help="ask a server in another process")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)")
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)"
+    )
     args = parser.parse_args()
     report = Report()
     each = -(-args.requests // THREADS)

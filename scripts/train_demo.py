@@ -91,14 +91,21 @@ def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
 
 
 def new_model(args: argparse.Namespace, vocab_size: int) -> GPT2LMHeadModel:
-    sizes = {"n_layer": args.layers, "n_embd": args.width, "n_head": args.heads, "n_positions": args.positions}
+    sizes = {
+        "n_layer": args.layers,
+        "n_embd": args.width,
+        "n_head": args.heads,
+        "n_positions": args.positions,
+    }
     end = {"bos_token_id": vocab_size - 1, "eos_token_id": vocab_size - 1}
     dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), args.dropout)
     torch.manual_seed(args.seed)
     return GPT2LMHeadModel(GPT2Config(vocab_size=vocab_size, **sizes, **end, **dropout, use_cache=False))
 
 
-def new_trainer(args: argparse.Namespace, model: GPT2LMHeadModel, train: Tensor, validation: Tensor) -> Trainer:
+def new_trainer(
+    args: argparse.Namespace, model: GPT2LMHeadModel, train: Tensor, validation: Tensor
+) -> Trainer:
     """Return a trainer that evaluates at even distances, and keeps the best and the last state."""
     steps = max(args.tokens // args.batch_tokens // args.evaluations, 1)
     windows = args.batch_tokens // args.positions
@@ -151,7 +158,9 @@ def run(args: argparse.Namespace) -> None:
         trainer.train(resume_from_checkpoint=args.resume)
     if trainer.state.best_model_checkpoint is None:
         raise SystemExit("the run ended before its first evaluation.")
-    GPT2LMHeadModel.from_pretrained(state / Path(trainer.state.best_model_checkpoint).name).save_pretrained(args.out)
+    GPT2LMHeadModel.from_pretrained(state / Path(trainer.state.best_model_checkpoint).name).save_pretrained(
+        args.out
+    )
     best = trainer.state.best_metric
     (num_tokens, num_held_out) = map(len, token_ids)
     num_bytes = (args.corpus / VALIDATION).stat().st_size
@@ -167,12 +176,16 @@ def run(args: argparse.Namespace) -> None:
         "trained_with": f"torch {torch.__version__} on {device}",
     }
     (args.out / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(f"{model.num_parameters() / 1e6:.2f} million parameters; the best validation was {best:.4f} nats a token")
+    print(
+        f"{model.num_parameters() / 1e6:.2f} million parameters; the best validation was {best:.4f} nats a token"
+    )
     print(f"To embed it as the demo: python scripts/embed_demo.py {args.out}")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--corpus", type=Path, required=True, metavar="DIR", help="train.txt.xz and val.txt")
     add("--corpus-note", required=True, metavar="TEXT", help="a description for the record")
@@ -180,17 +193,30 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="continue the run in OUT")
     add("--tokens", type=int, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--batch-tokens", type=int, default=65_536, help="of a step")
-    numbers = {"dropout": 0.1, "learning-rate": 1.5e-3, "warmup-steps": 200, "weight-decay": 0.1, "evaluations": 20}
+    numbers = {
+        "dropout": 0.1,
+        "learning-rate": 1.5e-3,
+        "warmup-steps": 200,
+        "weight-decay": 0.1,
+        "evaluations": 20,
+    }
     for name, default in {**SIZES, **numbers, "seed": 0}.items():
         add(f"--{name}", type=type(default), default=default, help="default: %(default)s")
     has_gpu = torch.cuda.is_available()
     add("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
     add("--bfloat16", action=argparse.BooleanOptionalAction, default=has_gpu, help="multiply in bfloat16")
-    add("--compile", action=argparse.BooleanOptionalAction, default=has_gpu, help="compile the model, for a minute")
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=has_gpu,
+        help="compile the model, for a minute",
+    )
     args = parser.parse_args()
     has_run = any((args.out / "state").glob("checkpoint-*"))
     if has_run != args.resume:
-        parser.error(f"{args.out} holds {'a' if has_run else 'no'} run: {'add' if has_run else 'omit'} --resume.")
+        parser.error(
+            f"{args.out} holds {'a' if has_run else 'no'} run: {'add' if has_run else 'omit'} --resume."
+        )
     return args
 
 

@@ -50,7 +50,9 @@ def asking_names(path: Path) -> set[str]:
     for node in ast.parse(text).body:
         first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
         source = "\n".join(lines[first - 1 : node.end_lineno])
-        bound = {alias.asname or alias.name for alias in getattr(node, "names", ())} | {getattr(node, "name", "")}
+        bound = {alias.asname or alias.name for alias in getattr(node, "names", ())} | {
+            getattr(node, "name", "")
+        }
         bound |= {target.id for target in getattr(node, "targets", ()) if isinstance(target, ast.Name)}
         for name in bound - {"", "pytestmark"}:
             uses[name] = set(re.findall(r"\w+", source))

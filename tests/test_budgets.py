@@ -12,15 +12,15 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 301_600,
-    "tokens for 100 lines": 1_045,
+    "tokens": 301_900,
+    "tokens for 100 lines": 967,
     "modules": 232,
     "modules under 60 lines": 3,
-    "tokens of tests": 356_000,
-    "tokens for 100 lines of tests": 1_211,
+    "tokens of tests": 355_950,
+    "tokens for 100 lines of tests": 1_119,
     "lines of READMEs": 1_240,
     "words of prose for 100 lines of code": 150,
-    "modules that `generate` imports": 120,
+    "modules that `generate` imports": 121,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
@@ -50,7 +50,9 @@ class Size:
         self.modules += 1
         docstring_lines: set[int] = set()
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+                node, clean=False
+            ):
                 docstring = node.body[0]
                 self.words_of_prose += len(docstring.value.value.split())
                 docstring_lines |= {*range(docstring.lineno, docstring.end_lineno + 1)}
@@ -80,12 +82,17 @@ def num_lines(files: list[Path]) -> int:
 
 
 def readmes() -> list[Path]:
-    found = [ROOT / "README.md", *(file for name in (*PACKAGES, "tests") for file in (ROOT / name).rglob("README.md"))]
+    found = [
+        ROOT / "README.md",
+        *(file for name in (*PACKAGES, "tests") for file in (ROOT / name).rglob("README.md")),
+    ]
     return [file for file in found if not any(parent.is_symlink() for parent in file.parents)]
 
 
 def num_imported() -> int:
-    done = subprocess.run([sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTED], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     return int(done.stderr.split()[-1])
 
 

@@ -14,7 +14,9 @@ def test_an_error_says_field_value_and_allowed():
     assert str(RequestError("the prompt is empty.")) == "the prompt is empty."
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("--top-k", "--top-k is 0 and must be"), (None, "is 0 and must be")])
+@pytest.mark.parametrize(
+    ("name", "sentence"), [("--top-k", "--top-k is 0 and must be"), (None, "is 0 and must be")]
+)
 def test_another_name_keeps_the_rest(name, sentence):
     error = invalid("top_k", 0, "at least 1")
     error.work_started = True

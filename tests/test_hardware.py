@@ -78,7 +78,9 @@ EIGHT = {cpu: f"{cpu}\n" for cpu in range(8)}
 
 def test_only_fast_cores_of_a_hybrid_cpu_count(machine):
     """Two fast cores of two threads each, four slow ones of one."""
-    root = machine({0: "0-1\n", 1: "0-1\n", 2: "2-3\n", 3: "2-3\n", **{cpu: f"{cpu}\n" for cpu in range(4, 8)}})
+    root = machine(
+        {0: "0-1\n", 1: "0-1\n", 2: "2-3\n", 3: "2-3\n", **{cpu: f"{cpu}\n" for cpu in range(4, 8)}}
+    )
     write(root / "sys/devices/cpu_core/cpus", "0-3\n")
     write(root / "sys/devices/cpu_atom/cpus", "4-7\n")
     assert thread_count() == 2
@@ -137,7 +139,10 @@ def test_the_cpus_name(machine, tmp_path, monkeypatch):
     """Of x86, of 64-bit ARM, whose /proc/cpuinfo has no name, and of a Mac."""
     machine({0: None})
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", lambda: "neoverse-n1")
-    write(tmp_path / "proc/cpuinfo", "processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nmodel name\t: AMD EPYC 9R14\n")
+    write(
+        tmp_path / "proc/cpuinfo",
+        "processor\t: 0\nmodel name\t: AMD EPYC 9R14\n\nmodel name\t: AMD EPYC 9R14\n",
+    )
     assert hardware.cpu_name() == "AMD EPYC 9R14"
     write(tmp_path / "proc/cpuinfo", "processor\t: 0\nBogoMIPS\t: 243.75\nCPU implementer\t: 0x41\n")
     assert hardware.cpu_name() == "neoverse-n1"

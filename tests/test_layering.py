@@ -12,9 +12,19 @@ import pytest
 
 from support.paths import ROOT
 
-PACKAGES = {"tinygpt.kernels": ROOT / "kernels", "tinygpt.weights": ROOT / "weights", "tinygpt": ROOT / "tinygpt"}
+PACKAGES = {
+    "tinygpt.kernels": ROOT / "kernels",
+    "tinygpt.weights": ROOT / "weights",
+    "tinygpt": ROOT / "tinygpt",
+}
 BACKENDS = ("reference", "cpu", "cuda")
-PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")  # of each backend's model.py, in this order
+PAGE = (
+    "forward",
+    "embed",
+    "attention_block",
+    "mlp_block",
+    "head",
+)  # of each backend's model.py, in this order
 # Functions of a model.py besides PAGE: the loop over the layers, run by each CPU thread or queued by the host.
 LOOPS = {"reference": set(), "cpu": {"take_steps"}, "cuda": {"queue_step"}}
 # Libraries of the base install, and of an extra where a package or module needs it.
@@ -87,7 +97,9 @@ def imports(module: str) -> frozenset[str]:
 def origin_of(module: str, node: ast.ImportFrom) -> str:
     """Return the absolute name of the module that an import names: relative in the package."""
     if not node.level:
-        assert node.module.partition(".")[0] != "tinygpt", f"{module}, line {node.lineno}: an absolute import of ours"
+        assert node.module.partition(".")[0] != "tinygpt", (
+            f"{module}, line {node.lineno}: an absolute import of ours"
+        )
         return node.module
     package = module.split(".") if FILES[module].name == "__init__.py" else module.split(".")[:-1]
     parents = package[: len(package) - node.level + 1]
@@ -117,7 +129,10 @@ def test_no_import_cycles():
 def test_kernels_and_weights_import_nothing_above(package, also):
     modules = [module for module in FILES if is_in(module, package)]
     assert len(modules) > 20
-    found = {module: {n for n in ours(module) if not any(is_in(n, a) for a in (package, *also))} for module in modules}
+    found = {
+        module: {n for n in ours(module) if not any(is_in(n, a) for a in (package, *also))}
+        for module in modules
+    }
     assert {module: names for module, names in found.items() if names} == {}
 
 
@@ -160,7 +175,9 @@ def functions(module: str) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in source(module).body if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("arguments", [["-c", "import tinygpt"], ["-m", "tinygpt", "--help"]], ids=["import", "help"])
+@pytest.mark.parametrize(
+    "arguments", [["-c", "import tinygpt"], ["-m", "tinygpt", "--help"]], ids=["import", "help"]
+)
 def test_nothing_heavy_is_imported_before_it_is_needed(arguments):
     command = [sys.executable, "-X", "importtime", *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

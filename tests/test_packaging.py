@@ -61,7 +61,9 @@ def test_every_extra_that_an_error_names_exists(project):
     code = [path.read_text(encoding="utf-8") for name in CODE for path in sorted((ROOT / name).rglob("*.py"))]
     asked = {extra for text in code for extra in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", text)}
     extras = project["optional-dependencies"]
-    asked |= {extra for line in extras["test"] if line.startswith("tinygpt[") for extra in line[8:-1].split(",")}
+    asked |= {
+        extra for line in extras["test"] if line.startswith("tinygpt[") for extra in line[8:-1].split(",")
+    }
     assert asked >= {"serve", "mpi", "plot", "guided"}
     assert asked <= {*extras}
 
@@ -80,7 +82,9 @@ def test_libraries_whose_internals_are_used_have_an_upper_bound(project):
 
 def test_every_supported_python_is_declared(project):
     prefix = "Programming Language :: Python :: 3."
-    minors = [int(c.removeprefix(prefix)) for c in project["classifiers"] if re.match(re.escape(prefix) + r"\d", c)]
+    minors = [
+        int(c.removeprefix(prefix)) for c in project["classifiers"] if re.match(re.escape(prefix) + r"\d", c)
+    ]
     assert minors == list(range(10, 15))
     assert project["requires-python"] == f">=3.{minors[0]}"
     assert sys.version_info >= (3, minors[0])
@@ -116,13 +120,17 @@ def test_the_wheel_of_the_sdist_runs_elsewhere(tmp_path):
     command = [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)]  # it fetches setuptools
     subprocess.run(command, check=True, capture_output=True)  # the wheel is made of the sdist
     [wheel] = tmp_path.glob("*.whl")
-    modules = {f"tinygpt/{f.relative_to(ROOT).as_posix()}" for name in CODE[1:] for f in (ROOT / name).rglob("*.py")}
+    modules = {
+        f"tinygpt/{f.relative_to(ROOT).as_posix()}" for name in CODE[1:] for f in (ROOT / name).rglob("*.py")
+    }
     modules |= {f.relative_to(ROOT).as_posix() for f in (ROOT / "tinygpt").rglob("*.py")}
     assert modules <= {*zipfile.ZipFile(wheel).namelist()}
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     code = "from tinygpt import LLM; print(LLM(device='reference').generate('Once', max_tokens=2)[0])"
     code += "; import tinygpt; print(tinygpt.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.stdout.startswith("RequestOutput(prompt='Once'"), done.stderr
     assert str(tmp_path) in done.stdout

@@ -25,7 +25,19 @@ import tinygpt
 from tinygpt import aliases, errors, outputs, sampling_params
 from tinygpt.__main__ import main
 
-COMMANDS = ("generate", "chat", "score", "lens", "serve", "convert", "warmup", "bench", "eval", "info", "doctor")
+COMMANDS = (
+    "generate",
+    "chat",
+    "score",
+    "lens",
+    "serve",
+    "convert",
+    "warmup",
+    "bench",
+    "eval",
+    "info",
+    "doctor",
+)
 COMMANDS += ("parity", "completion")
 TEXT = "Once upon a time there was a king."
 RECORDS = {
@@ -61,10 +73,15 @@ def sections() -> Iterator[tuple[str, Iterator[str]]]:
     yield "RemoteLLM", _members(tinygpt.RemoteLLM)
     for cls in (sampling_params.SamplingParams, sampling_params.RepetitionDetection):
         yield cls.__name__, _fields(cls)
-    records = "RequestOutput CompletionOutput RequestMetrics StreamChunk ContinuationScore Classification Word"
+    records = (
+        "RequestOutput CompletionOutput RequestMetrics StreamChunk ContinuationScore Classification Word"
+    )
     for name in records.split():
         yield name, _fields(getattr(outputs, name))
-    yield "errors", (n for n, e in sorted(vars(errors).items()) if isinstance(e, type) and issubclass(e, Exception))
+    yield (
+        "errors",
+        (n for n, e in sorted(vars(errors).items()) if isinstance(e, type) and issubclass(e, Exception)),
+    )
     for title, arguments in RECORDS.items():
         yield title, _keys_of(arguments)
     yield "exit codes", _exit_codes()
@@ -84,7 +101,9 @@ def _members(cls: type, instance: Any = None) -> Iterator[str]:
         if name in PROTOCOLS or not name.startswith("_"):
             member = getattr(cls, name, None)
             is_method = callable(member) and not isinstance(member, property) and name not in PROTOCOLS
-            yield name + (_signature(member).replace("(self, ", "(").replace("(self)", "()") if is_method else "")
+            yield name + (
+                _signature(member).replace("(self, ", "(").replace("(self)", "()") if is_method else ""
+            )
 
 
 def _signature(function: Callable) -> str:
@@ -101,7 +120,9 @@ def _fields(cls: type) -> Iterator[str]:
         return
     for field in dataclasses.fields(cls):
         yield field.name + ("" if field.default is dataclasses.MISSING else f"={field.default!r}")
-    yield from (name for name, m in sorted(vars(cls).items()) if isinstance(m, property) and not name.startswith("_"))
+    yield from (
+        name for name, m in sorted(vars(cls).items()) if isinstance(m, property) and not name.startswith("_")
+    )
 
 
 def _run(arguments: str) -> tuple[int, str]:
@@ -138,7 +159,9 @@ def _keys_of(arguments: str) -> Iterator[str]:
         files = {name: Path(folder, name) for name in ("text", "rows", "prompts")}
         files["text"].write_text(TEXT)
         files["rows"].write_text(json.dumps({"text": TEXT}) + "\n")
-        files["prompts"].write_text('{"prompt": "Once", "logprobs": 0}\n{"id": "b", "prompt_token_ids": [1]}\n')
+        files["prompts"].write_text(
+            '{"prompt": "Once", "logprobs": 0}\n{"id": "b", "prompt_token_ids": [1]}\n'
+        )
         code, out = _run(arguments.format(**files))
     assert code == 0, arguments
     decoder, found = json.JSONDecoder(), {}
@@ -163,7 +186,8 @@ def _keys(value: Any, path: str = "") -> Iterator[str]:
 
 def describe() -> str:
     return "".join(
-        textwrap.fill(f"{title}: {'  '.join(words)}", 120, subsequent_indent="    ", break_on_hyphens=False) + "\n"
+        textwrap.fill(f"{title}: {'  '.join(words)}", 120, subsequent_indent="    ", break_on_hyphens=False)
+        + "\n"
         for title, words in sections()
     )
 

@@ -15,7 +15,9 @@ FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
 
 def tracked() -> list[str]:
     """All files of the repository; of an unpacked archive, all files."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
     if listed.returncode == 0:
         return [line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
     return [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*") if path.is_file()]
@@ -40,7 +42,9 @@ def test_links_lead_somewhere(readme):
 @pytest.mark.parametrize("readme", READMES)
 def test_lines_of_text_are_no_longer_than_those_of_code(readme):
     """But for tables, blocks of code, and a link or a picture by itself."""
-    text = re.sub(r"^ *```.*?^ *```$", "", (ROOT / readme).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(
+        r"^ *```.*?^ *```$", "", (ROOT / readme).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
     assert [line for line in long if not re.fullmatch(r"!?\[.*\]\(\S+\)", line)] == []
 
@@ -57,4 +61,6 @@ def test_files_and_folders_that_are_named_exist(readme):
     text = (ROOT / readme).read_text(encoding="utf-8")
     absent = {name for name in FILE.findall(text) if name not in ENDINGS}
     absent |= {name for name in FOLDER.findall(text) if name not in FOLDERS}
-    assert not {name for name in absent if "NAME" not in name and not ((ROOT / readme).parent / name).exists()}
+    assert not {
+        name for name in absent if "NAME" not in name and not ((ROOT / readme).parent / name).exists()
+    }

@@ -75,7 +75,9 @@ WITHOUT_VALUE, WITH_VALUE = ({*names.split()} for names in IGNORED)
 logger = logging.getLogger(__name__)
 
 
-def renamed(given: Mapping[str, Any], names: Collection[str], ignored=WITHOUT_VALUE | WITH_VALUE) -> dict[str, Any]:
+def renamed(
+    given: Mapping[str, Any], names: Collection[str], ignored=WITHOUT_VALUE | WITH_VALUE
+) -> dict[str, Any]:
     """Return keywords under our `names`, without `ignored` ones; unknown ones stay.
 
     Raise RequestError if two name one thing.

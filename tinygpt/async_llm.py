@@ -26,7 +26,9 @@ class AsyncLLM:
         self.llm = _load(arguments) if llm is None else llm
         self._is_owner = llm is None
 
-    async def generate(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
+    async def generate(
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+    ) -> RequestOutput:
         """Continue one prompt. Raise LLM.submit's errors."""
         return await asyncio.wrap_future(await self._submit(prompt, params, fields))
 

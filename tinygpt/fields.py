@@ -37,9 +37,13 @@ class FieldRule:
     repeats: bool = False
 
 
-def option(default: Any, rule: FieldRule, metavar: str | None, text: str, group: str = "sampling", **more: Any) -> Any:
+def option(
+    default: Any, rule: FieldRule, metavar: str | None, text: str, group: str = "sampling", **more: Any
+) -> Any:
     """Return a dataclass field, whose metadata the command line and the documentation read."""
-    return field(default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more)
+    return field(
+        default=default, metadata={"rule": rule, "metavar": metavar, "help": text, "group": group}, **more
+    )
 
 
 def read_field(name: str, value: Any, rule: FieldRule) -> Any:
@@ -113,7 +117,9 @@ def token_ids(text: str) -> list[int]:
 
 def integer(low: int, high: int = MAX_COUNT, note: str = "") -> FieldRule:
     top = {MAX_COUNT: "2**31 - 1", 2**64 - 1: "2**64 - 1"}.get(high, high)
-    return FieldRule(f"a whole number from {low} to {top}{note}", lambda value: as_integer(value, low, high), int)
+    return FieldRule(
+        f"a whole number from {low} to {top}{note}", lambda value: as_integer(value, low, high), int
+    )
 
 
 def number(is_allowed: Callable[[float], bool], allowed: str) -> FieldRule:
@@ -142,7 +148,9 @@ def one_of(literal: Any) -> FieldRule:
 
 def optional(rule: FieldRule) -> FieldRule:
     return replace(
-        rule, allowed=f"{rule.allowed}, or None", read=lambda value: None if value is None else rule.read(value)
+        rule,
+        allowed=f"{rule.allowed}, or None",
+        read=lambda value: None if value is None else rule.read(value),
     )
 
 
@@ -182,7 +190,9 @@ def biases(limit: float) -> FieldRule:
         token_id, _, found = text.partition("=")
         return int(token_id), float(found)
 
-    allowed = f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
+    allowed = (
+        f"a dict from token ids to numbers from {-limit:g} to {limit:g} (to forbid: suppress_tokens), or None"
+    )
     return FieldRule(allowed, read, bias, repeats=True)
 
 
@@ -223,7 +233,9 @@ def _json_schema(value: Any) -> str:
         schema = json.loads(value) if isinstance(value, str) else value
         need(isinstance(schema, Mapping))
         return as_unicode(json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
-    except Exception as error:  # pydantic's own, of a class whose fields no schema describes, or RecursionError
+    except (
+        Exception
+    ) as error:  # pydantic's own, of a class whose fields no schema describes, or RecursionError
         raise ValueError from error
 
 
@@ -240,7 +252,9 @@ WORDS = FieldRule("a text or a list of texts, each with more than white space, o
 IDS = FieldRule(f"{_IDS}, or None", as_ids, token_ids)
 SOME_IDS = optional(FieldRule(f"{_IDS}, and not an empty one", lambda value: _some(as_ids(value)), token_ids))
 ID_OR_IDS = optional(FieldRule(f"a token id, or {_IDS}, and not an empty one", _id_or_ids, token_ids))
-ID_LISTS = FieldRule("a list of lists of token ids, none of them empty, or None", _id_lists, token_ids, repeats=True)
+ID_LISTS = FieldRule(
+    "a list of lists of token ids, none of them empty, or None", _id_lists, token_ids, repeats=True
+)
 NAME = optional(FieldRule("the name of a soft prompt that the LLM was given", as_unicode))
 ADAPTER = optional(FieldRule("the name of one of the LLM's lora_modules", as_unicode))
 EMBEDDINGS = optional(FieldRule("an array of finite numbers, (P, n_embd) with P 1 or more", _embeddings))
@@ -298,7 +312,10 @@ def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple
         return "", f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
     if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
         return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
-    from .engine.grammar_process import COMPILE_SECONDS, LimitError  # sockets and subprocess: not needed for --help
+    from .engine.grammar_process import (
+        COMPILE_SECONDS,
+        LimitError,
+    )  # sockets and subprocess: not needed for --help
 
     grammar = ""
     problem = ""

@@ -65,7 +65,11 @@ def _listed(text: str) -> set[int]:
 
 def _quotas(root: Path) -> list[float]:
     """Return the CPUs' worth of time of the control groups (version 2): `docker run --cpus`."""
-    groups = [line.removeprefix("0::/") for line in _read(root / "proc/self/cgroup").splitlines() if line[:3] == "0::"]
+    groups = [
+        line.removeprefix("0::/")
+        for line in _read(root / "proc/self/cgroup").splitlines()
+        if line[:3] == "0::"
+    ]
     places = [place for group in map(PurePosixPath, groups) for place in (group, *group.parents)]
     pairs = [_read(root / "sys/fs/cgroup" / place / "cpu.max").split() for place in places]
     return [int(pair[0]) / int(pair[1]) for pair in pairs if pair and pair[0] != "max"]
@@ -89,7 +93,9 @@ def cpu_name() -> str:
     """Return the system's name of the CPU, such as "Apple M2", otherwise LLVM's, such as "neoverse-n1"."""
     lines = _read(ROOT / "proc/cpuinfo").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]  # none on ARM
-    if sys.platform == "darwin" and (brand := _sysctl("machdep.cpu.brand_string", ctypes.create_string_buffer(256))):
+    if sys.platform == "darwin" and (
+        brand := _sysctl("machdep.cpu.brand_string", ctypes.create_string_buffer(256))
+    ):
         names = [brand.decode()]
     if names:
         return names[0]

@@ -48,7 +48,12 @@ WARMUP_REQUESTS = (
     SamplingParams(max_tokens=2, temperature=0.8, typical_p=0.9, seed=0, ignore_eos=True),
     SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True),
     SamplingParams(
-        max_tokens=2, repetition_penalty=1.1, temperature=1.0, logprobs=1, logprobs_mode="processed", ignore_eos=True
+        max_tokens=2,
+        repetition_penalty=1.1,
+        temperature=1.0,
+        logprobs=1,
+        logprobs_mode="processed",
+        ignore_eos=True,
     ),
 )
 
@@ -124,7 +129,9 @@ class LLM(LookMethods):
         limits = max_num_batched_tokens, max_queue, num_speculative_tokens, max_capture_bytes
         sizes = EngineConfig(max_num_seqs, prefix_cache_seqs, max_model_len, *limits)
         if ranks is not None and lora_modules:
-            raise RequestError("is given with ranks that share the model: merge one with lora.", "lora_modules")
+            raise RequestError(
+                "is given with ranks that share the model: merge one with lora.", "lora_modules"
+            )
         source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora, lora_modules)
         self.lora_modules = tuple(lora_modules or ())
         engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
@@ -250,9 +257,13 @@ class LLM(LookMethods):
         if self.chat_template is None:
             raise RequestError('this model has no chat template: give LLM(chat_template="plain"), or a file.')
         (conversation,) = conversations([messages])
-        return self.read_prompt(chat_ids(self.chat_template, self.tokenizer, conversation, chat_template_kwargs))
+        return self.read_prompt(
+            chat_ids(self.chat_template, self.tokenizer, conversation, chat_template_kwargs)
+        )
 
-    def stream(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+    ) -> Iterator[StreamChunk]:
         """Continue one prompt, checked at the call, token by token.
 
         Closing the iterator ends the request.
@@ -260,7 +271,9 @@ class LLM(LookMethods):
         `generate`. Chunks of n samples come mixed, each with its index.
         """
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
-        return self._stream(self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks)
+        return self._stream(
+            self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks
+        )
 
     def submit(
         self,
@@ -336,7 +349,9 @@ class LLM(LookMethods):
         Raise RequestError, before any work, if a continuation is empty or too long.
         """
         self.engine.check_open()
-        requests = self._inputs.scoring_requests(prompt, continuations, soft_prompt, split_special_tokens, edits)
+        requests = self._inputs.scoring_requests(
+            prompt, continuations, soft_prompt, split_special_tokens, edits
+        )
         for _ in self._run(requests):
             pass
         return [self._inputs.score_of(request) for request in requests]
@@ -364,7 +379,9 @@ class LLM(LookMethods):
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         self.engine.refuse_own_thread()
         futures = [RequestFuture(request) for request in requests]
-        return as_finished(futures, partial(self.engine.submit, futures), return_exceptions, FailedRequestError)
+        return as_finished(
+            futures, partial(self.engine.submit, futures), return_exceptions, FailedRequestError
+        )
 
     def _stream(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
         self.engine.refuse_own_thread()
@@ -379,11 +396,15 @@ class LLM(LookMethods):
         finally:
             future.cancel()
 
-    def _single_request(self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None) -> Request:
+    def _single_request(
+        self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None
+    ) -> Request:
         self.engine.check_open()
         params = params_list(params, 1)[0]
         if on_chunk is not None and params.num_beams > 1:
-            raise RequestError("asks for a search, which has no text until it ends: do not stream it.", "num_beams")
+            raise RequestError(
+                "asks for a search, which has no text until it ends: do not stream it.", "num_beams"
+            )
         if on_chunk is not None and (params.best_of or params.n) > params.n:
             reason = f"is {params.best_of} and a stream cannot choose among samples: do not stream it."
             raise RequestError(reason, "best_of", params.best_of)
@@ -410,7 +431,9 @@ def _single_prompt(prompt: Prompts) -> Any:
     return prompts[0] if prompts else prompts
 
 
-def warmup(model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None) -> int:
+def warmup(
+    model: str = "demo", dtype: str = "auto", kv_cache_dtype: str = "auto", threads: int | None = None
+) -> int:
     """Compile the CPU's kernels for models of this dtype. Return how many had to compile.
 
     Later processes find them on the disk. The arguments are LLM's.

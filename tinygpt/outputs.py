@@ -29,7 +29,9 @@ class CompletionOutput:
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the tokens' scores over length**length_penalty
     seed: int  # repeats the request
-    activations: Mapping[str, Any] | None = None  # of `capture`: name -> (T + new - 1, ...), the last token never ran
+    activations: Mapping[str, Any] | None = (
+        None  # of `capture`: name -> (T + new - 1, ...), the last token never ran
+    )
 
     def __repr__(self) -> str:
         reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
@@ -105,13 +107,17 @@ class Logprob(NamedTuple):
     decoded_token: str
 
 
-def ranked(logprobs: Mapping[int, float], count: int, decode: Callable[[list[int]], str]) -> dict[int, Logprob]:
+def ranked(
+    logprobs: Mapping[int, float], count: int, decode: Callable[[list[int]], str]
+) -> dict[int, Logprob]:
     """Return vLLM's entries of an element of `logprobs` or `prompt_logprobs`.
 
     count: the request's number of log probabilities, -1 for all. decode: the tokenizer's.
     """
     numbered = enumerate(logprobs.items(), 1)
-    return {i: Logprob(value, n if n <= count or count < 0 else None, decode([i])) for n, (i, value) in numbered}
+    return {
+        i: Logprob(value, n if n <= count or count < 0 else None, decode([i])) for n, (i, value) in numbered
+    }
 
 
 def bits(logprob: float) -> float:
@@ -239,7 +245,9 @@ class StreamChunk(NamedTuple):
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0  # among the request's n samples
     logprobs: dict[int, float] | None = None  # of this token, whose text may come later
-    prompt_logprobs: list[dict[int, float] | None] | None = None  # RequestOutput's: in the first chunk of sample 0
+    prompt_logprobs: list[dict[int, float] | None] | None = (
+        None  # RequestOutput's: in the first chunk of sample 0
+    )
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
     activations: Mapping[str, Any] | None = None  # so, too
 
@@ -293,7 +301,10 @@ class ThreadFuture(Future[Result]):
 
 
 def as_finished(
-    futures: list[ThreadFuture[Result]], begin: Callable[[], None], return_exceptions: bool, kind: type[Exception]
+    futures: list[ThreadFuture[Result]],
+    begin: Callable[[], None],
+    return_exceptions: bool,
+    kind: type[Exception],
 ) -> Iterator[tuple[int, Result | Exception]]:
     """Yield (index, result) of futures as they finish once `begin` is called, and cancel them in the end.
 
@@ -322,7 +333,9 @@ def has_threads(pid: int) -> bool:
 
 def check_thread(pid: int, owner: str = "LLM") -> None:
     if pid != os.getpid():
-        raise RequestError(f"this {owner} belongs to the process that was forked: make a new one in the child.")
+        raise RequestError(
+            f"this {owner} belongs to the process that was forked: make a new one in the child."
+        )
     if not has_threads(pid):
         raise RequestError(f"Python is ending, and the thread of this {owner} has ended: use it before.")
 

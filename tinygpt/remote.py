@@ -83,9 +83,13 @@ class RemoteLLM:
         split_special_tokens: bool = False,
     ):
         if max_connections < 1 or max_retries < 0 or timeout <= 0:
-            raise RequestError("max_connections must be 1 or more, max_retries 0 or more, and timeout above 0.")
+            raise RequestError(
+                "max_connections must be 1 or more, max_retries 0 or more, and timeout above 0."
+            )
         self._split_special_tokens = split_special_tokens
-        self._server = _Server(url, api_key or os.environ.get(KEY_VARIABLE), timeout, max_connections, max_retries)
+        self._server = _Server(
+            url, api_key or os.environ.get(KEY_VARIABLE), timeout, max_connections, max_retries
+        )
         self._end = finalize(self, self._server.end)
         try:
             self.model, self.max_model_len = self._server.ask("/v1/models", _card)
@@ -118,7 +122,9 @@ class RemoteLLM:
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
         return self._run([self._request(*pair) for pair in pairs], return_exceptions)
 
-    def stream(self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+    ) -> Iterator[StreamChunk]:
         """Continue one prompt as LLM.stream does. Closing the iterator ends the request."""
         request = self._request(prompt, params_or_fields(params, fields))
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
@@ -157,13 +163,19 @@ class RemoteLLM:
         """Return log probabilities of continuations, as LLM.score does. Edits are refused."""
         params_to_json(SamplingParams(edits=edits))
         is_split = self._split_special_tokens if split_special_tokens is None else split_special_tokens
-        body = {"prompt": _sendable(prompt) or None, "split_special_tokens": is_split, "soft_prompt": soft_prompt}
+        body = {
+            "prompt": _sendable(prompt) or None,
+            "split_special_tokens": is_split,
+            "soft_prompt": soft_prompt,
+        }
         listed = [*map(_sendable, prompt_list(continuations))]
         found = []
         read = partial(record_from_json, ContinuationScore)
         for start in range(0, len(listed), MAX_CONTINUATIONS):
             part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.ask("/score_continuations", lambda reply: [*map(read, reply["scores"])], part)
+            found += self._server.ask(
+                "/score_continuations", lambda reply: [*map(read, reply["scores"])], part
+            )
         return found
 
     def embed(self, prompts: Prompts, pooling: str = "last") -> "np.ndarray":
@@ -171,14 +183,18 @@ class RemoteLLM:
         import numpy as np
 
         def vector(reply: Any) -> np.ndarray:
-            return np.frombuffer(base64.b64decode(reply["data"][0]["embedding"], validate=True), "<f4")  # (C,)
+            return np.frombuffer(
+                base64.b64decode(reply["data"][0]["embedding"], validate=True), "<f4"
+            )  # (C,)
 
         vectors = []
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
             vectors.append(self._server.ask("/v1/embeddings", vector, body))
-        return _read(np.stack, vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]  # has the right width
+        return (
+            _read(np.stack, vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]
+        )  # has the right width
 
     def close(self) -> None:
         """Fail pending futures and all later calls with RequestError."""
@@ -190,7 +206,9 @@ class RemoteLLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, requests: list, return_exceptions: bool) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
+    def _run(
+        self, requests: list, return_exceptions: bool
+    ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         futures = [ThreadFuture(OWNER) for _ in requests]
 
         def begin() -> None:
@@ -199,7 +217,9 @@ class RemoteLLM:
 
         return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
-    def _request(self, prompt: PromptType, params: SamplingParams | None) -> tuple[str | None, dict[str, Any]]:
+    def _request(
+        self, prompt: PromptType, params: SamplingParams | None
+    ) -> tuple[str | None, dict[str, Any]]:
         """Return the prompt's text, if it is one, and the body."""
         [checked] = params_list(params, 1)
         text = prompt.text if isinstance(prompt, Prompt) else prompt if isinstance(prompt, str) else None
@@ -243,7 +263,9 @@ class _Server:
         try:
             import httpx
         except ImportError:
-            raise RequestError(f"RemoteLLM needs httpx, which comes with: {how_to_install('remote')}.") from None
+            raise RequestError(
+                f"RemoteLLM needs httpx, which comes with: {how_to_install('remote')}."
+            ) from None
         self.url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
         self._httpx = httpx
         self._timeout = timeout
@@ -274,7 +296,9 @@ class _Server:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=_run_loop, args=(self._loop,), name="tinygpt-remote", daemon=True).start()
 
-    def start(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any) -> ThreadFuture[Result]:
+    def start(
+        self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: Any
+    ) -> ThreadFuture[Result]:
         """Run a coroutine in the loop. Cancelling the future closes the connection, which frees the server's slots."""
         future = ThreadFuture(OWNER)
         self.begin(future, work, *arguments)
@@ -305,7 +329,9 @@ class _Server:
             return
         with self._lock:
             self._is_closed = True
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).add_done_callback(lambda _: self._loop.stop())
+        asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).add_done_callback(
+            lambda _: self._loop.stop()
+        )
 
     async def generate(self, text: str | None, body: dict, on_chunk: Any = None) -> RequestOutput:
         read = partial(output_from_json, prompt=text, arrival=time.perf_counter())
@@ -326,7 +352,9 @@ class _Server:
                     message = _read(lambda event: _text(event["error"]["message"]), event)
                     raise ServerError(f"{self.url} has ended the request: {message}")
                 if "chunk" in event:
-                    await asyncio.to_thread(on_chunk, _read(partial(record_from_json, StreamChunk), event["chunk"]))
+                    await asyncio.to_thread(
+                        on_chunk, _read(partial(record_from_json, StreamChunk), event["chunk"])
+                    )
                 elif "output" in event:
                     output = _read(read, event["output"])
         if output is None:
@@ -390,9 +418,13 @@ class _Server:
 
     def _lost(self, error: Exception) -> ServerError:
         if isinstance(error, self._httpx.TimeoutException):
-            return ServerError(f"{self.url} has said nothing for {self._timeout:g} s: raise timeout, or look at it.")
+            return ServerError(
+                f"{self.url} has said nothing for {self._timeout:g} s: raise timeout, or look at it."
+            )
         why = str(error) or type(error).__name__
-        return ServerError(f"{self.url} does not answer ({why}): start it with `tinygpt serve`, or check the address.")
+        return ServerError(
+            f"{self.url} does not answer ({why}): start it with `tinygpt serve`, or check the address."
+        )
 
     def _refusal(self, response: "httpx.Response") -> TinyGPTError:
         status = response.status_code

@@ -50,7 +50,9 @@ def _documented(cls: _Class) -> _Class:
     """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
     init = cls.__init__
     names = [field.name for field in fields(cls)]
-    cls.__doc__ += "".join(f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls))
+    cls.__doc__ += "".join(
+        f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls)
+    )
 
     @functools.wraps(init)
     def __init__(self, /, *args, **given):
@@ -69,7 +71,9 @@ def _read_fields(instance: Any) -> None:
     for field in fields(instance):
         value = getattr(instance, field.name)
         if value is None or value is not field.default:  # another default is valid as it is
-            object.__setattr__(instance, field.name, rules.read_field(field.name, value, field.metadata["rule"]))
+            object.__setattr__(
+                instance, field.name, rules.read_field(field.name, value, field.metadata["rule"])
+            )
 
 
 @_documented
@@ -125,7 +129,9 @@ REPETITION = rules.optional(
 )
 DRY_BREAKERS = ("\n", ":", '"', "*")
 LAST_N = rules.integer(-1, note=" (-1 is all, 0 is off)")
-BREAKERS = FieldRule("a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True)
+BREAKERS = FieldRule(
+    "a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True
+)
 
 
 @_documented
@@ -169,26 +175,54 @@ class SamplingParams:
 
     max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")
     temperature: float = option(0.0, TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
-    top_k: int = option(0, TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off")
-    top_p: float = option(1.0, TOP_P, "P", "of those, keep the most probable that reach probability P; 1 is off")
-    seed: int | None = option(None, SEED, "N", "the same seed gives the same text (default: drawn, and reported)")
+    top_k: int = option(
+        0, TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off"
+    )
+    top_p: float = option(
+        1.0, TOP_P, "P", "of those, keep the most probable that reach probability P; 1 is off"
+    )
+    seed: int | None = option(
+        None, SEED, "N", "the same seed gives the same text (default: drawn, and reported)"
+    )
     n: int = option(1, SAMPLES, "N", "samples for each prompt")
-    stop: str | Iterable[str] | None = option(None, rules.TEXTS, "TEXT", "a text to end at, which is cut off", END)
-    stop_token_ids: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "tokens to end at, their text cut off", END)
+    stop: str | Iterable[str] | None = option(
+        None, rules.TEXTS, "TEXT", "a text to end at, which is cut off", END
+    )
+    stop_token_ids: Iterable[int] | None = option(
+        None, rules.IDS, "ID,ID", "tokens to end at, their text cut off", END
+    )
     ignore_eos: bool = option(False, rules.BOOLEAN, None, "go on past the end-of-text token", END)
     logprobs: int | None = option(
-        None, rules.LOGPROBS, "N", "of each new token, and of the N most probable tokens there; -1 is all", LOGS
+        None,
+        rules.LOGPROBS,
+        "N",
+        "of each new token, and of the N most probable tokens there; -1 is all",
+        LOGS,
     )
-    logit_bias: Mapping[int, float] | None = option(None, rules.biases(100), "ID=X", "add X to a token's score", SCORES)
+    logit_bias: Mapping[int, float] | None = option(
+        None, rules.biases(100), "ID=X", "add X to a token's score", SCORES
+    )
     repetition_penalty: float = option(
-        1.0, rules.between(1e-3, 1e3), "X", "divide the scores of tokens in the prompt or text by X; 1 is off", SCORES
+        1.0,
+        rules.between(1e-3, 1e3),
+        "X",
+        "divide the scores of tokens in the prompt or text by X; 1 is off",
+        SCORES,
     )
-    frequency_penalty: float = option(0.0, PENALTY, "X", "subtract X each time a token occurs in the text", SCORES)
+    frequency_penalty: float = option(
+        0.0, PENALTY, "X", "subtract X each time a token occurs in the text", SCORES
+    )
     presence_penalty: float = option(0.0, PENALTY, "X", "subtract X if a token occurs in the text", SCORES)
     presence_penalty_rule: PresenceRule = option(
-        "openai", rules.one_of(PresenceRule), "RULE", "what it is subtracted for: openai or fastertransformer", SCORES
+        "openai",
+        rules.one_of(PresenceRule),
+        "RULE",
+        "what it is subtracted for: openai or fastertransformer",
+        SCORES,
     )
-    no_repeat_ngram_size: int = option(0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES)
+    no_repeat_ngram_size: int = option(
+        0, rules.COUNT, "N", "no run of N tokens occurs twice; 0 is off", SCORES
+    )
     dry_multiplier: float = option(
         0.0,
         rules.between(0, 1e3, " (0 is off)"),
@@ -196,21 +230,37 @@ class SamplingParams:
         "DRY: the penalty of a token that goes on with a repeat",
         SCORES,
     )
-    dry_base: float = option(1.75, rules.between(1, 1e3), "X", "multiply it by X for each more token repeated", SCORES)
-    dry_allowed_length: int = option(2, rules.integer(0), "N", "repeats of fewer tokens have no penalty", SCORES)
-    dry_penalty_last_n: int = option(64, LAST_N, "N", "look for repeats in the last N tokens; -1 is all", SCORES)
+    dry_base: float = option(
+        1.75, rules.between(1, 1e3), "X", "multiply it by X for each more token repeated", SCORES
+    )
+    dry_allowed_length: int = option(
+        2, rules.integer(0), "N", "repeats of fewer tokens have no penalty", SCORES
+    )
+    dry_penalty_last_n: int = option(
+        64, LAST_N, "N", "look for repeats in the last N tokens; -1 is all", SCORES
+    )
     dry_sequence_breakers: str | Iterable[str] | None = option(
         None, BREAKERS, "TEXT", f"a text that ends a repeat; none: no text (default: {DRY_BREAKERS})", SCORES
     )
-    bad_words: str | Iterable[str] | None = option(None, rules.WORDS, "TEXT", "a text that may not occur", SCORES)
+    bad_words: str | Iterable[str] | None = option(
+        None, rules.WORDS, "TEXT", "a text that may not occur", SCORES
+    )
     bad_words_ids: Iterable[Iterable[int]] | None = option(
         None, rules.ID_LISTS, "ID,ID", "tokens that may not occur in a row", SCORES
     )
     min_tokens: int = option(0, rules.COUNT, "N", "no end before N tokens", END)
-    allowed_token_ids: Iterable[int] | None = option(None, rules.SOME_IDS, "ID,ID", "only these may occur", SCORES)
-    suppress_tokens: Iterable[int] | None = option(None, rules.IDS, "ID,ID", "these tokens may not occur", SCORES)
+    allowed_token_ids: Iterable[int] | None = option(
+        None, rules.SOME_IDS, "ID,ID", "only these may occur", SCORES
+    )
+    suppress_tokens: Iterable[int] | None = option(
+        None, rules.IDS, "ID,ID", "these tokens may not occur", SCORES
+    )
     logits_processors: LogitsProcessor | Iterable[LogitsProcessor] | None = option(
-        None, rules.FUNCTIONS, None, "f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both", SCORES
+        None,
+        rules.FUNCTIONS,
+        None,
+        "f(prompt_token_ids, new_token_ids, scores) -> scores, (V,) float32 both",
+        SCORES,
     )
     top_p_rule: TopPRule = option(
         "hf",
@@ -219,16 +269,26 @@ class SamplingParams:
         "for the token that crosses top_p: hf, openai or fastertransformer",
         WARPERS,
     )
-    top_p_decay: float = option(1.0, rules.SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS)
+    top_p_decay: float = option(
+        1.0, rules.SHARE, "X", "multiply top_p by X after each token; 1 is off", WARPERS
+    )
     top_p_min: float = option(1e-6, rules.SHARE, "P", "top_p_decay stops at P", WARPERS)
     top_p_reset_ids: int | Iterable[int] | None = option(
         None, rules.ID_OR_IDS, "ID,ID", "one of these tokens resets top_p to its first value", WARPERS
     )
     min_p: float = option(
-        0.0, rules.between(0, 1), "P", "leave out what is below P times the highest probability; 0 is off", WARPERS
+        0.0,
+        rules.between(0, 1),
+        "P",
+        "leave out what is below P times the highest probability; 0 is off",
+        WARPERS,
     )
-    typical_p: float = option(1.0, rules.SHARE, "P", "keep the most typical tokens that reach P; 1 is off", WARPERS)
-    epsilon_cutoff: float = option(0.0, rules.CUTOFF, "P", "leave out what is less probable than P; 0 is off", WARPERS)
+    typical_p: float = option(
+        1.0, rules.SHARE, "P", "keep the most typical tokens that reach P; 1 is off", WARPERS
+    )
+    epsilon_cutoff: float = option(
+        0.0, rules.CUTOFF, "P", "leave out what is less probable than P; 0 is off", WARPERS
+    )
     eta_cutoff: float = option(
         0.0, rules.CUTOFF, "P", "as epsilon_cutoff, lower if the distribution is flat; 0 is off", WARPERS
     )
@@ -240,30 +300,59 @@ class SamplingParams:
         WARPERS,
     )
     xtc_probability: float = option(
-        0.0, rules.between(0, 1), "P", "XTC: of the most probable tokens keep the last, with probability P", WARPERS
+        0.0,
+        rules.between(0, 1),
+        "P",
+        "XTC: of the most probable tokens keep the last, with probability P",
+        WARPERS,
     )
-    xtc_threshold: float = option(0.1, rules.between(0, 1), "P", "those of at least P; above 0.5 is off", WARPERS)
+    xtc_threshold: float = option(
+        0.1, rules.between(0, 1), "P", "those of at least P; above 0.5 is off", WARPERS
+    )
     best_of: int | None = option(
-        None, rules.optional(SAMPLES), "N", "samples to make; the n most probable per token are returned (default: n)"
+        None,
+        rules.optional(SAMPLES),
+        "N",
+        "samples to make; the n most probable per token are returned (default: n)",
     )
     num_beams: int = option(1, BEAM_COUNT, "N", "beams; 1 is off, and more take temperature 0", BEAMS)
-    length_penalty: float = option(1.0, rules.between(-10, 10), "X", "above 0 favors long texts, below 0 short", BEAMS)
+    length_penalty: float = option(
+        1.0, rules.between(-10, 10), "X", "above 0 favors long texts, below 0 short", BEAMS
+    )
     early_stopping: bool | Literal["never"] = option(
         False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
     )
     num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
     diversity_penalty: float = option(
-        0.0, rules.between(0, 1e6, " (0 is off)"), "X", "subtract X from tokens that earlier groups chose", BEAMS
+        0.0,
+        rules.between(0, 1e6, " (0 is off)"),
+        "X",
+        "subtract X from tokens that earlier groups chose",
+        BEAMS,
     )
     beam_search_diversity_rate: float = option(
-        0.0, rules.between(-1e6, 1e6, " (0 is off)"), "X", "FasterTransformer's: favors tokens of a low rank", BEAMS
+        0.0,
+        rules.between(-1e6, 1e6, " (0 is off)"),
+        "X",
+        "FasterTransformer's: favors tokens of a low rank",
+        BEAMS,
     )
-    prompt_lookup_num_tokens: int = option(0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS)
-    max_matching_ngram_size: int = option(2, rules.POSITIVE, "N", "most tokens before them that must match", DRAFTS)
+    prompt_lookup_num_tokens: int = option(
+        0, rules.COUNT, "N", "draft N tokens of earlier text; 0 is off", DRAFTS
+    )
+    max_matching_ngram_size: int = option(
+        2, rules.POSITIVE, "N", "most tokens before them that must match", DRAFTS
+    )
     eos_token_id: int | Iterable[int] | None = option(
-        None, rules.ID_OR_IDS, "ID,ID", "end-of-text tokens in place of the model's (default: the model's)", END
+        None,
+        rules.ID_OR_IDS,
+        "ID,ID",
+        "end-of-text tokens in place of the model's (default: the model's)",
+        END,
     )
-    include_stop_str_in_output: bool = option(False, rules.BOOLEAN, None, "keep the stop text, or stop token's", END)
+    include_stop_str_in_output: bool = option(
+        False, rules.BOOLEAN, None, "keep the stop text, or stop token's", END
+    )
     max_time: float | None = option(None, rules.SECONDS, "SECONDS", "end after this many seconds", END)
     repetition_detection: RepetitionDetection | Mapping[str, int] | None = option(
         None,
@@ -274,7 +363,11 @@ class SamplingParams:
     )
     prompt_logprobs: int | None = option(None, rules.LOGPROBS, "N", "of each token of the prompt", LOGS)
     logprobs_mode: LogprobsMode = option(
-        "raw", rules.one_of(LogprobsMode), "MODE", "raw: the model's; processed: those of the tokens' draw", LOGS
+        "raw",
+        rules.one_of(LogprobsMode),
+        "MODE",
+        "raw: the model's; processed: those of the tokens' draw",
+        LOGS,
     )
     overflow: Overflow = option(
         "refuse",
@@ -285,21 +378,33 @@ class SamplingParams:
         POSITIONS,
     )
     stride: int | None = option(
-        None, rules.optional(rules.POSITIVE), "N", "tokens to drop at a time (default: half the positions)", POSITIONS
+        None,
+        rules.optional(rules.POSITIVE),
+        "N",
+        "tokens to drop at a time (default: half the positions)",
+        POSITIONS,
     )
     soft_prompt: str | None = option(None, rules.NAME, None, "one of the LLM's soft prompts", INPUTS)
-    lora_request: str | None = option(None, rules.ADAPTER, "NAME", "the adapter that runs it: one of lora_modules")
+    lora_request: str | None = option(
+        None, rules.ADAPTER, "NAME", "the adapter that runs it: one of lora_modules"
+    )
     prompt_embeds: Any = option(
         None, rules.EMBEDDINGS, None, "embeddings (P, n_embd) of tokens without an id", INPUTS, repr=False
     )
     capture: str | Iterable[str] | None = option(
-        None, rules.TEXTS, None, 'activations to return: names as "blocks.0.hook_resid_pre", with *, or "z"', INSIDE
+        None,
+        rules.TEXTS,
+        None,
+        'activations to return: names as "blocks.0.hook_resid_pre", with *, or "z"',
+        INSIDE,
     )
     edits: Any = option(None, rules.EDITS, None, "changes of activations", INSIDE, repr=False)
     guided_choice: Iterable[str] | None = option(
         None, rules.ALTERNATIVES, "TEXT", "exactly this text; given several times, one of them", GUIDED
     )
-    guided_regex: str | None = option(None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED)
+    guided_regex: str | None = option(
+        None, rules.REGEX, "REGEX", "what this whole regular expression matches", GUIDED
+    )
     guided_json: str | Mapping[str, Any] | type[Any] | None = option(
         None,
         rules.JSON_SCHEMA,
@@ -307,30 +412,48 @@ class SamplingParams:
         'JSON of this schema: \'{"type": "object"}\' or "$(cat schema.json)"',
         GUIDED,
     )
-    guided_grammar: str | None = option(None, rules.GRAMMAR, "GRAMMAR", "this grammar, Lark's or GBNF", GUIDED)
+    guided_grammar: str | None = option(
+        None, rules.GRAMMAR, "GRAMMAR", "this grammar, Lark's or GBNF", GUIDED
+    )
 
     def __post_init__(self):
         _read_fields(self)
         if self.top_p == 0:
             self._need("top_p", self.top_p_rule == "fastertransformer", TOP_P.allowed)
-            object.__setattr__(self, "top_p", 1.0)  # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1
+            object.__setattr__(
+                self, "top_p", 1.0
+            )  # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1
             object.__setattr__(self, "temperature", self.temperature if self.top_k else 0.0)
         if self.presence_penalty_rule == "fastertransformer":
             is_alone = (self.repetition_penalty, self.frequency_penalty, self.num_beams) == (1, 0, 1)
             self._need("presence_penalty_rule", is_alone, "'openai' with another penalty, or with num_beams")
-        self._need("best_of", self.best_of is None or self.best_of >= self.n, f"at least n, which is {self.n}")
-        self._need("min_tokens", self.min_tokens <= self.max_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        self._need(
+            "best_of", self.best_of is None or self.best_of >= self.n, f"at least n, which is {self.n}"
+        )
+        self._need(
+            "min_tokens",
+            self.min_tokens <= self.max_tokens,
+            f"at most max_tokens, which is {self.max_tokens}",
+        )
         if self.soft_prompt is not None and self.prompt_embeds is not None:
-            raise RequestError("and prompt_embeds are both given: give one of them.", "soft_prompt", self.soft_prompt)
+            raise RequestError(
+                "and prompt_embeds are both given: give one of them.", "soft_prompt", self.soft_prompt
+            )
         if self.stride is not None and self.overflow != "slide":
-            raise RequestError("is for the overflow 'slide': set that too, or leave it out.", "stride", self.stride)
+            raise RequestError(
+                "is for the overflow 'slide': set that too, or leave it out.", "stride", self.stride
+            )
         if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
-            raise RequestError(f"and {guided[1]} are given together: a text is guided by one of them.", guided[0])
+            raise RequestError(
+                f"and {guided[1]} are given together: a text is guided by one of them.", guided[0]
+            )
         if self.guidance is not None:
             rules.check_guide(*self.guidance)
         if self.capture or self.edits:
             self._need(
-                "lora_request", self.lora_request is None, "left out with capture or edits: they see the base model"
+                "lora_request",
+                self.lora_request is None,
+                "left out with capture or edits: they see the base model",
             )
             self._need("num_beams", self.num_beams == 1, "1 with capture or edits")
             self._need("overflow", self.overflow != "slide", "another one with capture or edits, by position")
@@ -347,7 +470,9 @@ class SamplingParams:
             "beam_search_diversity_rate",
         ):
             if (value := getattr(self, name)) != SAMPLING_FIELDS[name].default:
-                raise RequestError(f"is {value!r} and num_beams is 1: set num_beams, or leave it out.", name, value)
+                raise RequestError(
+                    f"is {value!r} and num_beams is 1: set num_beams, or leave it out.", name, value
+                )
 
     def _need(self, name: str, is_right: bool, allowed: str) -> None:
         if not is_right:
@@ -358,12 +483,18 @@ class SamplingParams:
         groups = self.num_beam_groups
         self._need("n", self.n <= beams, f"at most num_beams, which is {beams}")
         self._need("temperature", self.temperature == 0, "0 with num_beams: a beam search draws nothing")
-        self._need("best_of", self.best_of is None, "left out with num_beams: a beam search returns its n best")
-        self._need("overflow", self.overflow != "slide", "another one with num_beams: beams keep their positions")
+        self._need(
+            "best_of", self.best_of is None, "left out with num_beams: a beam search returns its n best"
+        )
+        self._need(
+            "overflow", self.overflow != "slide", "another one with num_beams: beams keep their positions"
+        )
         self._need("num_beam_groups", beams % groups == 0, f"a divisor of num_beams, which is {beams}")
         allowed = f"above 0 exactly if num_beam_groups, which is {groups}, is above 1"
         self._need("diversity_penalty", (groups > 1) == (self.diversity_penalty > 0), allowed)
-        self._need("beam_search_diversity_rate", groups == 1 or not self.beam_search_diversity_rate, "0 with groups")
+        self._need(
+            "beam_search_diversity_rate", groups == 1 or not self.beam_search_diversity_rate, "0 with groups"
+        )
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
@@ -379,7 +510,9 @@ class SamplingParams:
     @property
     def guidance(self) -> tuple[str, Any] | None:
         """The name and value of the guided field that is given."""
-        return next(((name, value) for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None), None)
+        return next(
+            ((name, value) for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None), None
+        )
 
     @property
     def _key(self) -> tuple:

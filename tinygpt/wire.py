@@ -30,7 +30,9 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
         value = given.pop(name)
         if value is not None and len(value):
             raise RequestError("cannot be sent to a server: use an LLM.", name)
-    found = {name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(default, name)}
+    found = {
+        name: value for name, value in given.items() if name in ALWAYS_SENT or value != getattr(default, name)
+    }
     if "logit_bias" in found:
         found["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias}
     for name in ("logprobs", "prompt_logprobs"):
@@ -46,7 +48,9 @@ def output_to_json(output: RequestOutput) -> dict[str, Any]:
     found = record_to_json(output)
     arrival = times.pop("arrival")
     del found["prompt"]  # the client has it
-    found["metrics"] = times | {name: None if times[name] is None else times[name] - arrival for name in MOMENTS}
+    found["metrics"] = times | {
+        name: None if times[name] is None else times[name] - arrival for name in MOMENTS
+    }
     return found | {"outputs": [*map(record_to_json, output.outputs)]}
 
 
@@ -56,13 +60,19 @@ def output_from_json(found: Mapping[str, Any], prompt: str | None, arrival: floa
     moments = {name: None if times[name] is None else times[name] + arrival for name in MOMENTS}
     metrics = RequestMetrics(**{**times, **moments, "arrival": arrival})
     outputs = [record_from_json(CompletionOutput, sample) for sample in found["outputs"]]
-    return record_from_json(RequestOutput, {**found, "prompt": prompt, "outputs": outputs, "metrics": metrics})
+    return record_from_json(
+        RequestOutput, {**found, "prompt": prompt, "outputs": outputs, "metrics": metrics}
+    )
 
 
 def chunk_to_json(chunk: StreamChunk) -> dict[str, Any]:
     """Return the text, the token id, and all other fields that are not their defaults."""
     default = StreamChunk._field_defaults
-    given = {name: value for name, value in chunk._asdict().items() if name not in default or value != default[name]}
+    given = {
+        name: value
+        for name, value in chunk._asdict().items()
+        if name not in default or value != default[name]
+    }
     return _coded(given, _encode)
 
 

@@ -110,7 +110,9 @@ def open_random(model: str) -> Checkpoint:
     """Open "random:SHAPE". Raise CheckpointError for an unknown shape."""
     shape = SHAPE_OF.get(model.removeprefix(PREFIX).lower())
     if shape is None:
-        raise CheckpointError(f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}.")
+        raise CheckpointError(
+            f"{model} is no random checkpoint: give one of {', '.join(map(PREFIX.__add__, SHAPES))}."
+        )
     return random_checkpoint(model, SHAPES[shape])
 
 

@@ -15,7 +15,9 @@ DTYPE_ALIASES = {
 STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
 # Every spelling of an implemented function, and the function.
 ACTIVATIONS = {
-    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"),
+    **dict.fromkeys(
+        ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_accurate", "gelu_python_tanh"), "gelu_tanh"
+    ),
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     "quick_gelu": "quick_gelu",
     "relu": "relu",
@@ -74,7 +76,9 @@ class ModelConfig:
 
     @property
     def structure(self) -> dict[str, Any]:
-        return {name: value for name in STRUCTURE if (value := getattr(self, name)) != getattr(ModelConfig, name)}
+        return {
+            name: value for name in STRUCTURE if (value := getattr(self, name)) != getattr(ModelConfig, name)
+        }
 
     @property
     def has_alibi(self) -> bool:
@@ -148,7 +152,12 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     C, F = config.n_embd, config.inner_size
-    shapes = _module("ln_1", C) | _module("attn.c_attn", 3 * C, C) | _module("attn.c_proj", C, C) | _module("ln_2", C)
+    shapes = (
+        _module("ln_1", C)
+        | _module("attn.c_attn", 3 * C, C)
+        | _module("attn.c_proj", C, C)
+        | _module("ln_2", C)
+    )
     mlps = ["mlp"]
     if layer in config.expert_layers:
         shapes["mlp.gate.weight"] = config.num_experts, C

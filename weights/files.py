@@ -119,12 +119,16 @@ def read_yaml_object(place: str, text: str) -> dict[str, Any]:
         for event in yaml.parse(text, yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
-                raise CheckpointError(f"{place} has aliases or more than {MAX_YAML_DEPTH} levels: write it without.")
+                raise CheckpointError(
+                    f"{place} has aliases or more than {MAX_YAML_DEPTH} levels: write it without."
+                )
         value = yaml.safe_load(text)
     except CheckpointError:
         raise
     except Exception as error:  # constructors of PyYAML raise more than its own errors
-        raise CheckpointError(f"{place} is not valid YAML ({str(error)[:200]}): download it again.") from error
+        raise CheckpointError(
+            f"{place} is not valid YAML ({str(error)[:200]}): download it again."
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{place} must hold a mapping of names to values: download it again.")
     return value

@@ -36,7 +36,9 @@ def parse(text: str) -> HubName:
     url = URL.match(text)
     match = NAME.fullmatch(text[url.end() if url else 0 :])
     if match is None:
-        raise CheckpointError(f"{text!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2'.")
+        raise CheckpointError(
+            f"{text!r} is neither a local folder nor a Hub id such as 'openai-community/gpt2'."
+        )
     revision = match["revision"] and unquote(match["revision"])  # a slash in it is %2F
     return HubName(match["repo_id"], revision, match["path"] or "", match["quant"] or "")
 
@@ -52,7 +54,9 @@ def download(text: str) -> Path:
     beside = [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
     if name.path.lower().endswith(SUFFIXES):
         inside = name.path.rpartition("/")[0]
-        beside = [] if name.path.lower().endswith(".gguf") else [f"{inside}/{each}".lstrip("/") for each in beside]
+        beside = (
+            [] if name.path.lower().endswith(".gguf") else [f"{inside}/{each}".lstrip("/") for each in beside]
+        )
         return _existing(name, [name.path, *beside])
     inside = name.path and f"{name.path}/"
     folder = Path()
@@ -92,7 +96,9 @@ def _gguf(name: HubName) -> Path:
     found = [file for file in files if not name.quant or wanted.search(file)]
     if len(found) == 1:
         return _fetch(name, found) / found[0]
-    listing = f"it may mean {len(found)} of the GGUF files {listed(files)}: name one" if files else "no GGUF file"
+    listing = (
+        f"it may mean {len(found)} of the GGUF files {listed(files)}: name one" if files else "no GGUF file"
+    )
     raise CheckpointError(f"{name} on the Hub has no config.json, and {listing}.")
 
 
@@ -118,7 +124,9 @@ def cached_models() -> list[dict[str, Any]]:
     found = []
     for repo in sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id):
         revisions = sorted({ref for at in repo.revisions for ref in (at.refs or {at.commit_hash})})
-        found.append({"id": repo.repo_id, "revisions": revisions, "size": repo.size_on_disk, "files": repo.nb_files})
+        found.append(
+            {"id": repo.repo_id, "revisions": revisions, "size": repo.size_on_disk, "files": repo.nb_files}
+        )
     return found
 
 
@@ -140,7 +148,9 @@ def _fetch(name: HubName, patterns: Iterable[str]) -> Path:
         f"{constants.HF_HUB_CACHE}: check the spelling; {cannot}",
     }
     try:
-        folder = huggingface_hub.snapshot_download(name.repo_id, revision=name.revision, allow_patterns=[*patterns])
+        folder = huggingface_hub.snapshot_download(
+            name.repo_id, revision=name.revision, allow_patterns=[*patterns]
+        )
     except Exception as error:  # the network library's own errors differ with huggingface_hub's version
         failed = f"cannot be downloaded from the Hub ({error}): try again"
         reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), failed)

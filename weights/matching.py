@@ -105,7 +105,9 @@ class _Found:
         if rule.default is not None:
             return DefaultTensor(shape, rule.default)
         parts = self._parts_of(rule)
-        return rule.transform.of(tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts))
+        return rule.transform.of(
+            tuple(self.tensors[name][part].tensor for name in rule.sources for part in parts)
+        )
 
     def problems(self, rules: Mapping[str, TensorRule], shapes: Shapes, described_by: str) -> Problems:
         missing = []
@@ -136,7 +138,9 @@ class _Found:
             ],
         }
 
-    def _wanted(self, rules: Mapping[str, TensorRule], shapes: Shapes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    def _wanted(
+        self, rules: Mapping[str, TensorRule], shapes: Shapes
+    ) -> Iterator[tuple[str, int, tuple[int, ...]]]:
         for parameter, rule in rules.items():
             parts = self._parts_of(rule)
             wanted = rule.transform.stored_shape(shapes[parameter], len(rule.sources) * len(parts))
@@ -160,7 +164,9 @@ def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:
 def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
     head = stored.get(HEAD)
     embedding = stored[EMBEDDING]
-    return head is None or head == embedding or _have_equal_values(head, embedding)  # ==: the same bytes of a file
+    return (
+        head is None or head == embedding or _have_equal_values(head, embedding)
+    )  # ==: the same bytes of a file
 
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:

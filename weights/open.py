@@ -60,7 +60,9 @@ def with_revision(model: str, revision: str) -> str:
         raise CheckpointError(f"revision is {revision!r} and must be the name of a commit, branch or tag.")
     is_hub = not (_is_demo(model) or is_random(model)) and _local_path(model) is None
     if not is_hub or parse(model).revision is not None:
-        raise CheckpointError(f"revision is {revision!r} and the model is {model}: a Hub model has one revision.")
+        raise CheckpointError(
+            f"revision is {revision!r} and the model is {model}: a Hub model has one revision."
+        )
     return str(parse(model)._replace(revision=revision))
 
 
@@ -74,9 +76,13 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
     if path.is_dir() or path.is_file():
         return path
     if path.exists():
-        raise CheckpointError(f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder or a file.")
+        raise CheckpointError(
+            f"{model} is a device, a pipe or a socket, and no checkpoint: give a folder or a file."
+        )
     if not isinstance(model, str) or looks_local(text):
-        raise CheckpointError(f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'.")
+        raise CheckpointError(
+            f"there is no folder or file {model}: check the path, or give a Hub id such as 'gpt2'."
+        )
     return None
 
 

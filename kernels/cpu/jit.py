@@ -106,7 +106,9 @@ def _kernel_or_part(function, **options):
     return compiled
 
 
-def overload_by_dtype(choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0) -> Callable:
+def overload_by_dtype(
+    choices: dict[Any, Callable], otherwise: Callable | None = None, argument: int = 0
+) -> Callable:
     """Return one name, for compiled code, of several functions: the type of an argument chooses.
 
     Keys: a NamedTuple's class, an array's dtype, or None. Numba itself removes `if x is None`.
@@ -165,7 +167,9 @@ class DiskCache:
         """Return the file's name, or None if another process would not find the kernel by it."""
         function = self._function
         source = _digest_of(function.__code__.co_filename)
-        known = repr((function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature))
+        known = repr(
+            (function.__module__, function.__qualname__, function.__code__.co_firstlineno, source, signature)
+        )
         if source is None or function.__closure__ or " at 0x" in known:
             return None
         digest = hashlib.sha256(f"{known} {codegen.magic_tuple()}".encode()).hexdigest()[:32]
@@ -217,6 +221,8 @@ def build() -> tuple:
         llvmlite.__version__,
         np.__version__,  # Numba's types follow NumPy's rules
         config.USING_SVML,
-        sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in HARMLESS),
+        sorted(
+            item for item in os.environ.items() if item[0].startswith("NUMBA_") and item[0] not in HARMLESS
+        ),
         settings.read_bytes() if settings.is_file() else None,
     )

@@ -30,7 +30,9 @@ def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float
     whole = (num_slots, blocks, config.n_layer, config.n_head, k_size + v_size)
     array = untouched(whole, KINDS[dtype][0])  # (S, T / KEY_BLOCK, L, H, ...)
     parts = zip(np.split(array, [k_size], axis=-1), shapes, strict=True)
-    return KVCache(*(part.reshape(*whole[:-1], *shape).transpose(2, 0, 3, 1, 4, 5, 6) for part, shape in parts))
+    return KVCache(
+        *(part.reshape(*whole[:-1], *shape).transpose(2, 0, 3, 1, 4, 5, 6) for part, shape in parts)
+    )
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
@@ -54,10 +56,16 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
     _clear_rest(kv_cache, target_slot, stop)
 
 
-def read_positions(kv_cache, slot: int, start: int, stop: int, head_size: int) -> tuple[np.ndarray, np.ndarray]:
+def read_positions(
+    kv_cache, slot: int, start: int, stop: int, head_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
-    k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, D)
-    v = kv_cache.v[:, slot].swapaxes(-1, -2).reshape(layers, heads, blocks * KEY_BLOCK, -1)  # (L, H, T, padded D)
+    k = (
+        kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(layers, heads, blocks * KEY_BLOCK, -1)
+    )  # (L, H, T, D)
+    v = (
+        kv_cache.v[:, slot].swapaxes(-1, -2).reshape(layers, heads, blocks * KEY_BLOCK, -1)
+    )  # (L, H, T, padded D)
     k = k[:, :, start:stop]
     v = v[:, :, start:stop, :head_size]
     if k.dtype != np.uint8:

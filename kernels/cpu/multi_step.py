@@ -14,7 +14,15 @@ from .workspace import MAX_STEPS, Workspace, fill
 
 
 def multi_step(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
+    ends,
 ) -> Iterable[np.ndarray]:
     if num_steps > MAX_STEPS:
         raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
@@ -34,7 +42,14 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 
 
 def _drawn(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
 ) -> Iterator[np.ndarray]:
     for _ in range(num_steps):
         logits = forward(params, batch, kv_cache, workspace)  # (S, V)

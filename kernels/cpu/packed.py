@@ -21,7 +21,11 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
     once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
     norms = {norm: getattr(params, norm) for norm in NORMS}
     norms |= {norm: [array[0] for array in found] for norm, found in once.items() if found is not None}
-    arrays |= {f"{name}_{kind}": array for name, norm in norms.items() for kind, array in zip(KINDS, norm, strict=True)}
+    arrays |= {
+        f"{name}_{kind}": array
+        for name, norm in norms.items()
+        for kind, array in zip(KINDS, norm, strict=True)
+    }
     arrays |= {f"{name}_bias": getattr(params, name).bias for name in LINEARS}
     factors = {"attended_factors": params.attended_factors, "inner_factors": params.c_fc.factors}
     arrays |= {name: array for name, array in factors.items() if array.size}
@@ -30,7 +34,9 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
     weights |= {name: found.linear.weight for name, found in projections.items() if found is not None}
     if params.wte is params.lm_head.weight:
         del weights["wte"]
-    return arrays | {f"{name}.{field}": array for name, w in weights.items() for field, array in w._asdict().items()}
+    return arrays | {
+        f"{name}.{field}": array for name, w in weights.items() for field, array in w._asdict().items()
+    }
 
 
 def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -47,7 +53,12 @@ def layout_of(config, dtype: str, tied: bool) -> dict[str, tuple[tuple[int, ...]
     layout |= {f"{norm}_{kind}": ((C,), float32) for norm in once for kind in KINDS}
     for name, (n, k) in {"project_in": (C, E), "project_out": (E, C)}.items() if config.embed_dim else ():
         layout |= _weight_layout(name, dtype, 1, n, k)
-    for name, (n, k) in {"c_attn": (3 * C, C), "attn_proj": (C, C), "c_fc": (F, C), "mlp_proj": (C, F)}.items():
+    for name, (n, k) in {
+        "c_attn": (3 * C, C),
+        "attn_proj": (C, C),
+        "c_fc": (F, C),
+        "mlp_proj": (C, F),
+    }.items():
         layout |= _weight_layout(name, dtype, L, n, k) | {f"{name}_bias": ((L, n), float32)}
     if dtype in BALANCE:
         sizes = {"attended_factors": C, "inner_factors": F}
@@ -74,7 +85,9 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Rank
     if not config.has_alibi:
         given["wpe"] = whole.wpe if part.is_first else no_positions(config)
     for norm in NORMS:
-        given |= {f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)}
+        given |= {
+            f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)
+        }
     once = {"ln_f": whole.ln_f, "ln_e": whole.embed_norm if part.is_first else None}
     for norm, found in once.items():
         if found is not None:
@@ -84,7 +97,11 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Rank
         given[name] = part.weight(name, type(linear.weight)(*(array[layers] for array in linear.weight)))
         given[f"{name}_bias"] = part.values(name, linear.bias[layers])
     factors = {"attn_proj": whole.attended_factors, "mlp_proj": whole.c_fc.factors}
-    given |= {FACTORS_BEFORE[name]: to_panels(part.factors(name, f[layers])) for name, f in factors.items() if f.size}
+    given |= {
+        FACTORS_BEFORE[name]: to_panels(part.factors(name, f[layers]))
+        for name, f in factors.items()
+        if f.size
+    }
     is_tied = whole.wte is whole.lm_head.weight
     if part.is_last or (part.is_first and is_tied):
         given["lm_head"] = part.weight("lm_head", whole.lm_head.weight)
@@ -95,7 +112,9 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Rank
     return new_params(config, dtype, given, part)
 
 
-def _weight_layout(name: str, dtype: str, layers: int, n: int, k: int) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+def _weight_layout(
+    name: str, dtype: str, layers: int, n: int, k: int
+) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     record, _ = FORMATS[dtype]
     arrays = zip(record._fields, weight_layout(dtype, layers, n, k), strict=True)
     return {f"{name}.{field}": array for field, array in arrays}

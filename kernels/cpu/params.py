@@ -66,16 +66,22 @@ def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibratio
             names = _linear_names(config, ours, layers)
             weights = [f"{n}.weight" for n in names]
             factors_of = partial(smoothing.factors, ours)
-            arrays[ours], factors = pack_layers(checkpoint, weights, dtype, packers, factors_of, part.keep(ours))
+            arrays[ours], factors = pack_layers(
+                checkpoint, weights, dtype, packers, factors_of, part.keep(ours)
+            )
             arrays[f"{ours}_bias"] = part.values(ours, stacked(checkpoint, [f"{n}.bias" for n in names]))
             if calibration is not None:
                 given = name, arrays[ours], factors, calibration.means
                 arrays[f"{ours}_bias"] += _corrections(checkpoint, dtype, *given)
             if ours in NORM_BEFORE:
                 norms = [f"h.{i}.{NORM_BEFORE[ours]}" for i in layers]
-                norm_factors = factors if len(factors) == len(norms) else np.float32(1)  # with experts, all are 1
+                norm_factors = (
+                    factors if len(factors) == len(norms) else np.float32(1)
+                )  # with experts, all are 1
                 for kind in KINDS:
-                    arrays[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(checkpoint, norms, kind, norm_factors)  # (L, C)
+                    arrays[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(
+                        checkpoint, norms, kind, norm_factors
+                    )  # (L, C)
             elif dtype in BALANCE:
                 arrays[FACTORS_BEFORE[ours]] = to_panels(part.factors(ours, 1 / factors))
         if config.expert_layers:
@@ -94,7 +100,10 @@ def _outside_of_layers(checkpoint, dtype: str, packers: Executor, part: RankShar
         keep = part.keep("lm_head")
         arrays["lm_head"], factors = pack_layers(checkpoint, names, head_dtype, packers, factors_of, keep)
     else:
-        arrays["lm_head"], factors = no_head(config, head_dtype), np.ones((1, config.embedding_size), np.float32)
+        arrays["lm_head"], factors = (
+            no_head(config, head_dtype),
+            np.ones((1, config.embedding_size), np.float32),
+        )
     arrays["head_factors"] = factors[0]
     smoothed = factors[0] if checkpoint.tied else np.ones(config.embedding_size, np.float32)
     arrays["wte_factors"] = np.float32(config.embed_scale) / smoothed
@@ -120,7 +129,9 @@ def _linear_names(config, ours: str, layers: range) -> list[str]:
 def _experts(checkpoint, dtype: str, packers: Executor) -> Experts:
     config, linears = checkpoint.config, {}
     for ours, part in EXPERT_LINEARS.items():
-        names = [f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)]
+        names = [
+            f"h.{i}.mlp.experts.{e}.{part}" for i in config.expert_layers for e in range(config.num_experts)
+        ]
         weight, _ = pack_layers(checkpoint, [f"{name}.weight" for name in names], dtype, packers)
         linears[ours] = Linear(weight, stacked(checkpoint, [f"{name}.bias" for name in names]), NO_FACTORS)
     others = [i for i in range(config.n_layer) if i not in config.expert_layers]
@@ -156,7 +167,11 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: RankShare | Non
         project_out=_projection("project_out", arrays, E, C),
         experts=arrays.get("experts"),
         **norms,
-        **{name: Linear(arrays[name], arrays[f"{name}_bias"], NO_FACTORS) for name in LINEARS if name != "c_fc"},
+        **{
+            name: Linear(arrays[name], arrays[f"{name}_bias"], NO_FACTORS)
+            for name in LINEARS
+            if name != "c_fc"
+        },
         c_fc=Linear(arrays["c_fc"], arrays["c_fc_bias"], arrays.get("inner_factors", NO_FACTORS)),
         attended_factors=arrays.get("attended_factors", NO_FACTORS),
         ln_f=_one_norm("ln_f", arrays),
@@ -182,7 +197,9 @@ def _projection(name: str, arrays: dict[str, Any], n: int, k: int) -> Projection
     return Projection(Linear(arrays[name], np.zeros((1, n), np.float32), NO_FACTORS), whole(k))
 
 
-def part_of(config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1) -> RankShare:
+def part_of(
+    config, dtype: str, layers: range | None = None, tensor_rank: int = 0, tensor_size: int = 1
+) -> RankShare:
     """Return a rank's part of a model, by default all. Ranks share the segments of K."""
     layers = range(config.n_layer) if layers is None else layers
     heads = head_segments(config, dtype)

@@ -24,7 +24,8 @@ def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES)
     loop(*arguments[0], unit.of_chunk, 1)  # compiles
     with ThreadPoolExecutor(threads) as pool:
         seconds = min(
-            _seconds(pool, lambda given: loop(*given, unit.of_chunk, tiles), arguments) for _ in range(repetitions)
+            _seconds(pool, lambda given: loop(*given, unit.of_chunk, tiles), arguments)
+            for _ in range(repetitions)
         )
     return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / seconds
 

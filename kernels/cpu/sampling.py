@@ -295,5 +295,7 @@ def _penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalt
         seen[token_id] += 1
     for token_id in new_token_ids:
         if seen[token_id]:
-            scores[token_id] = scores[token_id] - frequency_penalty * np.float32(seen[token_id]) - presence_penalty
+            scores[token_id] = (
+                scores[token_id] - frequency_penalty * np.float32(seen[token_id]) - presence_penalty
+            )
             seen[token_id] = 0

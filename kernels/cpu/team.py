@@ -25,7 +25,9 @@ from .simd.panels import zeros
 from .simd.vector_ir import address, declare
 
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
-PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))  # indices into the board; groups follow the shares
+PUBLISHED, OPEN, DONE, SHARES = (
+    i * LINE for i in range(4)
+)  # indices into the board; groups follow the shares
 GROUP = 8  # shares whose items are counted together first
 # Indices into a thread's own words. LOOKS: vain looks at others' shares. LAST_YIELD: the time of the last yield.
 PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LAST_YIELD = range(10)
@@ -269,7 +271,9 @@ def pause(typingctx):
             builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
         elif triple.startswith(("aarch64", "arm64")):  # isb takes 20 cycles, `yield` none
             every = ir.IntType(32)
-            builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)])
+            builder.call(
+                declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)]
+            )
         return context.get_dummy_value()
 
     return types.void(), codegen
@@ -305,7 +309,9 @@ class TeamThreads:
         self.leader, *others = new_teams(scratch)
         self._shared = _Shared([_Follower(team) for team in others])
         for follower in self._shared.followers:
-            threading.Thread(target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True).start()
+            threading.Thread(
+                target=follower.run, args=(self._shared,), name="tinygpt-follower", daemon=True
+            ).start()
         self._finalizer = weakref.finalize(self, self._shared.close)
 
     def run(self, take_steps: Callable, *arguments) -> None:

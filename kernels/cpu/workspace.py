@@ -73,7 +73,9 @@ class Mixture(NamedTuple):
 class Workspace:
     buffers: Buffers
     team: TeamThreads
-    looking: dict[int, Buffers] = field(default_factory=dict)  # with a Look, by the layer that a step begins with
+    looking: dict[int, Buffers] = field(
+        default_factory=dict
+    )  # with a Look, by the layer that a step begins with
 
 
 def new_workspace(

@@ -79,7 +79,13 @@ def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: 
 
 
 def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int]:
-    return config.n_layer, num_slots, config.n_head, -(-length // KEY_BLOCK) * KEY_BLOCK, padded_head(config.head_size)
+    return (
+        config.n_layer,
+        num_slots,
+        config.n_head,
+        -(-length // KEY_BLOCK) * KEY_BLOCK,
+        padded_head(config.head_size),
+    )
 
 
 def _arrays(kv_cache: KVCache) -> tuple[tuple, tuple]:
@@ -88,7 +94,15 @@ def _arrays(kv_cache: KVCache) -> tuple[tuple, tuple]:
 
 
 def _move(
-    kv_cache: KVCache, direction: str, is_paired: bool, array, other, slot: int, target_slot: int, start: int, stop: int
+    kv_cache: KVCache,
+    direction: str,
+    is_paired: bool,
+    array,
+    other,
+    slot: int,
+    target_slot: int,
+    start: int,
+    stop: int,
 ) -> None:
     c = kv_cache
     if stop > start:

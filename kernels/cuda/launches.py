@@ -33,11 +33,21 @@ def embed_tokens(params: Params, x, shape: StepShape, workspace: Workspace) -> N
     inputs, wte = workspace.inputs, params.wte
     places = inputs.token_ids, inputs.positions, workspace.embeds
     tables = wte.panels, wte.scales, params.wpe, params.config.n_embd, wte.num_steps
-    workspace.device.launch(embed_kernel(params.dtype), shape.tokens, EMBED_THREADS, x, *places, *tables, inputs.sizes)
+    workspace.device.launch(
+        embed_kernel(params.dtype), shape.tokens, EMBED_THREADS, x, *places, *tables, inputs.sizes
+    )
 
 
 def normed_linear(
-    params: Params, norm: str, name: str, layer: int, target, x, shape: StepShape, workspace: Workspace, epilogue: str
+    params: Params,
+    norm: str,
+    name: str,
+    layer: int,
+    target,
+    x,
+    shape: StepShape,
+    workspace: Workspace,
+    epilogue: str,
 ) -> None:
     """A linear layer of a layer norm: one kernel if the rows are few."""
     # The head has too many blocks to repeat the norm in each.
@@ -57,7 +67,9 @@ def normed_linear(
     w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
 
 
-def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, epilogue: str) -> None:
+def layer_norm(
+    params: Params, norm: str, layer: int, x, shape: StepShape, workspace: Workspace, epilogue: str
+) -> None:
     """normed (N, C), or (R, C) for logits."""
     w, columns = workspace, params.config.n_embd
     rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
@@ -69,7 +81,14 @@ def layer_norm(params: Params, norm: str, layer: int, x, shape: StepShape, works
 
 
 def linear(
-    params: Params, name: str, layer: int, target, inputs, shape: StepShape, workspace: Workspace, epilogue: str
+    params: Params,
+    name: str,
+    layer: int,
+    target,
+    inputs,
+    shape: StepShape,
+    workspace: Workspace,
+    epilogue: str,
 ) -> None:
     """A linear layer, of many tokens by `gemm_kernel`."""
     weights = params.linears[name]
@@ -81,7 +100,9 @@ def linear(
         tile = pick_tile(count, weights.features, dtype, device)
         grid = tile.grid(count, weights.features)
         shared_bytes = tile.shared_bytes(dtype)
-        device.launch(gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes)
+        device.launch(
+            gemm_kernel(dtype, tile, epilogue), grid, tile.threads, *arguments, shared_bytes=shared_bytes
+        )
         return
     octets = min(rounded_up(-(-count // ROWS)), MAX_OCTETS[dtype])
     blocks = HEAD_BLOCKS * device.multiprocessors if epilogue == LOGITS else weights.num_panels
@@ -90,12 +111,16 @@ def linear(
     device.launch(function, grid, LINEAR_THREADS, *arguments)
 
 
-def add_projection(params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace) -> None:
+def add_projection(
+    params: Params, name: str, layer: int, x, y, shape: StepShape, workspace: Workspace
+) -> None:
     """x (N, C) += linear(y)."""
     linear(params, name, layer, x, y, shape, workspace, ADD)
 
 
-def attend(params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace) -> None:
+def attend(
+    params: Params, layer: int, attended, kv_cache: KVCache, shape: StepShape, workspace: Workspace
+) -> None:
     w = workspace
     c = kv_cache
     config = params.config

@@ -26,7 +26,9 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     if look is None:
         workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
     else:  # the host waits at each point
-        queue_step(params, shape, kv_cache, workspace, partial(show, look, kv_cache, workspace, batch), look.first)
+        queue_step(
+            params, shape, kv_cache, workspace, partial(show, look, kv_cache, workspace, batch), look.first
+        )
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
@@ -52,7 +54,9 @@ def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
     embed_tokens(params, x, shape, workspace)
 
 
-def attention_block(params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace) -> None:
+def attention_block(
+    params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace
+) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     qkv = heads_of(kv_cache, workspace)
     attended = workspace.attended

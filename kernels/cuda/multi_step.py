@@ -22,13 +22,29 @@ READ_STEPS = 4  # whose tokens the host reads together
 
 
 def multi_step(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int, ends
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
+    ends,
 ) -> Iterable[np.ndarray]:
     """Queue all steps at once, in spite of `ends`; one step if the host draws. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
     if needs_reference_draw(warpers).any():
-        return [sample(forward(params, batch, kv_cache, workspace), warpers, seeds, sample_indices, batch.context_lens)]
+        return [
+            sample(
+                forward(params, batch, kv_cache, workspace),
+                warpers,
+                seeds,
+                sample_indices,
+                batch.context_lens,
+            )
+        ]
     return _queued_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
 
 
@@ -37,7 +53,14 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 
 
 def _queued_steps(
-    params: Params, batch, kv_cache: KVCache, workspace: Workspace, warpers, seeds, sample_indices, num_steps: int
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
 ) -> Iterator[np.ndarray]:
     w = workspace
     count = batch.token_ids.size
@@ -69,7 +92,9 @@ def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: 
     for number, mark in enumerate(marks):
         first = number * READ_STEPS
         stop = min(first + READ_STEPS, num_steps)
-        yield from w.device.read_at(mark, w.sampling.history[first * size : stop * size]).reshape(-1, size)[:, :count]
+        yield from w.device.read_at(mark, w.sampling.history[first * size : stop * size]).reshape(-1, size)[
+            :, :count
+        ]
 
 
 @kernel

@@ -156,7 +156,9 @@ def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     padded[:n, :k] = weight
     scales = np.ones(panels * OUT_TILE, np.float32)
     if dtype == "float32":
-        by_lane = padded.reshape(panels, OUT_TILE, steps, 4, 4, 4).transpose(0, 2, 3, 1, 4, 5)  # (P, steps, p, g, q, i)
+        by_lane = padded.reshape(panels, OUT_TILE, steps, 4, 4, 4).transpose(
+            0, 2, 3, 1, 4, 5
+        )  # (P, steps, p, g, q, i)
     elif dtype == "bfloat16":
         lanes = to_bfloat16(padded).reshape(panels, OUT_TILE, steps, 2, 4, 8)
         by_lane = lanes.transpose(0, 2, 3, 1, 4, 5)  # (P, steps, h, g, q, i)

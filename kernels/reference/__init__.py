@@ -31,5 +31,7 @@ def stop_early(workspace, is_wanted: bool) -> None:
     """Do nothing: a call is one step."""
 
 
-def new_workspace(config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32") -> None:
+def new_workspace(
+    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32"
+) -> None:
     """Allocate nothing: the page makes its arrays as it goes."""

@@ -50,7 +50,9 @@ def embed(params: Params, batch) -> np.ndarray:
     Other models than GPT-2 scale wte, project it, lack wpe, or have a layer norm here.
     """
     is_given = batch.token_ids < 0  # (N,)
-    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(np.float64)  # (N, C) or (N, embed_dim)
+    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(
+        np.float64
+    )  # (N, C) or (N, embed_dim)
     x *= params.config.embed_scale
     if is_given.any():
         x[is_given] = batch.embeds[-1 - batch.token_ids[is_given]]
@@ -82,7 +84,9 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
             lambda kind, array, s=s: look(kind, layer, array, s),
         )
     look("z", layer, attended)
-    add_projection(params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape), partial(look, "attn_out", layer))
+    add_projection(
+        params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape), partial(look, "attn_out", layer)
+    )
 
 
 def mlp_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:

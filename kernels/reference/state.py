@@ -63,7 +63,9 @@ def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "flo
     return 2 * 8 * config.n_layer * num_slots * max_model_len * config.n_embd
 
 
-def write_kv(kv_cache: KVCache, layer: int, slot: int, positions: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
+def write_kv(
+    kv_cache: KVCache, layer: int, slot: int, positions: np.ndarray, k: np.ndarray, v: np.ndarray
+) -> None:
     for array, new in ((kv_cache.k, k), (kv_cache.v, v)):
         array[layer, slot, :, positions] = _kept(kv_cache, new)
 

@@ -27,5 +27,7 @@ try:
 except ImportError:
     sys.exit()
 theirs = AutoModelForCausalLM.from_pretrained(target / "safetensors")
-ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)[0, len(prompt) :]
+ids = theirs.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)[
+    0, len(prompt) :
+]
 print(ids.tolist(), "transformers")

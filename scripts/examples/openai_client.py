@@ -9,11 +9,26 @@ from openai import OpenAI
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-command = [sys.executable, "-m", "tinygpt", "serve", "--model", "demo", "--chat-template", "plain", "--port", str(port)]
+command = [
+    sys.executable,
+    "-m",
+    "tinygpt",
+    "serve",
+    "--model",
+    "demo",
+    "--chat-template",
+    "plain",
+    "--port",
+    str(port),
+]
 with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12)  # until it has started
+    client = OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12
+    )  # until it has started
     try:
-        stream = client.completions.create(model="demo", prompt="The little dog", max_tokens=12, seed=7, stream=True)
+        stream = client.completions.create(
+            model="demo", prompt="The little dog", max_tokens=12, seed=7, stream=True
+        )
         for chunk in stream:
             print(chunk.choices[0].text, end="", flush=True)
         messages = [{"role": "user", "content": "Once upon a time"}]

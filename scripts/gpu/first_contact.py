@@ -43,7 +43,11 @@ from tinygpt.kernels.numbers import to_bfloat16
 from numba import cuda, float32, int32, uint32  # isort: skip
 
 SECONDS = 60  # of an item, with its compilation
-SECONDS_OF_LARGE = {"decode 355M": 120, "decode 774M": 180, "decode 1.5B": 300}  # random weights are drawn twice
+SECONDS_OF_LARGE = {
+    "decode 355M": 120,
+    "decode 774M": 180,
+    "decode 1.5B": 300,
+}  # random weights are drawn twice
 # Relative error of logits. 48 layers in bfloat16 are off by 3e-3, a wrong kernel by about 1.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 
@@ -64,7 +68,9 @@ def multiply(out, a, b):
     upper = load_shared(address + uint32(64 * g + 16 * q))
     lower = load_shared(address + uint32(64 * (g + 8) + 16 * q))
     weights = load_shared(address + uint32(1024 + 64 * g + 16 * q))
-    c = mma_bfloat16((upper[0], lower[0], upper[1], lower[1]), (weights[0], weights[1]), (zero, zero, zero, zero))
+    c = mma_bfloat16(
+        (upper[0], lower[0], upper[1], lower[1]), (weights[0], weights[1]), (zero, zero, zero, zero)
+    )
     c = mma_bfloat16((upper[2], lower[2], upper[3], lower[3]), (weights[2], weights[3]), c)
     out[g * 8 + 2 * q] = c[0]
     out[g * 8 + 2 * q + 1] = c[1]
@@ -102,7 +108,10 @@ def versions() -> dict[str, Any]:
         "multiprocessors": device.multiprocessors,
         "free GiB": round(device.free_bytes() / 2**30, 1),
         "driver's CUDA": driver.cuDriverGetVersion()[1],
-        **{name: metadata.version(name) for name in ("numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core")},
+        **{
+            name: metadata.version(name)
+            for name in ("numpy", "numba", "numba-cuda", "cuda-bindings", "cuda-core")
+        },
         "libNVVM": release_of_libnvvm(),
         "nvJitLink": nvjitlink.version(),
     }
@@ -173,8 +182,12 @@ def need_near(found: np.ndarray, expected: np.ndarray, limit: float) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--items", nargs="+", choices=items(), default=list(items()), help="default: all of them")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--items", nargs="+", choices=items(), default=list(items()), help="default: all of them"
+    )
     parser.add_argument("--alone", choices=items(), help=argparse.SUPPRESS)  # one item, in this process
     arguments = parser.parse_args()
     if arguments.alone:

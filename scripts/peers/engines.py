@@ -153,7 +153,16 @@ class Onnxruntime(SteppingEngine):
         converter = "onnxruntime.transformers.models.gpt2.convert_to_onnx"
         precision = {"float32": "fp32", "int8": "int8"}[dtype]
         flags = ["-o", "-p", precision, "--overwrite", "--test_cases", "1", "--test_runs", "1"]
-        command = [sys.executable, "-m", converter, "-m", str(source), *flags, "--output", str(folder / "model.onnx")]
+        command = [
+            sys.executable,
+            "-m",
+            converter,
+            "-m",
+            str(source),
+            *flags,
+            "--output",
+            str(folder / "model.onnx"),
+        ]
         subprocess.run(command, check=True, cwd=folder)  # it leaves files in the working directory
         shutil.copy(source / "config.json", folder)
 
@@ -192,7 +201,11 @@ class Onnxruntime(SteppingEngine):
         batch, new = tokens.shape
         positions = np.broadcast_to(np.arange(self.length, self.length + new), (batch, new))
         self.length += new
-        arrays = {"input_ids": tokens, "position_ids": positions, "attention_mask": np.ones((batch, self.length))}
+        arrays = {
+            "input_ids": tokens,
+            "position_ids": positions,
+            "attention_mask": np.ones((batch, self.length)),
+        }
         inputs = {f"past_{i}": past for i, past in enumerate(self.past)}
         for name, array in arrays.items():
             inputs[name] = self.value(np.ascontiguousarray(array, self.types[name]))
@@ -214,7 +227,9 @@ class Openvino(SteppingEngine):
         exported.save_pretrained(folder)  # a model that was read again compiles to other fusions
         model = openvino.Core().read_model(folder / "openvino_model.xml")
         head = model.output("logits").get_node().input_value(0).get_node()
-        last = opset15.slice(head.input_value(0), [-1], [np.iinfo(np.int64).max], [1], [1])  # (batch, 1, n_embd)
+        last = opset15.slice(
+            head.input_value(0), [-1], [np.iinfo(np.int64).max], [1], [1]
+        )  # (batch, 1, n_embd)
         head.input(0).replace_source_output(last.output(0))
         model.validate_nodes_and_infer_types()
         if dtype == "int8":

@@ -62,15 +62,35 @@ PEERS = (
         "onnxruntime",
         "Onnxruntime",
         # The converter for GPT-2 needs this version of transformers.
-        ("onnxruntime==1.31.0", "onnx", "transformers==4.38.2", "torch==2.13.0", "sympy", "coloredlogs", "psutil"),
+        (
+            "onnxruntime==1.31.0",
+            "onnx",
+            "transformers==4.38.2",
+            "torch==2.13.0",
+            "sympy",
+            "coloredlogs",
+            "psutil",
+        ),
         {"float32": "float32, fused", "int8": "int8, dynamic"},
         source="safetensors",
     ),
     Peer(
         "openvino",
         "Openvino",
-        ("openvino==2026.4.1", "nncf==3.4.0", "optimum-intel==2.2.0", "transformers==5.5.4", "torch==2.13.0", "numpy"),
-        {"float32": "f32", "bfloat16": "bf16", "int8": "INT8_SYM weights", "int4": "INT4_SYM weights, groups of 32"},
+        (
+            "openvino==2026.4.1",
+            "nncf==3.4.0",
+            "optimum-intel==2.2.0",
+            "transformers==5.5.4",
+            "torch==2.13.0",
+            "numpy",
+        ),
+        {
+            "float32": "f32",
+            "bfloat16": "bf16",
+            "int8": "INT8_SYM weights",
+            "int4": "INT4_SYM weights, groups of 32",
+        },
         source="safetensors",
     ),
     Peer(
@@ -110,7 +130,9 @@ def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
     flags = "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON"
     held = []
     for peer in [peer for peer in peers if peer.name not in ("onnxruntime", "torch.compile")]:
-        build = {name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()}
+        build = {
+            name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()
+        }
         is_whole = peer.name not in ("transformers", "openvino")
         forms = {dtype: form for dtype, form in peer.forms.items() if is_whole or dtype == "float32"}
         held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
@@ -129,7 +151,9 @@ class Setup:
 
 def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str]) -> Setup:
     """Make everything under `work` that is not there yet."""
-    folder = work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
+    folder = (
+        work / "models" / re.sub(r"\W+", "-", str(Path(model).resolve()) if Path(model).exists() else model)
+    )
     checkpoint = provide_folder(folder / "safetensors", lambda to: make_checkpoint(model, to))
     setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     for peer in (OURS, *peers):
@@ -156,7 +180,12 @@ def make_checkpoint(model: str, folder: Path) -> None:
 
     checkpoint = open_random(model)
     sizes = {name: getattr(checkpoint.config, name) for name in ("n_layer", "n_embd", "n_head", "vocab_size")}
-    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "activation_function": "gelu_new", **sizes}
+    config = {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "activation_function": "gelu_new",
+        **sizes,
+    }
     config |= {"layer_norm_epsilon": 1e-5, "n_inner": None, "n_positions": 1024, "tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = {part.name: part.array() for part in parts_of(checkpoint)}
@@ -165,7 +194,18 @@ def make_checkpoint(model: str, folder: Path) -> None:
 
 def convert(source: Path | str, folder: Path, form: str) -> None:
     folder.rmdir()  # convert makes it
-    command = [sys.executable, "-m", "tinygpt", "convert", str(source), str(folder), "--to", form, "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "tinygpt",
+        "convert",
+        str(source),
+        str(folder),
+        "--to",
+        form,
+        "--dtype",
+        "float32",
+    ]
     run_logged(command, folder.with_name(folder.name + ".log"), {"PYTHONPATH": str(SCRIPTS.parent)})
 
 
@@ -218,7 +258,9 @@ def run_logged(command: list[str], log: Path, variables: dict[str, str]) -> None
     with log.open("w") as output:
         status = subprocess.run(command, stdout=output, stderr=output, **options).returncode
     if status:
-        raise PeerError(f"{' '.join(command[1:5])} ... failed with {status}: {last_line(log)} (all of it in {log})")
+        raise PeerError(
+            f"{' '.join(command[1:5])} ... failed with {status}: {last_line(log)} (all of it in {log})"
+        )
 
 
 def last_line(log: Path) -> str:
@@ -229,13 +271,25 @@ def last_line(log: Path) -> str:
 class Worker:
     """A process with one engine, called over pipes."""
 
-    def __init__(self, place: tuple[Peer, Path, Path], dtype: str, threads: int, log: Path, cache: str | None = None):
+    def __init__(
+        self, place: tuple[Peer, Path, Path], dtype: str, threads: int, log: Path, cache: str | None = None
+    ):
         peer, python, folder = place
         caches = [cache] if cache and peer.has_caches else []
         variables = dict.fromkeys(POOLS, str(threads))
         # Other peers do not get this folder: transformers imports any package named `kernels`.
         variables |= {"PYTHONPATH": str(SCRIPTS.parent)} if python == Path(sys.executable) else {}
-        command = [str(python), "-m", "peers.setup", "serve", peer.engine, str(folder), dtype, str(threads), *caches]
+        command = [
+            str(python),
+            "-m",
+            "peers.setup",
+            "serve",
+            peer.engine,
+            str(folder),
+            dtype,
+            str(threads),
+            *caches,
+        ]
         self._log, pipe = log, subprocess.PIPE
         with log.open("w") as errors:
             pipes = {"stdin": pipe, "stdout": pipe, "stderr": errors, "text": True}

@@ -41,7 +41,10 @@ def test_the_command_writes_records(no_limits, capsys, tmp_path):
     assert f"the results are in {file}" in err
     found = json.loads(file.read_text(encoding="utf-8"))
     assert [(r["dtype"], r["batch_size"], r["n_prompt"], r["n_gen"], r["n_depth"]) for r in found] == [
-        (dtype, size, *counts) for dtype in ("float32", "int8") for size in (1, 2) for counts in ((4, 0, 0), (0, 3, 4))
+        (dtype, size, *counts)
+        for dtype in ("float32", "int8")
+        for size in (1, 2)
+        for counts in ((4, 0, 0), (0, 3, 4))
     ]
     for record in found:
         assert len(record["samples_ns"]) == len(record["samples_ts"]) == 2
@@ -69,7 +72,12 @@ def test_other_families_are_measured_as_gpt2_is(name, no_limits, capsys, tmp_pat
 
 def test_a_terminal_has_aligned_columns(no_limits, capsys, monkeypatch):
     printed = []
-    for is_terminal, flags in ((False, []), (True, []), (True, ["--format", "md"]), (False, ["--format", "text"])):
+    for is_terminal, flags in (
+        (False, []),
+        (True, []),
+        (True, ["--format", "md"]),
+        (False, ["--format", "text"]),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal, raising=False)
             assert cli.main([*QUICK.split(), *flags]) == 0

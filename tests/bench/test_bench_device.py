@@ -29,14 +29,20 @@ def model(tmp_path_factory) -> str:
 @pytest.mark.slow
 def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, tmp_path):
     """The kernels of a step take as many seconds, in each repetition, however slow this machine simulates them."""
-    monkeypatch.setattr(sweep, "measure_limits", lambda dtype, threads, device: LIMITS if device == "cuda" else None)
+    monkeypatch.setattr(
+        sweep, "measure_limits", lambda dtype, threads, device: LIMITS if device == "cuda" else None
+    )
     file = tmp_path / "records.json"
     command = f"bench --device cuda --model {model} --dtype float32 {CASES} --output {file}"
     assert cli.main(command.split()) == 0
     out, _ = capsys.readouterr()
     reading, generation = json.loads(file.read_text(encoding="utf-8"))
     for record in (reading, generation):
-        assert (record["gpu_info"], record["backends"], record["n_gpu_layers"]) == ("a simulated GPU", "CUDA", 1)
+        assert (record["gpu_info"], record["backends"], record["n_gpu_layers"]) == (
+            "a simulated GPU",
+            "CUDA",
+            1,
+        )
         assert len(set(record["samples_ts"])) == 1
     assert reading["samples_ts"][0] == pytest.approx(2 * 4 / KERNELS_OF_A_STEP)
     assert generation["ms_per_token"] == pytest.approx(1e3 * KERNELS_OF_A_DECODE_STEP)
@@ -90,11 +96,15 @@ def test_the_gpus_limits_are_counted(device, monkeypatch):
     assert peak.tile_rate("float32", 3) == warps * 3 * peak.CHAINS * 2 * 32
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("int8", "bfloat16")]
+)
 def test_limits_are_of_what_multiplies_on_a_gpu(dtype, kind, monkeypatch):
     monkeypatch.setattr(peak, "read_bandwidth", lambda: 7.0)
     monkeypatch.setattr(peak, "tile_rate", {"float32": 1.0, "bfloat16": 2.0}.get)
-    assert measure_limits(dtype, 1, "cuda") == MachineLimits(7.0, {kind: {"float32": 1.0, "bfloat16": 2.0}[kind]})
+    assert measure_limits(dtype, 1, "cuda") == MachineLimits(
+        7.0, {kind: {"float32": 1.0, "bfloat16": 2.0}[kind]}
+    )
 
 
 @pytest.mark.toolchain

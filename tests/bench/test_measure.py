@@ -20,7 +20,14 @@ def llm():
         yield llm
 
 
-SECONDS = {"forward": 10, "sample": 1, "process_logits": 2, "filter_logits": 3, "top_logprobs": 4, "trace": 100}
+SECONDS = {
+    "forward": 10,
+    "sample": 1,
+    "process_logits": 2,
+    "filter_logits": 3,
+    "top_logprobs": 4,
+    "trace": 100,
+}
 
 
 class FakeRunner:
@@ -55,7 +62,12 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
     assert timed.sample(1, 2) == "sample"
     assert [timed.process_logits(), timed.filter_logits(), timed.top_logprobs()] == list(SECONDS)[2:5]
     timed.trace()
-    assert [timed.seconds(kind) for kind in (PROMPT, GENERATION, TOGETHER, CHOICE)] == [10, 30, 20, 1 + 2 + 3 + 4]
+    assert [timed.seconds(kind) for kind in (PROMPT, GENERATION, TOGETHER, CHOICE)] == [
+        10,
+        30,
+        20,
+        1 + 2 + 3 + 4,
+    ]
     assert (timed.num_steps, timed.num_prompt_steps, timed.num_together) == (4, 1, 2)
 
 
@@ -68,7 +80,9 @@ def test_no_step_is_taken_unseen():
 
 def test_counts_of_one_prompt(llm):
     measurement = run_case(llm, Case(batch_size=1, prompt_length=3, new_tokens=6), 3)
-    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(6, 1, 5)] * 3
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [
+        (6, 1, 5)
+    ] * 3
     for run in measurement.runs:
         assert 0 < run.prompt < run.first_token < run.total
         assert run.prompt + run.generation + run.sampling < run.total
@@ -77,7 +91,9 @@ def test_counts_of_one_prompt(llm):
 
 def test_prompts_longer_than_a_step_are_read_in_several(llm):
     measurement = run_case(llm, Case(batch_size=4, prompt_length=300), 1)
-    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [(3, 3, 0)]
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [
+        (3, 3, 0)
+    ]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -54,20 +54,35 @@ def test_markdown_has_a_row_for_each_record(records):
     assert cells[0] == list(COLUMNS)
     assert cells[2][:6] == ["tiny", "float32", "float32", "2", "4", "pp3"]
     assert cells[2][6:8] == ["6000000 (3000000 to 12000000)", "0.0001667"]
-    assert (cells[2][-1], cells[3][5], cells[3][8], cells[3][-1], cells[3][-2]) == ("5", "tg6 @ d3", "", "", "75.0%")
+    assert (cells[2][-1], cells[3][5], cells[3][8], cells[3][-1], cells[3][-2]) == (
+        "5",
+        "tg6 @ d3",
+        "",
+        "",
+        "75.0%",
+    )
 
 
 def test_notes_name_the_machine_and_its_limits(records):
     text = to_markdown(records)
     assert "medians of 3 runs" in text
     assert "40.0 GB/s with 2 threads." in text
-    assert "200 in float32 with 2 threads, 200 in the blocks and 100 in the head in int4 with 2 threads." in text
+    assert (
+        "200 in float32 with 2 threads, 200 in the blocks and 100 in the head in int4 with 2 threads." in text
+    )
     assert "; single runs.\n" in to_markdown(records[1:])
 
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0.012345, "0.01235"), (1, "1.000"), (1234.5, "1234"), (-3.14159, "-3.142"), (0, "0"), (float("inf"), "inf")],
+    [
+        (0.012345, "0.01235"),
+        (1, "1.000"),
+        (1234.5, "1234"),
+        (-3.14159, "-3.142"),
+        (0, "0"),
+        (float("inf"), "inf"),
+    ],
 )
 def test_four_significant_digits(number, text):
     assert significant(number) == text
@@ -76,7 +91,16 @@ def test_four_significant_digits(number, text):
 def test_a_terminal_has_columns_without_bars(records):
     rows = [["a", "1.5", ""], ["bcd", "22.5", "x y"], ["", "", ""]]
     markdown = table(["name", "n", "last"], rows, ["n"])
-    lines = ["# title", "", "name     n  last", "a      1.5", "bcd   22.5  x y", "", "", "- note | with a bar"]
+    lines = [
+        "# title",
+        "",
+        "name     n  last",
+        "a      1.5",
+        "bcd   22.5  x y",
+        "",
+        "",
+        "- note | with a bar",
+    ]
     assert aligned(f"# title\n\n{markdown}\n\n- note | with a bar").split("\n") == lines
     assert "|" not in FORMATS["text"](records)
 
@@ -100,7 +124,9 @@ def test_llama_benchs_records_are_compared():
     theirs = {"model_filename": "m.gguf", "model_type": "gpt2 0.1B F16", "type_k": "f16", "n_threads": 2}
     theirs |= {"n_prompt": 512, "n_gen": 0, "n_depth": 0, "samples_ts": [5.0]}
     assert compare([theirs], [theirs])[0]["ratio"] == 1
-    assert "m.gguf, gpt2 0.1B F16, KV cache f16, threads 2, pp512" in comparison_table(compare([theirs], [theirs]))
+    assert "m.gguf, gpt2 0.1B F16, KV cache f16, threads 2, pp512" in comparison_table(
+        compare([theirs], [theirs])
+    )
 
 
 @pytest.mark.parametrize(

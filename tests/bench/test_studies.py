@@ -74,7 +74,9 @@ def test_small_is_less_of_the_same_study():
     for study in STUDIES.values():
         few, all_of = ([(c.batch_size, c.new_tokens) for c in cases] for cases in (study.small, study.cases))
         assert {*few} <= {*all_of}
-        tokens = [[len(c.prompt_lengths) * c.new_tokens for c in cases] for cases in (study.small, study.cases)]
+        tokens = [
+            [len(c.prompt_lengths) * c.new_tokens for c in cases] for cases in (study.small, study.cases)
+        ]
         small, full = map(sum, tokens)
         assert small * study.repetitions[1] < full * study.repetitions[0]
 
@@ -87,7 +89,9 @@ def test_the_studies_sizes():
     }
     assert sizes["batch-inference"] == [(1, 27, 64), (8, 27, 64)]
     assert [len(case.prompt_lengths) for case in STUDIES["batch-inference"].cases] == [100, 100]
-    assert sum(STUDIES["batch-inference"].cases[0].prompt_lengths) == 10 * (3 + 9 + 27 + 10 + 10 + 9 + 12 + 9 + 14 + 4)
+    assert sum(STUDIES["batch-inference"].cases[0].prompt_lengths) == 10 * (
+        3 + 9 + 27 + 10 + 10 + 9 + 12 + 9 + 14 + 4
+    )
     assert sizes["batching-notebook"] == [(size, 7, 10) for size in (1, 2, 4, 8, 16, 32, 64, 128)]
     assert STUDIES["batching-notebook"].cases[2].prompt_lengths == (7, 5, 4, 7)
     assert sizes["cpu-study"] == [(1, 13, 100)]
@@ -133,7 +137,9 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     monkeypatch.setattr(study_runs, "_run_local", lambda study, options, dtype, case: {"case": case})
     records = []
     (note,) = run_study(study, Options("demo", small=True), records)  # 512 positions
-    assert note.startswith("Left out: 100 + 500, 200 + 400, 200 + 500, 300 + 400, 300 + 500, 10 + 1000 tokens do not")
+    assert note.startswith(
+        "Left out: 100 + 500, 200 + 400, 200 + 500, 300 + 400, 300 + 500, 10 + 1000 tokens do not"
+    )
     assert len(records) == 13
     long = replace(study, small=study.cases[-1:])
     with pytest.raises(RequestError, match="10 \\+ 1000 tokens do not fit the 512 positions of demo"):
@@ -143,7 +149,11 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("cpu-study", {"text": "setup.cfg"}, "--text is for the perplexity of onnx-study and cpu-study has none"),
+        (
+            "cpu-study",
+            {"text": "setup.cfg"},
+            "--text is for the perplexity of onnx-study and cpu-study has none",
+        ),
         ("cpu-study", {"remote": True}, "--remote is for batch-inference"),
         ("cpu-study", {"repetitions": 0}, "--repetitions is 0"),
         ("onnx-study", {"text": "no-such-file"}, "--text no-such-file cannot be read"),
@@ -165,12 +175,18 @@ def test_the_model_in_another_process_generates_as_much(monkeypatch):
     run_study(study, options, records)
     local, remote = rows_of(study_text(study, options, records, []))[:2]
     assert remote["Method"] == "tinygpt, int8, remote, batch 8"
-    assert (remote["Generated Token Count"], remote["Inference Count"]) == (local["Generated Token Count"], ABSENT)
+    assert (remote["Generated Token Count"], remote["Inference Count"]) == (
+        local["Generated Token Count"],
+        ABSENT,
+    )
     assert [record["remote"] for record in records] == [False, True]
 
 
 def test_a_server_that_does_not_start_is_an_error():
-    with pytest.raises(RequestError, match="the server did not start"), study_runs.served("no-such-model", "int8", {}):
+    with (
+        pytest.raises(RequestError, match="the server did not start"),
+        study_runs.served("no-such-model", "int8", {}),
+    ):
         pass
 
 

@@ -24,10 +24,15 @@ from tinygpt.errors import RequestError
 
 
 def test_a_plan_is_every_combination():
-    found = planned(dtypes=["auto", "int8", "float32"], threads=[1, 2, 1], batch_sizes=[1, 40], new_tokens=[4, 0])
+    found = planned(
+        dtypes=["auto", "int8", "float32"], threads=[1, 2, 1], batch_sizes=[1, 40], new_tokens=[4, 0]
+    )
     assert (found.caches, found.threads) == ({"float32": "float32", "int8": "bfloat16"}, (1, 2))
     assert (len(found), found.max_batch_size, found.step_tokens) == (2 * 2 * 4, 40, 512)
-    assert planned(dtypes=["float32", "int8"], kv_cache_dtype="int8").caches == {"float32": "int8", "int8": "int8"}
+    assert planned(dtypes=["float32", "int8"], kv_cache_dtype="int8").caches == {
+        "float32": "int8",
+        "int8": "int8",
+    }
 
 
 def test_a_later_dtype_is_refused_before_the_first_is_measured(tmp_path):
@@ -85,7 +90,12 @@ def test_a_record_has_llama_benchs_keys():
 def test_record_of_prompts():
     found = prompt_record()
     assert (found["n_prompt"], found["n_gen"], found["n_depth"], found["test"]) == (3, 0, 0, "pp3")
-    assert (found["batch_size"], found["dtype"], found["type_k"], found["peak_memory"]) == (4, "float32", "f32", 5e6)
+    assert (found["batch_size"], found["dtype"], found["type_k"], found["peak_memory"]) == (
+        4,
+        "float32",
+        "f32",
+        5e6,
+    )
     assert (found["samples_ns"], found["avg_ns"], found["stddev_ns"]) == ([2000, 1000, 4000], 2333, 1528)
     assert found["samples_ts"] == pytest.approx([6e6, 12e6, 3e6])
     of_samples = [found[f"{name}_ts"] for name in ("median", "low", "high", "avg")]
@@ -138,7 +148,9 @@ def test_the_build_is_the_commit(tmp_path, monkeypatch):
         identity = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
         subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
 
-    monkeypatch.setattr(sweep, "tinygpt", SimpleNamespace(__file__=f"{tmp_path}/tinygpt/__init__.py", __version__="7"))
+    monkeypatch.setattr(
+        sweep, "tinygpt", SimpleNamespace(__file__=f"{tmp_path}/tinygpt/__init__.py", __version__="7")
+    )
     assert sweep.build.__wrapped__() == ("7", 0)
     git("init")
     (tmp_path / "file").write_text("1")

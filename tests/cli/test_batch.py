@@ -47,7 +47,9 @@ class Batch:
 
     def write(self, lines):
         texts = [line if isinstance(line, (str, bytes)) else json.dumps(line) for line in lines]
-        self.input.write_bytes(b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts))
+        self.input.write_bytes(
+            b"".join((text.encode() if isinstance(text, str) else text) + b"\n" for text in texts)
+        )
 
     def run(self, *flags, output=True):
         target = ["--output", str(self.output)] if output else []
@@ -99,8 +101,16 @@ def test_records_are_what_generate_returns(jobs):
     with LLM("demo") as llm:
         for record_id, line in zip(IDS, LINES, strict=True):
             prompt = line.get("prompt", line.get("prompt_token_ids"))
-            fields = {name: value for name, value in line.items() if name not in ("id", "prompt", "prompt_token_ids")}
-            expected = generated(llm, prompt, **fields) | {"id": record_id, "model": "demo", "dtype": "float32"}
+            fields = {
+                name: value
+                for name, value in line.items()
+                if name not in ("id", "prompt", "prompt_token_ids")
+            }
+            expected = generated(llm, prompt, **fields) | {
+                "id": record_id,
+                "model": "demo",
+                "dtype": "float32",
+            }
             assert records[record_id] | {"num_cached_tokens": 0} == expected | {"num_cached_tokens": 0}
     assert jobs.out == ""
     figures = r"prompt \d+ tokens, .*/s; generation \d+ tokens, .*/s; load .* s"
@@ -203,7 +213,10 @@ def test_a_record_half_written_is_made_again(jobs):
         (b'[{"id": "fox"}]\n', "line 1 of --output"),
         (b'{"id": [], "prompt": "", "prompt_token_ids": []}\n', "line 1 of --output"),
         (b'{"id": ' + b"[" * 100_000 + b"\n", "line 1 of --output"),
-        (b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n', "is not a record of an earlier run"),
+        (
+            b'{"id": "fox", "prompt": "The fox", "prompt_token_ids": [1]}\n',
+            "is not a record of an earlier run",
+        ),
         (record("fox", "The cat"), "another prompt"),
         (record("fox", "The fox") * 2, "line 2 of --output {} answers id 'fox' a second time: remove one"),
         (record("cat", "The cat"), "line 1 of --output {} answers id 'cat', which --input does not have"),
@@ -247,10 +260,18 @@ def test_a_prompt_that_fails_late_has_a_record_and_the_others_are_done(jobs):
     assert {name: record for name, record in jobs.records().items() if name != "lost"} == whole
     assert "leave no token to choose at position 2" in failed.pop("error")
     ids = whole["fox"]["prompt_token_ids"][:1]
-    assert failed == {"id": "lost", "model": "demo", "dtype": "float32", "prompt": "The", "prompt_token_ids": ids}
+    assert failed == {
+        "id": "lost",
+        "model": "demo",
+        "dtype": "float32",
+        "prompt": "The",
+        "prompt_token_ids": ids,
+    }
     assert "tinygpt: 5 prompts: prompt" in jobs.err
     again = f"to have them tried again, remove these lines from {jobs.output}."
-    assert jobs.err.endswith(f'tinygpt: error: 1 of 5 prompts failed: "error" in their records says why; {again}\n')
+    assert jobs.err.endswith(
+        f'tinygpt: error: 1 of 5 prompts failed: "error" in their records says why; {again}\n'
+    )
 
 
 def test_what_has_failed_is_no_success_until_it_is_tried_again(jobs, no_model, monkeypatch):
@@ -295,7 +316,10 @@ BAD = [
     ({"prompt": "a", "logit_bias": {"eleven": 1}}, "logit_bias"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
     ('{"prompt": "a", "top_p": NaN}', "top_p"),
-    ({"prompt": "a", "split_special_tokens": "no"}, 'split_special_tokens is "no" and must be true or false.'),
+    (
+        {"prompt": "a", "split_special_tokens": "no"},
+        'split_special_tokens is "no" and must be true or false.',
+    ),
     ({"prompt": "a", "id": 1.5}, "id is 1.5"),
     ({"prompt": "a", "id": True}, "id is true"),
     ({"prompt": "a", "id": "fox"}, "id 'fox' is already that of line 1"),
@@ -417,8 +441,17 @@ def test_lines_take_every_field(jobs, llm):
     embeds = [[0.5] * llm.config.n_embd] * 3
     lines = [
         {"prompt": "The fox", "logit_bias": {"11": -5, "13": 2.5}, "repetition_penalty": 1.2, "min_p": 0.1},
-        {"prompt": "The fox", "num_beams": 3, "n": 2, "early_stopping": "never"},  # temperature 0, as none is given
-        {"prompt": "The fox", "repetition_detection": {"max_pattern_size": 2, "min_count": 3}, "bad_words": ["the"]},
+        {
+            "prompt": "The fox",
+            "num_beams": 3,
+            "n": 2,
+            "early_stopping": "never",
+        },  # temperature 0, as none is given
+        {
+            "prompt": "The fox",
+            "repetition_detection": {"max_pattern_size": 2, "min_count": 3},
+            "bad_words": ["the"],
+        },
         {"prompt": "The fox", "prompt_logprobs": 1, "logprobs_mode": "processed", "logprobs": 0},
         {"prompt": "The fox", "prompt_embeds": embeds, "top_p_rule": "openai", "typical_p": 0.9},
     ]
@@ -451,7 +484,9 @@ def test_soft_prompts_are_for_all_lines_or_chosen_by_name(jobs, llm, tmp_path):
         embeds = np.random.default_rng(len(paths)).normal(size=(4, width)).astype(np.float32)
         paths[name] = tmp_path / f"{name}.safetensors"
         save_file({"prompt_embeddings": embeds}, paths[name])
-    jobs.write([{"prompt": "The"}, {"prompt": "The", "soft_prompt": "two"}, {"prompt": "The", "soft_prompt": None}])
+    jobs.write(
+        [{"prompt": "The"}, {"prompt": "The", "soft_prompt": "two"}, {"prompt": "The", "soft_prompt": None}]
+    )
     flags = [flag for name, path in paths.items() for flag in ("--soft-prompt", f"{name}={path}")]
     assert jobs.run("--logprobs", "0", *flags) == 0
     records = jobs.records()
@@ -474,7 +509,9 @@ def test_a_line_says_how_special_tokens_in_its_prompt_are_read(jobs, flags):
     assert ends == {"said": not flags, "split": False, "not split": True}
 
 
-PROMPTS = [PromptRecord(*fields, None, SamplingParams()) for fields in ((1, 1, "The fox"), (2, "é", "It was"))]
+PROMPTS = [
+    PromptRecord(*fields, None, SamplingParams()) for fields in ((1, 1, "The fox"), (2, "é", "It was"))
+]
 
 
 def test_records_are_on_the_disk_a_second_later(tmp_path, monkeypatch):

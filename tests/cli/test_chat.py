@@ -73,7 +73,9 @@ def test_the_models_template_is_in_use(talk, small_demo, tmp_path, llm):
 
 def test_reset_keeps_the_systems_message(talk, llm):
     _, out, _ = talk("Once", "/reset", "/rewind", "The dog", flags=["--system", "Be brief."])
-    first, second = (answers(llm, text, first="Be brief.", seed=7 + i) for i, text in enumerate(("Once", "The dog")))
+    first, second = (
+        answers(llm, text, first="Be brief.", seed=7 + i) for i, text in enumerate(("Once", "The dog"))
+    )
     assert out == said(*first, *second)
 
 

@@ -107,8 +107,13 @@ def test_messages_have_colors_on_a_terminal(monkeypatch, color, is_terminal, env
         streams.log("compiling")
         streams.print_error("no such file")
     note, error = terminal.getvalue().splitlines()
-    assert [ESCAPE.sub("", line) for line in (note, error)] == ["tinygpt: compiling", "tinygpt: error: no such file"]
-    assert [line.startswith("\x1b[") and line.endswith("\x1b[0m") for line in (note, error)] == [is_colored] * 2
+    assert [ESCAPE.sub("", line) for line in (note, error)] == [
+        "tinygpt: compiling",
+        "tinygpt: error: no such file",
+    ]
+    assert [line.startswith("\x1b[") and line.endswith("\x1b[0m") for line in (note, error)] == [
+        is_colored
+    ] * 2
     assert (note.partition("t")[0] == error.partition("t")[0]) != is_colored
 
 

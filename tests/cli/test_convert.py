@@ -33,7 +33,9 @@ from tinygpt.weights.convert.packed import BOUNDARY, PACKED_FILE, PackedCheckpoi
 from tinygpt.weights.open import open_checkpoint
 
 IDS = [3, 1, 4, 1, 5, 9]
-TEXT = "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."
+TEXT = (
+    "There was once a miller who had three sons, and when he died he left them his mill, his ass and his cat."
+)
 
 
 def tiny_source(folder: Path, is_tied: bool = True) -> Path:
@@ -130,7 +132,13 @@ def test_the_file_says_what_it_is(demo_int8):
     file = demo_int8 / PACKED_FILE
     assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
     packing = {name: str(number) for name, number in packed.PACKING.items()}
-    about = {"format": "tinygpt packed weights", "version": "3", "dtype": "int8", "tied": "true", "source": "demo"}
+    about = {
+        "format": "tinygpt packed weights",
+        "version": "3",
+        "dtype": "int8",
+        "tied": "true",
+        "source": "demo",
+    }
     about |= {"vocab_size": str(VOCAB_SIZE)}
     assert metadata == about | packing
 
@@ -173,7 +181,11 @@ def test_sizes_measured_before_do_as_the_text_does(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "made", "use"),
     [
-        (["--dtype", "float8"], "out", "; use it as --model {}, and leave --dtype out: it computes in bfloat16"),
+        (
+            ["--dtype", "float8"],
+            "out",
+            "; use it as --model {}, and leave --dtype out: it computes in bfloat16",
+        ),
         (["--to", "gguf"], "out/model.gguf", "; use it as --model {}"),
         (["--to", "safetensors"], "out", "; use it as --model {}"),
         (["--to", "npz", "--dtype", "FP16"], "out/model.npz", ""),
@@ -243,11 +255,23 @@ def test_the_dtypes_of_a_format_are_those_of_help_and_error(capsys, to):
         (["{int8}", "{tmp}/x", "--dtype", "float8"], "converted already"),
         (["demo", "{tmp}/x", "--threads", "0"], "threads is 0"),
         (["demo", "{tmp}/x", "--smooth", "0.5"], "give --calibrate TEXT or --act-scales FILE"),
-        (["demo", "{tmp}/x", "--smooth", "1.5", "--calibrate", "{text}"], "--smooth is 1.5 and must be a number from"),
-        (["demo", "{tmp}/x", "--smooth", "nan", "--calibrate", "{text}"], "--smooth is nan and must be a number from"),
+        (
+            ["demo", "{tmp}/x", "--smooth", "1.5", "--calibrate", "{text}"],
+            "--smooth is 1.5 and must be a number from",
+        ),
+        (
+            ["demo", "{tmp}/x", "--smooth", "nan", "--calibrate", "{text}"],
+            "--smooth is nan and must be a number from",
+        ),
         (["demo", "{tmp}/x", "--calibrate", "{text}", "--act-scales", "{text}"], "one of them"),
-        (["demo", "{tmp}/x", "--dtype", "float32", "--smooth", "0.5"], "--smooth is for tinygpt's own format in int8"),
-        (["demo", "{tmp}/x", "--to", "gguf", "--calibrate", "{text}"], "--calibrate is for tinygpt's own format"),
+        (
+            ["demo", "{tmp}/x", "--dtype", "float32", "--smooth", "0.5"],
+            "--smooth is for tinygpt's own format in int8",
+        ),
+        (
+            ["demo", "{tmp}/x", "--to", "gguf", "--calibrate", "{text}"],
+            "--calibrate is for tinygpt's own format",
+        ),
         (["demo", "{tmp}/x", "--calibrate", "{empty}"], "is empty: give a file that holds text"),
         (["demo", "{tmp}/x", "--calibrate", "{tmp}/none"], "none"),
         (["demo", "{tmp}/x", "--act-scales", "{text}"], "text"),
@@ -270,7 +294,10 @@ def test_an_impossible_conversion_is_refused(
 
 @pytest.mark.parametrize(
     ("error", "code", "says"),
-    [(KeyboardInterrupt(), 130, "interrupted"), (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left")],
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "No space left"),
+    ],
 )
 def test_a_failed_conversion_leaves_nothing(source, tmp_path, monkeypatch, capsys, error, code, says):
     def fail(*arguments):
@@ -350,7 +377,10 @@ DAMAGE = {
     "another panel": (with_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
     "another group": (with_metadata(group="32"), "its group is 32"),
     "another packing": (with_metadata(packing="0"), "its packing is 0"),
-    "another dtype": (with_metadata(dtype="int4"), "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected"),
+    "another dtype": (
+        with_metadata(dtype="int4"),
+        "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected",
+    ),
     "no dtype": (with_metadata(dtype="int2"), "damaged metadata"),
     "no tie": (with_metadata(tied="maybe"), "damaged metadata"),
     "another tie": (with_metadata(tied="false"), "wte.panels is missing"),
@@ -368,7 +398,10 @@ DAMAGE = {
     "a bit flipped inside": (with_bit_flipped(1000), "is damaged, its data does not have the checksum"),
     "a bit flipped at the end": (with_bit_flipped(-1), "is damaged, its data does not have the checksum"),
     "another checksum": (with_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
-    "another config": (with_config(n_inner=280), r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)"),
+    "another config": (
+        with_config(n_inner=280),
+        r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)",
+    ),
     "another vocabulary": (with_config(vocab_size=12), "vocab_size is 11 and 12 is asked for"),
 }
 

@@ -40,7 +40,9 @@ def test_what_the_memory_allows(report):
     in_head = 50257 * 768
     sizes = {"float32": 4 * (in_blocks + in_head), "int4": 0.625 * in_blocks + in_head}
     rates = report["decode_limits"]["tokens_per_second"]
-    assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx({d: 2e9 / size for d, size in sizes.items()})
+    assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx(
+        {d: 2e9 / size for d, size in sizes.items()}
+    )
     assert set(rates) == {"float32", "bfloat16", "int8", "int4"}
 
 
@@ -70,7 +72,10 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
 
 @pytest.mark.parametrize(
     ("capability", "answer"),
-    [((7, 5), "in float32; a later GPU is needed for bfloat16, int8"), ((8, 6), "in float32, bfloat16, int8")],
+    [
+        ((7, 5), "in float32; a later GPU is needed for bfloat16, int8"),
+        ((8, 6), "in float32, bfloat16, int8"),
+    ],
 )
 def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
     device = SimpleNamespace(capability=capability)

@@ -83,7 +83,13 @@ FLAGS = [
     ),
     (
         "--temperature 0 --num-beams 4 --num-beam-groups 2 --diversity-penalty 0.5 --early-stopping true",
-        {"temperature": 0.0, "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "early_stopping": True},
+        {
+            "temperature": 0.0,
+            "num_beams": 4,
+            "num_beam_groups": 2,
+            "diversity_penalty": 0.5,
+            "early_stopping": True,
+        },
     ),
     (
         "--temperature 0 --num-beams 2 --beam-search-diversity-rate -0.5",
@@ -119,7 +125,10 @@ def test_a_flag_is_its_field(arguments, given):
 @pytest.mark.parametrize(
     ("others", "ours"),
     [
-        ("--n-predict 9 --temp 0.5 --topk 3 --topp 0.5", "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.5"),
+        (
+            "--n-predict 9 --temp 0.5 --topk 3 --topp 0.5",
+            "--max-tokens 9 --temperature 0.5 --top-k 3 --top-p 0.5",
+        ),
         ("--max_new_tokens=9 --num_return_sequences 2", "--max-tokens 9 --n 2"),
         ("--random-seed 4 --beam_width 2 --len_penalty 2", "--seed 4 --num-beams 2 --length-penalty 2"),
         ("--stop-strings a --stop b", "--stop a --stop b"),
@@ -130,7 +139,9 @@ def test_a_flag_is_its_field(arguments, given):
 )
 def test_flags_of_other_programs_are_aliases(run, others, ours):
     assert parse(*others.split()) == parse(*ours.split())
-    assert not re.search(r"--(n-predict|temp|topk|num-samples|json-schema|hf-file)\b|-tp\b", run("--help-all").out)
+    assert not re.search(
+        r"--(n-predict|temp|topk|num-samples|json-schema|hf-file)\b|-tp\b", run("--help-all").out
+    )
 
 
 def test_flags_and_words_may_stand_in_any_order():
@@ -148,9 +159,12 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
 
     monkeypatch.setattr("tinygpt.llm.LLM", stop)
     flags = (
-        "--revision v1 --max-num-seqs 3 --max-num-batched-tokens 9 --prefix-cache-seqs 2 --max-model-len 64 --lora a"
+        "--revision v1 --max-num-seqs 3 --max-num-batched-tokens 9 "
+        "--prefix-cache-seqs 2 --max-model-len 64 --lora a"
     )
-    more = "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
+    more = (
+        "--soft-prompt n=p=q --draft-model d --num-speculative-tokens 7 --dtype int8 --kv-cache-dtype float32"
+    )
     more += " --lora-modules b=c"
     assert run(f"Once --threads 1 --no-special-tokens {flags} {more}").code == 130
     model = {"model": "demo", "dtype": "int8", "device": "cpu", "threads": 1, "kv_cache_dtype": "float32"}
@@ -163,7 +177,12 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "soft_prompts": {"n": "p=q"},
     }
     # Another number of ranks would start processes: ranks/test_mpi.py.
-    ranks = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "split_special_tokens": True, "revision": "v1"}
+    ranks = {
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "split_special_tokens": True,
+        "revision": "v1",
+    }
     assert given == model | sizes | others | ranks
 
 

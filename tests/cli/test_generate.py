@@ -36,7 +36,9 @@ def test_the_reported_seed_repeats_the_run(run):
     assert "seed" not in run("Once --temperature 0 --max-tokens 4").err
 
 
-@pytest.mark.parametrize(("how", "streams"), [([], True), (["--no-stream"], False)], ids=["stream", "no-stream"])
+@pytest.mark.parametrize(
+    ("how", "streams"), [([], True), (["--no-stream"], False)], ids=["stream", "no-stream"]
+)
 def test_text_appears_as_it_is_made(monkeypatch, how, streams):
     class Screen(io.StringIO):
         def flush(self):
@@ -160,7 +162,16 @@ def test_a_choice_among_several_samples_is_not_streamed(run, arguments):
 
 @pytest.mark.parametrize("how", [[], ["--no-stream"], ["--json"]], ids=str)
 def test_a_truncated_prompt_is_reported(run, how):
-    arguments = ["Once upon a time " * 30, "--max-model-len", "32", "--max-tokens", "8", "--overflow", "truncate", *how]
+    arguments = [
+        "Once upon a time " * 30,
+        "--max-model-len",
+        "32",
+        "--max-tokens",
+        "8",
+        "--overflow",
+        "truncate",
+        *how,
+    ]
     result = run(arguments)
     assert result.code == 0
     assert re.match(r"tinygpt: the first \d+ tokens of the prompt exceed .* truncated\n", result.err)

@@ -131,13 +131,18 @@ def test_what_is_no_checkpoint(capsys, tmp_path, text):
 def test_hashes(capsys, folder):
     before = info(capsys, folder)
     content = (folder / "model.safetensors").read_bytes()
-    assert before["files"]["model.safetensors"] == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    assert before["files"]["model.safetensors"] == {
+        "size": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+    }
     (folder / "notes.txt").write_text("no part of the checkpoint")
     moved = folder.rename(folder.with_name("moved"))
     assert info(capsys, moved)["content_hash"] == before["content_hash"]
     (moved / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert info(capsys, moved)["content_hash"] != before["content_hash"]
-    (moved / "tokenizer.tinygpt").write_text("prepared")  # it decides the ids if it belongs to the other files
+    (moved / "tokenizer.tinygpt").write_text(
+        "prepared"
+    )  # it decides the ids if it belongs to the other files
     expected = {"size": 8, "sha256": hashlib.sha256(b"prepared").hexdigest()}
     assert info(capsys, moved)["files"]["tokenizer.tinygpt"] == expected
 
@@ -176,7 +181,10 @@ def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):
 
 def test_text_groups_what_layers_share(capsys, folder):
     lines = text(capsys, "info", folder)
-    tensors = {"transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B", "transformer.ln_f.bias float32 (8,) 32 B"}
+    tensors = {
+        "transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B",
+        "transformer.ln_f.bias float32 (8,) 32 B",
+    }
     assert tensors | {"head tied to wte", "n_embd 8", "converted_to none"} <= {*lines}
     assert lines[-2:] == ["refused", "nothing"]
 
@@ -206,7 +214,9 @@ def test_names_in_files_do_not_steer_the_terminal(capsys, tmp_path, monkeypatch)
     tiny_checkpoint.write_checkpoint(folder, tensors | {HOSTILE: np.zeros(3, np.float32)})
     assert info(capsys, folder)["ignored"] == [HOSTILE]
     for command in (["info"], ["info", "--json"], ["doctor"], ["convert", "--dtype", "float32"]):
-        assert cli.main([*command, str(folder), *([str(tmp_path / "x")] if "convert" in command else [])]) == 0
+        assert (
+            cli.main([*command, str(folder), *([str(tmp_path / "x")] if "convert" in command else [])]) == 0
+        )
         out, err = capsys.readouterr()
         assert all(character == "\n" or character.isprintable() for character in out + err)
         assert ESCAPED in out + err or command[1:] == ["--json"]
@@ -284,7 +294,9 @@ def test_a_checkpoint_without_a_tokenizer_is_not_refused(folder, capsys, monkeyp
 
 
 def with_added(folder: Path, count: int) -> Path:
-    return tiny_checkpoint.write_with_demo_tokenizer(folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)})
+    return tiny_checkpoint.write_with_demo_tokenizer(
+        folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)}
+    )
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

@@ -17,10 +17,17 @@ def lens(capsys):
 
 
 def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(lens, llm):
-    title, head, *rows = lens(TEXT, "--top", "2", "--names", "resid_post,blocks.0.hook_resid_mid").out.splitlines()
+    title, head, *rows = lens(
+        TEXT, "--top", "2", "--names", "resid_post,blocks.0.hook_resid_mid"
+    ).out.splitlines()
     found = lens_of(llm, TEXT, ["resid_post", "blocks.0.hook_resid_mid"], 2)
     assert title.startswith("demo: ")
-    assert head.split() == ["token", "bits", "0.resid_mid", *(f"{i}.resid_post" for i in range(llm.config.n_layer))]
+    assert head.split() == [
+        "token",
+        "bits",
+        "0.resid_mid",
+        *(f"{i}.resid_post" for i in range(llm.config.n_layer)),
+    ]
     assert len(rows) == 2 * len(found.tokens)
     for t, token in enumerate(found.tokens):
         bits = [f"{found.surprisals[t - 1]:.2f}"] if t else []
@@ -28,7 +35,10 @@ def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(lens, llm):
         assert rows[2 * t].removeprefix(f"  {token!r}").split()[: len(bits)] == bits
         assert re.match(r" +\d+% ", rows[2 * t + 1])  # without the token
         for k in range(2):
-            cells = [f"{row[t][k]:.0%} {texts[t][k]!r}" for row, texts in zip(found.probs, found.texts, strict=True)]
+            cells = [
+                f"{row[t][k]:.0%} {texts[t][k]!r}"
+                for row, texts in zip(found.probs, found.texts, strict=True)
+            ]
             assert [*re.findall(r"\d+% (?:'[^']*'|\"[^\"]*\")", rows[2 * t + k])] == cells
 
 

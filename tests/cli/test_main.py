@@ -57,13 +57,19 @@ def test_help_of_a_command(call, command):
         (["generate", "Once", "--frobnicate=3"], "unknown flag --frobnicate\n"),
         (["info", "demo", "more"], "unexpected argument 'more'"),
         (["generate", "--max-tokens", "many"], "argument -n/--max-tokens: invalid int value: 'many'"),
-        (["generate", "--stop-token-ids", "1,x"], "argument --stop-token-ids: invalid token_ids value: '1,x'"),
+        (
+            ["generate", "--stop-token-ids", "1,x"],
+            "argument --stop-token-ids: invalid token_ids value: '1,x'",
+        ),
         (["generate", "--logit-bias", "11"], "argument --logit-bias: invalid bias value: '11'"),
         (["generate", "--repetition-detection", "4"], "invalid repetition value: '4'"),
         (["generate", "--soft-prompt", "x"], "invalid named_path value: 'x'"),
         (["generate", "--top-k"], "argument --top-k: expected one argument"),
         (["convert", "demo", "new", "--to", "docx"], "argument --to: invalid choice: 'docx'"),
-        (["eval", "ppl", "x", "--json", "--format", "md"], "argument --format: not allowed with argument --json"),
+        (
+            ["eval", "ppl", "x", "--json", "--format", "md"],
+            "argument --format: not allowed with argument --json",
+        ),
         (["bench", "--json", "--format", "csv"], "argument --format: not allowed with argument --json"),
     ],
 )
@@ -76,9 +82,8 @@ def test_a_malformed_command_line_is_a_usage_error(call, words, says):
 
 @pytest.mark.parametrize("command", ["generate", "serve", "info"])
 def test_a_command_imports_no_other(command):
-    code = (
-        f"import sys; from tinygpt.cli.main import main\ntry: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
-    )
+    code = "import sys; from tinygpt.cli.main import main\n"
+    code += f"try: main(['{command}', '-h'])\nfinally: print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     others = {f"tinygpt.cli.{name}" for name in cli.COMMANDS if name != command}
     assert not others & set(result.stdout.split())
@@ -143,7 +148,11 @@ def test_text_needs_a_tokenizer(call, tmp_path):
     ("error", "code", "says"),
     [
         (RequestError("is 3 and must be 4.", "top_k"), 2, "error: --top-k is 3 and must be 4.\n"),
-        (RequestError("is 3 and must be 1.", "tensor_parallel_size"), 2, "error: --tensor-parallel-size is 3 and"),
+        (
+            RequestError("is 3 and must be 1.", "tensor_parallel_size"),
+            2,
+            "error: --tensor-parallel-size is 3 and",
+        ),
         (RequestError("is bad.", "no_flag"), 2, "error: no_flag is bad.\n"),
         (MemoryError(), 1, "not enough memory"),
         (KeyboardInterrupt(), 130, "interrupted"),

@@ -50,11 +50,15 @@ def test_a_table_of_words(score, llm):
     title, head, *rows = score(TEXT).out.splitlines()
     [found] = llm.score("", [TEXT])
     facts = f"log probability {found.cumulative_logprob:.4f}, perplexity {found.perplexity:.4f}"
-    assert title == f"{TEXT!r}: {len(found.token_ids)} tokens, {facts}, {found.bits_per_byte:.4f} bits per byte"
+    assert (
+        title == f"{TEXT!r}: {len(found.token_ids)} tokens, {facts}, {found.bits_per_byte:.4f} bits per byte"
+    )
     assert head.split() == ["word", "bits", "tokens"]
     assert [row.split()[0] for row in rows] == TEXT.split()
     assert float(rows[-1].split()[1]) == pytest.approx(sum(found.surprisals[-3:]), abs=0.01)
-    parts = [f"{token.strip()} {bits:.2f}" for token, bits in zip(found.tokens, found.surprisals, strict=True)]
+    parts = [
+        f"{token.strip()} {bits:.2f}" for token, bits in zip(found.tokens, found.surprisals, strict=True)
+    ]
     assert rows[-1].endswith("  " + " | ".join(parts[-3:]))
     assert rows[0].split()[1:] == [f"{found.surprisals[0]:.2f}"]
 

@@ -43,7 +43,10 @@ def works(line: str, places: dict) -> bool:
     """Return whether a session ends well. A server is not started, and nothing is downloaded."""
     if line.startswith(">>> "):
         try:
-            eval(line[4:], {"LLM": LLM, "SamplingParams": SamplingParams, "MODEL": places["model"], "PROMPTS": PROMPTS})
+            eval(
+                line[4:],
+                {"LLM": LLM, "SamplingParams": SamplingParams, "MODEL": places["model"], "PROMPTS": PROMPTS},
+            )
         except (TinyGPTError, TypeError):
             return False
         return True

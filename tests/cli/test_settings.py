@@ -92,7 +92,10 @@ def test_a_file_may_be_toml(config):
         ("config: x", "unknown key config"),
         ("port: many", "argument --port: invalid int value: 'many'"),
         ("log-format: xml", "argument --log-format: invalid choice: 'xml'"),
-        ("enable-log-requests: 1", "argument --enable-log-requests: invalid value: 1 (must be true or false)"),
+        (
+            "enable-log-requests: 1",
+            "argument --enable-log-requests: invalid value: 1 (must be true or false)",
+        ),
         ("- port", "must map names of flags to values"),
         ("{", "cannot be read: while parsing"),
     ],
@@ -105,7 +108,10 @@ def test_a_wrong_file_is_a_usage_error(call, config, text, says):
 
 
 def test_other_wrong_settings(call, monkeypatch):
-    assert "--config ./no.yaml cannot be read: [Errno 2] No such file" in call("serve", "--config", "./no.yaml").err
+    assert (
+        "--config ./no.yaml cannot be read: [Errno 2] No such file"
+        in call("serve", "--config", "./no.yaml").err
+    )
     monkeypatch.setenv("TINYGPT_THREADS", "all")
     assert "TINYGPT_THREADS: argument -t/--threads: invalid int value: 'all'" in call("generate", "x").err
 
@@ -115,7 +121,10 @@ def test_other_wrong_settings(call, monkeypatch):
     [
         ("generate x -n 1 --max-tokens 100", "-n and --max-tokens name one thing"),
         ("generate x --temp 1 --temperature 1", "--temp and --temperature name one thing"),
-        ("generate x --num-samples 2 --num_return_sequences 2", "--num-samples and --num_return_sequences name"),
+        (
+            "generate x --num-samples 2 --num_return_sequences 2",
+            "--num-samples and --num_return_sequences name",
+        ),
         ("warmup ./a --model ./b", "./a and --model name one thing"),
         ("info demo -m demo", "demo and --model name one thing"),
         ("generate x --grammar-file ./no.gbnf", "--grammar-file: no.gbnf cannot be read: No such file"),

@@ -59,7 +59,9 @@ def search_of_transformers(prompt: list[int], options: dict[str, Any]) -> np.nda
 
     ids = torch.tensor([prompt])
     kept = {"output_scores": True, "return_dict_in_generate": True, "pad_token_id": 0}
-    output = live_model(**FIELDS).generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options, **kept)
+    output = live_model(**FIELDS).generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, **options, **kept
+    )
     new = output.sequences[:, len(prompt) :].numpy()
     table = np.zeros((len(new), 1 + options["max_new_tokens"]))
     table[:, 0] = output.sequences_scores
@@ -73,7 +75,9 @@ def test_same_as_transformers_with_processors(llm, fields, eos_token_id):
     beams = {"num_beams": 4, **fields}
     output = llm.generate([PROMPT], SamplingParams(n=4, max_tokens=14, eos_token_id=eos_token_id, **beams))[0]
     options = {"num_return_sequences": 4, "max_new_tokens": 14, "eos_token_id": eos_token_id, **beams}
-    for found, (score, *row) in zip(output.outputs, search_of_transformers(PROMPT, options).tolist(), strict=True):
+    for found, (score, *row) in zip(
+        output.outputs, search_of_transformers(PROMPT, options).tolist(), strict=True
+    ):
         assert found.token_ids == row[: len(found.token_ids)]
         assert found.score == pytest.approx(score, abs=1e-4)
         assert found.finish_reason == ("stop" if found.token_ids[-1] in (eos_token_id or ()) else "length")
@@ -110,7 +114,9 @@ def test_logprobs_are_those_of_the_tokens(llm, count):
 
 def test_processed_logprobs_are_normalised_scores(llm):
     allowed = [1, 2, 3, 4]
-    params = SamplingParams(num_beams=2, max_tokens=5, logprobs=4, logprobs_mode="processed", allowed_token_ids=allowed)
+    params = SamplingParams(
+        num_beams=2, max_tokens=5, logprobs=4, logprobs_mode="processed", allowed_token_ids=allowed
+    )
     for reported in llm.generate([PROMPT], params)[0].outputs[0].logprobs:
         assert sorted(reported) == allowed
         assert sum(2.718281828**value for value in reported.values()) == pytest.approx(1, abs=1e-5)
@@ -118,7 +124,9 @@ def test_processed_logprobs_are_normalised_scores(llm):
 
 def random_params(chance: random.Random) -> SamplingParams:
     if chance.random() < 0.5:
-        return SamplingParams(max_tokens=chance.randint(1, 12), temperature=chance.choice((0, 1.0)), seed=1, logprobs=1)
+        return SamplingParams(
+            max_tokens=chance.randint(1, 12), temperature=chance.choice((0, 1.0)), seed=1, logprobs=1
+        )
     groups = chance.choice((1, 1, 2))
     return SamplingParams(
         max_tokens=chance.randint(1, 12),
@@ -135,7 +143,9 @@ def random_params(chance: random.Random) -> SamplingParams:
 @pytest.mark.parametrize("seed", range(6))
 def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, llm, seed):
     chance = random.Random(seed)
-    prompts = [PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(12)]
+    prompts = [
+        PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(12)
+    ]
     params = [random_params(chance) for _ in prompts]
     alone = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
     sizes = {"max_num_seqs": chance.choice((4, 5, 9)), "prefix_cache_seqs": chance.choice((0, 3))}
@@ -152,7 +162,9 @@ def test_what_a_search_leaves_in_the_cache_is_what_it_says(folder):
     with LLM(str(folder), prefix_cache_seqs=8) as cached, LLM(str(folder), prefix_cache_seqs=0) as fresh:
         found = cached.generate([PROMPT], SamplingParams(num_beams=6, n=6, max_tokens=10))[0].outputs
         prompts = [PROMPT + completion.token_ids[: 2 + i] for i, completion in enumerate(found)]
-        again, expected = (llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=1)) for llm in (cached, fresh))
+        again, expected = (
+            llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=1)) for llm in (cached, fresh)
+        )
         assert [plain(output) for output in again] == [plain(output) for output in expected]
         assert sum(output.num_cached_tokens for output in again) > 6 * len(PROMPT)
 
@@ -180,7 +192,9 @@ def test_max_time_ends_a_search_with_what_it_has(llm):
     output = llm.generate([PROMPT], replace(params, max_time=0.5, logits_processors=slow))[0]
     assert [o.stop_reason for o in output.outputs] == ["max_time"] * 3
     expected = llm.generate([PROMPT], replace(params, max_tokens=4))[0]
-    assert [(o.token_ids, o.score) for o in output.outputs] == [(o.token_ids, o.score) for o in expected.outputs]
+    assert [(o.token_ids, o.score) for o in output.outputs] == [
+        (o.token_ids, o.score) for o in expected.outputs
+    ]
 
 
 def test_a_failing_search_fails_alone(llm):
@@ -194,7 +208,9 @@ def test_a_failing_search_fails_alone(llm):
         bad.result(timeout=60)
     with pytest.raises(ValueError, match="leave no token"):
         nothing.result(timeout=60)
-    assert plain(good.result(timeout=60)) == plain(llm.generate([PROMPT], SamplingParams(num_beams=2, max_tokens=5))[0])
+    assert plain(good.result(timeout=60)) == plain(
+        llm.generate([PROMPT], SamplingParams(num_beams=2, max_tokens=5))[0]
+    )
 
 
 def test_what_cannot_run_is_refused_before_any_work(llm):

@@ -54,7 +54,9 @@ def classified(case, token_ids):
     if architecture == TOKENS:
         return torch.stack([logits, logits.softmax(-1)]).numpy()
     of = SimpleNamespace(model=model, framework="pt")
-    found = transformers.TextClassificationPipeline.postprocess(of, {"logits": logits}, None, top_k=None, _legacy=False)
+    found = transformers.TextClassificationPipeline.postprocess(
+        of, {"logits": logits}, None, top_k=None, _legacy=False
+    )
     by_label = {each["label"]: each["score"] for each in found}
     names = [model.config.id2label[i] for i in range(model.config.num_labels)]
     return np.stack([logits.numpy(), np.float32([[by_label[name] for name in names]])])
@@ -88,7 +90,11 @@ def test_a_model_without_such_a_head_is_refused(tmp_path):
     [
         ({"score.weight": (2, C + 1)}, {}, r"score.weight of shape \(2, 37\), which must be \(labels, 36\)"),
         ({"classifier.weight": (2, C), "classifier.bias": (3,)}, {}, r"a bias of shape \(3,\)"),
-        ({"score.weight": (2, C)}, {"problem_type": "ranking"}, "problem_type 'ranking', which must be one of"),
+        (
+            {"score.weight": (2, C)},
+            {"problem_type": "ranking"},
+            "problem_type 'ranking', which must be one of",
+        ),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(tmp_path, head, fields, message):

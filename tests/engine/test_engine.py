@@ -66,7 +66,12 @@ def test_output_of_a_text(llm):
     (output,) = llm.generate(PROMPTS[0], GREEDY)
     assert (output.prompt, output.prompt_token_ids) == (PROMPTS[0], llm.tokenizer.encode(PROMPTS[0]))
     (sample,) = output.outputs
-    assert (sample.index, len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (0, 12, "length", None)
+    assert (sample.index, len(sample.token_ids), sample.finish_reason, sample.stop_reason) == (
+        0,
+        12,
+        "length",
+        None,
+    )
     assert sample.text == llm.tokenizer.decode(sample.token_ids)
     assert (sample.logprobs, sample.cumulative_logprob) == (None, None)
     assert output.metrics.arrival <= output.metrics.first_token <= output.metrics.finished
@@ -75,14 +80,29 @@ def test_output_of_a_text(llm):
 def test_output_of_token_ids(llm):
     ids = llm.tokenizer.encode(PROMPTS[0])
     expected = generate_one(llm, PROMPTS[0]).token_ids
-    for given in (ids, [ids], np.array(ids), np.array([ids], np.int32), tuple(ids), [np.uint16(i) for i in ids]):
+    for given in (
+        ids,
+        [ids],
+        np.array(ids),
+        np.array([ids], np.int32),
+        tuple(ids),
+        [np.uint16(i) for i in ids],
+    ):
         (output,) = llm.generate(given, GREEDY)
         assert (output.prompt, output.prompt_token_ids, ids_of(output)) == (None, ids, expected)
         assert all(type(i) is int for i in output.prompt_token_ids)
 
 
 def test_outputs_stand_in_the_prompts_order(llm):
-    prompts = [PROMPTS[0], llm.tokenizer.encode(PROMPTS[1]), "", PROMPTS[3], [5], PROMPTS[4], np.array([6, 7])]
+    prompts = [
+        PROMPTS[0],
+        llm.tokenizer.encode(PROMPTS[1]),
+        "",
+        PROMPTS[3],
+        [5],
+        PROMPTS[4],
+        np.array([6, 7]),
+    ]
     params = [SamplingParams(max_tokens=n) for n in (20, 1, 7, 2, 11, 3, 5)]
     outputs = llm.generate(prompts, params)
     assert [output.prompt for output in outputs] == [PROMPTS[0], None, "", PROMPTS[3], None, PROMPTS[4], None]
@@ -91,7 +111,9 @@ def test_outputs_stand_in_the_prompts_order(llm):
         assert ids_of(output) == generate_one(llm, prompt, p).token_ids
 
 
-@pytest.mark.parametrize("empty", ["", [""], [[]], [np.array([], int)]], ids=["text", "texts", "ids", "numpy"])
+@pytest.mark.parametrize(
+    "empty", ["", [""], [[]], [np.array([], int)]], ids=["text", "texts", "ids", "numpy"]
+)
 def test_an_empty_prompt_starts_at_bos(llm, empty):
     (output,) = llm.generate(empty, GREEDY)
     assert output.prompt_token_ids == [llm.config.bos_token_id]
@@ -141,7 +163,9 @@ def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
     assert len({tuple(sample.token_ids) for sample in output.outputs}) == n
     assert {sample.seed for sample in output.outputs} == {7}
     (more,) = llm.generate(PROMPTS[0], sampled(n=n + 3))
-    assert [sample.token_ids for sample in more.outputs[:n]] == [sample.token_ids for sample in output.outputs]
+    assert [sample.token_ids for sample in more.outputs[:n]] == [
+        sample.token_ids for sample in output.outputs
+    ]
 
 
 def test_seeds(llm):
@@ -171,7 +195,9 @@ def test_best_of_returns_the_most_probable_per_token(llm, n):
     assert [sample.index for sample in output.outputs] == list(range(n))
 
 
-@pytest.mark.parametrize(("place", "field"), [(0, "stop_token_ids"), (5, "stop_token_ids"), (5, "eos_token_id")])
+@pytest.mark.parametrize(
+    ("place", "field"), [(0, "stop_token_ids"), (5, "stop_token_ids"), (5, "eos_token_id")]
+)
 def test_tokens_that_end_a_sample(llm, place, field):
     whole = generate_one(llm, PROMPTS[0]).token_ids
     stop = whole[place]
@@ -180,7 +206,9 @@ def test_tokens_that_end_a_sample(llm, place, field):
     sample = generate_one(llm, PROMPTS[0], SamplingParams(max_tokens=12, **{field: [absent, stop]}))
     assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (kept, "stop", stop)
     assert sample.text == llm.tokenizer.decode(kept[:-1])
-    ignoring = SamplingParams(max_tokens=12, ignore_eos=True, **{field: stop if field == "eos_token_id" else [stop]})
+    ignoring = SamplingParams(
+        max_tokens=12, ignore_eos=True, **{field: stop if field == "eos_token_id" else [stop]}
+    )
     sample = generate_one(llm, PROMPTS[0], ignoring)
     assert sample.token_ids == (whole if field == "eos_token_id" else kept)
 
@@ -192,7 +220,9 @@ def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run[:1], "stop", run[0])
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True))
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run, "length", None)
-        sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]]))
+        sample = generate_one(
+            llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]])
+        )
         assert (sample.token_ids, sample.finish_reason) == (run[:1], "stop")
 
 
@@ -202,7 +232,9 @@ def test_logprobs_are_the_models_own(llm, params, count):
     params = SamplingParams(**{**vars(params), "logprobs": count, "top_k": 50})
     (output,) = llm.generate(PROMPTS[0], params)
     sample = output.outputs[0]
-    rows = log_softmax(llm.logits(output.prompt_token_ids + sample.token_ids)[len(output.prompt_token_ids) - 1 : -1])
+    rows = log_softmax(
+        llm.logits(output.prompt_token_ids + sample.token_ids)[len(output.prompt_token_ids) - 1 : -1]
+    )
     assert len(sample.logprobs) == len(sample.token_ids) == len(rows)
     for row, token_id, told in zip(rows, sample.token_ids, sample.logprobs, strict=True):
         best = np.argsort(-row, kind="stable")[:count].tolist()
@@ -254,7 +286,10 @@ def test_everything_may_run_inside_a_stream(llm):
 
 
 REFUSED = {
-    "id too large": ([1, VOCAB_SIZE], f"id {VOCAB_SIZE} is outside the vocabulary: .* ids 0 to {VOCAB_SIZE - 1}"),
+    "id too large": (
+        [1, VOCAB_SIZE],
+        f"id {VOCAB_SIZE} is outside the vocabulary: .* ids 0 to {VOCAB_SIZE - 1}",
+    ),
     "id negative": ([-1], "token id -1 is outside"),
     "id not whole": ([[1, 2.5]], "2.5"),
     "id a bool": ([[True]], "True"),
@@ -265,8 +300,14 @@ REFUSED = {
     "bytes in a list": ([b"abc"], "b'abc'"),
     "None": (None, "NoneType"),
     "None in a list": ([None], "None"),
-    "an unknown field": ({"prompt": "a", 5: 6}, "dict with .prompt., 5: give one of prompt and prompt_token_ids"),
-    "both fields": ({"prompt": "a", "prompt_token_ids": [1]}, "dict with .prompt., .prompt_token_ids.: give one"),
+    "an unknown field": (
+        {"prompt": "a", 5: 6},
+        "dict with .prompt., 5: give one of prompt and prompt_token_ids",
+    ),
+    "both fields": (
+        {"prompt": "a", "prompt_token_ids": [1]},
+        "dict with .prompt., .prompt_token_ids.: give one",
+    ),
     "no field": ({}, "dict with no field: give one"),
     "float array": (np.array([[1.0, 2.0]]), "1.0"),
     "too deep": ([[[1, 2]]], r"\[1, 2\]"),
@@ -306,7 +347,9 @@ def test_too_many_tokens_are_refused_with_the_three_numbers(llm):
 def test_max_model_len(tiny_folder):
     with LLM(str(tiny_folder), max_model_len=4) as llm:
         lowered = r"max_model_len is 4 \(the model has 6 positions, and it can be raised to that\)"
-        with pytest.raises(RequestError, match=f"{lowered}: shorten the prompt, or set max_tokens to at most 2, or"):
+        with pytest.raises(
+            RequestError, match=f"{lowered}: shorten the prompt, or set max_tokens to at most 2, or"
+        ):
             llm.generate([1, 2], SamplingParams(max_tokens=3))
         with pytest.raises(RequestError, match=f"{lowered}: shorten the prompt, or set overflow"):
             llm.generate([1] * 4, SamplingParams(max_tokens=1))
@@ -328,7 +371,9 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in IMPOSSIBLE for value in IMPOSSIBLE[name]]
+)
 def test_impossible_arguments(name, value):
     with pytest.raises(RequestError, match=name) as caught:
         LLM("demo", **{name: value})
@@ -349,9 +394,13 @@ def test_impossible_logits(tiny, prompt):
 def test_without_a_tokenizer_token_ids_work(tiny):
     (output,) = tiny.generate([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))
     assert (output.outputs[0].text, len(ids_of(output))) == (None, 3)
-    assert [c.token_id for c in tiny.stream([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))] == ids_of(output)
+    assert [c.token_id for c in tiny.stream([3, 4], SamplingParams(max_tokens=3, ignore_eos=True))] == ids_of(
+        output
+    )
     assert tiny.logits([1, 2]).shape == (2, 11)
-    assert tiny.generate("", SamplingParams(max_tokens=1))[0].prompt_token_ids == [1]  # BOS needs no tokenizer
+    assert tiny.generate("", SamplingParams(max_tokens=1))[0].prompt_token_ids == [
+        1
+    ]  # BOS needs no tokenizer
 
 
 def test_without_a_tokenizer_texts_are_refused(tiny):
@@ -403,7 +452,10 @@ def test_one_weight_that_is_not_a_number_is_not_lost_in_quantising(tmp_path, nam
     tensors = tiny_checkpoint.random_tensors()
     tensors[f"transformer.{name}"][3, 5] = np.nan
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
-    with LLM(str(folder), dtype=dtype, max_num_seqs=1) as llm, pytest.raises(TinyGPTError, match="not finite"):
+    with (
+        LLM(str(folder), dtype=dtype, max_num_seqs=1) as llm,
+        pytest.raises(TinyGPTError, match="not finite"),
+    ):
         llm.generate([3, 4], SHORT)
 
 

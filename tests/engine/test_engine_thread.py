@@ -24,7 +24,12 @@ from tinygpt.outputs import ThreadFuture
 
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 SECONDS = 120  # a test that would wait forever fails after this time
-USES = [lambda llm: llm.submit([1]), lambda llm: llm.generate([1]), lambda llm: llm.logits([1]), LLM.check_health]
+USES = [
+    lambda llm: llm.submit([1]),
+    lambda llm: llm.generate([1]),
+    lambda llm: llm.logits([1]),
+    LLM.check_health,
+]
 
 
 def params_for(i: int) -> SamplingParams:
@@ -98,7 +103,9 @@ def test_the_queue_is_bounded(small_demo):
     with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
         with paused(llm):
             futures = [llm.submit([i], params_for(i)) for i in range(5)]
-            with pytest.raises(QueueFullError, match=r"max_queue is 3 and the queue holds 3, so .* no room for 1 more"):
+            with pytest.raises(
+                QueueFullError, match=r"max_queue is 3 and the queue holds 3, so .* no room for 1 more"
+            ):
                 llm.submit([9])
             futures.pop().cancel()
             with pytest.raises(QueueFullError, match=r"the queue holds 2, .* room for 2 more"):
@@ -227,7 +234,9 @@ def test_a_function_that_raises_fails_its_request_alone(llm, where, error):
     assert good.result(SECONDS).outputs == llm.generate([[1]], params_for(4))[0].outputs
 
 
-@pytest.mark.parametrize(("error", "raised"), [(MemoryError("no more"), MemoryError), (SystemExit(1), RuntimeError)])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(MemoryError("no more"), MemoryError), (SystemExit(1), RuntimeError)]
+)
 def test_a_step_that_fails_ends_every_request_and_the_next_step_works(llm, monkeypatch, error, raised):
     with monkeypatch.context() as patch:
         with paused(llm):
@@ -238,7 +247,10 @@ def test_a_step_that_fails_ends_every_request_and_the_next_step_works(llm, monke
                 future.result(SECONDS)
         with pytest.raises(TinyGPTError, match="the engine has failed: "):
             llm.check_health()
-    assert llm.submit([1], params_for(1)).result(SECONDS).outputs == llm.generate([[1]], params_for(1))[0].outputs
+    assert (
+        llm.submit([1], params_for(1)).result(SECONDS).outputs
+        == llm.generate([[1]], params_for(1))[0].outputs
+    )
     llm.check_health()
 
 
@@ -295,7 +307,9 @@ def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, p
 
 
 @pytest.mark.parametrize("where", ["on_chunk", "processor"])
-@pytest.mark.parametrize("call", [lambda llm: llm.close(), lambda llm: llm.generate([2]), lambda llm: llm.logits([2])])
+@pytest.mark.parametrize(
+    "call", [lambda llm: llm.close(), lambda llm: llm.generate([2]), lambda llm: llm.logits([2])]
+)
 def test_a_function_called_in_a_step_may_submit_but_not_run_or_close(llm, where, call):
     submitted = []
 
@@ -383,7 +397,9 @@ def wait_shortly(future):
         future.result(0.001)
 
 
-@pytest.mark.parametrize("call", [ThreadFuture.cancel, wait_shortly, lambda future: future.add_done_callback(id)])
+@pytest.mark.parametrize(
+    "call", [ThreadFuture.cancel, wait_shortly, lambda future: future.add_done_callback(id)]
+)
 def test_ctrl_c_at_any_point_leaves_no_future_locked(call):
     point, future = 1, ThreadFuture()
     while interrupted_at(point, partial(call, future)):
@@ -395,7 +411,9 @@ def test_ctrl_c_at_any_point_leaves_no_future_locked(call):
     assert point > 3
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it may come as a generator ends
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # it may come as a generator ends
 @pytest.mark.parametrize(
     "call",
     [
@@ -505,7 +523,12 @@ def test_a_sample_that_waits_ends_without_a_token_when_its_time_is_over(single, 
         gate.allow(9)
         assert last.result(SECONDS).outputs[0].stop_reason is None
     (sample,) = output.outputs
-    assert (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason) == ([], "", "length", "max_time")
+    assert (sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason) == (
+        [],
+        "",
+        "length",
+        "max_time",
+    )
     assert (output.prompt_logprobs, output.prompt_cumulative_logprob) == ([None], None)
     metrics = output.metrics
     assert (metrics.scheduled, metrics.first_token, metrics.time_to_first_token) == (None, None, None)

@@ -13,7 +13,10 @@ from tinygpt.errors import RequestError
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
-DEVICES = ["reference", pytest.param("cpu", marks=pytest.mark.slow)]  # kernels of each kind compile for half a minute
+DEVICES = [
+    "reference",
+    pytest.param("cpu", marks=pytest.mark.slow),
+]  # kernels of each kind compile for half a minute
 PROMPTS = [golden_ids(length, f"prompt {length}", V) for length in (1, 3, 17, 8, 2, 11)]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1)
 
@@ -81,7 +84,9 @@ def test_beams_have_the_scores_of_their_tokens(alone, busy):
     params = SamplingParams(max_tokens=6, num_beams=3, n=3, length_penalty=0.0)
     outputs = busy.generate([prompt, PROMPTS[1]], params)[0].outputs
     scores = alone.score(prompt, [output.token_ids for output in outputs])
-    assert [output.score for output in outputs] == pytest.approx([s.cumulative_logprob for s in scores], abs=1e-4)
+    assert [output.score for output in outputs] == pytest.approx(
+        [s.cumulative_logprob for s in scores], abs=1e-4
+    )
     assert [output.score for output in outputs] == sorted((output.score for output in outputs), reverse=True)
     greedy = alone.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0))[0].outputs[0].token_ids
     assert outputs[0].score >= alone.score(prompt, [greedy])[0].cumulative_logprob - 1e-4
@@ -153,7 +158,10 @@ def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("opt-350m", "layer norms after its blocks, no layer norm before its head, embeddings of another width"),
+        (
+            "opt-350m",
+            "layer norms after its blocks, no layer norm before its head, embeddings of another width",
+        ),
         ("bloom-6", "ALiBi in place of position embeddings, a layer norm after its embeddings"),
         ("xglm", "embeddings that are multiplied by a number"),
         ("experts", "experts"),

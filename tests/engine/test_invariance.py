@@ -34,7 +34,13 @@ NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF, np.dtype(np.ui
 # Model, dtype and KV cache dtype. The demo's products are cut into four segments.
 VARIANTS = ["odd-float32-float32", "demo-float32-float32", "wide-bfloat16-bfloat16", "wide-int8-bfloat16"]
 VARIANTS += ["wide-int8-int8", "wide-int4-bfloat16", "demo-int4-bfloat16"]
-SLOW = ["wide-float32-bfloat16", "wide-int8-float32", "odd-float32-int8", "demo-int8-int8", "demo-bfloat16-bfloat16"]
+SLOW = [
+    "wide-float32-bfloat16",
+    "wide-int8-float32",
+    "odd-float32-int8",
+    "demo-int8-int8",
+    "demo-bfloat16-bfloat16",
+]
 VARIANTS += [pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, "demo-int8-bfloat16")]
 # The demo takes eight times as long as the odd model, whose steps and kernels are of the same kinds.
 LLM_VARIANTS = ["odd-float32", pytest.param("demo-float32", marks=pytest.mark.slow)]
@@ -48,7 +54,9 @@ class Machine:
     workspace: object
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: str, kv_cache_dtype: str, length: int, threads: int) -> "Machine":
+    def of(
+        cls, checkpoint: Checkpoint, dtype: str, kv_cache_dtype: str, length: int, threads: int
+    ) -> "Machine":
         cache = cpu.new_kv_cache(checkpoint.config, SLOTS, length, kv_cache_dtype)
         for array in cache:
             array.fill(NAN[array.dtype])  # what an earlier sequence left behind must never be felt
@@ -99,7 +107,9 @@ def lab(request, folders) -> Lab:
     model, dtype, kv_cache_dtype = request.param.split("-")
     checkpoint = open_checkpoint(folders[model])
     length = LENGTHS[model]
-    machines = {threads: Machine.of(checkpoint, dtype, kv_cache_dtype, length, threads) for threads in THREADS}
+    machines = {
+        threads: Machine.of(checkpoint, dtype, kv_cache_dtype, length, threads) for threads in THREADS
+    }
     random = np.random.default_rng(0)
     sequences = random.integers(checkpoint.config.vocab_size, size=(SEQUENCES, length)).tolist()
     alone = [machines[1].step([ids], [0], [0]) for ids in sequences]
@@ -144,7 +154,9 @@ def test_decode_steps_equal_one_prefill(lab, threads):
     machine.step([ids[:n] for ids, n in zip(lab.sequences, lengths, strict=True)], [0] * SEQUENCES, rows)
     for step in range(40):
         at = [n + step for n in lengths]
-        logits = machine.step([[ids[i]] for ids, i in zip(lab.sequences, at, strict=True)], at, rows)  # (S, V)
+        logits = machine.step(
+            [[ids[i]] for ids, i in zip(lab.sequences, at, strict=True)], at, rows
+        )  # (S, V)
         same_bits(logits, np.stack([alone[i] for alone, i in zip(lab.alone, at, strict=True)]))
 
 

@@ -72,7 +72,9 @@ def test_a_sequence_that_ends_before_the_last_step_takes_no_more(llm, calls):
     whole = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
     last = whole[0].index(whole[0][6])
     calls.clear()
-    ended, *others = llm.generate(PROMPTS, [SamplingParams(max_tokens=30, stop_token_ids=[whole[0][6]]), *[GREEDY] * 3])
+    ended, *others = llm.generate(
+        PROMPTS, [SamplingParams(max_tokens=30, stop_token_ids=[whole[0][6]]), *[GREEDY] * 3]
+    )
     assert ended.outputs[0].token_ids == whole[0][: last + 1]
     assert ended.outputs[0].finish_reason == "stop"
     assert [output.outputs[0].token_ids for output in others] == whole[1:]
@@ -126,7 +128,9 @@ def test_a_call_ends_with_the_time_that_is_left_to_any_request(llm, monkeypatch)
     monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: asked.append(seconds) or 1)
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     times = [None, 3.0, 2.0]
-    requests = [llm._inputs.request([3], SamplingParams(max_tokens=9, ignore_eos=True, max_time=t)) for t in times]
+    requests = [
+        llm._inputs.request([3], SamplingParams(max_tokens=9, ignore_eos=True, max_time=t)) for t in times
+    ]
 
     def run() -> None:
         steps = llm.engine._steps
@@ -154,7 +158,9 @@ def test_a_new_or_cancelled_request_waits_for_one_step(llm, calls, monkeypatch, 
         nonlocal other
         monkeypatch.setattr(llm.engine.runner, "multi_step", multi_step)
         with ThreadPoolExecutor(1) as pool:
-            other = pool.submit(lambda: llm.submit([4], params) if what == "submit" else other.cancel()).result()
+            other = pool.submit(
+                lambda: llm.submit([4], params) if what == "submit" else other.cancel()
+            ).result()
         counts.extend(len(sequence.new_token_ids) for sequence in llm.engine.scheduler.running)
         for token_ids in multi_step(*on):
             counts.append(1)

@@ -130,7 +130,10 @@ def test_a_later_request_computes_what_is_new(monkeypatch, alone, small_demo):
         batches = batches_of(llm, monkeypatch)
         longer = BASES[0] + first.outputs[0].token_ids + [7, 8, 9]
         (second,) = llm.generate([longer], GREEDY)
-        assert (second.num_cached_tokens, num_computed(batches)) == (65, 4 + 5)  # the last new token was never computed
+        assert (second.num_cached_tokens, num_computed(batches)) == (
+            65,
+            4 + 5,
+        )  # the last new token was never computed
         assert second.outputs == alone.generate([longer], GREEDY)[0].outputs
         (third,) = llm.generate([BASES[0][:30]], GREEDY)
         assert third.num_cached_tokens == 29
@@ -167,7 +170,9 @@ def hide(before, after, scores):
     return np.zeros_like(scores)
 
 
-@pytest.mark.parametrize("fields", [{}, {"num_beams": 3}, {"logits_processors": hide}], ids=["", "beams", "hide"])
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_beams": 3}, {"logits_processors": hide}], ids=["", "beams", "hide"]
+)
 @pytest.mark.parametrize("budget", [20, 64])
 def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
     """It spreads to earlier positions of its step, which a finite prompt begins with, too."""
@@ -177,7 +182,9 @@ def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
     with LLM(with_nan, **sizes(4, budget, 2)) as llm:
         for prompt, outputs in zip(prompts, expected, strict=True):
             with paused(llm):
-                bad = llm.submit([*prompt[:-1], 19, *prompt], SamplingParams(max_tokens=3, ignore_eos=True, **fields))
+                bad = llm.submit(
+                    [*prompt[:-1], 19, *prompt], SamplingParams(max_tokens=3, ignore_eos=True, **fields)
+                )
                 good = llm.submit(prompt, GREEDY)
             with pytest.raises(FailedRequestError, match="not finite"):
                 bad.result(60)

@@ -102,7 +102,11 @@ def test_decoding_comes_before_prompts_however_old():
     assert run_step(scheduler) == [(short, 1), (long, 9)]
     assert run_step(scheduler) == [(short, 1), (long, 9)]
     assert run_step(scheduler) == [(short, 1), (long, 9)]
-    assert run_step(scheduler) == [(short, 1), (long, 3), (late, 3)]  # the prompts in their order, as far as it goes
+    assert run_step(scheduler) == [
+        (short, 1),
+        (long, 3),
+        (late, 3),
+    ]  # the prompts in their order, as far as it goes
     assert run_step(scheduler) == [(long, 1), (late, 1)]
 
 
@@ -134,7 +138,9 @@ def logits_of_steps(scheduler: Scheduler, steps: int) -> list[list[tuple[int, in
     """For each chunk its tokens, the logits that are computed, and those for the prompt's own sake."""
     seen = []
     for _ in range(steps):
-        seen.append([(chunk.count, chunk.num_logits, chunk.num_prompt_logits) for chunk in scheduler.schedule()])
+        seen.append(
+            [(chunk.count, chunk.num_logits, chunk.num_prompt_logits) for chunk in scheduler.schedule()]
+        )
         run_step(scheduler)
     return seen
 
@@ -143,7 +149,11 @@ def test_a_chunk_computes_the_logits_that_are_wanted_and_no_others():
     assert logits_of_steps(scheduler_of(new_sequence(25), tokens=10), 4) == [
         [(10, 0, 0)], [(10, 0, 0)], [(5, 1, 0)], [(1, 1, 0)],
     ]  # fmt: skip
-    assert logits_of_steps(scheduler_of(asked(25, first=12), tokens=10), 3) == [[(10, 0, 0)], [(10, 8, 8)], [(5, 5, 5)]]
+    assert logits_of_steps(scheduler_of(asked(25, first=12), tokens=10), 3) == [
+        [(10, 0, 0)],
+        [(10, 8, 8)],
+        [(5, 5, 5)],
+    ]
 
 
 def test_prompts_of_a_step_share_its_rows_of_logits():
@@ -173,7 +183,9 @@ def finish(scheduler: Scheduler) -> int:
 def test_one_prompt_pass_for_equal_prompts(tokens, max_tokens):
     sequences = [new_sequence(40, max_tokens, begin=7) for _ in range(4)]
     scheduler = scheduler_of(*sequences, tokens=tokens)
-    assert finish(scheduler) == 40 + 3 + 4 * (max_tokens - 1)  # the last token of each is computed for its logits
+    assert finish(scheduler) == 40 + 3 + 4 * (
+        max_tokens - 1
+    )  # the last token of each is computed for its logits
     assert [s.num_reused for s in sequences] == [0, 39, 39, 39]
 
 
@@ -301,7 +313,9 @@ def test_any_load(slots, kept, spare, shapes, arrivals, removals):
         chunks = scheduler.schedule()
         running = list(scheduler.running)
         check_rows(scheduler, slots, kept)
-        assert len(running) == min(slots, len(running) + len(scheduler.waiting))  # no slot idle while one waits
+        assert len(running) == min(
+            slots, len(running) + len(scheduler.waiting)
+        )  # no slot idle while one waits
         assert bool(running) <= sum(chunk.count for chunk in chunks) <= budget  # something goes on
         assert all(1 <= chunk.count <= chunk.sequence.num_uncached for chunk in chunks)
         decoding = {id(s) for s in running if s.num_uncached == 1}
@@ -381,5 +395,12 @@ def test_a_row_of_no_use_is_empty(token_ids):
 
 
 def test_common_prefix():
-    cases = ([], [], 0), ([1], [], 0), ([1], [2], 0), ([1, 2], [1], 1), ([1], [1, 2], 1), ([1, 2, 3], [1, 2, 4], 2)
+    cases = (
+        ([], [], 0),
+        ([1], [], 0),
+        ([1], [2], 0),
+        ([1, 2], [1], 1),
+        ([1], [1, 2], 1),
+        ([1, 2, 3], [1, 2, 4], 2),
+    )
     assert [common_prefix(a, b) for a, b, _ in cases] == [count for _, _, count in cases]

@@ -41,7 +41,9 @@ def test_what_greedy_decoding_writes_is_greedy(llm):
     written = output.outputs[0].token_ids
     same, other = llm.score(context, [written, [*written[:-1], (written[-1] + 1) % V]])
     assert (same.is_greedy, other.is_greedy) == (True, False)
-    assert same.logprobs == [row[token_id] for row, token_id in zip(output.outputs[0].logprobs, written, strict=True)]
+    assert same.logprobs == [
+        row[token_id] for row, token_id in zip(output.outputs[0].logprobs, written, strict=True)
+    ]
 
 
 def harness_pair(encode, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -60,7 +62,9 @@ def test_texts_are_encoded_as_harnesses_do(llm, prompt, label):
     context, continuation = harness_pair(llm.tokenizer.encode, prompt, label)
     (score,) = llm.score(prompt, [label])
     assert score.token_ids == continuation
-    np.testing.assert_allclose(score.logprobs, teacher_forced(llm, context, continuation)[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        score.logprobs, teacher_forced(llm, context, continuation)[0], rtol=0, atol=1e-5
+    )
 
 
 def test_where_the_border_vanishes_both_are_encoded_apart(llm):
@@ -69,7 +73,9 @@ def test_where_the_border_vanishes_both_are_encoded_apart(llm):
     assert encode(first + second)[: len(encode(first))] != encode(first)
     (score,) = llm.score(first, [second])
     assert score.token_ids == encode(second)
-    np.testing.assert_allclose(score.logprobs, teacher_forced(llm, encode(first), encode(second))[0], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        score.logprobs, teacher_forced(llm, encode(first), encode(second))[0], rtol=0, atol=1e-5
+    )
 
 
 def test_facts_of_a_score():
@@ -80,7 +86,11 @@ def test_facts_of_a_score():
     assert score.words == [("He", -1.0, 1), (" was", -2.5, 2)]
     assert ContinuationScore([1], [-math.inf], False, [""]).perplexity == math.inf
     assert ContinuationScore([1], [-1000.0], False).perplexity == math.inf
-    assert ContinuationScore([1], [-1.0], False).words is ContinuationScore([1], [-1.0], False).bits_per_byte is None
+    assert (
+        ContinuationScore([1], [-1.0], False).words
+        is ContinuationScore([1], [-1.0], False).bits_per_byte
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +107,11 @@ def test_facts_of_a_score():
 def test_tokens_are_merged_into_words(tokens, words):
     score = ContinuationScore([0] * len(tokens), [-1.0] * len(tokens), False, tokens)
     assert [word.text for word in score.words] == words
-    assert sum(word.num_tokens for word in score.words) == -sum(word.logprob for word in score.words) == len(tokens)
+    assert (
+        sum(word.num_tokens for word in score.words)
+        == -sum(word.logprob for word in score.words)
+        == len(tokens)
+    )
 
 
 @pytest.mark.parametrize("text", [PROMPT, "caf\u00e9 \u2014 \U0001f600\n", "a<|endoftext|> b"])
@@ -151,7 +165,9 @@ def test_the_last_token_needs_no_position(small_demo):
         (score,) = llm.score([5] * 11, [[6] * 10])
         with LLM(small_demo) as longer:
             assert score == longer.score([5] * 11, [[6] * 10])[0]
-        with pytest.raises(RequestError, match=r"11 tokens and a continuation 11, together 22.*shorten them to 21"):
+        with pytest.raises(
+            RequestError, match=r"11 tokens and a continuation 11, together 22.*shorten them to 21"
+        ):
             llm.score([5] * 11, [[6], [6] * 11])
 
 

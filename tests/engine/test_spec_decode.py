@@ -52,7 +52,9 @@ def target(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory) -> Path:
-    return write_model(tmp_path_factory.mktemp("draft"), "draft", **{**FIELDS, "n_layer": 1, "n_positions": 30})
+    return write_model(
+        tmp_path_factory.mktemp("draft"), "draft", **{**FIELDS, "n_layer": 1, "n_positions": 30}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,10 @@ def llm(target):
 
 
 def plain(output) -> list[tuple]:
-    return [(o.token_ids, o.logprobs, o.cumulative_logprob, o.finish_reason, o.stop_reason) for o in output.outputs]
+    return [
+        (o.token_ids, o.logprobs, o.cumulative_logprob, o.finish_reason, o.stop_reason)
+        for o in output.outputs
+    ]
 
 
 def random_params(chance: random.Random, **fields) -> SamplingParams:
@@ -89,11 +94,17 @@ def random_params(chance: random.Random, **fields) -> SamplingParams:
 @pytest.mark.parametrize("with_draft_model", [False, True])
 def test_nothing_changes_but_the_number_of_steps(target, smaller, llm, seed, with_draft_model):
     chance = random.Random(seed)
-    prompts = [PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(10)]
+    prompts = [
+        PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(10)
+    ]
     params = [random_params(chance) for _ in prompts]
     expected = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
     lookup = [
-        replace(p, prompt_lookup_num_tokens=chance.choice((0, 1, 4, 10)), max_matching_ngram_size=chance.choice((1, 3)))
+        replace(
+            p,
+            prompt_lookup_num_tokens=chance.choice((0, 1, 4, 10)),
+            max_matching_ngram_size=chance.choice((1, 3)),
+        )
         for p in params
     ]
     draft = {"draft_model": str(smaller), "num_speculative_tokens": 3} if with_draft_model else {}
@@ -132,7 +143,9 @@ def test_drafts_stay_within_the_positions(target, smaller):
 
 def test_a_draft_that_cannot_go_on_ends_there(target):
     """Behind the end of the sequence no token is left that is not a repetition."""
-    params = SamplingParams(max_tokens=20, allowed_token_ids=[3, 9], no_repeat_ngram_size=2, stop_token_ids=[3, 9])
+    params = SamplingParams(
+        max_tokens=20, allowed_token_ids=[3, 9], no_repeat_ngram_size=2, stop_token_ids=[3, 9]
+    )
     with LLM(str(target), draft_model=str(target), num_speculative_tokens=12) as llm:
         assert len(llm.generate([[1, 2]], params)[0].outputs[0].token_ids) == 1
 

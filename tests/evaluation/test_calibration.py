@@ -29,7 +29,9 @@ def inputs() -> dict[str, np.ndarray]:
     found: dict[str, list] = {}
     for name, module in model.transformer.named_modules():
         if isinstance(module, Conv1D):
-            module.register_forward_pre_hook(lambda _, args, name=name: found.setdefault(name, []).append(args[0][0]))
+            module.register_forward_pre_hook(
+                lambda _, args, name=name: found.setdefault(name, []).append(args[0][0])
+            )
     with torch.no_grad():
         for sample in samples_of(IDS, 256):
             model(torch.tensor([sample]))
@@ -119,7 +121,9 @@ def test_the_tool_sees_no_layer_of_a_gpt(model, family, tmp_path):
     sizes = scales_of(model)
     assert list(sizes) == ["lm_head"]
     checkpoint = open_checkpoint("demo" if model == "demo" else write_family(tmp_path, model))
-    with pytest.raises(CheckpointError, match=f"attn.c_attn .* sees nn.Linear alone, and a {family} has Conv1D"):
+    with pytest.raises(
+        CheckpointError, match=f"attn.c_attn .* sees nn.Linear alone, and a {family} has Conv1D"
+    ):
         read_act_scales(write_scales(tmp_path / "scales.pt", sizes), checkpoint, 0.5)
 
 
@@ -138,7 +142,10 @@ LAYER = "model.decoder.layers.1."
     ("change", "says"),
     [
         (lambda sizes: sizes.pop(f"{LAYER}fc1"), "has no scales of layers.1.fc1"),
-        (lambda sizes: sizes.update({f"{LAYER}self_attn.q_proj": np.ones(23, np.float32)}), "must hold 24 sizes"),
+        (
+            lambda sizes: sizes.update({f"{LAYER}self_attn.q_proj": np.ones(23, np.float32)}),
+            "must hold 24 sizes",
+        ),
         (lambda sizes: sizes[f"{LAYER}fc2"].__setitem__(3, np.nan), "must hold 52 sizes, finite"),
         (lambda sizes: sizes[f"{LAYER}fc2"].__setitem__(3, -1), f"none below 0, for {LAYER}fc2"),
     ],

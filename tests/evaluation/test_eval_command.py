@@ -168,7 +168,10 @@ def test_lambada_is_that_of_transformers(llm):
     (output,) = llm.generate("Once upon a time there", SamplingParams(max_tokens=40, ignore_eos=True))
     words = f"Once upon a time there{output.outputs[0].text}".split(" ")
     foreseen_texts = [" ".join(words[:count]) for count in range(8, 20)]
-    rare = [f"{passage(20, seed)} {word}" for seed, word in enumerate(("unforeseeably", "xylophone", "Zoë", "the"))]
+    rare = [
+        f"{passage(20, seed)} {word}"
+        for seed, word in enumerate(("unforeseeably", "xylophone", "Zoë", "the"))
+    ]
     texts = [*foreseen_texts, *rare, *(passage(9 + i, i) for i in range(8))]
     check_lambada(llm, texts)
     assert len(foreseen_texts) <= lambada(llm, texts)[0].num_correct < len(texts)
@@ -228,7 +231,9 @@ def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(run, 
 
 
 @pytest.mark.parametrize(("dtypes", "code", "num_rows"), [("float32,int8", 1, 1), ("int8,float32", 2, 0)])
-def test_a_dtype_that_cannot_be_loaded_fails_behind_others(run, text_file, monkeypatch, dtypes, code, num_rows):
+def test_a_dtype_that_cannot_be_loaded_fails_behind_others(
+    run, text_file, monkeypatch, dtypes, code, num_rows
+):
     """A refusal where nothing was done, and else a failure, which leaves what was measured."""
 
     def load(model, dtype, **options):
@@ -276,7 +281,10 @@ def test_special_tokens_can_be_plain_text(run, llm, text_file):
 def test_lambada_names_each_protocol(run, rows_file):
     code, out, _ = run("lambada", rows_file, "--limit", 2)
     assert code == 0
-    assert [line.split("|")[2:4] for line in out.splitlines()[2:]] == [[" last word ", " 2 "], [" last token ", " 2 "]]
+    assert [line.split("|")[2:4] for line in out.splitlines()[2:]] == [
+        [" last word ", " 2 "],
+        [" last token ", " 2 "],
+    ]
     code, out, _ = run("lambada", rows_file, "--json")
     assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
 

@@ -63,7 +63,9 @@ def test_the_command(name, tmp_path, capsys):
 
 
 def test_layers_cannot_be_compared_where_they_have_several_widths(tmp_path, capsys):
-    result = Result(capsys, "parity", [str(write_family(tmp_path, "opt-350m")), "--device", "reference", "--layers"])
+    result = Result(
+        capsys, "parity", [str(write_family(tmp_path, "opt-350m")), "--device", "reference", "--layers"]
+    )
     assert result.code == 2
     assert "needs hidden states of one width" in result.err
 
@@ -90,16 +92,24 @@ def logits_of(folder, arrays, device, **settings):
 
 def test_of_equal_probabilities_the_first_expert_is_chosen(device, tmp_path):
     """So all tokens go to one expert, and the others have none."""
-    arrays = {name: np.zeros_like(a) if name.endswith("gate.weight") else a for name, a in moe_arrays().items()}
-    first = {name: a / np.float32(E) if "experts.0.c_proj.weight" in name else a for name, a in arrays.items()}
+    arrays = {
+        name: np.zeros_like(a) if name.endswith("gate.weight") else a for name, a in moe_arrays().items()
+    }
+    first = {
+        name: a / np.float32(E) if "experts.0.c_proj.weight" in name else a for name, a in arrays.items()
+    }
     expected = logits_of(tmp_path / "alone", first_alone(first), device, topk=1)
-    np.testing.assert_allclose(logits_of(tmp_path / "all", arrays, device, topk=1), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        logits_of(tmp_path / "all", arrays, device, topk=1), expected, rtol=0, atol=1e-5
+    )
 
 
 def test_experts_that_are_the_same_are_one(device, tmp_path):
     arrays = moe_arrays()
     same = {
-        name: arrays[f"{name.split('.experts.')[0]}.experts.0.{name.split('.', 5)[5]}"] if ".experts." in name else a
+        name: arrays[f"{name.split('.experts.')[0]}.experts.0.{name.split('.', 5)[5]}"]
+        if ".experts." in name
+        else a
         for name, a in arrays.items()
     }
     expected = logits_of(tmp_path / "alone", first_alone(same), device, topk=1)
@@ -113,7 +123,9 @@ def test_a_text_does_not_depend_on_what_its_neighbours_chose(tmp_path):
     """On the CPU, to the last bit: no expert is ever full."""
     prompts = [golden_ids(n, f"prompt {n}", moe_models.V) for n in (1, 3, 7, 12, 5, 5, 9)]
     params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
-    with LLM(str(write_moe(tmp_path, moe_arrays(), topk=2)), max_num_seqs=8, max_num_batched_tokens=16) as llm:
+    with LLM(
+        str(write_moe(tmp_path, moe_arrays(), topk=2)), max_num_seqs=8, max_num_batched_tokens=16
+    ) as llm:
         together = llm.generate(prompts, params)
         for prompt, output in zip(prompts, together, strict=True):
             assert llm.generate([prompt], params)[0].outputs[0].logprobs == output.outputs[0].logprobs

@@ -92,7 +92,9 @@ def task_manager(tmp_path_factory):
 @pytest.mark.parametrize("task", TASKS)
 def test_results_are_those_of_the_hf_model(ours, theirs, task_manager, task):
     results, expected = (
-        lm_eval.simple_evaluate(model, tasks=[task], task_manager=task_manager, bootstrap_iters=0, log_samples=True)
+        lm_eval.simple_evaluate(
+            model, tasks=[task], task_manager=task_manager, bootstrap_iters=0, log_samples=True
+        )
         for model in (ours, theirs)
     )
     assert results["samples"][task], "no samples"
@@ -123,9 +125,18 @@ def test_documents_with_special_tokens(ours, theirs):
     """A rolling document with a mark in it, one of several windows too; pairs and contexts with marks anywhere."""
     end = ours.eot_token_id
     assert ours.tok_encode(f"a{MARK}") == theirs.tok_encode(f"a{MARK}") == [*ours.tok_encode("a"), end]
-    texts = [f"The end.{MARK}Once upon a time", f"{MARK}Once{MARK}{MARK}", MARK.join(row["text"] for row in ROWS)]
+    texts = [
+        f"The end.{MARK}Once upon a time",
+        f"{MARK}Once{MARK}{MARK}",
+        MARK.join(row["text"] for row in ROWS),
+    ]
     check_same(ours, theirs, "loglikelihood_rolling", *((text,) for text in texts))
-    pairs = ("The end.", f"{MARK}Once"), (f"The end.{MARK}", "Once upon"), (MARK, "Once"), ("The end", f".{MARK}")
+    pairs = (
+        ("The end.", f"{MARK}Once"),
+        (f"The end.{MARK}", "Once upon"),
+        (MARK, "Once"),
+        ("The end", f".{MARK}"),
+    )
     check_same(ours, theirs, "loglikelihood", *pairs)
     ends = {"until": ["."], "max_gen_toks": 8}
     check_same(ours, theirs, "generate_until", (f"The end.{MARK}", ends), (f"{MARK}Once upon a time", ends))
@@ -155,7 +166,8 @@ def test_the_harness_finds_the_model_by_its_name():
     from lm_eval.api.registry import get_model
 
     model = get_model("tinygpt").create_from_arg_string(
-        "pretrained=demo,max_length=64,dtype=int8", {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"}
+        "pretrained=demo,max_length=64,dtype=int8",
+        {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"},
     )
     assert (model.max_length, model.llm.dtype) == (64, "int8")
     model.llm.close()

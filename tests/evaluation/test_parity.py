@@ -142,7 +142,9 @@ def test_demo_on_ids_and_text(demo_model):
     with LLM("demo") as llm:
         for text in ("The king said: \u201cNo!\u201d", "a", " \n\n", "caf\u00e9 \U0001f600"):
             ids = llm.tokenizer.encode(text)
-            by_text, by_ids = (llm.generate(p, SamplingParams(max_tokens=20))[0].outputs[0] for p in (text, [ids]))
+            by_text, by_ids = (
+                llm.generate(p, SamplingParams(max_tokens=20))[0].outputs[0] for p in (text, [ids])
+            )
             assert by_text.token_ids == by_ids.token_ids
             assert by_text.text == by_ids.text
             assert_same_greedy(llm, greedy(demo_model, ids, 20), ids, SamplingParams(max_tokens=20))

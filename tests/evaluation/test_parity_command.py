@@ -22,7 +22,9 @@ SIZES = {"n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = write_model(tmp_path_factory.mktemp("parity") / "model", **SIZES)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [*range(0, SIZES["vocab_size"], 2)]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [*range(0, SIZES["vocab_size"], 2)]})
+    )
     return folder
 
 
@@ -31,10 +33,15 @@ def golden(folder) -> Path:
     """A golden file of prompts as long as the built-in ones; without transformers, the reference backend's."""
     path = folder.parent / "golden.npz"
     if HAS_TRANSFORMERS:
-        assert cli.main(["parity", str(folder), "--layers", "--max-tokens", "6", "--save-golden", str(path)]) == 0
+        assert (
+            cli.main(["parity", str(folder), "--layers", "--max-tokens", "6", "--save-golden", str(path)])
+            == 0
+        )
         return path
     with LLM(str(folder), device="reference") as llm:
-        save_goldens(path, [golden_of(llm, golden_ids(length, vocab_size=97)) for length in (1, 2, 7, 33, 64)])
+        save_goldens(
+            path, [golden_of(llm, golden_ids(length, vocab_size=97)) for length in (1, 2, 7, 33, 64)]
+        )
     return path
 
 
@@ -181,7 +188,11 @@ def test_flags_that_do_not_go_together(capsys, folder, golden, tmp_path):
 def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     data = golden.read_bytes()
     file = tmp_path / "damaged.npz"
-    for damaged in (data[:-100], data[50:], b"no archive"):  # the directory of the second begins in front of the file
+    for damaged in (
+        data[:-100],
+        data[50:],
+        b"no archive",
+    ):  # the directory of the second begins in front of the file
         file.write_bytes(damaged)
         assert "is no file of --save-golden" in say_no(capsys, folder, "--golden", file)
     for name, value in {"logits.0": np.zeros((1, 97)), "token_ids.0": [1.5], "greedy_leads.0": 1}.items():
@@ -197,12 +208,16 @@ def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     assert "make it with --layers too" in say_no(capsys, folder, "--golden", stateless, "--layers")
 
 
-@pytest.mark.parametrize(("dtype", "runs_in"), [("float32", "float32"), ("int8", "int8"), ("float8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("dtype", "runs_in"), [("float32", "float32"), ("int8", "int8"), ("float8", "bfloat16")]
+)
 def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_path, dtype, runs_in):
     target = tmp_path / "converted"
     assert cli.main(["convert", str(folder), str(target), "--dtype", dtype]) == 0
     refusal = say_no(capsys, target)
-    assert refusal.startswith(f"tinygpt: error: transformers cannot read {target}, which tinygpt has converted: ")
+    assert refusal.startswith(
+        f"tinygpt: error: transformers cannot read {target}, which tinygpt has converted: "
+    )
     assert refusal.count("\n") == 1
     code, report = parity(capsys, target, "--golden", golden, "--dtype", "auto")
     assert report["dtype"] == runs_in
@@ -212,7 +227,9 @@ def test_a_converted_checkpoint_needs_a_golden_file(capsys, folder, golden, tmp_
 def test_a_checkpoint_in_another_format_needs_one_too(capsys, folder, tmp_path):
     assert cli.main(["convert", str(folder), str(tmp_path / "gguf"), "--to", "gguf"]) == 0
     for name in (tmp_path / "gguf", tmp_path / "gguf" / "model.gguf"):
-        assert f"transformers cannot read {name}, which is not in its format: give --golden" in say_no(capsys, name)
+        assert f"transformers cannot read {name}, which is not in its format: give --golden" in say_no(
+            capsys, name
+        )
 
 
 @needs_transformers
@@ -228,7 +245,9 @@ def test_goldens_come_back_as_they_were(golden, tmp_path):
     save_goldens(tmp_path / "again", [made])
     (again,) = load_goldens(tmp_path / "again")
     for name, value in vars(made).items():
-        np.testing.assert_array_equal(getattr(again, name), value, strict=isinstance(value, np.ndarray), err_msg=name)
+        np.testing.assert_array_equal(
+            getattr(again, name), value, strict=isinstance(value, np.ndarray), err_msg=name
+        )
 
 
 def test_agreements():

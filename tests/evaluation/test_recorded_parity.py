@@ -9,7 +9,11 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
 
 PROMPT, NEW = 6, 30
-TEXTS = ("Once upon a time, in a dark forest, there lived", "The king said: \u201cNo!\u201d", "caf\u00e9 \U0001f600")
+TEXTS = (
+    "Once upon a time, in a dark forest, there lived",
+    "The king said: \u201cNo!\u201d",
+    "caf\u00e9 \U0001f600",
+)
 
 
 @pytest.fixture(params=["cpu", "reference"])
@@ -55,13 +59,33 @@ def test_demo(text):
         logits = llm.logits(ids).astype(np.float64)  # (T, V)
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))  # (T, V)
     best, values = np.moveaxis(top_logprobs_of("demo", ids, 5), 1, 0)  # (T, 5) each
-    np.testing.assert_allclose(np.take_along_axis(logprobs, best.astype(int), 1), values, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        np.take_along_axis(logprobs, best.astype(int), 1), values, rtol=0, atol=TOLERANCE
+    )
 
 
 RULES = [
-    {"num_beams": 3, "max_new_tokens": 12, "eos_token_id": [5, 8], "length_penalty": 1.0, "early_stopping": False},
-    {"num_beams": 4, "max_new_tokens": 9, "eos_token_id": [3], "length_penalty": -1.0, "early_stopping": True},
-    {"num_beams": 2, "max_new_tokens": 15, "eos_token_id": [0], "length_penalty": 2.0, "early_stopping": "never"},
+    {
+        "num_beams": 3,
+        "max_new_tokens": 12,
+        "eos_token_id": [5, 8],
+        "length_penalty": 1.0,
+        "early_stopping": False,
+    },
+    {
+        "num_beams": 4,
+        "max_new_tokens": 9,
+        "eos_token_id": [3],
+        "length_penalty": -1.0,
+        "early_stopping": True,
+    },
+    {
+        "num_beams": 2,
+        "max_new_tokens": 15,
+        "eos_token_id": [0],
+        "length_penalty": 2.0,
+        "early_stopping": "never",
+    },
 ]
 GROUPS = [
     {**rules, "num_beams": beams, "num_beam_groups": groups, "diversity_penalty": penalty}
@@ -89,17 +113,30 @@ def test_beams(llm_of, name, number, is_grouped):
 
 
 # A simulated GPU is slow: of each kind of field one model, of a single layer and narrow where that is not the point.
-SIMULATED = ("plain", "head-size-1", "head-size-7", "head-size-64", "odd-width", "inner-narrow", "gelu", "quick-gelu")
+SIMULATED = (
+    "plain",
+    "head-size-1",
+    "head-size-7",
+    "head-size-64",
+    "odd-width",
+    "inner-narrow",
+    "gelu",
+    "quick-gelu",
+)
 SIMULATED += ("relu", "silu", "tanh", "scores-unscaled", "scores-by-layer", "epsilon-large")
 NARROW = {"n_layer": 1, "n_embd": 12}
 WIDE = ("head-size-1", "head-size-7", "head-size-64", "odd-width")
 
 
 @pytest.mark.toolchain
-@pytest.mark.parametrize("name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED)])
+@pytest.mark.parametrize(
+    "name", ["untied", *(pytest.param(name, marks=pytest.mark.slow) for name in SIMULATED)]
+)
 def test_logits_and_greedy_tokens_on_a_simulated_gpu(name, device, tmp_path):
     prompt = golden_ids(5)
-    fields = {"n_layer": 1} if name in WIDE else NARROW | {"n_layer": 2} if name == "scores-by-layer" else NARROW
+    fields = (
+        {"n_layer": 1} if name in WIDE else NARROW | {"n_layer": 2} if name == "scores-by-layer" else NARROW
+    )
     folder = write_golden(tmp_path, name, **fields)
     with LLM(str(folder), device="cuda", max_num_seqs=1, max_num_batched_tokens=8) as llm:
         expected = logits_of(name, prompt, **fields)  # (T, V)

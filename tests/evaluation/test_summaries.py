@@ -41,7 +41,9 @@ def test_rows_have_either_name_for_a_summary(file):
     assert [one.summary for one in read_articles("FILE", file)] == [ROWS[0]["highlights"], ROWS[1]["summary"]]
 
 
-@pytest.mark.parametrize("row", ['{"article": "a"}', '{"article": 3, "summary": "b"}', "[1]", "{", '{"summary": "b"}'])
+@pytest.mark.parametrize(
+    "row", ['{"article": "a"}', '{"article": 3, "summary": "b"}', "[1]", "{", '{"summary": "b"}']
+)
 def test_a_line_that_is_no_row_is_named(row, file):
     file.write_text(json.dumps(ROWS[0]) + "\n" + row)
     with pytest.raises(RequestError, match=r"^line 2 of FILE .* is no article with a summary: give \{"):
@@ -63,7 +65,10 @@ def test_the_end_of_a_long_article_is_read(file):
 
 def test_a_model_without_room_is_refused():
     message = "the model has 100 positions"
-    with LLM("demo", device="reference", max_model_len=100) as llm, pytest.raises(RequestError, match=message):
+    with (
+        LLM("demo", device="reference", max_model_len=100) as llm,
+        pytest.raises(RequestError, match=message),
+    ):
         summarize(llm, [Article("a", "b")])
 
 

@@ -15,7 +15,9 @@ from tinygpt.kernels.kernel_cache import ANNOUNCEMENT, HEADER, MAGIC, KernelCach
 NAME = "add-0123.kernel"
 CODE = {"machine": b"code" * 5}
 needs_owners = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners of files on Windows")
-needs_root = pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="only root can give a file away")
+needs_root = pytest.mark.skipif(
+    getattr(os, "geteuid", lambda: 1)() != 0, reason="only root can give a file away"
+)
 
 
 def save(cache: KernelCache, name: str = NAME) -> None:
@@ -67,7 +69,9 @@ DAMAGES = {
     "longer": lambda content, path: content + b"\0",
     "garbage": lambda content, path: os.urandom(len(content)),
     "of another format": lambda content, path: content.replace(b"kernel 2", b"kernel 1"),
-    "of another name": lambda content, path: MAGIC + hashlib.sha256(content[HEADER:]).digest() + content[HEADER:],
+    "of another name": lambda content, path: (
+        MAGIC + hashlib.sha256(content[HEADER:]).digest() + content[HEADER:]
+    ),
     "a bomb": lambda content, path: content[:HEADER] + pickle.dumps(Bomb(path)),
 }
 
@@ -124,7 +128,9 @@ def test_folders_and_files_are_made_for_their_user_alone(places, mask):
     assert cache.folder == places / "build"
     folders = (places.parent, places, cache.folder)
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in folders] == [0o700] * 3
-    assert [(path.name, stat.S_IMODE(path.stat().st_mode)) for path in cache.folder.iterdir()] == [(NAME, 0o600)]
+    assert [(path.name, stat.S_IMODE(path.stat().st_mode)) for path in cache.folder.iterdir()] == [
+        (NAME, 0o600)
+    ]
 
 
 @needs_owners

@@ -95,9 +95,16 @@ GUIDED = SamplingParams(guided_regex="[a-z]")
 
 @pytest.mark.parametrize(
     "fields",
-    [{"guided_regex": "[a-z]"}, {"params": GUIDED}, {"sampling_params": GUIDED}, {"grammar": 'start: "a" | "b"'}],
+    [
+        {"guided_regex": "[a-z]"},
+        {"params": GUIDED},
+        {"sampling_params": GUIDED},
+        {"grammar": 'start: "a" | "b"'},
+    ],
 )
-def test_a_grammar_is_compiled_in_a_thread_and_a_cancelled_task_still_ends_its_request(llm, monkeypatch, fields):
+def test_a_grammar_is_compiled_in_a_thread_and_a_cancelled_task_still_ends_its_request(
+    llm, monkeypatch, fields
+):
     check = Held(Guidance.check)
     monkeypatch.setattr(Guidance, "check", lambda *given: check(*given))
 
@@ -149,7 +156,9 @@ def test_who_makes_the_llm_closes_it(llm, small_demo):
 def test_vocabularies_are_decoded_in_a_thread(llm, monkeypatch, fields):
     breakers, threads = InputProcessor._breakers, []
     monkeypatch.setattr(
-        InputProcessor, "_breakers", lambda *given: threads.append(threading.current_thread()) or breakers(*given)
+        InputProcessor,
+        "_breakers",
+        lambda *given: threads.append(threading.current_thread()) or breakers(*given),
     )
     run(AsyncLLM(llm).generate("a", **fields))
     assert len(threads) == 1

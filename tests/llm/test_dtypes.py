@@ -28,7 +28,9 @@ CALIBRATED_LIMITS = {"int8": 1.0, "int4": 5.0}
 @pytest.fixture(scope="module")
 def written() -> list[CompletionOutput]:
     """Two texts by the demo in float32, which it goes on with past their ends."""
-    params = [SamplingParams(max_tokens=WINDOW, temperature=1.0, seed=seed, ignore_eos=True) for seed in (0, 1)]
+    params = [
+        SamplingParams(max_tokens=WINDOW, temperature=1.0, seed=seed, ignore_eos=True) for seed in (0, 1)
+    ]
     with LLM("demo", max_num_seqs=2) as llm:
         return [output.outputs[0] for output in llm.generate(["", ""], params)]
 
@@ -56,7 +58,9 @@ def test_a_position_that_is_not_finite_spoils_every_mean():
     logits = exact.copy()
     logits[1, 3] = np.nan
     quality = summary([figures_of(logits, exact, [3, 1, 2, 0])])
-    assert np.isnan([quality.perplexity, quality.mean_kl, quality.mean_difference, quality.largest_difference]).all()
+    assert np.isnan(
+        [quality.perplexity, quality.mean_kl, quality.mean_difference, quality.largest_difference]
+    ).all()
     assert summary([figures_of(exact, exact, [3, 1, 2, 0])]).mean_kl == 0
 
 

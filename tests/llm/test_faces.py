@@ -65,7 +65,11 @@ def test_other_programs_names_of_arguments(llm):
     assert text_of(llm.generate(PROMPT, sampling_params=params)[0]) == expected
     assert text_of(llm.generate(PROMPT, max_new_tokens=3, do_sample=False)[0]) == expected
     with LLM(
-        model_name_or_path="random:tiny", n_ctx=32, torch_dtype="torch.bfloat16", device_map="auto", enforce_eager=True
+        model_name_or_path="random:tiny",
+        n_ctx=32,
+        torch_dtype="torch.bfloat16",
+        device_map="auto",
+        enforce_eager=True,
     ) as other:
         assert (other.max_model_len, other.dtype) == (32, "bfloat16")
 
@@ -121,7 +125,10 @@ def test_reprs_say_what_matters():
         "finish_reason='stop', stop_reason='e')"
     )
     count = len(output.prompt_token_ids)
-    assert repr(output) == f"RequestOutput(prompt='{PROMPT}', prompt_token_ids=<{count} tokens>, outputs=[{sample!r}])"
+    assert (
+        repr(output)
+        == f"RequestOutput(prompt='{PROMPT}', prompt_token_ids=<{count} tokens>, outputs=[{sample!r}])"
+    )
     (long,) = llm.generate(PROMPT * 20, max_tokens=1)
     assert f"prompt={(PROMPT * 20)[:80] + '...'!r}" in repr(long)
     session = llm.session()

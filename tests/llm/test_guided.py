@@ -182,7 +182,9 @@ def test_a_function_brings_back_no_token(llm):
 def test_a_text_that_can_only_end_ends(llm):
     """Whatever min_tokens and ignore_eos say, and with no step more."""
     for fields in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"max_tokens": 1}):
-        output = llm.generate(PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))[0].outputs[0]
+        output = llm.generate(PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))[
+            0
+        ].outputs[0]
         assert (output.text, len(output.token_ids)) == ("e", 1)
         assert (output.finish_reason, output.stop_reason) == ("stop", "grammar")
 
@@ -204,7 +206,9 @@ def test_controls_that_leave_nothing_are_an_error(llm):
 
 def test_a_grammar_that_names_no_special_token_is_refused_before_any_work(llm, monkeypatch):
     monkeypatch.setattr(llm.engine, "submit", None)
-    with pytest.raises(RequestError, match=r"^guided_grammar is .*, which is not possible: .*unknown special token"):
+    with pytest.raises(
+        RequestError, match=r"^guided_grammar is .*, which is not possible: .*unknown special token"
+    ):
         llm.generate(PROMPT, SamplingParams(guided_grammar="start: <|nothing|>"))
 
 
@@ -212,9 +216,13 @@ def test_a_grammar_that_names_no_special_token_is_refused_before_any_work(llm, m
 MULTIPLE = {"type": "integer", "multipleOf": 99_999_999}
 HOSTILE = {
     "a multiple": {"guided_json": MULTIPLE},
-    "multiples together": {"guided_json": {"allOf": [{**MULTIPLE, "multipleOf": number} for number in (9973, 9967)]}},
+    "multiples together": {
+        "guided_json": {"allOf": [{**MULTIPLE, "multipleOf": number} for number in (9973, 9967)]}
+    },
     "a multiple in a grammar": {"guided_grammar": f"start: %json {json.dumps(MULTIPLE)}"},
-    "patterns together": {"guided_json": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(1, 40)]}},
+    "patterns together": {
+        "guided_json": {"allOf": [{"pattern": f"(a|b)*a(a|b){{{i}}}$"} for i in range(1, 40)]}
+    },
     "names by pattern": {"guided_json": {"patternProperties": {f"^{i:04}$": {} for i in range(300)}}},
     "empty lines": {"guided_grammar": "root ::= a" + "\n" * 60_000},
     "optional parts": {"guided_regex": "a?" * 20_000 + "a" * 20_000},
@@ -258,7 +266,10 @@ def test_a_grammar_is_compiled_again_if_its_process_has_ended(llm):
 
 @pytest.mark.usefixtures("impatient")
 def test_a_refused_grammar_is_refused_again_at_once(llm, monkeypatch):
-    for name in ("names by pattern", "a multiple") * 2:  # the one as it is validated, the other as it is compiled
+    for name in (
+        "names by pattern",
+        "a multiple",
+    ) * 2:  # the one as it is validated, the other as it is compiled
         with pytest.raises(RequestError, match="takes more than"):
             llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
         if name == "a multiple":

@@ -61,7 +61,11 @@ def lora_greedy_of_peft(name: str, prompt: list[int], count: int) -> np.ndarray:
 
     ids = torch.tensor([prompt])
     options = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-    return live(name).generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].numpy()
+    return (
+        live(name)
+        .generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
+        .numpy()
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "reference"])

@@ -58,7 +58,9 @@ def test_an_adapter_is_its_merged_weights(base, adapters, device):
 def test_a_batch_mixes_adapters_and_each_has_the_bits_that_it_has_alone(base, adapters):
     names = [None, *adapters, None, "few", "all"]
     params = [
-        SamplingParams(max_tokens=12, temperature=0.9 * (i % 2), seed=i, logprobs=3, lora_request=name, ignore_eos=True)
+        SamplingParams(
+            max_tokens=12, temperature=0.9 * (i % 2), seed=i, logprobs=3, lora_request=name, ignore_eos=True
+        )
         for i, name in enumerate(names)
     ]
     params[4] = replace(params[4], capture=["attn_out", "mlp_out"])  # in its steps the stream is set aside
@@ -76,19 +78,23 @@ def test_a_batch_mixes_adapters_and_each_has_the_bits_that_it_has_alone(base, ad
 def test_no_prefix_is_shared_between_adapters(base, adapters):
     with LLM(str(base), device="reference", lora_modules=adapters) as llm:
         for name in (None, "all", "few"):
-            cached = [llm.generate([PROMPT], max_tokens=1, lora_request=name)[0].num_cached_tokens for _ in range(2)]
+            cached = [
+                llm.generate([PROMPT], max_tokens=1, lora_request=name)[0].num_cached_tokens for _ in range(2)
+            ]
             assert cached == [0, len(PROMPT) - 1], name
         params = [SamplingParams(max_tokens=1, lora_request=name) for name in ("mlp", "mlp", None)]
-        assert [each.num_cached_tokens for each in llm.generate([PROMPT] * 3, params)] == [0] + [len(PROMPT) - 1] * 2
+        assert [each.num_cached_tokens for each in llm.generate([PROMPT] * 3, params)] == [0] + [
+            len(PROMPT) - 1
+        ] * 2
 
 
 def test_the_request_may_stand_next_to_params(base, adapters):
     with LLM(str(base), device="reference", lora_modules=adapters) as llm:
         params = SamplingParams(max_tokens=5)
         chosen = llm.generate([PROMPT], SamplingParams(max_tokens=5, lora_request="all"))[0].outputs
-        assert [llm.generate([PROMPT], p, lora_request="all")[0].outputs[0].token_ids for p in (params, [params])] == [
-            chosen[0].token_ids
-        ] * 2
+        assert [
+            llm.generate([PROMPT], p, lora_request="all")[0].outputs[0].token_ids for p in (params, [params])
+        ] == [chosen[0].token_ids] * 2
 
 
 def test_what_is_refused(base, adapters, tmp_path):
@@ -97,7 +103,9 @@ def test_what_is_refused(base, adapters, tmp_path):
         with LLM(str(base), device="reference", lora_modules=modules) as llm, refused:
             llm.generate([PROMPT], lora_request="other")
     head = write_lora(tmp_path / "head", rank=2, targets=["c_attn"], has_head=True, **FIELDS)
-    with pytest.raises(CheckpointError, match=r"changes lm_head.weight: in lora_modules, only .* Merge it: lora"):
+    with pytest.raises(
+        CheckpointError, match=r"changes lm_head.weight: in lora_modules, only .* Merge it: lora"
+    ):
         LLM(str(base), device="reference", lora_modules={"head": head})
     with pytest.raises(RequestError, match=r"lora_modules needs float32 weights .* with int8 weights"):
         LLM(str(base), dtype="int8", lora_modules=adapters)

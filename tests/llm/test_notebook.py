@@ -56,7 +56,9 @@ def test_a_special_token_of_a_prompt_has_its_name(llm):
 
 
 def test_tokens_are_colored_by_surprisal_with_candidates_as_titles(llm):
-    [output] = llm.generate([TEXT], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1))
+    [output] = llm.generate(
+        [TEXT], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1)
+    )
     html = output._repr_html_()
     sample = output.outputs[0]
     marks = Marks(html)

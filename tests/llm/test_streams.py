@@ -13,10 +13,14 @@ CASES = {
     "the token alone": SamplingParams(**WARM, logprobs=0),
     "processed": SamplingParams(**WARM, logprobs=3, top_k=9, logprobs_mode="processed"),
     "a stop string": SamplingParams(max_tokens=30, stop="he", logprobs=1),
-    "a stop string that stays": SamplingParams(max_tokens=30, stop="he", logprobs=1, include_stop_str_in_output=True),
+    "a stop string that stays": SamplingParams(
+        max_tokens=30, stop="he", logprobs=1, include_stop_str_in_output=True
+    ),
     "held back to the end": SamplingParams(max_tokens=8, stop=[" house and nothing else"], logprobs=1),
     "a stop token": SamplingParams(max_tokens=30, stop_token_ids=[262, 11, 264], logprobs=1),
-    "halves of characters": SamplingParams(**WARM, logprobs=1, allowed_token_ids=[222, 223, 159, 160, 232, 94]),
+    "halves of characters": SamplingParams(
+        **WARM, logprobs=1, allowed_token_ids=[222, 223, 159, 160, 232, 94]
+    ),
     "of the prompt": SamplingParams(**WARM, logprobs=1, prompt_logprobs=2),
     "of the prompt alone": SamplingParams(max_tokens=2, prompt_logprobs=0),
     "none": SamplingParams(**WARM),

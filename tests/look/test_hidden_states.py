@@ -81,7 +81,9 @@ def test_embeddings_are_pooled_last_hidden_states(variant, llm, pooling):
     expected = embeddings_of(variant, prompts, pooling)
     vectors = llm.embed(prompts, pooling)
     assert (vectors.shape, vectors.dtype) == (expected.shape, np.float32)
-    np.testing.assert_allclose(vectors, expected, rtol=0, atol=TOLERANCE * max(1, np.abs(expected).max() / 10))
+    np.testing.assert_allclose(
+        vectors, expected, rtol=0, atol=TOLERANCE * max(1, np.abs(expected).max() / 10)
+    )
 
 
 @pytest.fixture(scope="module")

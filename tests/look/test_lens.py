@@ -22,7 +22,9 @@ def theirs(name):
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def llm(request, name, tmp_path_factory):
-    with LLM(str(write_model(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=request.param) as llm:
+    with LLM(
+        str(write_model(tmp_path_factory.mktemp(name), **lens.MODELS[name])), device=request.param
+    ) as llm:
         yield llm
 
 

@@ -71,7 +71,11 @@ def test_a_capture_changes_no_bit(llm):
 
 
 def test_neighbours_of_an_edited_request_keep_their_bits(llm):
-    params = [SamplingParams(**GREEDY), SamplingParams(**GREEDY, edits=EDITS), SamplingParams(**GREEDY, capture="z")]
+    params = [
+        SamplingParams(**GREEDY),
+        SamplingParams(**GREEDY, edits=EDITS),
+        SamplingParams(**GREEDY, capture="z"),
+    ]
     params.append(SamplingParams(**GREEDY, temperature=1.0, seed=3))
     alone = [results(llm.generate([ids], p))[0] for ids, p in zip(IDS, params, strict=True)]
     assert results(llm.generate(IDS, params)) == alone
@@ -133,7 +137,9 @@ def test_positions_before_an_edit_are_shared(plain):
 def test_equal_edits_share_their_prompt_and_functions_do_not(plain):
     prompt = RNG.integers(0, 97, 40).tolist()
     value = VECTOR + 1
-    first, second = (plain.generate([prompt], **GREEDY, edits=Edit("resid_pre", value=value)) for _ in range(2))
+    first, second = (
+        plain.generate([prompt], **GREEDY, edits=Edit("resid_pre", value=value)) for _ in range(2)
+    )
     assert second[0].num_cached_tokens == 39
     assert results(first) == results(second)
     for _ in range(2):
@@ -160,7 +166,9 @@ def test_captured_positions_are_computed(plain):
 
 
 def test_a_sample_of_several_captures_its_own(plain):
-    (output,) = plain.generate([IDS[0]], **GREEDY, capture="blocks.1.hook_resid_post", n=3, temperature=2.0, seed=1)
+    (output,) = plain.generate(
+        [IDS[0]], **GREEDY, capture="blocks.1.hook_resid_post", n=3, temperature=2.0, seed=1
+    )
     for sample in output.outputs:
         _, cache = plain.run_with_cache(IDS[0] + sample.token_ids[:-1], "blocks.1.hook_resid_post")
         same_bits(sample.activations["blocks.1.hook_resid_post"], cache["resid_post", 1][0])
@@ -196,9 +204,15 @@ def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"capture": "blocks.9.hook_z"}, "capture has no point 'blocks.9.hook_z' in this model; did you mean"),
+        (
+            {"capture": "blocks.9.hook_z"},
+            "capture has no point 'blocks.9.hook_z' in this model; did you mean",
+        ),
         ({"capture": "zz"}, "has no point 'zz' in this model: names are as \"blocks.0.hook_resid_pre\""),
-        ({"edits": Edit("scale", keep=0)}, r"edits\[0\].name is 'blocks.0.ln1.hook_scale', which cannot be changed"),
+        (
+            {"edits": Edit("scale", keep=0)},
+            r"edits\[0\].name is 'blocks.0.ln1.hook_scale', which cannot be changed",
+        ),
         ({"edits": Edit("pattern", keep=0)}, "'blocks.0.attn.hook_pattern', which cannot be changed here"),
         (
             {"edits": [Edit("z"), Edit("z", value=VECTOR)]},
@@ -211,7 +225,10 @@ def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
             {"edits": [Edit("z"), Edit("z", at=500)]},
             r"edits.at is \(500,\) and must be below max_model_len, ",
         ),
-        ({"edits": Edit("z", at=slice(500, None))}, r"edits.at is slice\(500, None, None\) and must be below"),
+        (
+            {"edits": Edit("z", at=slice(500, None))},
+            r"edits.at is slice\(500, None, None\) and must be below",
+        ),
         ({"edits": "z"}, "edits is 'z' and must be an Edit or a list of them, or None"),
         ({"edits": Edit("z"), "num_beams": 2}, "num_beams is 2 and must be 1 with capture or edits"),
         ({"capture": "z", "overflow": "slide"}, "overflow is 'slide' and must be another one with capture"),
@@ -246,7 +263,8 @@ def test_a_capture_is_bounded(folder):
     with LLM(folder, max_capture_bytes=2**20) as llm:
         assert len(llm.generate([IDS[0]], **GREEDY, capture="z")[0].outputs[0].activations) == 2
         wanted = (
-            r"capture takes 1.4 MiB for 8 x 45 positions, .* 1.0 MiB: .* \(the largest are blocks.0.attn.hook_result"
+            r"capture takes 1.4 MiB for 8 x 45 positions, .* 1.0 MiB: .* "
+            r"\(the largest are blocks.0.attn.hook_result"
         )
         with pytest.raises(RequestError, match=wanted):
             llm.generate([IDS[0]], **GREEDY, capture=["result", "z", "pattern"], n=8, temperature=1.0)

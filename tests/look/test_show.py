@@ -29,7 +29,9 @@ def test_the_last_stream_has_the_models_probabilities(llm, edits):
     probs = np.exp(logits - logits.max(-1, keepdims=True))
     probs /= probs.sum(-1, keepdims=True)
     assert "".join(found.tokens) == TEXT
-    assert found.surprisals == pytest.approx([-math.log2(probs[t, i]) for t, i in enumerate(ids[1:])], rel=1e-5)
+    assert found.surprisals == pytest.approx(
+        [-math.log2(probs[t, i]) for t, i in enumerate(ids[1:])], rel=1e-5
+    )
     best = np.argsort(-probs)[:, :4]
     assert found.texts[-1] == [[llm.tokenizer.decode([i]) for i in row] for row in best.tolist()]
     np.testing.assert_allclose(found.probs[-1], np.take_along_axis(probs, best, 1), rtol=1e-5)
@@ -66,7 +68,9 @@ def test_a_notebook_shows_a_lens_with_candidates_as_titles(llm):
 
 @pytest.mark.parametrize("layer", [99, -99, 0.5, "1"])
 def test_a_layer_that_is_not_there(llm, layer):
-    with pytest.raises(RequestError, match=f"must be from -{llm.config.n_layer} to {llm.config.n_layer - 1}") as caught:
+    with pytest.raises(
+        RequestError, match=f"must be from -{llm.config.n_layer} to {llm.config.n_layer - 1}"
+    ) as caught:
         attention(llm, TEXT, layer)
     assert (caught.value.field, caught.value.value) == ("layer", layer)
 
@@ -83,7 +87,9 @@ def test_a_notebook_shows_heads_as_cells_in_shades(llm):
             for k, q in re.findall(r"M(\d+) (\d+)h1v1h-1", cells):
                 shown[int(q), int(k)] = float(opacity)
         assert np.abs(shown - pattern).max() <= 1 / SHADES
-        titles = [unescape(title).splitlines() for title in re.findall("<title>(.*?)</title>", head, re.DOTALL)]
+        titles = [
+            unescape(title).splitlines() for title in re.findall("<title>(.*?)</title>", head, re.DOTALL)
+        ]
         assert [title[0] for title in titles] == [repr(token) for token in found.tokens]
         for q, (_, first, *_) in enumerate(titles):
             assert first == f"{pattern[q].max():7.2%} {found.tokens[pattern[q].argmax()]!r}"

@@ -33,7 +33,14 @@ def start():
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         sizes = [f"--num-cpus={num_cpus}", "--object-store-memory=100000000", "--include-dashboard=false"]
-        command = [Path(sys.executable).with_name("ray"), "start", "--head", "--block", f"--port={port}", *sizes]
+        command = [
+            Path(sys.executable).with_name("ray"),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            *sizes,
+        ]
         options = {"env": {**os.environ, **ENVIRONMENT}, "cwd": "/", "stdout": subprocess.PIPE, "text": True}
         running.append(subprocess.Popen([*command, f"--temp-dir={temporary}"], **options))
         for line in running[-1].stdout:
@@ -73,16 +80,22 @@ def test_actors_without_room_are_refused(address, given):
     result = generate(address, "--input", given, "-t", "3")
     has = f"the Ray cluster at {address} has 2 CPUs on 1 host, room for 0 actors"
     assert result.returncode == 2
-    said = [line for line in result.stderr.splitlines() if line.startswith("tinygpt") and "slower" not in line]
+    said = [
+        line for line in result.stderr.splitlines() if line.startswith("tinygpt") and "slower" not in line
+    ]
     assert said == ["tinygpt: starting Ray", f"tinygpt: error: --threads is 3 and {has}: give fewer threads."]
 
 
-def test_actors_that_just_fit_find_files_that_are_named_from_the_commands_folder(start, address, given, small_demo):
+def test_actors_that_just_fit_find_files_that_are_named_from_the_commands_folder(
+    start, address, given, small_demo
+):
     shutil.copytree(small_demo, given.parent / "model")
     words = ["-m", "model", "--input", "in.jsonl", "--output", "out.jsonl", "--ray", "2"]
     result = generate(address, *words, cwd=given.parent)
     assert result.returncode == 1, result.stderr
-    found = [json.loads(line) for line in (given.parent / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [
+        json.loads(line) for line in (given.parent / "out.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [record["model"] for record in found] == ["model"] * 10
     assert [record["id"] for record in found if "error" in record] == ["lost"]
     first, done, failed = (line for line in result.stderr.splitlines() if line.startswith("tinygpt"))

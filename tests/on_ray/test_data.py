@@ -20,7 +20,10 @@ FLAGS = ["--seed", "5", "--max-num-seqs", "2", "-t", "1"]
 @pytest.fixture
 def given(tmp_path):
     """40 prompts: ten batches of an actor with two slots."""
-    lines = [{"id": f"p{i}", "prompt": "The fox said " * (1 + i % 5), "max_tokens": 3 + 7 * i % 11} for i in range(40)]
+    lines = [
+        {"id": f"p{i}", "prompt": "The fox said " * (1 + i % 5), "max_tokens": 3 + 7 * i % 11}
+        for i in range(40)
+    ]
     path = tmp_path / "in.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
@@ -66,7 +69,9 @@ def test_an_actor_that_is_killed_loses_and_doubles_no_row(small_demo, given, exp
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([sys.executable, "-c", program, *words, "--ray", "2"], env=environment, **pipes)
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words, "--ray", "2"], env=environment, **pipes
+    )
     until(lambda: process.poll() is not None or (out.exists() and b"\n" in out.read_bytes()))
     assert process.poll() is None, process.stderr.read()
     actors = ray_processes(process.pid, "MapWorker(")

@@ -54,7 +54,9 @@ FEW = [
     ("xglm", "float32", (2, 2)),
 ]
 # Every layout in every dtype, and of the other models a few.
-REST = [("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW] + [
+REST = [
+    ("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW
+] + [
     ("xl", "bfloat16", (4, 2)),
     ("xl", "int8", (2, 1)),
     ("xl", "int4", (3, 1)),
@@ -83,7 +85,9 @@ def folders(tmp_path_factory):
     def folder(name: str) -> str:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
-            written = write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
+            written = (
+                write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
+            )
             made[name] = str(written)
         return made[name]
 
@@ -146,11 +150,15 @@ def everything(llm: LLM) -> dict[str, str]:
     fork.generate(params)
     return {
         "logits": digest(llm.logits(ids)),
-        "hidden states": digest(llm.hidden_states(ids[:50]), llm.hidden_states(ids[:50], before_norm=True)[-1]),
+        "hidden states": digest(
+            llm.hidden_states(ids[:50]), llm.hidden_states(ids[:50], before_norm=True)[-1]
+        ),
         "attentions": digest(llm.attentions(ids[:20])),
         "tokens": digest(*(np.array(output.outputs[0].token_ids) for output in sampled)),
         "tokens alone": digest(*(np.array(output.outputs[0].token_ids) for output in plain)),
-        "log probabilities": digest(*(np.array([*d.values()]) for o in sampled for d in o.outputs[0].logprobs)),
+        "log probabilities": digest(
+            *(np.array([*d.values()]) for o in sampled for d in o.outputs[0].logprobs)
+        ),
         "embeds": digest(*(np.array(output.outputs[0].token_ids) for output in embedded)),
         "beams": digest(*(np.array(s.token_ids) for output in beams for s in output.outputs)),
         "session": digest(np.array(session.token_ids), np.array(fork.token_ids)),
@@ -159,7 +167,9 @@ def everything(llm: LLM) -> dict[str, str]:
 
 
 def digest(*arrays: np.ndarray) -> str:
-    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[:16]
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()[
+        :16
+    ]
 
 
 @pytest.mark.parametrize(("model", "dtype", "layout"), CASES)
@@ -198,10 +208,16 @@ def test_adapters_and_soft_prompts_know_nothing_of_ranks(monkeypatch, folders, t
     options = {"lora": adapter, "soft_prompts": soft}
 
     def texts(llm: LLM) -> list[str]:
-        params = [SamplingParams(max_tokens=9, soft_prompt=kind, seed=3, ignore_eos=True) for kind in (*soft, None)]
+        params = [
+            SamplingParams(max_tokens=9, soft_prompt=kind, seed=3, ignore_eos=True) for kind in (*soft, None)
+        ]
         found = llm.generate([[5, 6, 7]] * len(params), params)
         scores = [llm.score([5, 6], [[7, 8, 9]], soft_prompt=kind)[0].cumulative_logprob for kind in soft]
-        return [digest(llm.logits([5, 6, 7])), str([o.outputs[0].token_ids for o in found]), digest(np.array(scores))]
+        return [
+            digest(llm.logits([5, 6, 7])),
+            str([o.outputs[0].token_ids for o in found]),
+            digest(np.array(scores)),
+        ]
 
     with LLM(folders(model), **OPTIONS) as llm:
         plain = digest(llm.logits([5, 6, 7]))
@@ -219,7 +235,9 @@ def test_a_wrong_order_of_sums_is_seen(monkeypatch, folders, order, is_same):
     exchanges = 1 + 2 * FIVE_HEADS["n_layer"]
 
     def delivered(call: int) -> tuple[int, ...]:
-        return (0, 1, 2, 3) if call % exchanges == 0 else order  # the first are rows of the embedding, and no sums
+        return (
+            (0, 1, 2, 3) if call % exchanges == 0 else order
+        )  # the first are rows of the embedding, and no sums
 
     with LLM(folders("five"), **OPTIONS) as llm:
         expected = llm.logits(ids)
@@ -246,7 +264,11 @@ def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone)
     with on_ranks(monkeypatch, (2, 2), folders("five")) as (llm, _):
         llm.close()
         for layout, num_seqs in [((4, 1), 9), ((1, 4), 2), ((2, 2), 4)]:
-            sizes = {"tensor_parallel_size": layout[0], "pipeline_parallel_size": layout[1], "max_num_seqs": num_seqs}
+            sizes = {
+                "tensor_parallel_size": layout[0],
+                "pipeline_parallel_size": layout[1],
+                "max_num_seqs": num_seqs,
+            }
             with LLM(folders("five"), **{**OPTIONS, **sizes}) as other:
                 assert digest(other.logits([i * 7 % 101 for i in range(70)])) == expected
 
@@ -261,7 +283,9 @@ def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(mon
             second.generate([[5]], max_tokens=3)
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), CheckpointError("no room"), RequestError("no room")])
+@pytest.mark.parametrize(
+    "error", [MemoryError("no room"), CheckpointError("no room"), RequestError("no room")]
+)
 def test_what_fails_on_one_rank_is_told_by_rank_0_as_what_it_is(monkeypatch, folders, error):
     """A rank without memory has refused nothing."""
 

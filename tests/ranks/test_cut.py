@@ -111,7 +111,9 @@ def assert_same(mine, theirs):
 
 def shape_of(name: str, config: ModelConfig) -> tuple[int, int]:
     width, inner = config.n_embd, config.inner_size
-    return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(name, (width, inner))
+    return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(
+        name, (width, inner)
+    )
 
 
 def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
@@ -131,7 +133,13 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
         (Layout(2), {}, "float32", "cuda", "device is 'cuda', tensor_parallel_size is 2"),
         (Layout(1, 13), {}, "float32", "cpu", "pipeline_parallel_size is 13 and this model has 12 layers"),
         (Layout(2), {"n_embd": 96, "n_head": 3}, "float32", "cpu", "3 heads of 32 and 384 hidden units"),
-        (Layout(2), {"n_embd": 96, "n_head": 4}, "int8", "cpu", "cannot be shared in int8 with the same results"),
+        (
+            Layout(2),
+            {"n_embd": 96, "n_head": 4},
+            "int8",
+            "cpu",
+            "cannot be shared in int8 with the same results",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, said):
@@ -142,7 +150,9 @@ def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, sa
 def test_a_model_that_a_field_sets_apart_from_gpt2_is_refused_by_the_field():
     """Whatever ModelConfig learns, ranks run nothing that nobody has thought of how to cut."""
     check_cut(Layout(2), ModelConfig(), "float32", "cpu")
-    with pytest.raises(RequestError, match="embed_dim is 512, num_experts is 4, which several ranks cannot run"):
+    with pytest.raises(
+        RequestError, match="embed_dim is 512, num_experts is 4, which several ranks cannot run"
+    ):
         check_cut(Layout(2), ModelConfig(embed_dim=512, num_experts=4), "float32", "cpu")
 
 
@@ -151,7 +161,9 @@ def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
     """A field that ranks know may learn a value that they do not."""
     for known in {"positions": ("learned", "alibi"), "norm_placement": ("pre", "post")}[field]:
         check_cut(Layout(2), ModelConfig(**{field: known}), "float32", "cpu")
-    with pytest.raises(RequestError, match=f"this model's {field} is '{value}', which several ranks cannot run"):
+    with pytest.raises(
+        RequestError, match=f"this model's {field} is '{value}', which several ranks cannot run"
+    ):
         check_cut(Layout(2), ModelConfig(**{field: value}), "float32", "cpu")
 
 
@@ -163,7 +175,9 @@ def test_impossible_sizes_are_refused(sizes):
 
 # A step in runs: as many as are worth it.
 
-SEQUENCES = st.lists(st.tuples(st.integers(1, 70), st.integers(0, 50), st.integers(0, 70)), min_size=1, max_size=12)
+SEQUENCES = st.lists(
+    st.tuples(st.integers(1, 70), st.integers(0, 50), st.integers(0, 70)), min_size=1, max_size=12
+)
 
 
 @given(SEQUENCES, st.integers(1, 5))
@@ -178,7 +192,9 @@ def test_runs_are_the_step(sequences, stages):
     for run in runs:
         last = run.positions[run.seq_starts[1:] - 1]
         assert run.context_lens.tolist() == (last + 1).tolist()
-        assert {array.dtype for array in vars(run).values() if array is not run.embeds} == {np.dtype(np.int32)}
+        assert {array.dtype for array in vars(run).values() if array is not run.embeds} == {
+            np.dtype(np.int32)
+        }
     assert max(run.token_ids.size for run in runs) - min(run.token_ids.size for run in runs) <= 1
 
 
@@ -186,7 +202,9 @@ def tokens_of(batch):
     """Of each token: its id, position, slot and whether its logits are wanted."""
     slots = np.repeat(batch.slots, np.diff(batch.seq_starts))
     is_wanted = np.isin(np.arange(batch.token_ids.size), batch.logit_rows)
-    return zip(*(array.tolist() for array in (batch.token_ids, batch.positions, slots, is_wanted)), strict=True)
+    return zip(
+        *(array.tolist() for array in (batch.token_ids, batch.positions, slots, is_wanted)), strict=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +226,9 @@ class Pipeline:
     def begin(self, batch, first_row):
         self.events.append(("begin", first_row, batch.positions[0]))
         assert batch.context_lens.tolist() == (batch.positions + 1).tolist()
-        assert batch.logit_rows.tolist() == batch.seq_starts[:-1].tolist() == list(range(batch.token_ids.size))
+        assert (
+            batch.logit_rows.tolist() == batch.seq_starts[:-1].tolist() == list(range(batch.token_ids.size))
+        )
         return lambda: following(batch.token_ids, batch.positions, batch.slots)
 
     def choose(self, logits, rows, step):

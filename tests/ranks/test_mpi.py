@@ -30,7 +30,19 @@ TO_START, TO_END = 300, 5
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
 XL_HEADS = {**FIVE_HEADS, "n_embd": 1600, "n_head": 25, "n_inner": 256}
-GENERATE = ("generate", "--json", "--temperature", "0.9", "--seed", "5", "--max-tokens", "20", "-t", "1", "A wolf")
+GENERATE = (
+    "generate",
+    "--json",
+    "--temperature",
+    "0.9",
+    "--seed",
+    "5",
+    "--max-tokens",
+    "20",
+    "-t",
+    "1",
+    "A wolf",
+)
 
 HASHES = """
 import hashlib, sys
@@ -118,7 +130,9 @@ def refused(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
 
 def hashes(cases: list[str], tensor: int, pipeline: int) -> list[str]:
     ranks = tensor * pipeline
-    status, out, err = run("-c", HASHES, str(tensor), str(pipeline), *cases, ranks=ranks if ranks > 1 else None)
+    status, out, err = run(
+        "-c", HASHES, str(tensor), str(pipeline), *cases, ranks=ranks if ranks > 1 else None
+    )
     assert status == 0, err
     return out.splitlines()
 
@@ -153,7 +167,11 @@ def text_of(record: str) -> str:
     [
         ("generate --tensor-parallel 2 -m /nowhere x", None, "/nowhere"),
         ("generate --tensor-parallel 2 x", 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
-        ("generate --pipeline-parallel 7 x", None, "--pipeline-parallel-size is 7 and this model has 6 layers"),
+        (
+            "generate --pipeline-parallel 7 x",
+            None,
+            "--pipeline-parallel-size is 7 and this model has 6 layers",
+        ),
         # Before a model is opened.
         ("generate --tensor-parallel 2 --top-k -4 x", 2, "--top-k is -4 and must be"),
         ("eval --tensor-parallel 2 ppl no-such-file.txt", 2, "no-such-file.txt"),
@@ -311,7 +329,13 @@ def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
         if "serving" in line:
             break
     port = int(line.rpartition(":")[2])
-    body = {"prompt": [5, 6, 7], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "prompt": [5, 6, 7],
+        "max_tokens": 5,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     reply = ask(port, "/v1/completions", body).json
     assert len(reply["choices"][0]["token_ids"]) == 5
     process.send_signal(signal.SIGTERM)
@@ -373,7 +397,9 @@ def test_that_mpi_is_missing_is_said_before_anything_takes_long():
     assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
 
 
-@pytest.mark.parametrize(("command", "whom"), [("generate", "mpiexec"), ("generate", "rank 0"), ("serve", "rank 0")])
+@pytest.mark.parametrize(
+    ("command", "whom"), [("generate", "mpiexec"), ("generate", "rank 0"), ("serve", "rank 0")]
+)
 def test_sigterm_ends_all(tmp_path, five, command, whom):
     """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
     given = tmp_path / "in.jsonl"
@@ -383,7 +409,9 @@ def test_sigterm_ends_all(tmp_path, five, command, whom):
         "generate": ("generate", "--input", str(given), "--output", str(tmp_path / "out"), "--seed", "3"),
         "serve": ("serve", "--port", "0"),
     }[command]
-    process = start("-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True)
+    process = start(
+        "-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True
+    )
     pids = ranks_of(process.pid, 2)
     if command == "serve":
         read_to(process, process.stderr, "serving")

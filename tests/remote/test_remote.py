@@ -138,7 +138,10 @@ def test_a_server_that_stays_busy_is_asked_so_often(serve, status, kind):
     [
         (refusal(500, "internal error"), "refuses: internal error"),
         (refusal(400, "top_k is wrong"), "^top_k is wrong$"),
-        (refusal(401, "no key", "invalid_api_key"), "wants an API key: set api_key, or the variable TINYGPT_API_KEY"),
+        (
+            refusal(401, "no key", "invalid_api_key"),
+            "wants an API key: set api_key, or the variable TINYGPT_API_KEY",
+        ),
         (refusal(404, "Not Found"), "is no tinygpt server, or an older one"),
         (reply(502, b"<html>Bad gateway</html>"), "is no tinygpt server: it answers with status 502"),
         (reply(200, b"<html>Hello</html>"), "it does not speak JSON"),
@@ -178,11 +181,15 @@ def test_an_error_within_a_stream_is_raised(serve):
 
 
 def test_a_refused_connection_is_tried_again(serve, monkeypatch):
-    with pytest.raises(ServerError, match=r"does not answer .*: start it with `tinygpt serve`, or check the address"):
+    with pytest.raises(
+        ServerError, match=r"does not answer .*: start it with `tinygpt serve`, or check the address"
+    ):
         RemoteLLM(f"http://127.0.0.1:{free_port()}")  # at once: nothing is there to wait for
     llm, _ = serve(reply(200, OUTPUT), max_retries=4)
     tries, send = [], llm._server._client.send
-    monkeypatch.setattr(llm._server._client, "send", lambda *given, **more: tries.append(1) or send(*given, **more))
+    monkeypatch.setattr(
+        llm._server._client, "send", lambda *given, **more: tries.append(1) or send(*given, **more)
+    )
     llm._server._client.base_url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(ServerError, match="does not answer"):
         llm.generate("Once")
@@ -211,7 +218,10 @@ CALLS = {
     [
         *((name, [reply(status, DEEP)]) for name in CALLS for status in (200, 400)),
         *(("generate", [reply(400, {"error": error})]) for error in (1, [], {"message": 5, "code": None})),
-        *(("generate", [reply(200, OUTPUT | {"metrics": OUTPUT["metrics"] | {"finished": n}})]) for n in ("", 10**400)),
+        *(
+            ("generate", [reply(200, OUTPUT | {"metrics": OUTPUT["metrics"] | {"finished": n}})])
+            for n in ("", 10**400)
+        ),
         *(
             ("stream", [reply(200, b"data: {" + line + b"\n\n")])
             for line in (b"", DEEP, b'"error": 1}', b'"chunk": 1}')
@@ -246,7 +256,9 @@ def test_a_forked_child_is_refused_and_makes_a_new_one(serve):
         signal.alarm(20)
         try:
             for call in (waiting.result, stream.__next__, *new):
-                with pytest.raises(RequestError, match="this RemoteLLM belongs to the process that was forked"):
+                with pytest.raises(
+                    RequestError, match="this RemoteLLM belongs to the process that was forked"
+                ):
                     call()
             llm.close()
             with RemoteLLM(llm._server.url) as new:
@@ -258,13 +270,19 @@ def test_a_forked_child_is_refused_and_makes_a_new_one(serve):
     assert llm.generate("Once")
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host?x=1"])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "ftp://host", "http://", "http://host:port", "http://host?x=1"]
+)
 def test_an_address_that_is_none(url):
-    with pytest.raises(RequestError, match=r"url is '.*' and must be a server's, such as http://127.0.0.1:8000"):
+    with pytest.raises(
+        RequestError, match=r"url is '.*' and must be a server's, such as http://127.0.0.1:8000"
+    ):
         RemoteLLM(url)
 
 
-@pytest.mark.parametrize("argument", [{"max_connections": 0}, {"max_retries": -1}, {"timeout": 0}, {"api_key": "a\nb"}])
+@pytest.mark.parametrize(
+    "argument", [{"max_connections": 0}, {"max_retries": -1}, {"timeout": 0}, {"api_key": "a\nb"}]
+)
 def test_impossible_arguments(argument):
     with pytest.raises(RequestError, match=next(iter(argument))):
         RemoteLLM(f"http://127.0.0.1:{free_port()}", **argument)
@@ -286,7 +304,12 @@ def test_a_closed_one_answers_nobody(serve):
     llm, _ = serve(stay_silent)
     future = llm.submit("Once")
     llm.close()
-    for call in (future.result, lambda: llm.generate("Once"), lambda: llm.stream("Once"), lambda: llm.submit("Once")):
+    for call in (
+        future.result,
+        lambda: llm.generate("Once"),
+        lambda: llm.stream("Once"),
+        lambda: llm.submit("Once"),
+    ):
         with pytest.raises(RequestError, match="has been closed"):
             call()
 
@@ -329,9 +352,28 @@ CHUNKS = st.builds(
     activations=st.none(),
 )
 EVERYTHING = {
-    **{"max_tokens": 7, "temperature": 0.3, "top_k": 9, "top_p": 0.5, "seed": 2**64 - 1, "best_of": 2, "stride": 5},
-    **{"stop": ["a", "b"], "stop_token_ids": [3], "eos_token_id": 4, "overflow": "slide", "prompt_logprobs": 0},
-    **{"logit_bias": {5: 1.5, 17: -100}, "bad_words": "x", "bad_words_ids": [[1, 2], [3]], "top_p_reset_ids": [9]},
+    **{
+        "max_tokens": 7,
+        "temperature": 0.3,
+        "top_k": 9,
+        "top_p": 0.5,
+        "seed": 2**64 - 1,
+        "best_of": 2,
+        "stride": 5,
+    },
+    **{
+        "stop": ["a", "b"],
+        "stop_token_ids": [3],
+        "eos_token_id": 4,
+        "overflow": "slide",
+        "prompt_logprobs": 0,
+    },
+    **{
+        "logit_bias": {5: 1.5, 17: -100},
+        "bad_words": "x",
+        "bad_words_ids": [[1, 2], [3]],
+        "top_p_reset_ids": [9],
+    },
     "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
 }
 
@@ -370,7 +412,9 @@ def test_params_say_what_is_not_usual_and_what_servers_may_see_otherwise():
     keys = {"logit_bias": {int(key): bias for key, bias in found["logit_bias"].items()}}
     assert SamplingParams(**{**found, **keys}) == SamplingParams(**EVERYTHING)
     everything = wire.params_to_json(SamplingParams(logprobs=-1, prompt_logprobs=-1))
-    assert everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1  # more than any server's limit
+    assert (
+        everything["logprobs"] == everything["prompt_logprobs"] == 2**31 - 1
+    )  # more than any server's limit
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,9 @@ def pieces(llm):
 
 @pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("min_tokens", [0, 3])
-def test_a_stop_string_begun_before_min_tokens_ends_the_sample_once_it_is_complete(llm, pieces, min_tokens, is_kept):
+def test_a_stop_string_begun_before_min_tokens_ends_the_sample_once_it_is_complete(
+    llm, pieces, min_tokens, is_kept
+):
     stop = pieces[2][-1:] + pieces[3]
     sample = sample_of(llm, stop=stop, min_tokens=min_tokens, include_stop_str_in_output=is_kept)
     assert end_of(sample) == (4, "stop", stop)
@@ -58,7 +60,9 @@ def test_a_loop_complete_with_the_last_token_is_a_matter_of_length(llm, max_toke
 
 
 def test_beams_loop_by_the_same_rule():
-    params = SamplingParams(max_tokens=5, min_tokens=4, num_beams=2, repetition_detection=LOOP["repetition_detection"])
+    params = SamplingParams(
+        max_tokens=5, min_tokens=4, num_beams=2, repetition_detection=LOOP["repetition_detection"]
+    )
     assert [is_looping([5] * count, params) for count in (3, 4, 5)] == [False, True, False]
 
 
@@ -111,14 +115,22 @@ def _only(scores, token_id):
 
 
 def detecting(max_pattern_size, min_count, min_pattern_size=1):
-    fields = {"max_pattern_size": max_pattern_size, "min_count": min_count, "min_pattern_size": min_pattern_size}
+    fields = {
+        "max_pattern_size": max_pattern_size,
+        "min_count": min_count,
+        "min_pattern_size": min_pattern_size,
+    }
     return SamplingParams(repetition_detection=fields)
 
 
 @given(st.lists(st.integers(0, 2), max_size=14), st.integers(1, 4), st.integers(1, 4), st.integers(2, 4))
 def test_any_tokens(token_ids, one_size, other_size, count):
     least, most = sorted((one_size, other_size))
-    endings = [token_ids[len(token_ids) - size :] * count for size in range(least, most + 1) if size <= len(token_ids)]
+    endings = [
+        token_ids[len(token_ids) - size :] * count
+        for size in range(least, most + 1)
+        if size <= len(token_ids)
+    ]
     expected = any(token_ids[-len(ending) :] == ending for ending in endings)
     assert is_looping(token_ids, detecting(most, count, least)) == expected
     assert not is_looping(token_ids, SamplingParams())

@@ -20,7 +20,9 @@ class Schema:
 
 def test_fields_are_kept_so_that_params_can_be_compared():
     assert SamplingParams(guided_choice=iter(["a", "é"])).guided_choice == ("a", "é")
-    params = [SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)]
+    params = [
+        SamplingParams(guided_json=given) for given in ({"type": "object"}, '{"type":"object"}', Schema)
+    ]
     assert {hash(p) for p in params} == {hash(params[0])}
     assert params[0] == params[1] == params[2]
     assert params[0].guidance == ("guided_json", '{"type": "object"}')
@@ -38,13 +40,18 @@ def test_fields_are_kept_so_that_params_can_be_compared():
         ({"guided_json": {"type": "array", "uniqueItems": True}}, 'Unimplemented keys: \\["uniqueItems"\\]'),
         ({"guided_grammar": "start: b"}, "line 1: unknown name: .b."),
         ({"guided_grammar": "root ::= ("}, "Expected '\\)' at line 1"),
-        ({"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1500))}, "more than 1000 rules"),
+        (
+            {"guided_grammar": "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1500))},
+            "more than 1000 rules",
+        ),
     ],
 )
 def test_an_impossible_grammar_is_refused_without_a_model(fields, why):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
     name = next(iter(fields))
-    with pytest.raises(RequestError, match=f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$") as error:
+    with pytest.raises(
+        RequestError, match=f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$"
+    ) as error:
         SamplingParams(**fields)
     assert len(str(error.value)) < 500
 

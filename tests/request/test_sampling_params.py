@@ -78,7 +78,12 @@ REFUSED = {
     "eos_token_id": [[], -1, 1.5, [True], "a"],
     "include_stop_str_in_output": [0, None, "true"],
     "max_time": [0, -1.0, NAN, INF, True, "1"],
-    "repetition_detection": [5, {"max_pattern_size": 0, "min_count": 2}, {"max_pattern_size": 3, "min_count": 1}, {}],
+    "repetition_detection": [
+        5,
+        {"max_pattern_size": 0, "min_count": 2},
+        {"max_pattern_size": 3, "min_count": 1},
+        {},
+    ],
     "prompt_logprobs": [-2, 1.5, True, "5"],
     "logprobs_mode": ["RAW", None, "raw_logprobs"],
     "overflow": ["cut", "REFUSE", None, True],
@@ -90,7 +95,17 @@ REFUSED = {
     "edits": [5, "z", [None], [{"name": "z"}]],
     "guided_choice": ["yes", [], ["a", ""], ["a", 3], ["\ud800"], 3],
     "guided_regex": ["", ["a"], 3, "\ud800"],
-    "guided_json": ["{", "[]", "3", [], True, {"const": math.nan}, {"const": {1, 2}}, "[" * 100_000, NoSchema],
+    "guided_json": [
+        "{",
+        "[]",
+        "3",
+        [],
+        True,
+        {"const": math.nan},
+        {"const": {1, 2}},
+        "[" * 100_000,
+        NoSchema,
+    ],
     "guided_grammar": ["", b"start", 3],
 }
 ACCEPTED = {
@@ -116,7 +131,11 @@ ACCEPTED = {
     "dry_penalty_last_n": [(-1, -1), (0, 0)],
     "dry_sequence_breakers": [(None, ("\n", ":", '"', "*")), ("a", ("a",)), ([], ()), ("none", ())],
     "bad_words": [(None, ()), ("a b", ("a b",)), ([" a", "b"], (" a", "b"))],
-    "bad_words_ids": [(None, ()), ([[1, np.int64(2)], (3,)], ((1, 2), (3,))), (np.array([[1, 2]]), ((1, 2),))],
+    "bad_words_ids": [
+        (None, ()),
+        ([[1, np.int64(2)], (3,)], ((1, 2), (3,))),
+        (np.array([[1, 2]]), ((1, 2),)),
+    ],
     "min_tokens": [(0, 0), (16, 16)],
     "allowed_token_ids": [(None, None), ([5, np.int64(6)], (5, 6))],
     "suppress_tokens": [(None, ()), ([5, 6], (5, 6))],
@@ -187,7 +206,9 @@ def sentence_of(**fields) -> str:
 
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_possible_values_are_kept_as_plain_ones(name):
-    needed = {"num_beams": 2} if name in ("length_penalty", "early_stopping", "beam_search_diversity_rate") else {}
+    needed = (
+        {"num_beams": 2} if name in ("length_penalty", "early_stopping", "beam_search_diversity_rate") else {}
+    )
     for given, kept in ACCEPTED[name]:
         held = getattr(SamplingParams(**needed, **{name: given}), name)
         assert held == kept
@@ -233,17 +254,42 @@ def test_fastertransformers_top_p_of_0_is_greedy_or_top_k_alone(top_k, temperatu
         ({"num_beams": 2, "n": 3}, "n", "at most num_beams, which is 2"),
         ({"num_beams": 2, "temperature": 0.7}, "temperature", "0 with num_beams"),
         ({"num_beams": 2, "best_of": 2}, "best_of", "left out with num_beams"),
-        ({"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0}, "num_beam_groups", "a divisor of num_beams"),
-        ({"num_beams": 4, "num_beam_groups": 2}, "diversity_penalty", "above 0 exactly if num_beam_groups, which is 2"),
-        ({"num_beams": 4, "diversity_penalty": 1.0}, "diversity_penalty", "num_beam_groups, which is 1, is above 1"),
         (
-            {"num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 1.0, "beam_search_diversity_rate": 0.5},
+            {"num_beams": 4, "num_beam_groups": 3, "diversity_penalty": 1.0},
+            "num_beam_groups",
+            "a divisor of num_beams",
+        ),
+        (
+            {"num_beams": 4, "num_beam_groups": 2},
+            "diversity_penalty",
+            "above 0 exactly if num_beam_groups, which is 2",
+        ),
+        (
+            {"num_beams": 4, "diversity_penalty": 1.0},
+            "diversity_penalty",
+            "num_beam_groups, which is 1, is above 1",
+        ),
+        (
+            {
+                "num_beams": 2,
+                "num_beam_groups": 2,
+                "diversity_penalty": 1.0,
+                "beam_search_diversity_rate": 0.5,
+            },
             "beam_search_diversity_rate",
             "must be 0 with groups",
         ),
         ({"beam_search_diversity_rate": 0.5}, "beam_search_diversity_rate", "num_beams is 1: set num_beams"),
-        ({**PRESENCE, "repetition_penalty": 1.5}, "presence_penalty_rule", "must be 'openai' with another penalty"),
-        ({**PRESENCE, "frequency_penalty": 0.5}, "presence_penalty_rule", "must be 'openai' with another penalty"),
+        (
+            {**PRESENCE, "repetition_penalty": 1.5},
+            "presence_penalty_rule",
+            "must be 'openai' with another penalty",
+        ),
+        (
+            {**PRESENCE, "frequency_penalty": 0.5},
+            "presence_penalty_rule",
+            "must be 'openai' with another penalty",
+        ),
         ({**PRESENCE, "num_beams": 2}, "presence_penalty_rule", "or with num_beams"),
         ({"num_beam_groups": 2}, "num_beam_groups", "num_beams is 1: set num_beams"),
         ({"diversity_penalty": 1.0}, "diversity_penalty", "num_beams is 1: set num_beams"),
@@ -261,7 +307,9 @@ def test_impossible_combinations_are_refused_by_name(fields, name, why):
 
 
 def test_repetition_detection_names_what_is_impossible():
-    with pytest.raises(RequestError, match="min_pattern_size is 4 and must be at most max_pattern_size, which is 3"):
+    with pytest.raises(
+        RequestError, match="min_pattern_size is 4 and must be at most max_pattern_size, which is 3"
+    ):
         RepetitionDetection(max_pattern_size=3, min_count=2, min_pattern_size=4)
     with pytest.raises(RequestError, match="min_count is 1 and must be"):
         RepetitionDetection(1, 1, 1)
@@ -359,7 +407,10 @@ def test_names_of_other_programs(others, ours):
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"max_new_tokens": 3, "max_tokens": 3}, "max_new_tokens and max_tokens name one thing: give one of them."),
+        (
+            {"max_new_tokens": 3, "max_tokens": 3},
+            "max_new_tokens and max_tokens name one thing: give one of them.",
+        ),
         ({"ckpt_path": "x"}, "unknown sampling field 'ckpt_path'"),
         ({"do_sample": 3}, "unknown sampling field 'do_sample'"),
         ({"max_new_tokens": "x"}, "max_tokens is 'x' and must be"),

@@ -22,7 +22,14 @@ V = 90
 POSITIONS = 96
 C = 48
 P = 7
-FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": C, "n_positions": POSITIONS, "vocab_size": V, "bos_token_id": 1}
+FIELDS = {
+    "n_layer": 3,
+    "n_head": 3,
+    "n_embd": C,
+    "n_positions": POSITIONS,
+    "vocab_size": V,
+    "bos_token_id": 1,
+}
 NAMES = tuple(SOFT_PROMPTS)
 TOLERANCE = 1e-4
 EVERY = slice(None, None, 4)  # positions whose logits are compared
@@ -78,7 +85,9 @@ def logits_behind(embeds: np.ndarray, prompt: list[int]) -> np.ndarray:
 
     model = live_model(**FIELDS)
     with torch.no_grad():
-        inputs = torch.cat([torch.from_numpy(embeds.astype(np.float32)), model.transformer.wte.weight[prompt]])
+        inputs = torch.cat(
+            [torch.from_numpy(embeds.astype(np.float32)), model.transformer.wte.weight[prompt]]
+        )
         return model(inputs_embeds=inputs[None]).logits[0, len(embeds) :][EVERY].numpy()
 
 
@@ -123,7 +132,9 @@ def test_log_probabilities_equal_those_of_peft(llm, tuned, name, length):
     (output,) = llm.generate([prompt], params_of(name, max_tokens=1, logprobs=V, prompt_logprobs=V))
     assert output.prompt_logprobs[0] is None
     got = table(output.prompt_logprobs[1:] + output.outputs[0].logprobs)
-    np.testing.assert_allclose(got[EVERY], log_softmax(soft_logits_of_peft(name, prompt)), rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(
+        got[EVERY], log_softmax(soft_logits_of_peft(name, prompt)), rtol=0, atol=TOLERANCE
+    )
 
 
 def test_embeddings_that_a_request_brings_along(llm, tuned):
@@ -170,7 +181,9 @@ def test_neighbours_change_nothing(alone, busy, tuned, visits):
     base = ids_of(60)
     prompts = [base[:count] + tail for _, count, tail, _ in visits]
     params = [
-        params_of(None, prompt_embeds=EMBEDS[kind], **fields) if isinstance(kind, int) else params_of(kind, **fields)
+        params_of(None, prompt_embeds=EMBEDS[kind], **fields)
+        if isinstance(kind, int)
+        else params_of(kind, **fields)
         for kind, _, _, fields in visits
     ]
     for prompt, p, output in zip(prompts, params, busy.generate(prompts, params), strict=True):
@@ -238,7 +251,9 @@ def test_lengths_count_virtual_tokens(alone):
     fits = POSITIONS - P - 12
     for name in NAMES:
         alone.generate([[5] * fits], params_of(name))
-        with pytest.raises(RequestError, match=rf"prompt has {fits + 1 + P} tokens \({P} of them a soft prompt's\)"):
+        with pytest.raises(
+            RequestError, match=rf"prompt has {fits + 1 + P} tokens \({P} of them a soft prompt's\)"
+        ):
             alone.generate([[5] * (fits + 1)], params_of(name))
         with pytest.raises(RequestError, match="shorten them to 97 tokens together"):
             alone.score([5] * 80, [[5] * 11], soft_prompt=name)
@@ -247,7 +262,9 @@ def test_lengths_count_virtual_tokens(alone):
 def test_what_is_refused(alone, tuned):
     with pytest.raises(RequestError, match="capture or edits cannot be given with a soft prompt"):
         alone.score([1], [[2]], soft_prompt="prefix", edits=Edit("z", keep=0))
-    with pytest.raises(RequestError, match="soft_prompt is 'other' and the names are 'prompt', 'p-tuning', 'prefix'"):
+    with pytest.raises(
+        RequestError, match="soft_prompt is 'other' and the names are 'prompt', 'p-tuning', 'prefix'"
+    ):
         alone.generate([[1]], params_of("other"))
     with pytest.raises(RequestError, match=r"prompt_embeds has shape \(2, 47\) and .* 48 wide"):
         alone.generate([[1]], params_of(None, prompt_embeds=np.zeros((2, 47))))

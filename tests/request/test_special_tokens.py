@@ -45,10 +45,12 @@ def test_every_call_reads_a_text_as_the_llm_was_told(case):
     assert llm.generate(TEXT, SHORT)[0].prompt_token_ids == expected
     assert llm.submit(TEXT, SHORT).result().prompt_token_ids == expected
     assert asyncio.run(AsyncLLM(llm).generate(TEXT, SHORT)).prompt_token_ids == expected
-    assert [c.token_id for c in llm.stream(TEXT, SHORT)] == llm.generate([expected], SHORT)[0].outputs[0].token_ids
-    assert llm.num_truncated_tokens(TEXT, SamplingParams(max_tokens=llm.max_model_len - 4, overflow="truncate")) == (
-        len(expected) - 4
-    )
+    assert [c.token_id for c in llm.stream(TEXT, SHORT)] == llm.generate([expected], SHORT)[0].outputs[
+        0
+    ].token_ids
+    assert llm.num_truncated_tokens(
+        TEXT, SamplingParams(max_tokens=llm.max_model_len - 4, overflow="truncate")
+    ) == (len(expected) - 4)
     np.testing.assert_array_equal(llm.embed(TEXT), llm.embed([expected]))
     np.testing.assert_array_equal(llm.logits(TEXT), llm.logits(expected))
     assert llm.score(TEXT, [" The"]) == llm.score(expected, [llm.tokenizer.encode(" The")])

@@ -106,9 +106,13 @@ def kept_tail(token_ids: list[int], stride: int) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize(("stride", "prompt_len"), [(None, 5), (1, 20), (7, 3), (7, 61), (SIZE, 10), (SIZE - 1, 24)])
+@pytest.mark.parametrize(
+    ("stride", "prompt_len"), [(None, 5), (1, 20), (7, 3), (7, 61), (SIZE, 10), (SIZE - 1, 24)]
+)
 def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_len):
-    params = SamplingParams(max_tokens=60, ignore_eos=True, logprobs=2, overflow="slide", stride=stride, seed=0)
+    params = SamplingParams(
+        max_tokens=60, ignore_eos=True, logprobs=2, overflow="slide", stride=stride, seed=0
+    )
     (output,) = llm.generate([TEXT[:prompt_len]], params)
     tokens = output.outputs[0].token_ids
     logprobs = output.outputs[0].logprobs
@@ -116,7 +120,9 @@ def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_
     one = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=2, seed=0, overflow="clamp")
     for i in range(60):
         tail = kept_tail(TEXT[:prompt_len] + tokens[:i], stride or SIZE // 2)
-        if len(tail) == SIZE:  # all positions taken: `generate` would have no room, and the window shows no more
+        if (
+            len(tail) == SIZE
+        ):  # all positions taken: `generate` would have no room, and the window shows no more
             assert tokens[i] == int(np.argmax(llm.logits(tail)[-1]))
             continue
         (fresh,) = llm.generate([tail], one)[0].outputs
@@ -156,7 +162,12 @@ def test_whoever_else_slides(llm, busy, batch):
 
 def test_controls_see_what_has_left(llm):
     """A token that may come once: 2**31 - 1 tokens are asked for, and the end is when none is left."""
-    once = {"allowed_token_ids": TEXT[40:79], "no_repeat_ngram_size": 1, "ignore_eos": True, "overflow": "slide"}
+    once = {
+        "allowed_token_ids": TEXT[40:79],
+        "no_repeat_ngram_size": 1,
+        "ignore_eos": True,
+        "overflow": "slide",
+    }
     with pytest.raises(ValueError, match="leave no token to choose"):
         llm.generate([TEXT[:30]], SamplingParams(max_tokens=2**31 - 1, **once))
     left = set(TEXT[40:79]) - set(TEXT[:30])

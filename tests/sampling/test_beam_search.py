@@ -41,7 +41,9 @@ def scorer_of(llm: LLM) -> Scorer:
 
 def table_scorer(seed: int, vocab_size: int = 12) -> Scorer:
     """A language model that looks at the last two tokens."""
-    logits = np.random.default_rng(seed).normal(size=(vocab_size, vocab_size, vocab_size), scale=(1.0, 0.3)[seed % 2])
+    logits = np.random.default_rng(seed).normal(
+        size=(vocab_size, vocab_size, vocab_size), scale=(1.0, 0.3)[seed % 2]
+    )
     table = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)
     return lambda token_ids: table[token_ids[-2], token_ids[-1]]
 
@@ -49,7 +51,9 @@ def table_scorer(seed: int, vocab_size: int = 12) -> Scorer:
 def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool = False) -> BeamRules:
     """With EOS ids that a search without them meets, some of them at its last step."""
     chance = random.Random(seed)
-    num_beams, num_beam_groups = chance.choice(((2, 2), (4, 2), (6, 2), (6, 3))) if is_grouped else (2 + seed % 4, 1)
+    num_beams, num_beam_groups = (
+        chance.choice(((2, 2), (4, 2), (6, 2), (6, 3))) if is_grouped else (2 + seed % 4, 1)
+    )
     rules = BeamRules(
         num_beams=num_beams,
         max_tokens=chance.choice((1, 2, 5, 20, 20)),
@@ -74,8 +78,15 @@ def search_of_transformers(seed: int, prompt: list[int], rules: dict[str, Any]) 
     ids = torch.tensor([prompt])
     if rules["num_beam_groups"] == 1:  # newer ones refuse the very names
         del options["num_beam_groups"], options["diversity_penalty"]
-    options |= {"eos_token_id": eos or None, "pad_token_id": ([*eos, 0] if "num_beam_groups" in options else [0])[0]}
-    options |= {"num_return_sequences": rules["num_beams"], "output_scores": True, "return_dict_in_generate": True}
+    options |= {
+        "eos_token_id": eos or None,
+        "pad_token_id": ([*eos, 0] if "num_beam_groups" in options else [0])[0],
+    }
+    options |= {
+        "num_return_sequences": rules["num_beams"],
+        "output_scores": True,
+        "return_dict_in_generate": True,
+    }
     model = live_model(str(seed), **SIZES)
     output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)
     table = np.full((rules["num_beams"], 1 + rules["max_tokens"]), -1.0)
@@ -124,7 +135,9 @@ def with_first_eos(hypothesis: Hypothesis, rules: BeamRules) -> list[int]:
     return [*token_ids[:-1], rules.eos_token_ids[0]] if token_ids[-1] in rules.eos_token_ids else token_ids
 
 
-@pytest.mark.parametrize("seed", [*range(24), 39, 150])  # in the last two, a search is full at its very last step
+@pytest.mark.parametrize(
+    "seed", [*range(24), 39, 150]
+)  # in the last two, a search is full at its very last step
 def test_same_sequences_and_scores_as_transformers(tmp_path, seed):
     assert_same_as_transformers(tmp_path, seed, is_grouped=False)
 
@@ -151,7 +164,10 @@ def test_fastertransformers_diversity_rate(rate):
         y = []
         for token_ids, total in beams:
             scores = scorer([1, 2, *token_ids])
-            y += [([*token_ids, i], total + scores[i]) for i in np.argsort(-scores, kind="stable")[: 2 * K].tolist()]
+            y += [
+                ([*token_ids, i], total + scores[i])
+                for i in np.argsort(-scores, kind="stable")[: 2 * K].tolist()
+            ]
         order = sorted(range(len(y)), key=lambda elem: -(y[elem][1] + rate * (elem % K)))
         beams = [y[elem] for elem in order[:K]]
     found = search(scorer, [1, 2], rules).best(K)
@@ -184,7 +200,9 @@ class OldScorer:
             scores = scorer(prompt + token_ids).astype(np.float64)
             scores = scores - self.rules.diversity_penalty * np.bincount(chosen, minlength=len(scores))
             totals += [(total + score, [*token_ids, i]) for i, score in enumerate(scores)]
-        best = sorted(totals, key=lambda item: -item[0])[: max(2, 1 + len(self.rules.eos_token_ids)) * self.size]
+        best = sorted(totals, key=lambda item: -item[0])[
+            : max(2, 1 + len(self.rules.eos_token_ids)) * self.size
+        ]
         self.beams = []
         for rank, (total, token_ids) in enumerate(best):
             if token_ids[-1] not in self.rules.eos_token_ids:
@@ -282,10 +300,14 @@ def test_the_sources_of_a_beam_lead_back_to_the_first():
     for hypothesis in beams.best(4):
         token_ids = hypothesis.beam.token_ids
         sources = hypothesis.beam.sources
-        assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [token_ids[:i] for i in range(8)]
+        assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [
+            token_ids[:i] for i in range(8)
+        ]
 
 
-@given(st.lists(st.sampled_from([-np.inf, -3.0, -2.0, -2.0, -1.0]), min_size=1, max_size=30), st.integers(1, 40))
+@given(
+    st.lists(st.sampled_from([-np.inf, -3.0, -2.0, -2.0, -1.0]), min_size=1, max_size=30), st.integers(1, 40)
+)
 def test_candidates_are_a_stable_sort(scores, count):
     scores = np.array(scores, np.float32)
     order = [i for i in np.argsort(-scores, kind="stable") if scores[i] > -np.inf][:count]
@@ -298,7 +320,9 @@ def test_candidates_are_a_stable_sort(scores, count):
 def test_rows_hold_what_their_beams_continue(data):
     count = data.draw(st.integers(1, 6))
     length = data.draw(st.integers(0, 5))
-    held = {10 + i: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)) for i in range(count)}
+    held = {
+        10 + i: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length)) for i in range(count)
+    }
     held |= {20 + i: [] for i in range(data.draw(st.integers(0, 3)))}
     used = [slot for slot in held if slot < 20]
     sources = data.draw(st.lists(st.sampled_from(used), min_size=1, max_size=len(held)))

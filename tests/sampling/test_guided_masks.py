@@ -16,7 +16,20 @@ from tinygpt.fields import OPTIONS
 
 ALPHABET = ["a", "b", "é", '"']
 # All bytes, some strings of them that end within a character, two tokens of the same bytes, one of none, special ones.
-TEXTS = [b"ab", b"ab", b"aab", b"ba", b"bb", "é".encode(), "aé".encode(), b"a\xc3", b"\xa9b", b"", b'"a', b'a"']
+TEXTS = [
+    b"ab",
+    b"ab",
+    b"aab",
+    b"ba",
+    b"bb",
+    "é".encode(),
+    "aé".encode(),
+    b"a\xc3",
+    b"\xa9b",
+    b"",
+    b'"a',
+    b'a"',
+]
 SPECIAL = [b"<|endoftext|>", b"ab"]
 TOKENS = [*(bytes([byte]) for byte in range(256)), *TEXTS, *SPECIAL]
 V = len(TOKENS)
@@ -107,7 +120,9 @@ def test_a_choice_lets_come_one_of_its_texts(guidance, choices):
     check_by_brute_force(guidance, {choice.encode() for choice in choices}, 0, guided_choice=choices)
 
 
-@pytest.mark.parametrize("grammar", ['start: "a" start "b" | "é"', 'root ::= "a" root "b" | "é"'], ids=["Lark", "GBNF"])
+@pytest.mark.parametrize(
+    "grammar", ['start: "a" start "b" | "é"', 'root ::= "a" root "b" | "é"'], ids=["Lark", "GBNF"]
+)
 def test_a_grammar_counts_what_no_regex_can(guidance, grammar):
     language = {("a" * count + "é" + "b" * count).encode() for count in range(40)}
     check_by_brute_force(guidance, language, 0, guided_grammar=grammar)

@@ -99,7 +99,9 @@ def llm():
 def scores_after(llm, backend, token_ids, **fields):
     (sequence,) = llm._inputs.request(token_ids, SamplingParams(**fields)).sequences
     scores = np.zeros((1, llm.config.vocab_size), np.float32)
-    runner = type("Runner", (), {"config": llm.config, "process_logits": staticmethod(backend.process_logits)})
+    runner = type(
+        "Runner", (), {"config": llm.config, "process_logits": staticmethod(backend.process_logits)}
+    )
     assert Sampler(runner).process(scores, [sequence]) == [None]
     return scores[0]
 
@@ -138,7 +140,9 @@ def test_xtc_and_top_n_sigma_keep_as_llama_cpp(backend):
 
 def test_dry_without_bounds_forbids_repeats(llm):
     """A penalty above all scores is no_repeat_ngram_size."""
-    dry = SamplingParams(max_tokens=60, dry_multiplier=1e3, dry_penalty_last_n=-1, dry_sequence_breakers="none")
+    dry = SamplingParams(
+        max_tokens=60, dry_multiplier=1e3, dry_penalty_last_n=-1, dry_sequence_breakers="none"
+    )
     ngram = SamplingParams(max_tokens=60, no_repeat_ngram_size=3)
     prompt = "The dog ran and the dog ran and the dog"
     ours, theirs, plain = (

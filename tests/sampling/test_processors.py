@@ -168,7 +168,9 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
     for frequency, presence in [(0.5, 0.25), (-2.0, 0.0), (0.0, 2.0)]:
         fields = {"frequency_penalty": frequency, "presence_penalty": presence}
         ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
-        np.testing.assert_array_equal(ours, row - counts * np.float32(frequency) - (counts > 0) * np.float32(presence))
+        np.testing.assert_array_equal(
+            ours, row - counts * np.float32(frequency) - (counts > 0) * np.float32(presence)
+        )
         both = process(backend, [row], [sequence_of(prompt, new, repetition_penalty=2.0, **fields)])[0]
         first = penalised(row, prompt + new, 2.0)
         np.testing.assert_array_equal(
@@ -182,7 +184,11 @@ def test_presence_by_fastertransformers_rule(backend, temperature):
     """batchApplyRepetitionPenalty, Additive: logit / T - penalty, once for each id of the prompt and the output."""
     row = random_row(0)
     T = np.float32(temperature or 1)
-    fields = {"presence_penalty": 0.5, "presence_penalty_rule": "fastertransformer", "temperature": temperature}
+    fields = {
+        "presence_penalty": 0.5,
+        "presence_penalty_rule": "fastertransformer",
+        "temperature": temperature,
+    }
     ours = process(backend, [row], [sequence_of([1, 1, 2], [3, 3, 2], **fields)])[0] / T
     expected = row / T
     for token_id in (1, 2, 3):
@@ -214,7 +220,12 @@ def test_min_tokens_forbids_all_that_would_end_the_sample(backend):
 
 @BACKENDS
 def test_rows_of_soft_prompts_are_no_tokens(backend):
-    fields = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "no_repeat_ngram_size": 2, "bad_words_ids": [[3, 4]]}
+    fields = {
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1.0,
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[3, 4]],
+    }
     row = random_row(2)
     with_rows = process(backend, [row], [sequence_of([-5, -6, 1, 2, 3], [1, 3], **fields)])
     without = process(backend, [row], [sequence_of([1, 2, 3], [1, 3], **fields)])
@@ -240,7 +251,11 @@ some_fields = st.fixed_dictionaries(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1), some_ids, some_fields), min_size=1, max_size=5))
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 9), min_size=1), some_ids, some_fields), min_size=1, max_size=5
+    )
+)
 def test_cpu_equals_the_reference_and_no_row_depends_on_its_neighbours(asked):
     sequences = [sequence_of(prompt, new, **fields) for prompt, new, fields in asked]
     rows = [ROWS[i % len(ROWS)](i) for i in range(len(sequences))]

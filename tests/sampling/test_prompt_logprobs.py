@@ -77,7 +77,11 @@ def test_a_step_has_room_for_all_logits_it_computes(monkeypatch, num_seqs, small
         batches = batches_of(llm, monkeypatch)
         prompts = [[i, *PROMPT[i : i + 150]] for i in range(6)]
         llm.generate(prompts, [asked(prompt_logprobs=0 if i % 3 else None) for i in range(6)])
-        assert LOGIT_ROWS <= max(batch.logit_rows.size for batch in batches) <= llm.engine.engine_config.max_num_logits
+        assert (
+            LOGIT_ROWS
+            <= max(batch.logit_rows.size for batch in batches)
+            <= llm.engine.engine_config.max_num_logits
+        )
 
 
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["cpu", "reference"])

@@ -134,7 +134,9 @@ def test_backends_sample_the_same(sequence, seed):
     ours, theirs = (sample_one(backend, fresh(sequence), logits) for backend in (cpu, reference))
     assert (ours.token_id, ours.error) == (theirs.token_id, theirs.error)
     assert (ours.logprobs is None, ours.logprob is None) == (theirs.logprobs is None, theirs.logprob is None)
-    np.testing.assert_allclose(*(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        *(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6
+    )
 
 
 @BACKENDS
@@ -165,7 +167,9 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
         scores[33] = 1.0
         return scores
 
-    sequence = sequence_of([-7, 0, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look])
+    sequence = sequence_of(
+        [-7, 0, 2], [5], suppress_tokens=[4], temperature=0.5, logits_processors=[look, look]
+    )
     assert sample_one(backend, sequence, logits).token_id == 33
     expected = logits[0].copy()
     expected[4] = -np.inf
@@ -180,7 +184,13 @@ def test_users_functions_come_after_the_processors_and_before_temperature(backen
 )
 def test_each_rule_treats_the_token_that_reaches_p_by_its_name(backend, rule, probabilities):
     logits = np.log(np.float32([[0.6, 0.4] + [1e-9] * (V - 2)]))
-    fields = {"temperature": 1.0, "top_p": 0.7, "top_p_rule": rule, "logprobs": V, "logprobs_mode": "processed"}
+    fields = {
+        "temperature": 1.0,
+        "top_p": 0.7,
+        "top_p_rule": rule,
+        "logprobs": V,
+        "logprobs_mode": "processed",
+    }
     found = sample_one(backend, sequence_of(**fields), logits).logprobs
     assert np.exp([found[token_id] for token_id in sorted(found)]) == pytest.approx(probabilities, abs=1e-4)
 
@@ -198,7 +208,13 @@ def test_top_p_decays_and_is_reset():
 
 
 def test_xtc_leaves_the_only_token_that_other_rules_allow():
-    fields = {"xtc_probability": 1.0, "xtc_threshold": 0.0, "allowed_token_ids": [2], "logprobs": 0, "temperature": 1.0}
+    fields = {
+        "xtc_probability": 1.0,
+        "xtc_threshold": 0.0,
+        "allowed_token_ids": [2],
+        "logprobs": 0,
+        "temperature": 1.0,
+    }
     token = sample_one(cpu, sequence_of(**fields, logprobs_mode="processed"), logits_of(1))
     assert (token.token_id, token.logprob) == (2, 0.0)
 
@@ -213,8 +229,16 @@ def fail(prompt_token_ids, new_token_ids, scores):
     ("fields", "damage", "error"),
     [
         ({"logits_processors": fail}, None, r"processor fail raised KeyError\('lost'\) at position 3"),
-        ({"logits_processors": [fail, halve]}, None, r"processor fail raised KeyError\('lost'\) at position 3"),
-        ({"logits_processors": lambda p, n, s: s[1:]}, None, r"an array of shape \(39,\) at position 3: .* 40"),
+        (
+            {"logits_processors": [fail, halve]},
+            None,
+            r"processor fail raised KeyError\('lost'\) at position 3",
+        ),
+        (
+            {"logits_processors": lambda p, n, s: s[1:]},
+            None,
+            r"an array of shape \(39,\) at position 3: .* 40",
+        ),
         ({"logits_processors": lambda p, n, s: s * np.nan}, None, r"returned NaN or \+inf at position 3"),
         ({"logits_processors": lambda p, n, s: s + np.inf}, None, r"returned NaN or \+inf at position 3"),
         ({"logits_processors": lambda p, n, s: "no"}, None, r"raised ValueError"),
@@ -231,7 +255,9 @@ def test_an_error_is_of_one_row_alone(backend, fields, damage, error, temperatur
     logits = logits_of(3)
     if damage is not None:
         logits[1] = damage
-    sequences = [sequence_of(temperature=temperature, logprobs=2, **(fields if r == 1 else {})) for r in range(3)]
+    sequences = [
+        sequence_of(temperature=temperature, logprobs=2, **(fields if r == 1 else {})) for r in range(3)
+    ]
     tokens = sample(backend, logits, sequences)
     assert (tokens[0].error, tokens[2].error) == (None, None)
     assert re.search(error, tokens[1].error)
@@ -285,7 +311,13 @@ def controlled_greedy_of(prompt: list[int], names: list[str]) -> np.ndarray:
     import torch
 
     ids = torch.tensor([prompt])
-    fields = {"eos_token_id": 7, "do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **joined(names, 1)}
+    fields = {
+        "eos_token_id": 7,
+        "do_sample": False,
+        "max_new_tokens": 24,
+        "pad_token_id": 0,
+        **joined(names, 1),
+    }
     output = live_model(**SIZES).generate(ids, attention_mask=torch.ones_like(ids), **fields)
     return output[0, len(prompt) :].numpy().astype(np.int8)
 
@@ -300,7 +332,9 @@ def test_greedy_tokens_are_transformers(llm):
 
 
 @recorded
-def processed_by_transformers(logits: np.ndarray, token_ids: list[int], num_prompt: int, fields: dict) -> np.ndarray:
+def processed_by_transformers(
+    logits: np.ndarray, token_ids: list[int], num_prompt: int, fields: dict
+) -> np.ndarray:
     """(T, V): log probabilities after the prompt, from the processors that `generate` would build."""
     import torch
     from transformers import GenerationConfig
@@ -325,11 +359,15 @@ def test_sampled_probabilities_are_transformers(llm, seed):
     warpers = {"temperature": 1.7, "top_k": 30, "top_p": 0.9723, "min_p": 0.0123, "typical_p": 0.9123}
     warpers |= {"epsilon_cutoff": 0.0031, "eta_cutoff": 0.0203}
     chosen = {name: warpers[name] for name in warpers if rng.random() < 0.6} | {"temperature": 1.7}
-    ours = SamplingParams(max_tokens=12, seed=seed, logprobs=V, logprobs_mode="processed", **joined(names, 0), **chosen)
+    ours = SamplingParams(
+        max_tokens=12, seed=seed, logprobs=V, logprobs_mode="processed", **joined(names, 0), **chosen
+    )
     prompt = rng.integers(0, V, 5).tolist()
     output = llm.generate([prompt], ours)[0].outputs[0]
     ids = prompt + output.token_ids
-    expected = processed_by_transformers(llm.logits(ids), ids, len(prompt), {"names": names, "warpers": chosen})
+    expected = processed_by_transformers(
+        llm.logits(ids), ids, len(prompt), {"names": names, "warpers": chosen}
+    )
     for reported, row in zip(output.logprobs, expected, strict=True):
         assert sorted(reported) == np.flatnonzero(row > -np.inf).tolist()
         np.testing.assert_allclose([reported[i] for i in sorted(reported)], row[sorted(reported)], atol=1e-5)

@@ -151,13 +151,21 @@ OTHERS = [
     {"eta_cutoff": 0.0123},
     {"eta_cutoff": 0.9},
     {"temperature": 0.7, "top_k": 9, "top_p": 0.9123, "min_p": 0.0312, "typical_p": 0.8123},
-    {"temperature": 1.7, "top_p": 0.9123, "typical_p": 0.7123, "epsilon_cutoff": 0.0213, "eta_cutoff": 0.0923},
+    {
+        "temperature": 1.7,
+        "top_p": 0.9123,
+        "typical_p": 0.7123,
+        "epsilon_cutoff": 0.0213,
+        "eta_cutoff": 0.0923,
+    },
 ]
 
 
 @BACKENDS
 @pytest.mark.parametrize("make_row", ROWS)
-@pytest.mark.parametrize("setting", OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()))
+@pytest.mark.parametrize(
+    "setting", OTHERS, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items())
+)
 def test_other_warpers_equal_huggingface_to_the_bit(backend, setting, make_row):
     for vocab in (1, 2, 5, 16):
         for seed in range(6):
@@ -174,7 +182,8 @@ def test_other_warpers_keep_as_many_of_a_full_vocabulary_as_huggingface(backend,
         kept = np.sum(one_row(backend, row, **setting) > -np.inf)
         exact = row.astype(np.float64)
         bounds = [
-            np.sum(warped(exact, **{name: min(limit * factor, 1 - 1e-6)}) > -np.inf) for factor in (0.99999, 1.00001)
+            np.sum(warped(exact, **{name: min(limit * factor, 1 - 1e-6)}) > -np.inf)
+            for factor in (0.99999, 1.00001)
         ]
         assert min(bounds) <= kept <= max(bounds)
 
@@ -196,7 +205,9 @@ def test_fastertransformers_rule_gives_the_probabilities_of_its_draw(backend, ma
     for seed in range(20):
         row = make_row(40, seed)
         p = 0.0123 + 0.04711 * seed
-        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["fastertransformer"]).astype(np.float64)
+        ours = one_row(backend, row, 1.0, 0, p, top_p_rule=TOP_P_RULES["fastertransformer"]).astype(
+            np.float64
+        )
         probabilities = np.exp(ours - ours.max()) / np.exp(ours - ours.max()).sum()
         expected = part_within_p(row - row.max(), p)
         np.testing.assert_allclose(probabilities, expected, atol=1e-6)

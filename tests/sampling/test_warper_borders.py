@@ -183,7 +183,9 @@ def test_all_stay_where_the_sum_of_all_is_below_the_limit(backend):
         total = np.float32(np.sum(softmax(row).astype(np.float32), dtype=np.float64))
         if total < 1:
             found += 1
-            beside = np.append(row, np.float32(-40))  # adds nothing to the sum, which is at the limit without it
+            beside = np.append(
+                row, np.float32(-40)
+            )  # adds nothing to the sum, which is at the limit without it
             kept = kept_by(backend, beside, top_p=float(total), top_p_rule="fastertransformer")
             assert kept == list(range(count))
             assert len(kept_by(backend, row, typical_p=ALL_BUT_NOTHING)) == count

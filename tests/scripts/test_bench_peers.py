@@ -69,7 +69,9 @@ def test_floor_is_the_limit_of_the_machine(case, dtype, seconds, limit):
 
 def test_every_cached_position_of_every_sequence_is_read():
     slow = {**LIMITS, "bandwidth": 1.0}
-    at_0, at_1000 = (floor(Case("", 8, prompt, 2), SMALL_GPT2, "bfloat16", slow, None)[0] for prompt in (0, 1000))
+    at_0, at_1000 = (
+        floor(Case("", 8, prompt, 2), SMALL_GPT2, "bfloat16", slow, None)[0] for prompt in (0, 1000)
+    )
     assert (at_1000 - at_0) / 1e3 == pytest.approx(8 * 1000 * 2 * 12 * 768 * 2)
 
 
@@ -162,7 +164,10 @@ def test_torch_compiled_or_not_makes_the_same_steps(checkpoint, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda run, **_: run)  # compiling takes half a minute
     ids = np.random.default_rng(0).integers(50257, size=(2, 7)).tolist()
     found = []
-    for engine in (engines.Transformers(checkpoint, "float32", 1), engines.Compiled(checkpoint, "float32", 1)):
+    for engine in (
+        engines.Transformers(checkpoint, "float32", 1),
+        engines.Compiled(checkpoint, "float32", 1),
+    ):
         last = engine.last_logits(ids[0])
         assert min(engine.prefill_ms(ids), engine.step_ms(ids, 4), engine.step_ms(ids, 5)) > 0
         found.append([engine.tokens.tolist(), last, engine._forward(engine.tokens).logits[:, -1].tolist()])
@@ -192,7 +197,9 @@ def test_an_interrupted_run_keeps_its_rows(checkpoint, tmp_path, monkeypatch):
         return row(tinygpt=[1.0] * count)
 
     kept = tmp_path / "results.json"
-    monkeypatch.setattr(bench_peers, "prepare", lambda *_: Setup(tmp_path, {"n_positions": 1024, "vocab_size": 10}))
+    monkeypatch.setattr(
+        bench_peers, "prepare", lambda *_: Setup(tmp_path, {"n_positions": 1024, "vocab_size": 10})
+    )
     monkeypatch.setattr(Engines, "measure", measure)
     command = ["x", "--dtypes", "int8", "--repeats", "3", "--json", str(kept), "--work", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)

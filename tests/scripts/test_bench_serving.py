@@ -16,7 +16,11 @@ def event(**fields) -> bytes:
 def test_a_reply_is_parsed_as_it_arrived():
     usage = event(choices=[], usage={"completion_tokens": 4})
     pieces = [
-        (1.0, b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event(choices=[{"text": "a"}])[:9]),
+        (
+            1.0,
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+            + event(choices=[{"text": "a"}])[:9],
+        ),
         (2.0, event(choices=[{"text": "a"}])[9:] + event(choices=[{"text": ""}])),
         (3.0, event(choices=[{"text": "b"}]) * 2 + usage + b"data: [DONE]\n\n"),
     ]

@@ -69,7 +69,9 @@ def test_the_image_is_made_of_what_the_package_needs():
     names = {name for group in copied for name in group}
     assert all((ROOT / name).exists() for name in names)
     assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "tinygpt", "kernels", "weights"} == names
-    let_in = {line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"}
+    let_in = {
+        line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"
+    }
     assert let_in == names
 
 
@@ -80,7 +82,9 @@ def test_compose_starts_the_server_with_flags_that_it_has():
     assert service["ports"] == [f"127.0.0.1:{args.port}:{args.port}"]
     assert service["volumes"] == [f"cache:{dict(dockerfile())['VOLUME']}"]
     assert service["read_only"]
-    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(DEPLOY / "Dockerfile")
+    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
+        DEPLOY / "Dockerfile"
+    )
 
 
 def test_prometheus_finds_the_server_and_grafana_finds_prometheus():
@@ -90,14 +94,20 @@ def test_prometheus_finds_the_server_and_grafana_finds_prometheus():
     [source] = yaml.safe_load((DEPLOY / "grafana" / "datasources.yaml").read_text())["datasources"]
     assert source["url"] == "http://prometheus:9090"
     used = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]}
-    assert used == {source["uid"]} == {variable["datasource"]["uid"] for variable in DASHBOARD["templating"]["list"]}
+    assert (
+        used
+        == {source["uid"]}
+        == {variable["datasource"]["uid"] for variable in DASHBOARD["templating"]["list"]}
+    )
     [provider] = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"]
     mounts = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
     assert any(mount.startswith(provider["options"]["path"] + "/") for mount in mounts)
 
 
 def test_the_dashboard_shows_metrics_that_the_server_has():
-    pytest.importorskip("prometheus_client", reason="prometheus-client, of the extra `serve`, is not installed")
+    pytest.importorskip(
+        "prometheus_client", reason="prometheus-client, of the extra `serve`, is not installed"
+    )
     from prometheus_client.parser import text_string_to_metric_families
 
     from tinygpt.server.metrics import Metrics
@@ -163,7 +173,9 @@ def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
     # In the container the folder is the mount point itself, so nothing of the volume lies above it.
     seen = tmp_path / "cache"
     (volume / mount["subPath"]).rename(seen)
-    monkeypatch.setenv("TINYGPT_CACHE_DIR", environment_of_image()["TINYGPT_CACHE_DIR"].replace("/cache", str(seen), 1))
+    monkeypatch.setenv(
+        "TINYGPT_CACHE_DIR", environment_of_image()["TINYGPT_CACHE_DIR"].replace("/cache", str(seen), 1)
+    )
     assert open_cache("kernels").folder == seen / "kernels" / "kernels"
 
 
@@ -205,7 +217,9 @@ class Sender:
         with self._changed:
             assert not self.num_final, "sent behind the end"
             if response is not None:
-                self.told.append(response.error or {tensor.name: tensor.value[0] for tensor in response.tensors})
+                self.told.append(
+                    response.error or {tensor.name: tensor.value[0] for tensor in response.tensors}
+                )
             self.num_final += flags == FINAL
             self._changed.notify_all()
 
@@ -272,7 +286,9 @@ def check_stream(told: list[dict], output: RequestOutput) -> None:
     for sample in output.outputs:
         mine = [each for each in told if each["index"] == sample.index]
         assert b"".join(each["text_output"] for each in mine).decode() == sample.text
-        assert [each["finish_reason"].decode() for each in mine] == [""] * (len(mine) - 1) + [sample.finish_reason]
+        assert [each["finish_reason"].decode() for each in mine] == [""] * (len(mine) - 1) + [
+            sample.finish_reason
+        ]
         assert len(mine) > 1  # token by token
 
 
@@ -299,7 +315,9 @@ def test_a_triton_model_frees_what_was_cancelled(triton):
 
 
 def test_tritons_own_reader_takes_the_config():
-    config_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed")
+    config_pb2 = pytest.importorskip(
+        "tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed"
+    )
     from google.protobuf import text_format
 
     text = (DEPLOY / "triton" / "tinygpt" / "config.pbtxt").read_text()
@@ -329,7 +347,13 @@ def address(tmp_path_factory):
     shutil.copy(stub, folder / "backends" / "python")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    command = [wheel / "bin" / "tritonserver", "--model-repository", DEPLOY / "triton", "--allow-metrics", "false"]
+    command = [
+        wheel / "bin" / "tritonserver",
+        "--model-repository",
+        DEPLOY / "triton",
+        "--allow-metrics",
+        "false",
+    ]
     command += ["--backend-directory", folder / "backends", "--allow-http", "false"]
     command += ["--grpc-address", "127.0.0.1", "--grpc-port", port]
     # The stub's Python reads no PYTHONPATH: its modules are those of the first `python` in PATH, and the folder's.
@@ -339,7 +363,9 @@ def address(tmp_path_factory):
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     with (folder / "log").open("wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **environment})
+        server = subprocess.Popen(
+            command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **environment}
+        )
     try:
         wait_for(f"127.0.0.1:{port}", server, folder / "log")
         yield f"127.0.0.1:{port}"
@@ -378,7 +404,9 @@ def ask(address: str, prompts: list[str], parameters: str) -> dict[str, list]:
         client.start_stream(lambda result, error: came.put((result, error)))
         for i, prompt in enumerate(prompts):
             inputs = [text_input("text_input", prompt), text_input("sampling_parameters", parameters)]
-            client.async_stream_infer("tinygpt", inputs, request_id=str(i + 1), enable_empty_final_response=True)
+            client.async_stream_infer(
+                "tinygpt", inputs, request_id=str(i + 1), enable_empty_final_response=True
+            )
         num_ended = 0
         while num_ended < len(prompts):
             result, error = came.get(timeout=SECONDS)
@@ -387,14 +415,19 @@ def ask(address: str, prompts: list[str], parameters: str) -> dict[str, list]:
                 return found
             response = result.get_response()
             if response.outputs:
-                values = {name: result.as_numpy(name)[0] for name in ("index", "text_output", "finish_reason")}
+                values = {
+                    name: result.as_numpy(name)[0] for name in ("index", "text_output", "finish_reason")
+                }
                 found[prompts[int(response.id) - 1]].append(values)
             num_ended += response.parameters["triton_final_response"].bool_param
     return found
 
 
 def test_a_tritonserver_streams_what_the_library_writes(address):
-    prompts, asked = ["Once upon a time", "A wolf 🐺", ""], {"max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 2}
+    prompts, asked = (
+        ["Once upon a time", "A wolf 🐺", ""],
+        {"max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 2},
+    )
     found = ask(address, prompts, json.dumps(asked))
     with LLM("demo", split_special_tokens=True) as llm:
         outputs = llm.generate(prompts, SamplingParams(**asked))

@@ -35,7 +35,11 @@ def code_of(text: str) -> list[str]:
 
 
 def test_the_table_of_other_programs_names_is_whole():
-    rows = [line.strip("|").split("|") for line in README.splitlines() if re.match(r"\| `\w+` \|.*\|.*\|.*\|", line)]
+    rows = [
+        line.strip("|").split("|")
+        for line in README.splitlines()
+        if re.match(r"\| `\w+` \|.*\|.*\|.*\|", line)
+    ]
     listed = {code_of(ours)[0]: {*code_of("".join(others))} for ours, *others in rows}
     assert listed == {ours: {*others.split()} for ours, others in aliases.NAMES.items()}
     [ignored] = re.findall(r"Accepted without effect, .*?: (.*?)\n\n", README, re.DOTALL)

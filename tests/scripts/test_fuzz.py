@@ -37,7 +37,9 @@ def test_damaged_files_are_right_or_refused(name, watch, tmp_path):
 def test_inputs_that_once_broke_a_reader(place, watch, tmp_path):
     file = next(path for path in place.iterdir() if path.name != "finding.json")
     folder = tmp_path.resolve()
-    fuzz.write_all(folder, {file.name: file.read_bytes(), "tokenizer_config.json": b'{"do_lower_case": true}'})
+    fuzz.write_all(
+        folder, {file.name: file.read_bytes(), "tokenizer_config.json": b'{"do_lower_case": true}'}
+    )
     load = fuzz.FORMATS["golden.npz"].load if file.suffix == ".npz" else fuzz.load_tokenizer
     fuzz.check_load(fuzz.Format(dict, load), folder, None, watch)
 
@@ -57,7 +59,8 @@ def crash_for_zeros(folder: Path) -> list:
 
 
 @pytest.mark.parametrize(
-    ("load", "error"), [(read_outside, AssertionError), (start_a_process, PermissionError), (crash_for_zeros, KeyError)]
+    ("load", "error"),
+    [(read_outside, AssertionError), (start_a_process, PermissionError), (crash_for_zeros, KeyError)],
 )
 def test_a_reader_that_does_harm_is_found_and_its_files_are_kept(load, error, watch, tmp_path, monkeypatch):
     calls = []
@@ -107,7 +110,17 @@ def test_a_request_that_sees_others_is_found(monkeypatch):
 
 
 def test_the_command_reports_each_format(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "files", "--examples", "5", "--formats", "golden.npz"]
+    command = [
+        sys.executable,
+        str(ROOT / "scripts" / "fuzz.py"),
+        "files",
+        "--examples",
+        "5",
+        "--formats",
+        "golden.npz",
+    ]
     options = {"env": {**os.environ, "PYTHONPATH": ""}, "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([*command, "lora"], cwd=tmp_path, **options)
-    assert (done.returncode, done.stdout.split("\n")) == (0, ["golden.npz: fine", "lora: fine", ""]), done.stderr
+    assert (done.returncode, done.stdout.split("\n")) == (0, ["golden.npz: fine", "lora: fine", ""]), (
+        done.stderr
+    )

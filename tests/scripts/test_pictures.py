@@ -27,7 +27,12 @@ def test_bars_are_linear_sorted_and_ours_has_the_accent():
     texts = [text.text for text in drawn.iter(f"{SVG}text")]
     rates = [float(text.split()[0]) for text in texts if text.endswith("tokens/s")]
     assert rates == [250, 125, 3200, 800]
-    assert [text for text in texts if text in ("tinygpt", "peer", "other")] == ["peer", "tinygpt", "tinygpt", "other"]
+    assert [text for text in texts if text in ("tinygpt", "peer", "other")] == [
+        "peer",
+        "tinygpt",
+        "tinygpt",
+        "other",
+    ]
     boxes = [*drawn.iter(f"{SVG}rect")]
     widths = [float(box.get("width")) for box in boxes]
     assert (widths[1] / widths[0], widths[3] / widths[2]) == (1 / 2, 1 / 4)
@@ -36,7 +41,9 @@ def test_bars_are_linear_sorted_and_ours_has_the_accent():
 
 def test_tokens_of_the_terminal_come_one_after_the_other_in_their_colors():
     tokens = (
-        [("Once", 0.0), (" <b>", -4.0), (" word" * 3, -2.0)] + [(" more", -0.1)] * 40 + [("\n", -0.1), ("End.", -5.0)]
+        [("Once", 0.0), (" <b>", -4.0), (" word" * 3, -2.0)]
+        + [(" more", -0.1)] * 40
+        + [("\n", -0.1), ("End.", -5.0)]
     )
     drawn = ElementTree.fromstring(pictures.stream(tokens))
     lines = ["".join(line.itertext()) for line in drawn.find(f"{SVG}g")]

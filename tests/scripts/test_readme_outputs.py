@@ -7,7 +7,9 @@ import pytest
 from scripts import readme_outputs
 from scripts.readme_outputs import ADDRESS, Place
 
-REPORT = "tinygpt: prompt 5 tokens, 1208.5 tokens/s; load 1.39 s; seed 3517\n29 kernels compiled in 11.0 s; -2.5\n"
+REPORT = (
+    "tinygpt: prompt 5 tokens, 1208.5 tokens/s; load 1.39 s; seed 3517\n29 kernels compiled in 11.0 s; -2.5\n"
+)
 README = """# A page
 
 ```
@@ -82,7 +84,12 @@ def test_sessions_and_examples_run_but_pip_a_server_and_what_needs_ray():
 
 @pytest.mark.parametrize(
     ("shown", "now"),
-    [("1208.5 tokens/s", "9 tokens/s"), ("1.39 s", "12,000.1 s"), ("29 kernels", "7 kernels"), ("load 1", "load\n1")],
+    [
+        ("1208.5 tokens/s", "9 tokens/s"),
+        ("1.39 s", "12,000.1 s"),
+        ("29 kernels", "7 kernels"),
+        ("load 1", "load\n1"),
+    ],
 )
 def test_times_rates_kernels_and_line_breaks_may_differ(shown, now):
     changed = REPORT.replace(shown, now)
@@ -91,7 +98,8 @@ def test_times_rates_kernels_and_line_breaks_may_differ(shown, now):
 
 
 @pytest.mark.parametrize(
-    ("shown", "now"), [("5 tokens,", "6 tokens,"), ("seed 3517", "seed 3518"), ("-2.5", "-2.6"), ("prompt", "text")]
+    ("shown", "now"),
+    [("5 tokens,", "6 tokens,"), ("seed 3517", "seed 3518"), ("-2.5", "-2.6"), ("prompt", "text")],
 )
 def test_nothing_else_may(shown, now):
     changed = REPORT.replace(shown, now)
@@ -165,7 +173,10 @@ printf '%s' '{"id":"x","choices":[{"index":0,"text":", \\"so\\" he said","logpro
 
 @pytest.mark.parametrize(
     ("command", "missing"),
-    [(("curl", ADDRESS), "uvicorn and curl"), (("x", "-c", f"from openai import A\n{ADDRESS}"), "uvicorn and openai")],
+    [
+        (("curl", ADDRESS), "uvicorn and curl"),
+        (("x", "-c", f"from openai import A\n{ADDRESS}"), "uvicorn and openai"),
+    ],
 )
 def test_what_cannot_be_asked_is_left_as_it_is_and_said(tmp_path, monkeypatch, capsys, command, missing):
     monkeypatch.setattr(readme_outputs.importlib.util, "find_spec", lambda name: None)

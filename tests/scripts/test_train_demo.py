@@ -42,7 +42,9 @@ def corpus(tmp_path_factory):
     generator = random.Random(0)
     train = MARK.join(tale(generator) for _ in range(12))
     (folder / "train.txt.xz").write_bytes(lzma.compress(train.encode()))
-    (folder / "val.txt").write_text(MARK.join(tale(generator) for _ in range(2)), encoding="utf-8", newline="")
+    (folder / "val.txt").write_text(
+        MARK.join(tale(generator) for _ in range(2)), encoding="utf-8", newline=""
+    )
     return folder
 
 
@@ -93,7 +95,9 @@ def test_embedded_it_keeps_what_its_card_says(trained, tmp_path):
 def test_the_loss_falls_and_the_record_says_how_far(trained):
     out, printed = trained
     (state,) = (out / "state").glob("checkpoint-20/trainer_state.json")
-    losses = [entry["eval_loss"] for entry in json.loads(state.read_text())["log_history"] if "eval_loss" in entry]
+    losses = [
+        entry["eval_loss"] for entry in json.loads(state.read_text())["log_history"] if "eval_loss" in entry
+    ]
     assert losses[1] < losses[0] < 6.3  # ln 557 is 6.32
     record = record_of(out)
     assert (record["validation_loss"], record["tokens_seen"], record["window"]) == (losses[1], 10240, 64)

@@ -33,4 +33,8 @@ def nothing_is_left_behind(request):
         from support.serving import until
 
         scheduler = request.getfixturevalue("llm").engine.scheduler
-        until(lambda: (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, MAX_NUM_SEQS))
+        until(
+            lambda: (
+                (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, MAX_NUM_SEQS)
+            )
+        )

@@ -107,7 +107,9 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, start
     assert (result.code, len(started)) == (0, 1)
     tokenizer, address = result.err.splitlines()[-2:]
     assert address.startswith(f"tinygpt: serving {folder} on http://127.0.0.1:")
-    assert tokenizer.startswith(f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: ")
+    assert tokenizer.startswith(
+        f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: "
+    )
     assert "only vocab.json is there" in tokenizer
 
 

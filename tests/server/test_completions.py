@@ -24,7 +24,12 @@ CASES = {
     "stop strings": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True},
     "stop tokens": {**SAMPLED, "stop_token_ids": [11, 262], "min_tokens": 3},
     "penalties": {**SAMPLED, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
-    "words": {**SAMPLED, "bad_words": ["king"], "allowed_token_ids": list(range(200, 900)), "ignore_eos": True},
+    "words": {
+        **SAMPLED,
+        "bad_words": ["king"],
+        "allowed_token_ids": list(range(200, 900)),
+        "ignore_eos": True,
+    },
     "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4},
     "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "max_time": 100.0},
 }
@@ -47,7 +52,10 @@ def test_a_stream_is_the_reply_in_pieces(server, name):
     whole = server.complete(**asked).json
     events = server.complete(**asked, stream=True, stream_options={"include_usage": True}).events
     assert events[-1]["choices"] == []
-    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {**whole["usage"], "prompt_tokens_details": None}
+    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {
+        **whole["usage"],
+        "prompt_tokens_details": None,
+    }
     for choice in whole["choices"]:
         parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in parts) == choice["text"]
@@ -67,7 +75,9 @@ def test_a_plain_stream_has_an_event_for_each_text(server):
     assert text == server.complete(**asked).json["choices"][0]["text"]
     assert all(len(event["choices"]) == 1 and event["object"] == "text_completion" for event in events)
     assert {event["id"] for event in events} == {events[0]["id"]}
-    assert {tuple(event["choices"][0]) for event in events[:-1]} == {("index", "text", "logprobs", "finish_reason")}
+    assert {tuple(event["choices"][0]) for event in events[:-1]} == {
+        ("index", "text", "logprobs", "finish_reason")
+    }
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
@@ -93,7 +103,9 @@ def test_log_probabilities_are_the_engines(server, llm):
     assert found["token_logprobs"][1:] == [entry[i] for i, entry in zip(ids[1:], entries, strict=True)]
     names = [[server.api.names.name(i) for i in entry] for entry in entries]
     assert [list(top) for top in found["top_logprobs"][1:]] == names
-    assert [list(top.values()) for top in found["top_logprobs"][1:]] == [list(entry.values()) for entry in entries]
+    assert [list(top.values()) for top in found["top_logprobs"][1:]] == [
+        list(entry.values()) for entry in entries
+    ]
     # Nothing comes before the first token but BOS.
     bos = llm.config.bos_token_id
     [output] = llm.generate([[bos, ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=0))
@@ -104,7 +116,9 @@ def test_offsets_count_the_characters_of_the_text(server):
     choice = server.complete(prompt="A café", echo=True, logprobs=0, **CASES["greedy"]).json["choices"][0]
     found = choice["logprobs"]
     for offset, name in zip(found["text_offset"], found["tokens"], strict=True):
-        shown = choice["text"][offset:].lstrip("\ufffd")  # of half a character, known as such by what follows it
+        shown = choice["text"][offset:].lstrip(
+            "\ufffd"
+        )  # of half a character, known as such by what follows it
         assert name.startswith("bytes:") or shown.startswith(name)
 
 
@@ -116,7 +130,9 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
     others = [i for i in range(llm.config.vocab_size) if i not in halves]
     assert [*map(server.api.names.name, others)] == [llm.tokenizer.decode([i]) for i in others]
     assert all(name.startswith("bytes:\\x") for name in names)
-    found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
+    found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0][
+        "logprobs"
+    ]
     assert found["tokens"] == [server.api.names.name(halves[0])]
     asked = {"prompt": "Once", "max_tokens": 3, "logprobs": 0, "seed": 1, "allowed_token_ids": halves}
     whole = server.complete(**asked).json["choices"][0]["logprobs"]["tokens"]
@@ -131,8 +147,12 @@ def test_several_prompts_of_every_kind(server, llm):
         outputs = llm.generate(prompts, SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=4))
         choices = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4).json["choices"]
         assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in choices] == [s.text for output in outputs for s in output.outputs]
-        events = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4, stream=True).events
+        assert [choice["text"] for choice in choices] == [
+            s.text for output in outputs for s in output.outputs
+        ]
+        events = server.complete(
+            prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4, stream=True
+        ).events
         texts_of = [""] * 4
         for event in events:
             texts_of[event["choices"][0]["index"]] += event["choices"][0]["text"]
@@ -140,8 +160,22 @@ def test_several_prompts_of_every_kind(server, llm):
 
 
 def test_names_of_other_programs(server):
-    ours = {"prompt": "Once", "max_tokens": 3, "repetition_penalty": 1.3, "seed": 1, "temperature": 0.0, "top_k": 5}
-    others = {"prompt": "Once", "n_predict": 3, "repeat_penalty": 1.3, "random_seed": 1, "do_sample": False, "topk": 5}
+    ours = {
+        "prompt": "Once",
+        "max_tokens": 3,
+        "repetition_penalty": 1.3,
+        "seed": 1,
+        "temperature": 0.0,
+        "top_k": 5,
+    }
+    others = {
+        "prompt": "Once",
+        "n_predict": 3,
+        "repeat_penalty": 1.3,
+        "random_seed": 1,
+        "do_sample": False,
+        "topk": 5,
+    }
     first, second = (server.complete(**body).json["choices"] for body in (ours, others))
     assert first == second
 
@@ -231,10 +265,17 @@ def test_a_suffix_chooses_among_candidates(server, llm):
 
 def test_prompt_logprobs_in_vllms_words(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
-    found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0]["prompt_logprobs"]
+    found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0][
+        "prompt_logprobs"
+    ]
     assert found[0] is None
     events = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=2, n=2, stream=True).events
-    told = [choice["prompt_logprobs"] for event in events for choice in event["choices"] if "prompt_logprobs" in choice]
+    told = [
+        choice["prompt_logprobs"]
+        for event in events
+        for choice in event["choices"]
+        if "prompt_logprobs" in choice
+    ]
     assert told == [found, found]  # of each choice
     for entry, expected in zip(found[1:], output.prompt_logprobs[1:], strict=True):
         assert {int(i): told["logprob"] for i, told in entry.items()} == expected
@@ -268,14 +309,20 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
     asked = {"logprobs": 5, "logprobs_mode": mode, "prompt_logprobs": 3, **SAMPLED, **IMPROBABLE[name]}
     [sample] = llm.generate(PROMPT, SamplingParams(**asked))[0].outputs
     expected = [[max(value, -9999.0) for value in entry.values()] for entry in sample.logprobs]
-    assert any(-9999.0 in values for values in expected) == ((name, mode) == ("a low temperature", "processed"))
+    assert any(-9999.0 in values for values in expected) == (
+        (name, mode) == ("a low temperature", "processed")
+    )
     for echo in (False, True):
         whole = server.complete(prompt=PROMPT, echo=echo, **asked).json["choices"][0]
         assert [[*top.values()] for top in whole["logprobs"]["top_logprobs"][-len(expected) :]] == expected
         events = server.complete(prompt=PROMPT, echo=echo, stream=True, **asked).events
         parts = [event["choices"][0]["logprobs"] for event in events]
-        assert [value for part in parts for value in part["top_logprobs"]] == whole["logprobs"]["top_logprobs"]
-        assert [value for part in parts for value in part["token_logprobs"]] == whole["logprobs"]["token_logprobs"]
+        assert [value for part in parts for value in part["top_logprobs"]] == whole["logprobs"][
+            "top_logprobs"
+        ]
+        assert [value for part in parts for value in part["token_logprobs"]] == whole["logprobs"][
+            "token_logprobs"
+        ]
 
 
 @pytest.mark.parametrize(

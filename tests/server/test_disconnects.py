@@ -50,7 +50,12 @@ def test_a_client_that_leaves_the_queue(server, llm, gate):
     assert len(llm.engine.scheduler.waiting) == 1
     client.close()
     ended = server.ended()
-    assert (ended["status"], ended["finish"], ended["completion_tokens"], ended["ttft"]) == (499, "abort", 0, None)
+    assert (ended["status"], ended["finish"], ended["completion_tokens"], ended["ttft"]) == (
+        499,
+        "abort",
+        0,
+        None,
+    )
     assert ended["queue"] > 0
     gate.allow(1)
     until(lambda: not llm.engine.scheduler.waiting)
@@ -82,7 +87,9 @@ def test_others_go_on(server, llm, gate):
     assert "".join(texts) == alone[0]["text"]
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no limit for unread replies")
+@pytest.mark.skipif(
+    not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no limit for unread replies"
+)
 def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
     monkeypatch.setattr(serve, "UNREAD_SECONDS", 0.2)
     with served(llm) as server:

@@ -47,7 +47,9 @@ def test_what_runs_is_finished_and_new_clients_are_told_to_ask_elsewhere(llm, ca
         assert b"200 OK" in plain.socket.recv(100)
         server.thread.join(60)
         assert not server.thread.is_alive()
-        with pytest.raises((ConnectionRefusedError, ConnectionResetError)):  # reset: in the queue at the close
+        with pytest.raises(
+            (ConnectionRefusedError, ConnectionResetError)
+        ):  # reset: in the queue at the close
             socket.create_connection(("127.0.0.1", server.port), 60)
         idle.close()
 
@@ -152,7 +154,10 @@ serve.serve(app, serve.listen("127.0.0.1", 0), 0.1, begin)
 
 
 def test_a_thread_that_does_not_end_cannot_keep_the_process():
-    assert subprocess.run([sys.executable, "-c", STUCK], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 1
+    assert (
+        subprocess.run([sys.executable, "-c", STUCK], env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
+        == 1
+    )
 
 
 def test_connections_may_take_all_descriptors_that_the_system_allows():

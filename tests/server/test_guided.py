@@ -43,7 +43,10 @@ SPELLINGS = {
     "JSON as a text": ({"guided_json": json.dumps(PERSON)}, {"guided_json": PERSON}),
     "grammar": ({"guided_grammar": GRAMMAR}, {"guided_grammar": GRAMMAR}),
     "vLLM's choice": ({"structured_outputs": {"choice": CHOICES}}, {"guided_choice": CHOICES}),
-    "vLLM's regex": ({"structured_outputs": {"regex": REGEX, "disable_fallback": True}}, {"guided_regex": REGEX}),
+    "vLLM's regex": (
+        {"structured_outputs": {"regex": REGEX, "disable_fallback": True}},
+        {"guided_regex": REGEX},
+    ),
     "vLLM's JSON": ({"structured_outputs": {"json": PERSON, "regex": None}}, {"guided_json": PERSON}),
     "vLLM's object": ({"structured_outputs": {"json_object": True}}, {"guided_json": {"type": "object"}}),
     "vLLM's grammar": ({"structured_outputs": {"grammar": GRAMMAR}}, {"guided_grammar": GRAMMAR}),
@@ -80,7 +83,11 @@ def chatting(llm):
 
 
 def asked_in(chatting, path, body, **more):
-    prompt = {"prompt": PROMPT} if path == "/v1/completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    prompt = (
+        {"prompt": PROMPT}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": PROMPT}]}
+    )
     return chatting.ask(path, {**prompt, **SAMPLED, **body, **more})
 
 
@@ -105,7 +112,11 @@ def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
 def test_a_bad_guide_is_refused_with_the_clients_field(chatting, name, path):
     body, field = REFUSED[name]
     data = json.dumps({**body, "stream": path == "/v1/completions"})[1:].replace("Infinity", "1e999")
-    prompt = '{"prompt": "a", ' if path == "/v1/completions" else '{"messages": [{"role": "user", "content": "a"}], '
+    prompt = (
+        '{"prompt": "a", '
+        if path == "/v1/completions"
+        else '{"messages": [{"role": "user", "content": "a"}], '
+    )
     reply = chatting.ask(path, (prompt + data).encode())
     assert (reply.status, reply.error["param"]) == (400, field)
 
@@ -184,7 +195,9 @@ def endless(monkeypatch):
 
 
 def test_endless_grammars_hold_up_no_other_request(server, endless):
-    clients = [server.begin(prompt=PROMPT, guided_regex="x") for _ in range(40)]  # asyncio has 32 threads at most
+    clients = [
+        server.begin(prompt=PROMPT, guided_regex="x") for _ in range(40)
+    ]  # asyncio has 32 threads at most
     assert endless.wait(60)
     for path, body in (
         ("/v1/completions", {"prompt": PROMPT, "max_tokens": 2, "user": "x" * 9000}),

@@ -11,7 +11,14 @@ from support.serving import until
 from tinygpt.aliases import OURS
 from tinygpt.server import completions, protocol, replies, running
 from tinygpt.server.completions import MAX_LOGPROBS
-from tinygpt.server.protocol import MAX_FIELDS, MAX_IDS, MAX_WORDS, ChatRequest, CompletionRequest, ResponsesRequest
+from tinygpt.server.protocol import (
+    MAX_FIELDS,
+    MAX_IDS,
+    MAX_WORDS,
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+)
 from tinygpt.server.replies import json_parts, to_json, whole
 
 MANY = 5000
@@ -44,7 +51,9 @@ def test_of_many_errors_a_few_are_looked_for(name):
 
 def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
     sizes, renamed = [], protocol.renamed
-    monkeypatch.setattr(protocol, "renamed", lambda given, *rest: sizes.append(len(given)) or renamed(given, *rest))
+    monkeypatch.setattr(
+        protocol, "renamed", lambda given, *rest: sizes.append(len(given)) or renamed(given, *rest)
+    )
     many = {"use_cache": True, "temp": 0.5, **WRONG["unknown fields"], "max_tokens": 3}
     asked = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}}
     for form, body in asked.items():
@@ -99,7 +108,12 @@ def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch,
     words = [f"word {i}" for i in range(1000)]
     in_loop = []
     encode = llm.tokenizer.encode
-    long = {"prompt": "a" * 9000, "bad_words": words, "logit_bias": dict.fromkeys(words, 1), "suffix": "a" * 9000}
+    long = {
+        "prompt": "a" * 9000,
+        "bad_words": words,
+        "logit_bias": dict.fromkeys(words, 1),
+        "suffix": "a" * 9000,
+    }
 
     def noted(*arguments):
         in_loop.append(threading.current_thread() is server.thread)
@@ -133,7 +147,9 @@ WORDS = [" the" * 400] * 4
     ],
 )
 def test_a_reply_of_too_many_log_probabilities_is_refused_before_any_work(server, llm, body, field, count):
-    assert server.complete(prompt="a", echo=True, logprobs=0).status == 200  # computes what BOS predicts, once
+    assert (
+        server.complete(prompt="a", echo=True, logprobs=0).status == 200
+    )  # computes what BOS predicts, once
     with llm.engine.wrapped(Gate) as gate:
         reply = server.complete(prompt=WORDS, n=128, **body)
         assert gate.num_asked == 0
@@ -150,7 +166,9 @@ def test_the_samples_of_a_prompt_share_its_log_probabilities(server, monkeypatch
         return described(*given)
 
     monkeypatch.setattr(completions, "described", noted)
-    reply = server.complete(prompt=[[1, 2, 3], [4, 5]], n=3, prompt_logprobs=1, max_tokens=1, temperature=0).json
+    reply = server.complete(
+        prompt=[[1, 2, 3], [4, 5]], n=3, prompt_logprobs=1, max_tokens=1, temperature=0
+    ).json
     assert len(asked) == 3 + 2
     found = [choice["prompt_logprobs"] for choice in reply["choices"]]
     assert [len(each) for each in found] == [3, 3, 3, 2, 2, 2]
@@ -197,7 +215,11 @@ OF_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        *(("/v1/completions", body | {"stream": streams}) for body in (OF_PROMPT, ECHOED) for streams in (False, True)),
+        *(
+            ("/v1/completions", body | {"stream": streams})
+            for body in (OF_PROMPT, ECHOED)
+            for streams in (False, True)
+        ),
         ("/v1/completions", OF_TOKENS),
         *(("/generate", OF_TOKENS | {"stream": streams}) for streams in (False, True)),
         ("/v1/embeddings", {"input": ["Once", "upon", "a", "time"] * 4}),

@@ -24,7 +24,9 @@ ROWS = [
     }
     for i, who in enumerate(["a king", "an old man", "the café's owner", "the fox", "a poor widow", "a wolf"])
 ]
-COMMON = "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
+COMMON = (
+    "task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test\n"
+)
 TASKS = {
     "endings": """
 output_type: multiple_choice

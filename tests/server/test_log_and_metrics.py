@@ -24,7 +24,10 @@ def figures(server) -> dict[tuple[str, str], float]:
     families = text_string_to_metric_families(server.ask("/metrics").body.decode())
     samples = [sample for family in families for sample in family.samples]
     return {
-        (sample.name, ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name")): sample.value
+        (
+            sample.name,
+            ",".join(v for k, v in sorted(sample.labels.items()) if k != "model_name"),
+        ): sample.value
         for sample in samples
     }
 
@@ -35,7 +38,11 @@ def test_a_line_for_each_request(fresh, llm):
         fresh.complete(**ASKED, n=2, stream=is_streamed)
         line = fresh.ended()
         assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
-        assert (line["prompt_tokens"], line["completion_tokens"], line["finish"]) == (num_prompt_tokens, 10, "length")
+        assert (line["prompt_tokens"], line["completion_tokens"], line["finish"]) == (
+            num_prompt_tokens,
+            10,
+            "length",
+        )
         assert 0 <= line["queue"] <= line["ttft"] <= line["seconds"]
     fresh.complete(prompt="a", n=0)
     line = fresh.ended()
@@ -75,7 +82,9 @@ def test_metrics_count_what_was_done(fresh, llm):
         assert found[f"{prefix}request_max_num_generation_tokens_sum", ""] == 10
         computed = 2 * num_prompt_tokens - found[f"{prefix}prefix_cache_hits_total", ""]
         assert found[f"{prefix}request_prefill_kv_computed_tokens_sum", ""] == computed
-        assert found[f"{prefix}inter_token_latency_seconds_count", ""] == 2 * (5 - 1)  # of the stream's tokens
+        assert found[f"{prefix}inter_token_latency_seconds_count", ""] == 2 * (
+            5 - 1
+        )  # of the stream's tokens
         assert found[f"{prefix}inter_token_latency_seconds_sum", ""] >= 0
     assert found["tinygpt:http_requests_total", "/v1/completions,200"] == 2
     assert found["tinygpt:http_requests_total", "/v1/completions,400"] == 1
@@ -100,7 +109,9 @@ def test_gauges_say_what_runs_and_waits(fresh, llm):
 def test_what_was_done_for_who_left_is_counted(fresh, llm, is_streamed):
     num_prompt_tokens = len(llm.read_prompt(ASKED["prompt"]).token_ids)
     with llm.engine.wrapped(Gate) as gate:
-        client = fresh.begin(**ASKED | {"temperature": 1, "seed": 1, "max_tokens": 400}, n=2, stream=is_streamed)
+        client = fresh.begin(
+            **ASKED | {"temperature": 1, "seed": 1, "max_tokens": 400}, n=2, stream=is_streamed
+        )
         gate.allow(7)
         gate.wait_until_asked(8)
         [one, other] = llm.engine.scheduler.running
@@ -147,7 +158,12 @@ def test_lines_for_people_and_for_programs():
 
 def test_used_up_descriptors_are_told_once_a_minute():
     seldom, kept = Seldom(), []
-    for time, message in ((0, OUT_OF_DESCRIPTORS), (1, OUT_OF_DESCRIPTORS), (1, "other"), (61, OUT_OF_DESCRIPTORS)):
+    for time, message in (
+        (0, OUT_OF_DESCRIPTORS),
+        (1, OUT_OF_DESCRIPTORS),
+        (1, "other"),
+        (61, OUT_OF_DESCRIPTORS),
+    ):
         told = logging.makeLogRecord({"msg": f"{message} ...", "created": 1e9 + time})
         kept.append(seldom.filter(told))
     assert kept == [True, False, True, True]

@@ -52,7 +52,11 @@ def arrays(choice: dict) -> dict[str, np.ndarray]:
 
 def coded(array: np.ndarray) -> dict:
     data = np.ascontiguousarray(array)
-    return {"dtype": str(data.dtype), "shape": [*data.shape], "data": base64.b64encode(data.tobytes()).decode()}
+    return {
+        "dtype": str(data.dtype),
+        "shape": [*data.shape],
+        "data": base64.b64encode(data.tobytes()).decode(),
+    }
 
 
 def assert_equal(found: dict, expected: dict) -> None:
@@ -97,7 +101,9 @@ def test_the_short_form_of_vllm_lens(server):
     ids=["ablation", "patch", "new", "direction"],
 )
 def test_edits_are_the_librarys(server, llm, fields, make):
-    rows = np.random.default_rng(1).normal(size=(2, llm.config.n_head, llm.config.head_size)).astype(np.float32)
+    rows = (
+        np.random.default_rng(1).normal(size=(2, llm.config.n_head, llm.config.head_size)).astype(np.float32)
+    )
     given = {"rows": coded(rows), "lists": rows[0].tolist(), "halves": coded(np.float16(rows[0, 0]))}
     edit = {"name": "blocks.0.attn.hook_z"} | {
         name: given.get(value, value) if isinstance(value, str) else value for name, value in fields.items()
@@ -108,7 +114,9 @@ def test_edits_are_the_librarys(server, llm, fields, make):
     assert choice["text"] == sample.text
     assert_equal(arrays(choice), sample.activations)
     plain = server.complete(**ASKED, capture=CAPTURE).json["choices"][0]
-    assert not np.array_equal(arrays(plain)[CAPTURE[1]][: len(sample.token_ids)], arrays(choice)[CAPTURE[1]][:6])
+    assert not np.array_equal(
+        arrays(plain)[CAPTURE[1]][: len(sample.token_ids)], arrays(choice)[CAPTURE[1]][:6]
+    )
 
 
 def test_a_named_vector_steers_and_the_log_tells_the_edits(server, llm, vector):
@@ -117,7 +125,11 @@ def test_a_named_vector_steers_and_the_log_tells_the_edits(server, llm, vector):
     steered = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
     again = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
     other = server.complete(**ASKED, steer={"happy": -3}).status
-    assert steered == again == llm.generate(ASKED["prompt"], replace(PARAMS, edits=vector.edits(3)))[0].outputs[0].text
+    assert (
+        steered
+        == again
+        == llm.generate(ASKED["prompt"], replace(PARAMS, edits=vector.edits(3)))[0].outputs[0].text
+    )
     assert (steered != plain, other) == (True, 200)
     digests = [server.ended().get("edits") for _ in range(4)]
     assert digests[0] is None
@@ -138,8 +150,14 @@ def test_the_log_tells_edits_of_new_tokens_from_edits_of_all(server):
     ("fields", "says"),
     [
         ({"edits": [{**EDIT, "function": "np.tanh"}]}, "unrecognized request argument: edits.0.function"),
-        ({"edits": [{**EDIT, "value": {"shape": [3], "data": "AAAA"}}]}, "edits[0] has an array that cannot be read"),
-        ({"edits": [{**EDIT, "value": {"shape": [1], "data": "?"}}]}, "edits[0] has an array that cannot be read"),
+        (
+            {"edits": [{**EDIT, "value": {"shape": [3], "data": "AAAA"}}]},
+            "edits[0] has an array that cannot be read",
+        ),
+        (
+            {"edits": [{**EDIT, "value": {"shape": [1], "data": "?"}}]},
+            "edits[0] has an array that cannot be read",
+        ),
         ({"edits": [{**EDIT, "value": {"shape": [1], "data": "AADAfw=="}}]}, "its numbers must be finite"),
         ({"edits": [{**EDIT, "value": ["x"]}]}, "edits[0] has an array that cannot be read"),
         ({"edits": [{**EDIT, "value": [1, 2, 3]}]}, "edits[0] does not fit blocks.0.hook_resid_pre"),
@@ -163,9 +181,12 @@ def test_refusals(server, fields, says):
 @pytest.mark.parametrize("path", ["/generate", "/v1/responses"])
 @pytest.mark.parametrize("field", ["capture", "edits", "steer", "extra_args"])
 def test_other_paths_refuse_them_by_name(server, path, field):
-    given = {"capture": "z", "edits": [EDIT], "steer": {"happy": 1}, "extra_args": {"output_residual_stream": [0]}}[
-        field
-    ]
+    given = {
+        "capture": "z",
+        "edits": [EDIT],
+        "steer": {"happy": 1},
+        "extra_args": {"output_residual_stream": [0]},
+    }[field]
     reply = server.ask(path, {"input" if "v1" in path else "prompt": "Once", field: given})
     assert (reply.status, reply.error["param"]) == (400, field)
     assert reply.error["message"].startswith(f"unrecognized request argument: {field}")
@@ -173,7 +194,10 @@ def test_other_paths_refuse_them_by_name(server, path, field):
 
 @pytest.mark.parametrize("given", [{"capture": "z"}, {"edits": Edit("blocks.0.hook_resid_pre", value=1)}])
 def test_a_remote_llm_refuses_them_by_name(server, given):
-    with RemoteLLM(server.url) as remote, pytest.raises(RequestError, match=f"{next(iter(given))} cannot be sent"):
+    with (
+        RemoteLLM(server.url) as remote,
+        pytest.raises(RequestError, match=f"{next(iter(given))} cannot be sent"),
+    ):
         remote.generate("Once", SamplingParams(**given))
 
 
@@ -194,6 +218,9 @@ def test_the_lens_is_the_librarys(server, llm, closed):
     assert np.exp([each["logprob"] for each in found["layers"]]) == pytest.approx(table.probs[:, -1, 0])
     assert np.array(found["attention"]) == pytest.approx(llm.attentions(ids)[:, :, -1], abs=1e-4)
     assert "max_capture_bytes" in server.ask("/lens", {"prompt": "the king " * 100}).error["message"]
-    assert closed.ask("/lens", {"prompt": "a"}).error["message"] == "/lens needs a server that was started with --look."
+    assert (
+        closed.ask("/lens", {"prompt": "a"}).error["message"]
+        == "/lens needs a server that was started with --look."
+    )
     cards = [each.ask("/v1/models").json["data"][0] for each in (server, closed)]
     assert [card["look"] for card in cards] == [True, False]

@@ -76,7 +76,9 @@ def test_cancelling_frees_the_slot(server, llm):
                 break
             await stream.close()
             plain = asyncio.ensure_future(client.completions.create(**asked))
-            await asyncio.to_thread(until, lambda: llm.engine.scheduler.running or llm.engine.scheduler.waiting)
+            await asyncio.to_thread(
+                until, lambda: llm.engine.scheduler.running or llm.engine.scheduler.waiting
+            )
             plain.cancel()
             await asyncio.wait([plain])
 
@@ -121,7 +123,10 @@ def test_chat(llm):
     text = llm.generate("Once upon a time", max_tokens=6)[0].outputs[0].text
     messages = [{"role": "user", "content": "Once upon a time"}]
     asked = {"model": "demo", "messages": messages, "max_completion_tokens": 6, "temperature": 0}
-    with served(llm, chat_template=template) as server, openai.OpenAI(base_url=server.url, api_key="none") as client:
+    with (
+        served(llm, chat_template=template) as server,
+        openai.OpenAI(base_url=server.url, api_key="none") as client,
+    ):
         assert client.chat.completions.create(**asked).choices[0].message.content == text
         with client.chat.completions.create(**asked, stream=True) as stream:
             assert "".join(chunk.choices[0].delta.content for chunk in stream) == text

@@ -17,7 +17,14 @@ from tinygpt import LLM, SamplingParams
 pytestmark = pytest.mark.page
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 TEXT = "Once upon a time there was a king"
-SETTINGS = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.1, "seed": 7}
+SETTINGS = {
+    "max_tokens": 12,
+    "temperature": 0.9,
+    "top_p": 0.95,
+    "top_k": 50,
+    "repetition_penalty": 1.1,
+    "seed": 7,
+}
 SECONDS = 20
 
 
@@ -28,7 +35,9 @@ def browser():
         pytest.skip(f"there is no browser: none of {', '.join(BROWSERS)}")
     expect.set_options(timeout=SECONDS * 1000)
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        browser = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield browser
         browser.close()
 
@@ -94,7 +103,9 @@ class Visitor:
 
     def click(self, i):
         """On token i, where it stands: on the last of its lines, as the first may have its space alone."""
-        boxes = "token => [...token.getClientRects()].map(box => [box.x + box.width / 2, box.y + box.height / 2])"
+        boxes = (
+            "token => [...token.getClientRects()].map(box => [box.x + box.width / 2, box.y + box.height / 2])"
+        )
         self.page.mouse.click(*self.tokens.nth(i).evaluate(boxes)[-1])
 
     def texts(self):
@@ -105,7 +116,9 @@ class Visitor:
         return [body for body in self.asked if body["max_tokens"] > 1]
 
     def _note(self, message):
-        if message.type == "error" and not any(f"status of {status}" in message.text for status in self._allowed):
+        if message.type == "error" and not any(
+            f"status of {status}" in message.text for status in self._allowed
+        ):
             self.complaints.append(message.text)
 
     def _see(self, request):
@@ -124,7 +137,9 @@ def ids_of(llm, text):
 
 
 def running(server):
-    found = re.search(r"^tinygpt:num_requests_running\{.*\} (\S+)$", server.ask("/metrics").body.decode(), re.MULTILINE)
+    found = re.search(
+        r"^tinygpt:num_requests_running\{.*\} (\S+)$", server.ask("/metrics").body.decode(), re.MULTILINE
+    )
     return float(found[1])
 
 
@@ -134,7 +149,9 @@ def test_a_text_is_read_when_the_page_opens(server, llm, visit):
     [output] = llm.generate([ids_of(llm, TEXT)], SamplingParams(max_tokens=1, prompt_logprobs=0))
     pairs = zip(ids_of(llm, TEXT), output.prompt_logprobs, strict=True)
     expected = [min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs if logprobs]
-    found = visitor.tokens.evaluate_all("all => all.map(each => Number(each.style.getPropertyValue('--bits')))")
+    found = visitor.tokens.evaluate_all(
+        "all => all.map(each => Number(each.style.getPropertyValue('--bits')))"
+    )
     assert found[1:] == pytest.approx(expected, abs=0.006)
 
 
@@ -145,7 +162,9 @@ def test_surprise_is_the_strength_of_a_colour(visit):
     alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
     assert len(set(alphas)) >= 5
     assert alphas == sorted(alphas)
-    assert min(alpha for alpha, (found, _) in zip(alphas, sorted(shown), strict=True) if found >= 2) >= 0.2  # is seen
+    assert (
+        min(alpha for alpha, (found, _) in zip(alphas, sorted(shown), strict=True) if found >= 2) >= 0.2
+    )  # is seen
 
 
 def test_the_text_comes_while_it_is_written(server, llm, visit):
@@ -239,7 +258,10 @@ def test_candidates_behind_the_text_write_it_on(server, llm, visit):
     best = output.outputs[0].token_ids[0]
     expect(visitor.options.first).to_be_focused()
     name = visitor.options.first.get_attribute("aria-label")
-    assert name == f"{llm.tokenizer.decode([best]).strip()}, {visitor.options.first.locator('.share').inner_text()}"
+    assert (
+        name
+        == f"{llm.tokenizer.decode([best]).strip()}, {visitor.options.first.locator('.share').inner_text()}"
+    )
     visitor.page.keyboard.press("Enter")
     expect(visitor.made).to_have_count(SETTINGS["max_tokens"])
     assert visitor.written()[0]["prompt"] == [*ids_of(llm, TEXT), best]
@@ -264,14 +286,18 @@ def test_the_candidates_cover_no_measurement_and_no_button(server, visit, width,
     height = visitor.page.locator("#page").bounding_box()["height"]
     visitor.click(i)
     popup = visitor.page.locator("#candidates").bounding_box()
-    needed = [visitor.page.locator(f"#{name}") for name in ("trace", "stats", "scale", "controls", "go", "stop")]
+    needed = [
+        visitor.page.locator(f"#{name}") for name in ("trace", "stats", "scale", "controls", "go", "stop")
+    ]
     for box in (each.bounding_box() for each in (visitor.tokens.nth(i), *needed)):
         is_aside = popup["x"] >= box["x"] + box["width"] or popup["x"] + popup["width"] <= box["x"]
         assert is_aside or popup["y"] >= box["y"] + box["height"] or popup["y"] + popup["height"] <= box["y"]
     assert 0 <= popup["x"] <= width - popup["width"]
     visitor.page.keyboard.press("Escape")
     expect(visitor.page.locator("#candidates")).to_be_hidden()
-    until(lambda: visitor.page.locator("#page").bounding_box()["height"] == height)  # the popup's event comes later
+    until(
+        lambda: visitor.page.locator("#page").bounding_box()["height"] == height
+    )  # the popup's event comes later
 
 
 @pytest.mark.parametrize("most", [3, 0])
@@ -350,7 +376,9 @@ def test_stop_frees_what_the_server_holds(server, llm, visit, how):
 
 def test_a_refusal_is_told(server, visit):
     visitor = visit(server, allowed=[400])
-    visitor.page.locator("#max_tokens").evaluate("input => { input.removeAttribute('max'); input.value = 5000 }")
+    visitor.page.locator("#max_tokens").evaluate(
+        "input => { input.removeAttribute('max'); input.value = 5000 }"
+    )
     visitor.page.get_by_role("button", name="Continue").click()
     expect(visitor.page.get_by_role("alert")).to_contain_text("5000 to generate")
     assert visitor.field.input_value() == TEXT

@@ -54,7 +54,10 @@ BODIES = {
         b'{"prompt": [' + b"1," * 600 + b'1], "overflow": "truncate", "prompt_logprobs": 0}',
         "prompt_logprobs",
     ),
-    "a prompt without room behind it": (b'{"prompt": [' + b"1," * 600 + b'1], "overflow": "clamp"}', "prompt"),
+    "a prompt without room behind it": (
+        b'{"prompt": [' + b"1," * 600 + b'1], "overflow": "clamp"}',
+        "prompt",
+    ),
     "many logprobs": (b'{"logprobs": 21}', "logprobs"),
     "many prompt_logprobs": (b'{"prompt_logprobs": 21}', "prompt_logprobs"),
     "an unknown soft prompt": (b'{"soft_prompt": "x"}', "soft_prompt"),
@@ -67,7 +70,10 @@ BODIES = {
     "deep brackets": (b"[" * 100_000, None),
     "a number of 5000 digits": (b'{"seed": ' + b"1" * 5000 + b"}", None),
     "a seed of 65 bits": (b'{"seed": 18446744073709551616}', "seed"),
-    "a suffix that does not fit": (b'{"max_tokens": 500, "best_of": 2, "suffix": "a b c d e f g h i j k"}', "suffix"),
+    "a suffix that does not fit": (
+        b'{"max_tokens": 500, "best_of": 2, "suffix": "a b c d e f g h i j k"}',
+        "suffix",
+    ),
 }
 
 
@@ -146,8 +152,15 @@ def test_a_model_that_is_not_there(server):
 def test_paths_methods_and_types_that_are_not_there(server):
     reply = server.ask("/v1/completions", b"{}", content_type="text/plain")
     assert (reply.status, reply.error["type"]) == (415, "invalid_request_error")
-    assert (server.ask("/frobnicate").status, server.ask("/frobnicate").error["type"]) == (404, "not_found_error")
-    for path, allowed in (("/v1/completions", {"POST"}), ("/health", {"GET"}), ("/v1/models/x", {"DELETE", "GET"})):
+    assert (server.ask("/frobnicate").status, server.ask("/frobnicate").error["type"]) == (
+        404,
+        "not_found_error",
+    )
+    for path, allowed in (
+        ("/v1/completions", {"POST"}),
+        ("/health", {"GET"}),
+        ("/v1/models/x", {"DELETE", "GET"}),
+    ):
         reply = server.ask(path, method="PUT")
         assert (reply.status, {*reply.headers["allow"].split(", ")} - {"HEAD"}) == (405, allowed)
 
@@ -159,13 +172,19 @@ def test_too_large_a_body_is_refused_before_it_is_read(llm):
         assert server.complete(prompt="a" * 50, max_tokens=1).status == 200
         assert server.complete(prompt="a" * 101).status == 413
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        connection.request("POST", "/v1/completions", iter([b"[" * 60] * 2), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/completions", iter([b"[" * 60] * 2), {"content-type": "application/json"}
+        )
         assert connection.getresponse().status == 413
         connection.close()
 
 
 def test_a_full_queue_says_when_to_come_again():
-    with LLM("demo", max_num_seqs=1, max_queue=1) as llm, served(llm) as server, llm.engine.wrapped(Gate) as gate:
+    with (
+        LLM("demo", max_num_seqs=1, max_queue=1) as llm,
+        served(llm) as server,
+        llm.engine.wrapped(Gate) as gate,
+    ):
         futures = [llm.submit([1], SamplingParams(max_tokens=1))]
         for _ in range(2):  # the second prompt finds no room, and the first is cancelled
             assert server.complete(prompt=["a", "b"]).status == 429
@@ -195,7 +214,9 @@ def test_a_bug_is_an_internal_error_and_tells_nothing(llm, monkeypatch):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-@pytest.mark.parametrize(("is_own", "says"), [(True, "leave no token to choose at position"), (False, "not finite")])
+@pytest.mark.parametrize(
+    ("is_own", "says"), [(True, "leave no token to choose at position"), (False, "not finite")]
+)
 def test_a_request_that_fails_on_the_way(server, llm, monkeypatch, is_streamed, is_own, says):
     """By its own processors, or by the weights; the same error, whole or as the last event of a stream."""
     forbidding = {"allowed_token_ids": [5], "bad_words_ids": [[5]]}

@@ -22,7 +22,12 @@ CASES = {
     "best of": {**SAMPLED, "n": 2, "best_of": 4},
     "beams": {"max_tokens": 8, "seed": 1, "num_beams": 3, "n": 2, "length_penalty": 0.5},
     "stop": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True, "stop_token_ids": [13]},
-    "penalties": {**SAMPLED, "repetition_penalty": 1.3, "logit_bias": {11: -5, 262: 2.5}, "bad_words": "king"},
+    "penalties": {
+        **SAMPLED,
+        "repetition_penalty": 1.3,
+        "logit_bias": {11: -5, 262: 2.5},
+        "bad_words": "king",
+    },
     "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "top_p_decay": 0.9, "top_p_reset_ids": [13]},
     "overflow": {**SAMPLED, "max_tokens": 600, "overflow": "clamp"},
     "guided": {**SAMPLED, "guided_regex": "[A-Z][a-z]+"},
@@ -94,9 +99,22 @@ def test_asyncio(remote, llm):
 
 
 def test_methods_have_an_llms_parameters(remote):
-    for name in ("read_prompt", "generate", "generate_as_finished", "stream", "submit", "score", "embed", "close"):
-        theirs, mine = (inspect.signature(getattr(kind, name)).parameters.values() for kind in (LLM, RemoteLLM))
-        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], name
+    for name in (
+        "read_prompt",
+        "generate",
+        "generate_as_finished",
+        "stream",
+        "submit",
+        "score",
+        "embed",
+        "close",
+    ):
+        theirs, mine = (
+            inspect.signature(getattr(kind, name)).parameters.values() for kind in (LLM, RemoteLLM)
+        )
+        assert [(p.name, p.kind, p.default) for p in mine] == [(p.name, p.kind, p.default) for p in theirs], (
+            name
+        )
 
 
 @pytest.mark.parametrize("is_split", [None, False, True])
@@ -181,7 +199,9 @@ def test_a_body_over_the_limit_is_told_so(llm):
         served(llm, max_body_bytes=1000) as server,
         RemoteLLM(f"http://127.0.0.1:{server.port}", max_retries=0) as remote,
     ):
-        with pytest.raises(RequestError, match=r"^the body is longer than the 1000 bytes that this server reads"):
+        with pytest.raises(
+            RequestError, match=r"^the body is longer than the 1000 bytes that this server reads"
+        ):
             remote.generate("a " * 2**24)
         assert remote.generate("Once", SamplingParams(max_tokens=1))
 
@@ -267,7 +287,9 @@ def test_keys(llm, monkeypatch):
     monkeypatch.delenv("TINYGPT_API_KEY", raising=False)
     with served(llm, api_keys=("a secret",)) as server:
         url = f"http://127.0.0.1:{server.port}"
-        with pytest.raises(ServerError, match="wants an API key: set api_key, or the variable TINYGPT_API_KEY"):
+        with pytest.raises(
+            ServerError, match="wants an API key: set api_key, or the variable TINYGPT_API_KEY"
+        ):
             RemoteLLM(url)
         with pytest.raises(ServerError, match=r"^(?!.*wrong).*wants another API key than the one given"):
             RemoteLLM(url, api_key="wrong")

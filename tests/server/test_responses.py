@@ -86,7 +86,12 @@ def test_a_stream_is_the_reply_in_pieces(respond):
     assert "".join(deltas) == events[names.index("output_text.done")]["text"] == text
     last = events[-1]["response"]
     first = events[0]["response"]
-    assert (first["status"], first["output"], first["usage"], first["id"]) == ("in_progress", [], None, last["id"])
+    assert (first["status"], first["output"], first["usage"], first["id"]) == (
+        "in_progress",
+        [],
+        None,
+        last["id"],
+    )
     assert last["output"][0]["content"] == whole["output"][0]["content"]
     assert last["usage"]["total_tokens"] == whole["usage"]["total_tokens"]
     assert {event["item_id"] for event in events if "item_id" in event} == {last["output"][0]["id"]}

@@ -20,7 +20,11 @@ def test_models_by_each_name(server, llm):
     assert [card["id"] for card in listed["data"]] == ["demo", "other/name"]
     for card in listed["data"]:
         assert server.ask(f"/v1/models/{card['id'].replace('/', '%2F')}").json == card
-        assert (card["object"], card["max_model_len"], card["max_logprobs"]) == ("model", llm.max_model_len, 20)
+        assert (card["object"], card["max_model_len"], card["max_logprobs"]) == (
+            "model",
+            llm.max_model_len,
+            20,
+        )
     for name in ("demo", "other/name"):
         assert server.complete(prompt="a", model=name, max_tokens=1).json["model"] == name
     assert server.complete(prompt="a", max_tokens=1).json["model"] == "demo"
@@ -29,13 +33,18 @@ def test_models_by_each_name(server, llm):
 def test_nothing_is_deleted(server):
     assert server.ask("/v1/models/demo", method="DELETE").status == 403
     reply = server.ask("/v1/models/ft:no-such:model", method="DELETE")
-    assert (reply.status, reply.json) == (200, {"id": "ft:no-such:model", "object": "model", "deleted": False})
+    assert (reply.status, reply.json) == (
+        200,
+        {"id": "ft:no-such:model", "object": "model", "deleted": False},
+    )
     assert server.ask("/v1/models/demo").status == 200
 
 
 def test_texts_and_tokens(server, llm):
     text = "Once upon<|endoftext|> a time"
-    reply = server.ask("/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True}).json
+    reply = server.ask(
+        "/tokenize", {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+    ).json
     ids = llm.tokenizer.encode(text, split_special_tokens=False)
     assert llm.config.eos_token_ids[0] in ids
     assert (reply["tokens"], reply["count"], reply["max_model_len"]) == (ids, len(ids), llm.max_model_len)
@@ -53,7 +62,9 @@ def test_harnesses_learn_the_end_of_text(server, llm):
     info = server.ask("/tokenizer_info").json
     assert info["eos_token"] == info["bos_token"] == "<|endoftext|>"
     assert info["chat_template"] is None
-    assert server.ask("/tokenize", {"prompt": info["eos_token"]}).json["tokens"] == list(llm.config.eos_token_ids)
+    assert server.ask("/tokenize", {"prompt": info["eos_token"]}).json["tokens"] == list(
+        llm.config.eos_token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -65,7 +76,9 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
     plain = server.ask("/v1/embeddings", {"input": inputs, "pooling": pooling}).json
     assert [row["index"] for row in plain["data"]] == list(range(len(expected)))
     np.testing.assert_array_equal(np.array([row["embedding"] for row in plain["data"]], np.float32), expected)
-    coded = server.ask("/v1/embeddings", {"input": inputs, "pooling": pooling, "encoding_format": "base64"}).json
+    coded = server.ask(
+        "/v1/embeddings", {"input": inputs, "pooling": pooling, "encoding_format": "base64"}
+    ).json
     rows = [np.frombuffer(base64.b64decode(row["embedding"]), "<f4") for row in coded["data"]]
     np.testing.assert_array_equal(np.stack(rows), expected)
     assert plain["usage"]["prompt_tokens"] == plain["usage"]["total_tokens"] > 0
@@ -77,7 +90,9 @@ def test_labels_are_the_librarys(small_demo, tmp_path, head):
     with LLM(str(folder), device="reference", split_special_tokens=True) as llm, served(llm) as server:
         reply = server.ask("/classify", {"input": ["a wolf", "the king"]}).json
         expected = llm.classify(["a wolf", "the king"])
-    shown = [{"index": i, "label": e.label, "probs": e.probs, "num_classes": 3} for i, e in enumerate(expected)]
+    shown = [
+        {"index": i, "label": e.label, "probs": e.probs, "num_classes": 3} for i, e in enumerate(expected)
+    ]
     assert (reply["object"], reply["data"]) == ("list", shown)
     assert reply["usage"]["prompt_tokens"] == sum(len(each.prompt_token_ids) for each in expected)
 
@@ -89,15 +104,22 @@ def test_an_adapter_is_a_model(small_demo, tmp_path):
         found = {name: server.complete(**body, model=name).json for name in ("demo", "a")}
         for name, lora_request in (("demo", None), ("a", "a")):
             expected = llm.generate("a wolf", max_tokens=6, lora_request=lora_request)[0].outputs[0]
-            assert (found[name]["model"], found[name]["choices"][0]["token_ids"]) == (name, expected.token_ids)
+            assert (found[name]["model"], found[name]["choices"][0]["token_ids"]) == (
+                name,
+                expected.token_ids,
+            )
         assert found["a"]["choices"][0]["text"] != found["demo"]["choices"][0]["text"]
         cards = server.ask("/v1/models").json["data"]
-        assert [(card["id"], card["parent"]) for card in cards if card["id"] == "a"] == [("a", cards[0]["id"])]
+        assert [(card["id"], card["parent"]) for card in cards if card["id"] == "a"] == [
+            ("a", cards[0]["id"])
+        ]
         for path, more in (
             ("/v1/embeddings", {"input": "a"}),
             ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
         ):
-            assert "the adapter 'a' only generates" in server.ask(path, {"model": "a", **more}).error["message"]
+            assert (
+                "the adapter 'a' only generates" in server.ask(path, {"model": "a", **more}).error["message"]
+            )
 
 
 def test_labels_need_a_head(server):

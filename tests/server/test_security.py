@@ -23,10 +23,16 @@ def locked(llm):
 
 
 @pytest.mark.parametrize("path", NEEDS_KEY)
-@pytest.mark.parametrize("header", [None, "", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer \xff"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer ", "Bearer wrong", "Basic first-key", "first-key", "Bearer \xff"]
+)
 def test_without_a_key_nothing_is_told(locked, path, header):
     reply = locked.ask(path, **({} if header is None else {"authorization": header}))
-    assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (401, "invalid_api_key", "Bearer")
+    assert (reply.status, reply.error["code"], reply.headers["www-authenticate"]) == (
+        401,
+        "invalid_api_key",
+        "Bearer",
+    )
 
 
 @pytest.mark.parametrize("path", OPEN)
@@ -63,11 +69,16 @@ def test_this_machines_names_are_allowed(server, host):
 
 
 def test_other_pages_read_nothing_unless_they_are_named(server, locked):
-    assert "access-control-allow-origin" not in server.ask("/v1/models", origin="https://page.example").headers
+    assert (
+        "access-control-allow-origin" not in server.ask("/v1/models", origin="https://page.example").headers
+    )
     headers = {"origin": "https://page.example", "access_control_request_method": "POST"}
     headers["access_control_request_headers"] = "authorization"
     asked_before = locked.ask("/v1/completions", method="OPTIONS", **headers)
-    assert (asked_before.status, asked_before.headers["access-control-allow-origin"]) == (200, "https://page.example")
+    assert (asked_before.status, asked_before.headers["access-control-allow-origin"]) == (
+        200,
+        "https://page.example",
+    )
     other = locked.ask("/v1/completions", method="OPTIONS", **headers | {"origin": "https://evil.example"})
     assert "access-control-allow-origin" not in other.headers
 
@@ -108,4 +119,6 @@ def test_bodies_are_logged_where_that_is_asked_for(llm, caplog):
     assert json.loads(record.fields["body"]) == form
     record.fields["body"] = "a\nb"
     assert TextLines().format(record).endswith(f'INFO body id={record.fields["id"]} body="a\\nb"')
-    assert "first-key" not in caplog.text + str([getattr(record, "fields", None) for record in caplog.records])
+    assert "first-key" not in caplog.text + str(
+        [getattr(record, "fields", None) for record in caplog.records]
+    )

@@ -58,7 +58,9 @@ def test_two_requests_of_one_connection_are_answered_in_their_order(server):
     bodies = [json.dumps(ASKED | {"seed": 1, "max_tokens": count}).encode() for count in (4, 2)]
     head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: "
     with socket.create_connection(("127.0.0.1", server.port), 60) as client:
-        client.sendall(b"".join(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body for body in bodies))
+        client.sendall(
+            b"".join(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body for body in bodies)
+        )
         read = client.makefile("rb")
         lines = []
         while lines.count(b"data: [DONE]\n") < 2:

@@ -22,16 +22,30 @@ TESTS = [
     "tests/kernels/cpu/test_attention.py",
     "tests/kernels/cpu/test_layers.py",
 ]
-WHEELS = ("numba", "llvmlite", "numpy", "safetensors", "tiktoken", "huggingface_hub", "tqdm", "pytest", "hypothesis")
+WHEELS = (
+    "numba",
+    "llvmlite",
+    "numpy",
+    "safetensors",
+    "tiktoken",
+    "huggingface_hub",
+    "tqdm",
+    "pytest",
+    "hypothesis",
+)
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 # LLVM's name of a CPU, as it cannot see the one that QEMU plays, and QEMU's of one that has what it has.
 CPUS = {"neoverse-v1": "max", "apple-m1": "neoverse-n1", "cortex-a72": "cortex-a72"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--cpu", choices=CPUS, default="neoverse-v1", help="LLVM's name (default: %(default)s)")
+    parser.add_argument(
+        "--cpu", choices=CPUS, default="neoverse-v1", help="LLVM's name (default: %(default)s)"
+    )
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="Python's")
     given = parser.parse_args()
     folder = given.folder.resolve()
@@ -61,7 +75,16 @@ def fetch_debian(folder: Path) -> None:
     }
     options = [f"-o={name}={value}" for name, value in own.items()]
     run("apt-get", *options, "update")
-    run("apt-get", *options, "install", "--yes", "--no-install-recommends", "--download-only", "python3", "libstdc++6")
+    run(
+        "apt-get",
+        *options,
+        "install",
+        "--yes",
+        "--no-install-recommends",
+        "--download-only",
+        "python3",
+        "libstdc++6",
+    )
     (qemu := folder / "qemu").mkdir(exist_ok=True)
     subprocess.run(["apt-get", "download", "qemu-user-static"], cwd=qemu, check=True)
     for package in qemu.glob("*.deb"):

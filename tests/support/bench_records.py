@@ -25,7 +25,9 @@ def run_of(**values: float) -> Run:
     return Run(**{**fields, **values})
 
 
-def record(case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0) -> dict:
+def record(
+    case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0
+) -> dict:
     plan = Plan("tiny", {dtype: cache}, (2,), (case,), len(runs), TINY)
     return record_of(plan, Test(dtype, 2, case, Measurement(tuple(runs), peak_memory), ENDED), LIMITS)
 
@@ -45,5 +47,11 @@ def generation_record(kv_cache_dtype: str = "bfloat16") -> dict:
 
 
 def planned(model="random:tiny", **changes):
-    values = {"dtypes": ["float32"], "threads": [1], "batch_sizes": [1], "prompt_lengths": [8], "new_tokens": [4]}
+    values = {
+        "dtypes": ["float32"],
+        "threads": [1],
+        "batch_sizes": [1],
+        "prompt_lengths": [8],
+        "new_tokens": [4],
+    }
     return make_plan(model, **{**values, "repetitions": 1, **changes})

@@ -97,7 +97,9 @@ class SimulatedDevice:
             name = launch.args[0].py_func.__name__
             launch(touched=touched)
             assert touched.has_waited, f"{name} ends before the kernels before it do"
-            assert not touched.read_early & written, f"{name} reads, before it waits, what a kernel before it writes"
+            assert not touched.read_early & written, (
+                f"{name} reads, before it waits, what a kernel before it writes"
+            )
             written |= touched.written
             self.now += 1
 
@@ -139,7 +141,9 @@ def run_linear(target, inputs, weights, layer, width, count, dtype, octets, epil
     simulate(kernel, grid, LINEAR_THREADS, target, inputs, weights, layer, width, sizes, 1)
 
 
-def heads_of(dtype: str, count: int, slots: int, length: int, heads: int, size: int, positions, token_slots) -> Heads:
+def heads_of(
+    dtype: str, count: int, slots: int, length: int, heads: int, size: int, positions, token_slots
+) -> Heads:
     padded = -(-size // 32) * 32
     kind = np.float32 if dtype == "float32" else np.uint16
     q = np.zeros(count * heads * padded, kind)

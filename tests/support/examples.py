@@ -15,4 +15,6 @@ def choose(is_slow: bool) -> None:
 
 def examples(count: int) -> int:
     """For a property that is not tried with as many as others."""
-    return count if settings.default.max_examples == settings.get_profile(ALL).max_examples else -(-count // 3)
+    return (
+        count if settings.default.max_examples == settings.get_profile(ALL).max_examples else -(-count // 3)
+    )

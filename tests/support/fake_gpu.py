@@ -39,7 +39,9 @@ def environment(folder: Path, capability: str) -> dict[str, str]:
     library = folder / "libcuda.so.1"
     if not library.exists():
         flags = ["-shared", "-fPIC", "-O1", "-I", str(find_nvidia_header_directory("cudart"))]
-        subprocess.run(["gcc", *flags, "-o", str(library), str(Path(__file__).with_name("fake_cuda.c"))], check=True)
+        subprocess.run(
+            ["gcc", *flags, "-o", str(library), str(Path(__file__).with_name("fake_cuda.c"))], check=True
+        )
     paths = {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     return os.environ | paths | {"NUMBA_CACHE_DIR": str(folder), "FAKE_CUDA_CC": capability.replace(".", "")}
 
@@ -78,7 +80,9 @@ class FakeGpu:
 
         try:
             kinds = self._kinds(number)
-            values = [np.frombuffer(ctypes.string_at(params[i], k.itemsize), k)[0] for i, k in enumerate(kinds)]
+            values = [
+                np.frombuffer(ctypes.string_at(params[i], k.itemsize), k)[0] for i, k in enumerate(kinds)
+            ]
             memory = Memory(self._blocks_of(values))
             run(self.programs[number], sizes[:3], sizes[3], values, memory, shared_bytes, None)
         except Exception:  # nothing may be raised through the driver
@@ -109,7 +113,9 @@ def main() -> int:
     folder, capability, *arguments = sys.argv[1:]
     program = "from support import fake_gpu; fake_gpu.pytest_configure(); from tinygpt.cli.main import main; "
     program += f"raise SystemExit(main({arguments!r}))"
-    return subprocess.run([sys.executable, "-c", program], env=environment(Path(folder), capability)).returncode
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environment(Path(folder), capability)
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -29,7 +29,13 @@ USUAL = {
     "mpt": {"n_layers": L, "max_seq_len": T, "expansion_ratio": 4},
     "openai-gpt": {"n_embd": 24, "n_head": 3, "n_layer": L, "n_positions": T, "afn": "gelu"},
     "xglm": {"d_model": 24, "attention_heads": 3, "num_layers": L, "ffn_dim": 52, **LONG},
-    "biogpt": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "intermediate_size": 52, **LONG},
+    "biogpt": {
+        "hidden_size": 24,
+        "num_attention_heads": 3,
+        "num_hidden_layers": L,
+        "intermediate_size": 52,
+        **LONG,
+    },
 }
 
 
@@ -99,8 +105,15 @@ def write_characters(folder: Path) -> Path:
     """A tokenizer.json beside a model: each token is a character."""
     splitter = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
     model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(CHARACTERS)}, "unk_token": "[UNK]"}
-    steps = {"normalizer": None, "pre_tokenizer": splitter, "post_processor": None, "decoder": {"type": "Fuse"}}
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], **steps, "model": model}))
+    steps = {
+        "normalizer": None,
+        "pre_tokenizer": splitter,
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+    }
+    (folder / "tokenizer.json").write_text(
+        json.dumps({"version": "1.0", "added_tokens": [], **steps, "model": model})
+    )
     return folder
 
 
@@ -110,7 +123,10 @@ EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "to
 
 
 def _barts(C: int, F: int) -> dict[str, tuple[int, int]]:
-    return {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {"fc1": (F, C), "fc2": (C, F)}
+    return {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {
+        "fc1": (F, C),
+        "fc2": (C, F),
+    }
 
 
 def _blooms(C: int, F: int) -> dict[str, tuple[int, int]]:
@@ -150,8 +166,12 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         parts = ()
     if not fields.get("do_layer_norm_before", True) or fields.get("_remove_final_layer_norm"):
         outer_norms = ()
-    embedding = {"bloom": "word_embeddings", "mpt": "wte", "openai-gpt": "tokens_embed"}.get(kind, "embed_tokens")
-    shapes = {f"{embedding}.weight": (V, E)} | {f"{name}.{part}": (C,) for name in outer_norms for part in parts}
+    embedding = {"bloom": "word_embeddings", "mpt": "wte", "openai-gpt": "tokens_embed"}.get(
+        kind, "embed_tokens"
+    )
+    shapes = {f"{embedding}.weight": (V, E)} | {
+        f"{name}.{part}": (C,) for name in outer_norms for part in parts
+    }
     if kind in ("opt", "biogpt"):
         shapes["embed_positions.weight"] = (T + 2, C)
     if kind == "openai-gpt":
@@ -173,7 +193,11 @@ def _tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
     if "norm" in name or ".ln_" in name or name.startswith("ln_"):
         # Signs keep a tied head from repeating the last token for ever.
         is_gain = name.endswith("weight")
-        return np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers) if is_gain else np.float32(0.3) * numbers
+        return (
+            np.sign(numbers) * (np.float32(1) + np.float32(0.3) * numbers)
+            if is_gain
+            else np.float32(0.3) * numbers
+        )
     if len(shape) == 1:
         return np.float32(0.2) * numbers
     if "embed" in name or name in ("head", "wte.weight"):

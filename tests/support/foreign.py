@@ -41,7 +41,11 @@ def nanogpt_state(arrays: Arrays, prefix: str = "", **arguments: object) -> dict
         "model_args": {**MODEL_ARGS, "bias": True, **arguments},
         "iter_num": 5,
         "best_val_loss": np.array(1.5, np.float32),
-        "config": {"dataset": "shakespeare_char", "dtype": "float16", "rng": Call("numpy.random __RandomState_ctor")},
+        "config": {
+            "dataset": "shakespeare_char",
+            "dtype": "float16",
+            "rng": Call("numpy.random __RandomState_ctor"),
+        },
         "device": Global("torch float16"),
     }
 
@@ -59,7 +63,10 @@ def nanogpt_legacy(folder: Path, arrays: Arrays) -> Path:
 def mingpt(folder: Path, arrays: Arrays) -> Path:
     folder.mkdir(exist_ok=True)
     state = {f"transformer.{name}": array for name, array in linear(arrays).items()}
-    state |= {"lm_head.weight": arrays["wte.weight"].copy(), "transformer.h.1.attn.bias": np.ones((1, 1, 6, 6), "f4")}
+    state |= {
+        "lm_head.weight": arrays["wte.weight"].copy(),
+        "transformer.h.1.attn.bias": np.ones((1, 1, 6, 6), "f4"),
+    }
     (folder / "model.pt").write_bytes(own_bytes(state))
     write_json(folder / "config.json", {"system": {"seed": 1}, "model": {"model_type": None, "n_head": 2}})
     return folder
@@ -99,7 +106,9 @@ def tf_arrays(arrays: Arrays) -> dict[str, np.ndarray]:
     kinds = {"weight": "w", "bias": "b"}
     renamed = {}
     for name, array in arrays.items():
-        module, kind = name.replace("h.", "h", 1).rsplit(".", 1) if name.startswith("h.") else name.rsplit(".", 1)
+        module, kind = (
+            name.replace("h.", "h", 1).rsplit(".", 1) if name.startswith("h.") else name.rsplit(".", 1)
+        )
         module = f"model/{module.replace('.', '/')}"
         if "ln_" in name:
             renamed[f"{module}/{'g' if kind == 'weight' else 'b'}"] = array
@@ -121,8 +130,16 @@ def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
 
 def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
     """By the names of FasterTransformer's files; every matrix is (in, out)."""
-    modules = {"ln_1": "input_layernorm", "attn.c_attn": "attention.query_key_value", "attn.c_proj": "attention.dense"}
-    modules |= {"ln_2": "post_attention_layernorm", "mlp.c_fc": "mlp.dense_h_to_4h", "mlp.c_proj": "mlp.dense_4h_to_h"}
+    modules = {
+        "ln_1": "input_layernorm",
+        "attn.c_attn": "attention.query_key_value",
+        "attn.c_proj": "attention.dense",
+    }
+    modules |= {
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.dense_h_to_4h",
+        "mlp.c_proj": "mlp.dense_4h_to_h",
+    }
     top = {"wte.weight": "wte", "wpe.weight": "wpe", "ln_f.weight": "final_layernorm.weight"}
     top |= {f"ln_e.{kind}": f"pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
     top |= {"ln_f.bias": "final_layernorm.bias", "lm_head.weight": "lm_head.weight"}
@@ -152,7 +169,8 @@ def ft_config(**settings: object) -> str:
         "model_name": "gpt",
         "head_num": CONFIG["n_head"],
         "size_per_head": CONFIG["n_embd"] // CONFIG["n_head"],
-        "inter_size": 4 * CONFIG["n_embd"],  # which is not true of this model, and of many that it was written for
+        "inter_size": 4
+        * CONFIG["n_embd"],  # which is not true of this model, and of many that it was written for
         "num_layer": CONFIG["n_layer"],
         "max_pos_seq_len": CONFIG["n_positions"],
         "vocab_size": CONFIG["vocab_size"],
@@ -178,7 +196,9 @@ def fastertransformer(folder: Path, arrays: Arrays, gpus: int = 1, **settings: o
     return folder
 
 
-def onnx_tensors(arrays: Arrays, prefix: str = "transformer.", head: str = "onnx::MatMul_523") -> dict[str, np.ndarray]:
+def onnx_tensors(
+    arrays: Arrays, prefix: str = "transformer.", head: str = "onnx::MatMul_523"
+) -> dict[str, np.ndarray]:
     """As torch exports them: a tied head is a copy without a name, transposed."""
     tensors = {prefix + name: array for name, array in arrays.items() if name != "lm_head.weight"}
     return tensors | {head: np.ascontiguousarray(arrays.get("lm_head.weight", arrays["wte.weight"]).T)}
@@ -191,7 +211,9 @@ def onnx_nodes(names: Iterable[str], activation: str = "Tanh", **attributes: obj
         is_head = "MatMul" in name or name.endswith("lm_head.weight")
         if name.endswith(MATRICES) or is_head:
             kind = "MatMul" if is_head else "Gemm"
-            nodes.append(onnx_writer.node(kind, ["x", name], [f"{name} product"], **({} if is_head else attributes)))
+            nodes.append(
+                onnx_writer.node(kind, ["x", name], [f"{name} product"], **({} if is_head else attributes))
+            )
     return [*nodes, onnx_writer.node(activation, ["x"], ["y"])]
 
 
@@ -222,5 +244,16 @@ def _write_onnx(folder: Path, name: str, arrays: Arrays, written: list) -> Path:
     return folder
 
 
-_WRITERS = (hugging_face, nanogpt, nanogpt_legacy, mingpt, gguf, openai_tf, megatron, nemo, fastertransformer, onnx)
+_WRITERS = (
+    hugging_face,
+    nanogpt,
+    nanogpt_legacy,
+    mingpt,
+    gguf,
+    openai_tf,
+    megatron,
+    nemo,
+    fastertransformer,
+    onnx,
+)
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {w.__name__: w for w in (*_WRITERS, onnx_external)}

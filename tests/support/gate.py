@@ -27,7 +27,9 @@ class Gate:
         with self._changed:
             self.num_asked += 1
             self._changed.notify_all()
-            assert self._changed.wait_for(lambda: self.num_taken < self._num_allowed, SECONDS), "no step was allowed"
+            assert self._changed.wait_for(lambda: self.num_taken < self._num_allowed, SECONDS), (
+                "no step was allowed"
+            )
             self.num_taken += 1
         return self._runner.forward(batch)
 

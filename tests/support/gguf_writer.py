@@ -24,10 +24,15 @@ def value(kind: int, content) -> bytes:
     return struct.pack("<IQ", inner, len(elements)) + b"".join(value(inner, element) for element in elements)
 
 
-def gguf_bytes(keys: Mapping[str, tuple], tensors: Mapping[str, tuple], version: int = 3, alignment: int = 32) -> bytes:
+def gguf_bytes(
+    keys: Mapping[str, tuple], tensors: Mapping[str, tuple], version: int = 3, alignment: int = 32
+) -> bytes:
     """keys: name -> (kind, content). tensors: name -> (shape, ggml type, bytes)."""
     parts = [b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))]
-    parts += [string(name) + struct.pack("<I", kind) + value(kind, content) for name, (kind, content) in keys.items()]
+    parts += [
+        string(name) + struct.pack("<I", kind) + value(kind, content)
+        for name, (kind, content) in keys.items()
+    ]
     offset = 0
     for name, (shape, kind, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])

@@ -72,9 +72,15 @@ def _tensors(seed: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     shapes = shapes_of(C, fields["n_inner"] or 4 * C, fields["n_layer"], V, fields["n_positions"])
     if not fields.get("tie_word_embeddings", True):
         shapes["lm_head.weight"] = (V, C)
-    scales = {name: 3 / 2 ** round(np.log2(shape[0]) / 2) for name, shape in shapes.items()}  # Conv1D: (in, out)
-    tensors = {name: filled(name, golden_array(seed + name, shape), scales[name]) for name, shape in shapes.items()}
-    return {name if name == "lm_head.weight" else f"transformer.{name}": array for name, array in tensors.items()}
+    scales = {
+        name: 3 / 2 ** round(np.log2(shape[0]) / 2) for name, shape in shapes.items()
+    }  # Conv1D: (in, out)
+    tensors = {
+        name: filled(name, golden_array(seed + name, shape), scales[name]) for name, shape in shapes.items()
+    }
+    return {
+        name if name == "lm_head.weight" else f"transformer.{name}": array for name, array in tensors.items()
+    }
 
 
 def filled(name: str, numbers: np.ndarray, scale: float) -> np.ndarray:
@@ -89,15 +95,28 @@ def filled(name: str, numbers: np.ndarray, scale: float) -> np.ndarray:
 
 def golden_array(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """float32 in [-1, 1), from name and place alone: integers mixed as by MurmurHash3's last step, and scaled."""
-    x = np.arange(np.prod(shape), dtype=np.uint32) * np.uint32(2654435761) + np.uint32(zlib.crc32(name.encode()))
+    x = np.arange(np.prod(shape), dtype=np.uint32) * np.uint32(2654435761) + np.uint32(
+        zlib.crc32(name.encode())
+    )
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return ((x >> np.uint32(8)).astype(np.float32) / np.float32(2**23) - 1).reshape(shape)
 
 
 NEED_PEFT = "needs peft: pip install -e '.[parity]'"
-MATRICES = {"attn.c_attn": (1, 3), "attn.c_proj": (1, 1), "mlp.c_fc": (1, 4), "mlp.c_proj": (4, 1)}  # (in, out) / C
-LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "fan_in_fan_out": True, "bias": "none", "lora_alpha": 8}
+MATRICES = {
+    "attn.c_attn": (1, 3),
+    "attn.c_proj": (1, 1),
+    "mlp.c_fc": (1, 4),
+    "mlp.c_proj": (4, 1),
+}  # (in, out) / C
+LORA = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "fan_in_fan_out": True,
+    "bias": "none",
+    "lora_alpha": 8,
+}
 # Each is one array in the file: what a prompt encoder would compute is computed when it is saved.
 SOFT_PROMPTS = {
     "prompt": {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"},
@@ -127,8 +146,17 @@ def write_soft_prompt(folder: Path, kind: str, num_virtual_tokens: int, **fields
     sizes = SMALL | fields
     C, L = sizes["n_embd"], sizes["n_layer"]
     width = 2 * L * C if kind == "prefix" else C
-    config = {"num_virtual_tokens": num_virtual_tokens, "token_dim": C, "num_layers": L, "task_type": "CAUSAL_LM"}
-    config |= {"num_attention_heads": sizes["n_head"], "num_transformer_submodules": 1, "inference_mode": True}
+    config = {
+        "num_virtual_tokens": num_virtual_tokens,
+        "token_dim": C,
+        "num_layers": L,
+        "task_type": "CAUSAL_LM",
+    }
+    config |= {
+        "num_attention_heads": sizes["n_head"],
+        "num_transformer_submodules": 1,
+        "inference_mode": True,
+    }
     tensors = {"prompt_embeddings": golden_array(kind, (num_virtual_tokens, width))}
     return _write(folder, {**SOFT_PROMPTS[kind], **config}, tensors)
 

@@ -76,8 +76,12 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _describe(self, repo: str, folder: Path, is_tree: bool) -> None:
-        files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-        value = [{"type": "file", "path": n, "size": p.stat().st_size, "oid": _digest(p)} for n, p in files.items()]
+        files = {
+            path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
+        }
+        value = [
+            {"type": "file", "path": n, "size": p.stat().st_size, "oid": _digest(p)} for n, p in files.items()
+        ]
         if not is_tree:
             siblings = [{"rfilename": name} for name in files]
             value = {"id": repo, "modelId": repo, "sha": self.commit, "private": False, "siblings": siblings}

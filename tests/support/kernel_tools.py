@@ -35,16 +35,28 @@ class Tolerance(NamedTuple):
 TOLERANCES = {
     "exp": Tolerance(4 * EPS, "relative: 2 units in the last place, as its docstring says"),
     "tanh": Tolerance(4 * EPS, "relative: exp's error, halved by the division, and three roundings"),
-    "erf": Tolerance(5e-7, "absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1"),
-    "activation": Tolerance(5e-7, "against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most"),
+    "erf": Tolerance(
+        5e-7, "absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1"
+    ),
+    "activation": Tolerance(
+        5e-7, "against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most"
+    ),
     "product": Tolerance(24 * EPS, "against |x| @ |w|: a chain of 130 roundings, which mostly cancel"),
     "int4 product": Tolerance(64 * EPS, "against |x| @ |w|: levels and offsets, each larger than w, cancel"),
     "sum": Tolerance(8 * EPS, "against the sum of sizes: a chain of 9 roundings a lane, four folds"),
     "layer_norm": Tolerance(64 * EPS, "against the outlier: mean and variance are rounded once more each"),
-    "attention": Tolerance(32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"),
-    "bfloat16 attention": Tolerance(2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"),
-    "int8 attention": Tolerance(2.0**-12, "against the largest value: some weights fall on the next of 2**14 levels"),
-    "extreme attention": Tolerance(0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"),
+    "attention": Tolerance(
+        32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"
+    ),
+    "bfloat16 attention": Tolerance(
+        2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"
+    ),
+    "int8 attention": Tolerance(
+        2.0**-12, "against the largest value: some weights fall on the next of 2**14 levels"
+    ),
+    "extreme attention": Tolerance(
+        0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"
+    ),
     "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
     "quantized": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),
 }

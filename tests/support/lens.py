@@ -109,9 +109,14 @@ def ask(name: str) -> dict[str, np.ndarray]:
         hook = lambda x, hook, change=change: change(x.clone(), torch.from_numpy)  # noqa: E731
         found[label] = model.run_with_hooks(ids, fwd_hooks=[(point, hook)])[0].numpy()
     stack, labels = cache.decompose_resid(return_labels=True)
-    attrs = cache.logit_attrs(stack, 9, incorrect_tokens=4)  # without ln_f's weight, which is in the directions below
+    attrs = cache.logit_attrs(
+        stack, 9, incorrect_tokens=4
+    )  # without ln_f's weight, which is in the directions below
     found |= {"accumulated": cache.accumulated_resid(incl_mid=True, apply_ln=False)[:, 0].numpy()}
-    found |= {"decomposed": stack[:, 0].numpy(), "heads": cache.stack_head_results(incl_remainder=True)[:, 0].numpy()}
+    found |= {
+        "decomposed": stack[:, 0].numpy(),
+        "heads": cache.stack_head_results(incl_remainder=True)[:, 0].numpy(),
+    }
     found |= {"scaled": cache.apply_ln_to_stack(stack)[:, 0].numpy()}
     assert len(labels) == len(attrs)
     return found
@@ -124,4 +129,6 @@ def kept(name: str) -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    np.savez_compressed(FILE, **{f"{name}/{key}": array for name in MODELS for key, array in ask(name).items()})
+    np.savez_compressed(
+        FILE, **{f"{name}/{key}": array for name in MODELS for key, array in ask(name).items()}
+    )

@@ -68,7 +68,9 @@ def changed(library: Library, **steps) -> Library:
 
 
 def with_digits(library: Library) -> Library:
-    return changed(library, pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer]))
+    return changed(
+        library, pre_tokenizer=pre_tokenizers.Sequence([pre_tokenizers.Digits(), library.pre_tokenizer])
+    )
 
 
 def unigram() -> Library:

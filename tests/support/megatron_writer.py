@@ -45,7 +45,9 @@ def cut(array: np.ndarray, axis: int, form: Form, rank: int) -> np.ndarray:
 
 def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> dict[str, np.ndarray]:
     """By Megatron's names; matrices are (out, in)."""
-    own = {name.removeprefix(f"h.{i}."): array for name, array in arrays.items() if name.startswith(f"h.{i}.")}
+    own = {
+        name.removeprefix(f"h.{i}."): array for name, array in arrays.items() if name.startswith(f"h.{i}.")
+    }
     state = {}
     for theirs, ours in (("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")):
         state |= {f"{theirs}.{kind}": own[f"{ours}.{kind}"] for kind in ("weight", "bias")}
@@ -175,7 +177,9 @@ VOCAB, MERGES = '{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}', "#version: 0.2\
 
 def nemo_members(arrays: Arrays, form: Form, prefix: str = "model.", more: str = "") -> dict[str, bytes]:
     sizes = {"width": arrays["wpe.weight"].shape[1], "inner": arrays["h.0.mlp.c_fc.weight"].shape[1]}
-    settings = NEMO_CONFIG.format(heads=form.heads, layers=_layers(arrays), tp=form.tp, pp=form.pp, more=more, **sizes)
+    settings = NEMO_CONFIG.format(
+        heads=form.heads, layers=_layers(arrays), tp=form.tp, pp=form.pp, more=more, **sizes
+    )
     members = {"./0123_vocab.json": VOCAB.encode(), "./0123_merges.txt": MERGES.encode()}
     members["./model_config.yaml"] = settings.encode()
     for rank in range(form.tp):

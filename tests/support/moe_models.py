@@ -34,7 +34,9 @@ def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAY
         for e in range(num_experts):
             shapes |= {f"h.{i}.mlp.experts.{e}.{name}": shape for name, shape in MLP.items()}
     scales = {name: 1 if "gate" in name else 3 / np.sqrt(shape[0]) for name, shape in shapes.items()}
-    arrays = {name: filled(name, golden_array(f"moe {name}", shape), scales[name]) for name, shape in shapes.items()}
+    arrays = {
+        name: filled(name, golden_array(f"moe {name}", shape), scales[name]) for name, shape in shapes.items()
+    }
     unused = (name for name in arrays if ".experts." in name and name.endswith("c_proj.bias"))
     return arrays | {name: np.zeros(C, np.float32) for name in unused}
 

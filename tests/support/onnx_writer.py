@@ -20,13 +20,18 @@ def tensor(name: str, array: np.ndarray, encoding: str = "raw", **external: obje
             made.external_data.add(key=key, value=str(value))
     else:
         values = array.view(np.uint16) if array.itemsize == 2 else array
-        field = {"float32": made.float_data, "float64": made.double_data}.get(array.dtype.name, made.int32_data)
+        field = {"float32": made.float_data, "float64": made.double_data}.get(
+            array.dtype.name, made.int32_data
+        )
         field.extend(values.ravel().tolist())
     return made
 
 
 def graph(nodes: list, tensors: list[TensorProto], inputs: Mapping[str, tuple] | None = None) -> GraphProto:
-    given = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in (inputs or {}).items()]
+    given = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in (inputs or {}).items()
+    ]
     return helper.make_graph(nodes, "main", given, [], tensors)
 
 

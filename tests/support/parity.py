@@ -50,7 +50,13 @@ class Recipe:
 
     @property
     def config(self) -> GPT2Config:
-        plain = {"bos_token_id": None, "eos_token_id": None, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+        plain = {
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "attn_pdrop": 0,
+            "embd_pdrop": 0,
+            "resid_pdrop": 0,
+        }
         return GPT2Config(**plain, **self.fields)
 
 
@@ -86,7 +92,9 @@ RECIPES = (
     recipe("vocab-50304", (16, 4, 1, 50304, 70), eos="one"),
     recipe("vocab-3", (16, 2, 2, 3, 74), seed=1),
     recipe("short", (20, 4, 2, 113, 16), seed=1, eos="several"),
-    recipe("inner-wide", INNER, activation_function="gelu_python_tanh", n_inner=333, form="bin", dtype="float16"),
+    recipe(
+        "inner-wide", INNER, activation_function="gelu_python_tanh", n_inner=333, form="bin", dtype="float16"
+    ),
     recipe("inner-narrow", INNER, seed=1, n_inner=7, prefix="_orig_mod.transformer."),
     recipe("gelu", ACTIVATION, activation_function="gelu", buffers=True, n_ctx=True),
     recipe("gelu-tanh", ACTIVATION, activation_function="gelu_pytorch_tanh", prefix="_orig_mod."),
@@ -105,7 +113,13 @@ RECIPES = (
     recipe("epsilon-small", (32, 4, 2, 157, 78), activation_function="gelu_python", layer_norm_epsilon=1e-12),
     recipe("untied", HEAD, activation_function="gelu_accurate", **UNTIED),
     recipe(
-        "untied-bin", HEAD, form="bin-sharded", dtype="bfloat16", prefix="module.transformer.", eos="several", **UNTIED
+        "untied-bin",
+        HEAD,
+        form="bin-sharded",
+        dtype="bfloat16",
+        prefix="module.transformer.",
+        eos="several",
+        **UNTIED,
     ),
 )
 
@@ -213,7 +227,9 @@ def write_weights(folder: Path, state: dict[str, torch.Tensor], form: str) -> No
         _write_file(folder / f"{stem}.{suffix}", state, form)
         return
     names = list(state)
-    shards = {n: f"{stem}-{1 + i * SHARDS // len(names):05}-of-{SHARDS:05}.{suffix}" for i, n in enumerate(names)}
+    shards = {
+        n: f"{stem}-{1 + i * SHARDS // len(names):05}-of-{SHARDS:05}.{suffix}" for i, n in enumerate(names)
+    }
     for file in sorted(set(shards.values())):
         _write_file(folder / file, {name: state[name] for name in names if shards[name] == file}, form)
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -10,8 +10,16 @@ from typing import Any
 
 import numpy as np
 
-KINDS: dict[str, Any] = {"pred": np.bool_, "bf16": np.uint16, "bf16x2": np.uint32, "f32": np.float32, "f64": np.float64}
-KINDS |= {f"{c}{n}": np.dtype(f"{'i' if c == 's' else 'u'}{n // 8}").type for c in "bus" for n in (8, 16, 32, 64)}
+KINDS: dict[str, Any] = {
+    "pred": np.bool_,
+    "bf16": np.uint16,
+    "bf16x2": np.uint32,
+    "f32": np.float32,
+    "f64": np.float64,
+}
+KINDS |= {
+    f"{c}{n}": np.dtype(f"{'i' if c == 's' else 'u'}{n // 8}").type for c in "bus" for n in (8, 16, 32, 64)
+}
 MEETINGS = ("bar", "shfl", "mma")  # instructions for which a thread waits for others
 
 
@@ -121,13 +129,18 @@ def _instruction(text: str, names: dict[str, str], line: int) -> Instruction:
     guard, rest = re.fullmatch(r"(@\S+)?\s*(.*)", text, re.S).groups()
     op, _, rest = rest.replace("\t", " ").partition(" ")
     parts = re.findall(r"\s*(\{[^}]*\}|\[[^\]]*\]|[^,]+)", rest)
-    operands = [re.sub(r"[%\w$.]+", lambda found: names.get(found[0], found[0]), part.strip()) for part in parts]
+    operands = [
+        re.sub(r"[%\w$.]+", lambda found: names.get(found[0], found[0]), part.strip()) for part in parts
+    ]
     own_guard = re.sub(r"%\w+", lambda found: names.get(found[0], found[0]), guard or "")
     return Instruction(op.split("."), operands, own_guard, " ".join(text.split()), line)
 
 
 def _cut(program: Program, instructions: list[Instruction], labels: dict[str, int]) -> None:
-    starts = {0, *(labels[instruction.operands[0]] for instruction in instructions if instruction.op[0] == "bra")}
+    starts = {
+        0,
+        *(labels[instruction.operands[0]] for instruction in instructions if instruction.op[0] == "bra"),
+    }
     for i, instruction in enumerate(instructions):
         if instruction.is_meeting:
             starts |= {i, i + 1}
@@ -175,7 +188,13 @@ CALLS = {
     "griddepcontrol.wait": "m.wait_for_kernel_before()",
 }
 # Of floats, ne is false of a NaN, and comparisons that end in u are true.
-COMPARISONS = {"eq": "{0} == {1}", "lt": "{0} < {1}", "le": "{0} <= {1}", "gt": "{0} > {1}", "ge": "{0} >= {1}"}
+COMPARISONS = {
+    "eq": "{0} == {1}",
+    "lt": "{0} < {1}",
+    "le": "{0} <= {1}",
+    "gt": "{0} > {1}",
+    "ge": "{0} >= {1}",
+}
 COMPARISONS |= {"ne": "({0} < {1}) | ({0} > {1})", "equ": "~(({0} < {1}) | ({0} > {1}))", "neu": "{0} != {1}"}
 COMPARISONS |= {"ltu": "~({0} >= {1})", "leu": "~({0} > {1})", "gtu": "~({0} <= {1})", "geu": "~({0} < {1})"}
 
@@ -245,11 +264,15 @@ class _Writer:
             self.lines.append(expression)
             return
         variable = self.defined[operand] = "r_" + re.sub(r"\W", "_", operand)
-        self.lines.append(f"{variable} = {converted(f'({expression})', kind, KINDS[self.program.registers[operand]])}")
+        self.lines.append(
+            f"{variable} = {converted(f'({expression})', kind, KINDS[self.program.registers[operand]])}"
+        )
 
     def put(self, ins: Instruction, form: str, kind: Any = None, result: Any = None) -> None:
         kind = kind or KINDS[ins.op[-1]]
-        values = [self.read(part, KINDS_OF.get((ins.op[0], n), kind)) for n, part in enumerate(ins.operands[1:])]
+        values = [
+            self.read(part, KINDS_OF.get((ins.op[0], n), kind)) for n, part in enumerate(ins.operands[1:])
+        ]
         self.set(ins.operands[0].split("|")[0], result or kind, form.format(*values, op=ins.op))
 
     def address(self, operand: str) -> str:
@@ -319,7 +342,9 @@ class _Writer:
         to = "_" if ins.op[0] == "red" else ins.operands.pop(0)
         how = next(part for part in ins.op if part in ("add", "exch", "max", "min"))
         where = f"{space_of(ins)!r}, {self.address(ins.operands[0])}, np.{kind.__name__}"
-        self.set(to, kind, f"m.atom({where}, {self.read(ins.operands[1], kind)}, {how!r}, {'acq_rel' in ins.op})")
+        self.set(
+            to, kind, f"m.atom({where}, {self.read(ins.operands[1], kind)}, {how!r}, {'acq_rel' in ins.op})"
+        )
 
     _red = _atom
 
@@ -328,7 +353,9 @@ class _Writer:
             raise unknown(ins)
         to, *given = map(parts_of, ins.operands)
         kinds = np.uint32, np.uint32, np.float32
-        a, b, c = (", ".join(self.read(part, k) for part in parts) for parts, k in zip(given, kinds, strict=True))
+        a, b, c = (
+            ", ".join(self.read(part, k) for part in parts) for parts, k in zip(given, kinds, strict=True)
+        )
         self.lines.append(f"product = m.multiply([{a}], [{b}], [{c}])")
         for n, part in enumerate(to):
             self.set(part, np.float32, f"product[{n}]")
@@ -433,13 +460,17 @@ def truncated(a, kind):
     info = np.iinfo(kind)
     value = np.trunc(a.astype(np.float64))
     value = np.where(np.isnan(value), 0.0, value)
-    inside = np.clip(value, float(info.min), float(info.max) if info.bits < 64 else 2.0**63 - 1024).astype(kind)
+    inside = np.clip(value, float(info.min), float(info.max) if info.bits < 64 else 2.0**63 - 1024).astype(
+        kind
+    )
     return np.where(value >= float(info.max), kind(info.max), inside)
 
 
 def bfloat16_of(a):
     bits = np.asarray(a, np.float32).view(np.uint32)
-    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    rounded = ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(
+        np.uint16
+    )
     return np.where(np.isnan(a), np.uint16(0x7FFF), rounded)
 
 
@@ -458,7 +489,9 @@ def to_odd(total, rest):
 
 
 def _fma_f32(a, b, c):
-    return to_odd(*two_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)))  # an exact product
+    return to_odd(
+        *two_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64))
+    )  # an exact product
 
 
 def fma_rn_f32(a, b, c):

@@ -39,7 +39,9 @@ class Touched:
         self.has_waited = self.is_first  # a thread at least
 
 
-def simulate(kernel, grid, threads: int, *arguments, shared_bytes: int = 0, touched: Touched | None = None) -> None:
+def simulate(
+    kernel, grid, threads: int, *arguments, shared_bytes: int = 0, touched: Touched | None = None
+) -> None:
     """Run a kernel as compiled for cuda_compile.ARCHITECTURE. Arrays are changed in place; touched notes addresses."""
     arguments = tuple(map(_narrowed, arguments))
     program = _program(kernel, cuda_compile.signature_of(arguments), cuda_compile.ARCHITECTURE)
@@ -62,7 +64,9 @@ def _params(program: Program, arguments: tuple) -> tuple[list[Any], list[tuple[i
             values += 0, 0, value.size, value.itemsize, spans[-1][0], value.size, value.itemsize
         else:
             values.append(value)
-    return [_param(value, KINDS[kind]) for value, kind in zip(values, program.params.values(), strict=True)], spans
+    return [
+        _param(value, KINDS[kind]) for value, kind in zip(values, program.params.values(), strict=True)
+    ], spans
 
 
 def _flat(value: Any) -> list[Any]:
@@ -77,7 +81,9 @@ def _param(value: Any, kind: Any) -> Any:
     return np.array(int(given) & (1 << 8 * size) - 1, f"u{size}").view(kind)[()]
 
 
-def run(program: Program, grid, threads: int, params: list, memory: "Memory", shared_bytes: int, touched) -> None:
+def run(
+    program: Program, grid, threads: int, params: list, memory: "Memory", shared_bytes: int, touched
+) -> None:
     """Run a launch: blocks in any order, many at once."""
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
     grid += (1,) * (3 - len(grid))
@@ -116,7 +122,9 @@ class Memory:
 class Machine:
     """Some blocks of a launch, which run at the same time. Threads are numbered through all of them."""
 
-    def __init__(self, program: Program, grid, threads: int, blocks, params, memory, shared_bytes: int, touched):
+    def __init__(
+        self, program: Program, grid, threads: int, blocks, params, memory, shared_bytes: int, touched
+    ):
         self.program = program
         self.params = params
         self.memory = memory
@@ -129,9 +137,15 @@ class Machine:
         self.warp = self.block * -(-threads // WARP) + thread // WARP
         numbers = np.asarray(blocks)[self.block]
         (x, y, z) = grid
-        self.specials = dict(zip(("%nctaid.x", "%nctaid.y", "%nctaid.z", "%ntid.x"), (x, y, z, threads), strict=True))
+        self.specials = dict(
+            zip(("%nctaid.x", "%nctaid.y", "%nctaid.z", "%ntid.x"), (x, y, z, threads), strict=True)
+        )
         self.specials |= {"%tid.x": thread, "%laneid": self.lane, "%dynamic_smem_size": shared_bytes}
-        self.specials |= {"%ctaid.x": numbers % x, "%ctaid.y": numbers // x % y, "%ctaid.z": numbers // (x * y)}
+        self.specials |= {
+            "%ctaid.x": numbers % x,
+            "%ctaid.y": numbers // x % y,
+            "%ctaid.z": numbers // (x * y),
+        }
         kinds = {name: np.dtype(KINDS[program.registers[name]]) for name in program.kept}
         self.registers = {name: spoilt(self.count * kind.itemsize).view(kind) for name, kind in kinds.items()}
         self.shared_bytes = program.shared_bytes + shared_bytes
@@ -161,8 +175,12 @@ class Machine:
             if there.size:
                 self._run_piece(number, piece, there)
         if self.waiting:
-            places = {self.program.pieces[number].instructions[0].text: t.size for number, t in self.waiting.items()}
-            raise PtxError(f"not all threads reach a barrier, or an instruction of a warp; numbers there: {places}")
+            places = {
+                self.program.pieces[number].instructions[0].text: t.size for number, t in self.waiting.items()
+            }
+            raise PtxError(
+                f"not all threads reach a barrier, or an instruction of a warp; numbers there: {places}"
+            )
 
     def _is_complete(self, piece: Piece, there: np.ndarray) -> np.ndarray:
         """Return, for each thread, whether all living threads of its warp or block are there."""
@@ -177,8 +195,12 @@ class Machine:
             taken = piece.run(self, slice(None) if there.size == self.count else there)
         except PtxError as error:
             instruction = piece.instructions[self.now]
-            raise PtxError(f"{error}: {instruction.text}, line {instruction.line} of the kernel's file") from None
-        taken = np.broadcast_to(taken if piece.falls_through and piece.target is not None else True, there.shape)
+            raise PtxError(
+                f"{error}: {instruction.text}, line {instruction.line} of the kernel's file"
+            ) from None
+        taken = np.broadcast_to(
+            taken if piece.falls_through and piece.target is not None else True, there.shape
+        )
         if piece.target is not None:
             self._go(piece.target, there[taken])
             self._go(number + 1, there[~taken])
@@ -375,7 +397,9 @@ class Accesses:
         is_other = (last >= 0) & (last != threads)
         if is_other.any():
             is_other &= (m.warp[last] != m.warp[threads]) | (self.epochs[1, units] == m.warp_epoch[threads])
-            is_other &= (m.block[last] != m.block[threads]) | (self.epochs[0, units] == m.block_epoch[threads])
+            is_other &= (m.block[last] != m.block[threads]) | (
+                self.epochs[0, units] == m.block_epoch[threads]
+            )
         return is_other
 
     def units(self, at, size: int, threads) -> tuple[np.ndarray, np.ndarray]:
@@ -389,7 +413,10 @@ class SharedWords(Accesses):
 
     def __init__(self, machine: Machine, size: int):
         super().__init__(machine, size)
-        self.readers, self.differ = Accesses(machine, size), np.zeros(self.last.size, np.bool_)  # in several warps
+        self.readers, self.differ = (
+            Accesses(machine, size),
+            np.zeros(self.last.size, np.bool_),
+        )  # in several warps
         self.is_atomic = np.zeros(self.last.size, np.bool_)  # the last write
 
     def read(self, at, size: int, threads) -> None:
@@ -397,7 +424,9 @@ class SharedWords(Accesses):
         readers = self.readers
         (words, threads) = self.units(at, size, threads)
         if self.unordered(words, threads).any():
-            raise PtxError("a word of shared memory is read that another thread writes, with no barrier between")
+            raise PtxError(
+                "a word of shared memory is read that another thread writes, with no barrier between"
+            )
         self.differ[words] &= readers.epochs[0, words] == m.block_epoch[threads]
         self.differ[words[readers.unordered(words, threads)]] = True
         readers.note(words, threads)
@@ -408,7 +437,9 @@ class SharedWords(Accesses):
         words, threads = self.units(at, size, threads)
         differ = self.differ[words] & (self.readers.epochs[0, words] == self.machine.block_epoch[threads])
         if differ.any() or self.readers.unordered(words, threads).any():
-            raise PtxError("a word of shared memory is written that another thread reads, with no barrier between")
+            raise PtxError(
+                "a word of shared memory is written that another thread reads, with no barrier between"
+            )
         is_disputed = self.unordered(words, threads) & ~(is_atomic & self.is_atomic[words])
         self.note(words, threads)
         self.is_atomic[words] = is_atomic
@@ -427,7 +458,9 @@ class GlobalUnits(Accesses):
 
     def __init__(self, machine: Machine, size: int):
         super().__init__(machine, size)
-        self.published = np.zeros((2, self.last.size), np.int64)  # 1 + the counter's place, and its value before
+        self.published = np.zeros(
+            (2, self.last.size), np.int64
+        )  # 1 + the counter's place, and its value before
         self.seen = np.zeros((2, machine.count), np.int64)  # the same of each thread's last arrival
 
     def are_unordered(self, at, size: int) -> np.ndarray:
@@ -489,4 +522,8 @@ def merged(some: np.ndarray | None, others: np.ndarray) -> np.ndarray:
 
 def pairs(words: np.ndarray) -> np.ndarray:
     """Return the two bfloat16 in each word as float64, (..., words, 2)."""
-    return np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1).view(np.float32).astype(np.float64)
+    return (
+        np.stack([words << np.uint32(16), words & np.uint32(0xFFFF0000)], -1)
+        .view(np.float32)
+        .astype(np.float64)
+    )

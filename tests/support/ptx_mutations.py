@@ -16,7 +16,9 @@ from support.paths import ROOT
 from support.ptx_code import read_ptx
 
 MOST_PRODUCTS = 6  # of a kernel's mma, which are many, evenly chosen
-REMOVED = re.compile(r"\s*(bar\.sync|bar\.warp\.sync|cp\.async\.wait_group|cp\.async\.commit_group|mma\.sync)")
+REMOVED = re.compile(
+    r"\s*(bar\.sync|bar\.warp\.sync|cp\.async\.wait_group|cp\.async\.commit_group|mma\.sync)"
+)
 
 
 def load(name: str) -> ModuleType:
@@ -68,7 +70,9 @@ def replacement(line: str) -> str:
     if "mma.sync" not in line:
         return ""
     groups = [group.split(",") for group in re.findall(r"\{([^}]*)\}", line)]
-    return " ".join(f"mov.f32 {to.strip()}, {before.strip()};" for to, before in zip(groups[0], groups[3], strict=True))
+    return " ".join(
+        f"mov.f32 {to.strip()}, {before.strip()};" for to, before in zip(groups[0], groups[3], strict=True)
+    )
 
 
 def try_kernel(name: str) -> None:
@@ -94,7 +98,9 @@ def try_kernel(name: str) -> None:
             print(f"{name}, line {place}: the tests pass without a {removed}", flush=True)
     ptx_machine._program = program_of
     print(
-        f"{name}: noticed", ", ".join(f"{noticed[kind]} of {count} {kind}" for kind, count in tried.items()), flush=True
+        f"{name}: noticed",
+        ", ".join(f"{noticed[kind]} of {count} {kind}" for kind, count in tried.items()),
+        flush=True,
     )
 
 

@@ -61,11 +61,16 @@ class Recordings:
         if not is_whole:
             self.heard = self.stored | self.heard
         heard = sorted(self.heard.items())
-        index = [(key, None, None) if array is None else (key, array.dtype.str, array.shape) for key, array in heard]
+        index = [
+            (key, None, None) if array is None else (key, array.dtype.str, array.shape)
+            for key, array in heard
+        ]
         data = b"".join(array.tobytes() for _, array in heard if array is not None)
         FOLDER.mkdir(exist_ok=True)
         parts = {"index": json.dumps(index).encode(), "data": data}
-        np.savez_compressed(self.path, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()})
+        np.savez_compressed(
+            self.path, **{name: np.frombuffer(part, np.uint8) for name, part in parts.items()}
+        )
 
 
 def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bool = False) -> Any:
@@ -102,7 +107,9 @@ def recorded(function: Oracle | None = None, *, is_live: bool = True, varies: bo
 def _compare(name: str, answer: np.ndarray, is_known: bool, stored: np.ndarray | None) -> None:
     assert is_known, f"{name} was never asked this: python tests/support/recorded.py"
     if stored is not None:
-        np.testing.assert_allclose(answer, stored, rtol=NEAR, atol=NEAR, err_msg=f"{name}: recorded otherwise")
+        np.testing.assert_allclose(
+            answer, stored, rtol=NEAR, atol=NEAR, err_msg=f"{name}: recorded otherwise"
+        )
 
 
 def key_of(*arguments, **named) -> str:
@@ -137,6 +144,8 @@ if __name__ == "__main__":
     if not HAS_TRANSFORMERS:
         sys.exit(f"Recording {MISSING}.")
     os.environ[IS_RECORDING] = "1"
-    asking = [str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)]
+    asking = [
+        str(f) for f in sorted(ROOT.glob("tests/*/**/test_*.py")) if any(a in f.read_text() for a in ASKS)
+    ]
     options = ["-q", "--slow", "-p", "no:cacheprovider", *(sys.argv[1:] or asking)]
     sys.exit(pytest.main(options, [Recorder(is_whole=len(sys.argv) == 1)]))

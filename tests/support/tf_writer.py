@@ -7,7 +7,14 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-DTYPES = {"float32": 1, "float64": 2, "int32": 3, "int64": 9, "uint16": 14, "float16": 19}  # uint16: bfloat16's bits
+DTYPES = {
+    "float32": 1,
+    "float64": 2,
+    "int32": 3,
+    "int64": 9,
+    "uint16": 14,
+    "float16": 19,
+}  # uint16: bfloat16's bits
 
 
 def masked_checksum(data: bytes) -> bytes:
@@ -77,7 +84,9 @@ def table(records: list[tuple[bytes, bytes]], per_block: int = 10**6, restart: i
     return out + (statistics + index).ljust(40, b"\0") + bytes.fromhex("57fb808b247547db")
 
 
-def write_bundle(prefix: Path, arrays: Mapping[str, np.ndarray], num_shards: int = 1, per_block: int = 10**6) -> Path:
+def write_bundle(
+    prefix: Path, arrays: Mapping[str, np.ndarray], num_shards: int = 1, per_block: int = 10**6
+) -> Path:
     """The path of the index."""
     header = field(1, num_shards) + field(3, field(1, 1))
     records = [(b"", header)]

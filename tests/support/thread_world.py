@@ -142,7 +142,9 @@ class ThreadGroup:
             delivered = self._threads.delivered
             order = range(self._size) if delivered is None else delivered(self._num_calls)
             self._num_calls += 1
-            into = np.ctypeslib.as_array(ctypes.cast(receive, ctypes.POINTER(ctypes.c_float)), (self._size, count))
+            into = np.ctypeslib.as_array(
+                ctypes.cast(receive, ctypes.POINTER(ctypes.c_float)), (self._size, count)
+            )
             into[...] = [parts[i] for i in order]
             self._threads.num_sent += count * (self._size - 1)
         except threading.BrokenBarrierError:

@@ -21,17 +21,41 @@ T = 6
 C = 8
 F = 20
 LAYERS = 2
-CONFIG = {"model_type": "gpt2", "vocab_size": V, "n_positions": T, "n_embd": C, "n_inner": F, "n_layer": LAYERS}
+CONFIG = {
+    "model_type": "gpt2",
+    "vocab_size": V,
+    "n_positions": T,
+    "n_embd": C,
+    "n_inner": F,
+    "n_layer": LAYERS,
+}
 CONFIG |= {"n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def shapes_of(n_embd: int, inner_size: int, n_layer: int, vocab_size: int, n_positions: int) -> dict[str, tuple]:
+def shapes_of(
+    n_embd: int, inner_size: int, n_layer: int, vocab_size: int, n_positions: int
+) -> dict[str, tuple]:
     """By name, the parameters but for the head, as they lie in a file: matrices of a Conv1D are (in, out)."""
     C, F = n_embd, inner_size
-    layer = {"ln_1.weight": (C,), "ln_1.bias": (C,), "attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,)}
+    layer = {
+        "ln_1.weight": (C,),
+        "ln_1.bias": (C,),
+        "attn.c_attn.weight": (C, 3 * C),
+        "attn.c_attn.bias": (3 * C,),
+    }
     layer |= {"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)}
-    layer |= {"mlp.c_fc.weight": (C, F), "mlp.c_fc.bias": (F,), "mlp.c_proj.weight": (F, C), "mlp.c_proj.bias": (C,)}
-    shapes = {"wte.weight": (vocab_size, C), "wpe.weight": (n_positions, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
+    layer |= {
+        "mlp.c_fc.weight": (C, F),
+        "mlp.c_fc.bias": (F,),
+        "mlp.c_proj.weight": (F, C),
+        "mlp.c_proj.bias": (C,),
+    }
+    shapes = {
+        "wte.weight": (vocab_size, C),
+        "wpe.weight": (n_positions, C),
+        "ln_f.weight": (C,),
+        "ln_f.bias": (C,),
+    }
     return shapes | {f"h.{i}.{name}": shape for i in range(n_layer) for name, shape in layer.items()}
 
 
@@ -45,7 +69,10 @@ def random_tensors(prefix: str = "transformer.") -> dict[str, np.ndarray]:
 def gpt2_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     """Every parameter but the head, as GPT-2's own files have it."""
     arrays = {name: checkpoint.tensor(name) for name in checkpoint.stored if name != HEAD}
-    return {name: np.ascontiguousarray(array.T) if is_transposed(name) else array for name, array in arrays.items()}
+    return {
+        name: np.ascontiguousarray(array.T) if is_transposed(name) else array
+        for name, array in arrays.items()
+    }
 
 
 def assert_holds(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> None:
@@ -95,7 +122,9 @@ def write_with_demo_tokenizer(folder: Path, added: Mapping[str, int] | None = No
     """
     generator = np.random.default_rng(1)
     rows = {"transformer.wte.weight": VOCAB_SIZE, "transformer.wpe.weight": 40}
-    tensors = random_tensors() | {name: generator.standard_normal((n, C), np.float32) for name, n in rows.items()}
+    tensors = random_tensors() | {
+        name: generator.standard_normal((n, C), np.float32) for name, n in rows.items()
+    }
     write_checkpoint(folder, tensors, vocab_size=VOCAB_SIZE, n_positions=40)
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)

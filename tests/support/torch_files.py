@@ -27,7 +27,9 @@ def text(value: str) -> bytes:
     return b"X" + struct.pack("<I", len(value)) + value.encode()
 
 
-RECORD = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"  # without its end
+RECORD = (
+    b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text("0") + text("cpu") + b"K\x04"
+)  # without its end
 STORAGE = RECORD + b"tQ"  # of 4 elements
 
 

@@ -150,7 +150,9 @@ class TestTextStream:
     stops = st.lists(st.text(alphabet="abé日🙂", min_size=1, max_size=3), max_size=3)
 
     @given(texts, stops, st.booleans(), st.integers(0, 9))
-    def test_what_is_streamed_is_always_a_prefix_of_the_final_text(self, characters, stop, is_included, min_tokens):
+    def test_what_is_streamed_is_always_a_prefix_of_the_final_text(
+        self, characters, stop, is_included, min_tokens
+    ):
         token_bytes = "".join(characters).encode(errors="surrogateescape")
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         early = decoder.decode(token_bytes[:min_tokens])
@@ -169,7 +171,8 @@ class TestTextStream:
         assert (given, stream.text, stream.stop) == (final, final, matched)
 
     @pytest.mark.parametrize(
-        ("min_tokens", "final"), [(0, ""), (1, ""), (2, "b"), (3, "ba"), (4, "bab"), (5, "babab"), (9, "babab")]
+        ("min_tokens", "final"),
+        [(0, ""), (1, ""), (2, "b"), (3, "ba"), (4, "bab"), (5, "babab"), (9, "babab")],
     )
     def test_a_stop_string_counts_if_it_is_complete_after_min_tokens(self, min_tokens, final):
         stream = TextStream(ByteDetokenizer(lambda i: bytes([i])), ["ba", "ab"], min_tokens=min_tokens)

@@ -57,7 +57,10 @@ class TestCutShort:
         (folder / "merges.txt").write_bytes(WHOLE[:-missing])
         last = "and" if missing == 3 else "and "
         said = refusal(folder)
-        assert f"merges.txt was cut short: it ends in {last!r}, which is no whole merge; download it again" in said
+        assert (
+            f"merges.txt was cut short: it ends in {last!r}, which is no whole merge; download it again"
+            in said
+        )
 
     def test_a_merge_of_gpt_1(self, tmp_path):
         merges = [(first, f"{second}</w>") for first, second in PAIRS]

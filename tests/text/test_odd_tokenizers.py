@@ -43,8 +43,12 @@ def padded(tmp_path_factory):
     generator = np.random.default_rng(1)
     rows = {"transformer.wte.weight": ROWS, "transformer.wpe.weight": POSITIONS}
     # Small, so that what is biased alike is about as probable.
-    arrays = random_tensors() | {name: generator.standard_normal((n, 8), np.float32) / 100 for name, n in rows.items()}
-    folder = write_checkpoint(tmp_path_factory.mktemp("padded"), arrays, vocab_size=ROWS, n_positions=POSITIONS)
+    arrays = random_tensors() | {
+        name: generator.standard_normal((n, 8), np.float32) / 100 for name, n in rows.items()
+    }
+    folder = write_checkpoint(
+        tmp_path_factory.mktemp("padded"), arrays, vocab_size=ROWS, n_positions=POSITIONS
+    )
     for name in ("vocab.json", "merges.txt"):
         shutil.copyfile(DEMO / name, folder / name)
     with LLM(folder, max_num_seqs=2) as llm:
@@ -79,7 +83,9 @@ TASKS = {
 }
 
 
-@pytest.mark.parametrize("way", [*WAYS.values(), lambda llm: llm.tokenizer], ids=[*WAYS, "the tokenizer itself"])
+@pytest.mark.parametrize(
+    "way", [*WAYS.values(), lambda llm: llm.tokenizer], ids=[*WAYS, "the tokenizer itself"]
+)
 def test_a_text_is_told_the_damaged_file_each_time(damaged, way):
     llm, said = damaged
     for _ in range(2):
@@ -109,7 +115,9 @@ def test_token_ids_work_without_a_tokenizer(damaged):
 @pytest.mark.parametrize("way", [*WAYS.values(), *TASKS.values()], ids=[*WAYS, *TASKS])
 def test_a_text_with_a_token_that_has_no_row_is_refused_before_any_work(larger, way):
     before = larger.engine.throughput
-    says = f"token id {VOCAB_SIZE} is outside .* ids 0 to {VOCAB_SIZE - 1}, and the text holds it as '{EXTRA}'"
+    says = (
+        f"token id {VOCAB_SIZE} is outside .* ids 0 to {VOCAB_SIZE - 1}, and the text holds it as '{EXTRA}'"
+    )
     with pytest.raises(RequestError, match=says):
         way(larger)
     assert larger.engine.throughput == before
@@ -129,7 +137,9 @@ def test_any_other_text_is_read(larger):
 
 
 def only(ids, **fields):
-    return SamplingParams(temperature=1.0, logit_bias=dict.fromkeys(ids, 100.0), seed=2, ignore_eos=True, **fields)
+    return SamplingParams(
+        temperature=1.0, logit_bias=dict.fromkeys(ids, 100.0), seed=2, ignore_eos=True, **fields
+    )
 
 
 def test_an_id_without_text_is_a_token_like_any_other(padded):
@@ -137,7 +147,9 @@ def test_an_id_without_text_is_a_token_like_any_other(padded):
     whole = padded.generate("Once", params)[0].outputs[0]
     chunks = list(padded.stream("Once", params))
     assert set(whole.token_ids) == set(PADDED)
-    assert all(token_id in logprobs for token_id, logprobs in zip(whole.token_ids, whole.logprobs, strict=True))
+    assert all(
+        token_id in logprobs for token_id, logprobs in zip(whole.token_ids, whole.logprobs, strict=True)
+    )
     assert (whole.text, whole.finish_reason) == ("", "length")
     assert [chunk.token_id for chunk in chunks] == whole.token_ids
     assert "".join(chunk.text for chunk in chunks) == ""

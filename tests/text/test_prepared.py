@@ -55,7 +55,9 @@ CHANGES = {
     "an id twice": lambda content: content.update(ids=content["ids"][:8] + content["ids"][:-8]),
     "an id too few": lambda content: content.update(ids=content["ids"][:-8]),
     "ranks of no token": lambda content: content.update(ranks=content["ranks"] + numbers(*range(9000, 9500))),
-    "a token that is too long": lambda content: content.update(lengths=numbers(2**32 - 1) + content["lengths"][8:]),
+    "a token that is too long": lambda content: content.update(
+        lengths=numbers(2**32 - 1) + content["lengths"][8:]
+    ),
     "text in place of bytes": lambda content: content.update(tokens="xyz"),
     "half a number": lambda content: content.update(ids=content["ids"] + "00"),
     "a number in place of a text": lambda content: content.update(lengths=5),
@@ -63,7 +65,9 @@ CHANGES = {
     "no spec": lambda content: content.pop("spec"),
     "half a spec": lambda content: content.update(spec={"model": {"type": "BPE"}}),
     "another kind": lambda content: content["spec"].update(normalizer={"type": "NFC"}),
-    "an added token without end": lambda content: content["spec"]["added_tokens"][0].update(content="a" * 10**6),
+    "an added token without end": lambda content: content["spec"]["added_tokens"][0].update(
+        content="a" * 10**6
+    ),
     "an added token before the first": lambda content: content["spec"]["added_tokens"][0].update(id=-5),
     "an added token of no id": lambda content: content["spec"]["added_tokens"][0].update(id="5"),
     "a flag that is none": lambda content: content["spec"]["added_tokens"][0].update(lstrip="no"),
@@ -140,7 +144,9 @@ class TestOtherFiles:
 
 
 class TestDamage:
-    @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(97, id="some")])
+    @pytest.mark.parametrize(
+        "step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(97, id="some")]
+    )
     def test_a_byte_is_another_one(self, folder, step):
         content = (folder / PREPARED_FILE).read_bytes()
         for place in range(0, len(content), step):

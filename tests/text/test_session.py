@@ -13,7 +13,9 @@ from tinygpt.errors import RequestError
 
 TEXT = np.random.default_rng(2).integers(EOS, size=60).tolist()
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=1, seed=3)
-SAMPLED = SamplingParams(max_tokens=4, temperature=1.0, repetition_penalty=1.2, ignore_eos=True, logprobs=0, seed=3)
+SAMPLED = SamplingParams(
+    max_tokens=4, temperature=1.0, repetition_penalty=1.2, ignore_eos=True, logprobs=0, seed=3
+)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,10 @@ def test_a_turn_computes_what_is_new(llm, alone, batches):
     batches.clear()
     second = session.generate(PARAMS)
     assert num_tokens(batches) == 1 + 3 + 5  # the last of the first turn, the new, all but the last that came
-    assert second.outputs == alone.generate([TEXT[:40] + first.outputs[0].token_ids + TEXT[40:43]], PARAMS)[0].outputs
+    assert (
+        second.outputs
+        == alone.generate([TEXT[:40] + first.outputs[0].token_ids + TEXT[40:43]], PARAMS)[0].outputs
+    )
 
 
 actions = st.one_of(
@@ -161,7 +166,10 @@ def test_what_is_refused_adds_nothing(llm):
 def test_a_session_that_slides_goes_on_where_it_was(small_demo):
     params = SamplingParams(max_tokens=20, ignore_eos=True, overflow="slide", stride=7, logprobs=0, seed=0)
     sizes = {"max_model_len": 24, "max_num_seqs": 1}
-    with LLM(small_demo, prefix_cache_seqs=1, **sizes) as llm, LLM(small_demo, prefix_cache_seqs=0, **sizes) as alone:
+    with (
+        LLM(small_demo, prefix_cache_seqs=1, **sizes) as llm,
+        LLM(small_demo, prefix_cache_seqs=0, **sizes) as alone,
+    ):
         session = llm.session()
         session.extend(TEXT[:10])
         for _ in range(5):

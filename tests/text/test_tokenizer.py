@@ -58,7 +58,9 @@ def trained() -> Library:
     library = bpe()
     options = {"vocab_size": 700, "show_progress": False, "initial_alphabet": ALPHABET}
     trainer = trainers.BpeTrainer(special_tokens=["<|endoftext|>"], **options)
-    library.train_from_iterator([*Path(__file__).read_text(encoding="utf-8").splitlines(True), *PARTS], trainer)
+    library.train_from_iterator(
+        [*Path(__file__).read_text(encoding="utf-8").splitlines(True), *PARTS], trainer
+    )
     return library
 
 
@@ -75,20 +77,29 @@ class TestText:
     @given(texts)
     def test_a_text_in_parts(self, ours, trained, text):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gpt2_bpe, "PARTS", re.compile(gpt2_bpe.PARTS.pattern.replace("65536", "1"), re.DOTALL))
+            patch.setattr(
+                gpt2_bpe, "PARTS", re.compile(gpt2_bpe.PARTS.pattern.replace("65536", "1"), re.DOTALL)
+            )
             assert_equal(ours, trained, text)
 
     @given(texts)
     def test_round_trip(self, ours, text):
         assert ours.decode(ours.encode(text)) == text
 
-    @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(7, id="some")])
+    @pytest.mark.parametrize(
+        "step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(7, id="some")]
+    )
     def test_every_character_meets_the_same_class_of_the_pattern(self, tmp_path, step):
         # A letter, a digit, a mark and a space merge with whatever follows in the same word: the ids show
         # what the pattern takes a character for. Past plane 3 all is private or unassigned, but for tags.
         library = bpe([(first, second) for first in "a1!Ġ" for second in ALPHABET])
         ours = save(library, tmp_path)
-        numbers = [*range(0xD800), *range(0xE000, 0x10000), *range(0xE0000, 0xE0200), *range(0x40000, 0x110000, 997)]
+        numbers = [
+            *range(0xD800),
+            *range(0xE000, 0x10000),
+            *range(0xE0000, 0xE0200),
+            *range(0x40000, 0x110000, 997),
+        ]
         numbers += range(0x10000, 0x40000, step)
         for start in range(0, len(numbers), 1000):
             text = "".join(f"a{c}1{c}!{c} {c}" for c in map(chr, numbers[start : start + 1000]))
@@ -136,7 +147,9 @@ class TestText:
 
     @pytest.mark.parametrize("given", ["no", 0, 1])
     def test_a_switch_that_is_none_is_refused(self, ours, given, tmp_path):
-        with pytest.raises(RequestError, match=f"split_special_tokens is {given!r} and must be True or False"):
+        with pytest.raises(
+            RequestError, match=f"split_special_tokens is {given!r} and must be True or False"
+        ):
             ours.encode("a", split_special_tokens=given)
         with pytest.raises(RequestError, match="must be True or False"):
             Tokenizer.from_folder(tmp_path, split_special_tokens=given)
@@ -195,7 +208,9 @@ class TestMerges:
         library = bpe(pairs)
         if all(len(library.encode(token).ids) == 1 for token in tokens):
             joined = [*map("".join, pairs)]
-            assert token_ranks(pairs, ABC) == {token: ABC.get(token) or 256 + joined.index(token) for token in tokens}
+            assert token_ranks(pairs, ABC) == {
+                token: ABC.get(token) or 256 + joined.index(token) for token in tokens
+            }
         else:
             with pytest.raises(UnlikeGPT2):
                 token_ranks(pairs, ABC)
@@ -354,7 +369,10 @@ class TestAddedTokens:
             ([AddedToken("abc"), AddedToken("bcdef", normalized=False)], "abcdef"),  # not normalized first
             ([AddedToken("<|x|>", special=True), AddedToken("<|", normalized=False)], "<|x|><|"),  # hidden
             ([AddedToken("<|x|>", special=True), AddedToken("<|")], "<|x|><|"),  # of the other pass: found
-            ([AddedToken("<s>", special=True, normalized=False), AddedToken("<s>b", special=True)], "a<s>b<s>"),
+            (
+                [AddedToken("<s>", special=True, normalized=False), AddedToken("<s>b", special=True)],
+                "a<s>b<s>",
+            ),
             ([AddedToken("RR", rstrip=True)], "a RR \u3000 b"),  # these three by the library
             ([AddedToken("LL", lstrip=True)], "a LL b\u2003LL"),
             ([AddedToken("WW", single_word=True, special=True)], "WW aWW WW日 WW\u0301"),
@@ -443,8 +461,12 @@ FILES = {
 class TestSpecialTokens:
     """Special tokens in texts, beside all that transformers does with a text and not its backend alone."""
 
-    parts = st.sampled_from(["<|endoftext|>", "<pad>", "<mask>", "<new>", "<|endoftext", "<|end", "|>", "<", "of", "t"])
-    texts = st.lists(parts | st.sampled_from(["ab", " ", "  ", "\n", "\u3000", "é", "text"]), max_size=12).map("".join)
+    parts = st.sampled_from(
+        ["<|endoftext|>", "<pad>", "<mask>", "<new>", "<|endoftext", "<|end", "|>", "<", "of", "t"]
+    )
+    texts = st.lists(
+        parts | st.sampled_from(["ab", " ", "  ", "\n", "\u3000", "é", "text"]), max_size=12
+    ).map("".join)
 
     @pytest.fixture(scope="class", params=["two files", "tokenizer.json", "single_word"])
     @classmethod
@@ -465,7 +487,9 @@ class TestSpecialTokens:
     def test_transformers(self, both, text):
         ours, theirs = both
         assert ours.encode(text) == theirs(text).input_ids
-        assert ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+        assert (
+            ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+        )
 
     def test_flags_of_tokenizer_config_come_before_those_of_tokenizer_json(self, tmp_path):
         library = bpe([("a", "b")])
@@ -483,7 +507,9 @@ class TestSpecialTokens:
     def test_demo(self, text):
         ours, theirs = self.demos()
         assert ours.encode(text) == theirs(text).input_ids
-        assert ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+        assert (
+            ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
+        )
 
     @staticmethod
     @functools.cache
@@ -606,7 +632,10 @@ class TestDamagedFiles:
             ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": []}}, "id"),
             ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": [], "c": 1}}, "form of"),
             ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": "1"}}, "'b' has id '1'"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "", "special_tokens_map.json": {"x_token": {}}}, "string"),
+            (
+                {"vocab.json": {"a": 0}, "merges.txt": "", "special_tokens_map.json": {"x_token": {}}},
+                "string",
+            ),
             ({"tokenizer.json": with_template("abc")}, "no token ids"),
             ({"tokenizer.json": with_template([-1])}, "no token ids"),
             ({"tokenizer.json": with_template([1] * 1001)}, "more than 1000 tokens around a text"),
@@ -629,7 +658,11 @@ def test_bytes_of_many_tokens_are_those_of_each(tokens):
 class TestOtherFamilies:
     def test_opt_begins_every_text_with_its_end_token(self, trained, tmp_path):
         """GPT-2's two files, and what transformers writes beside them for OPT."""
-        options = {"add_bos_token": True, "bos_token": {"__type": "AddedToken", "content": "</s>"}, "eos_token": "</s>"}
+        options = {
+            "add_bos_token": True,
+            "bos_token": {"__type": "AddedToken", "content": "</s>"},
+            "eos_token": "</s>",
+        }
         write_pair(trained, tmp_path, tokenizer_config=options, added_tokens={"</s>": 700})
         tokenizer = Tokenizer.from_folder(tmp_path)
         assert tokenizer.encode("a man") == [700, *trained.encode("a man").ids]
@@ -640,7 +673,9 @@ class TestOtherFamilies:
         library = bpe([("a", "b"), ("Ġ", "ab")])
         pattern = Regex(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")
         split = pre_tokenizers.Split(pattern, "isolated")
-        library.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        library.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(False, use_regex=False)]
+        )
         ours = save(library, tmp_path)
         for text in ("ab ab,ab", "ab… ab ab\n(ab|ab)", "é日本"):
             assert_equal(ours, library, text)
@@ -675,7 +710,14 @@ class TestFaces:
         library = with_digits(bpe([("Ġ", "a")], alphabet="aĠÃ"))
         library.add_special_tokens(["<|endoftext|>"])
         tokenizer = save(library, tmp_path)
-        assert [tokenizer.token_bytes(i) for i in range(6)] == [b"a", b" ", b"\xc3", b" a", b"<|endoftext|>", b""]
+        assert [tokenizer.token_bytes(i) for i in range(6)] == [
+            b"a",
+            b" ",
+            b"\xc3",
+            b" a",
+            b"<|endoftext|>",
+            b"",
+        ]
         assert (len(tokenizer), tokenizer.eos_token_id) == (5, 4)
 
     def test_tokens_that_are_no_bytes_cannot_guide(self, tmp_path):
@@ -684,7 +726,9 @@ class TestFaces:
         with pytest.raises(RequestError, match="are not bytes, as guided texts need them"):
             tokenizer.token_bytes(1)
 
-    @pytest.mark.parametrize(("files", "expected"), [({"tokenizer_config": {"eos_token": "<end>"}}, 257), ({}, None)])
+    @pytest.mark.parametrize(
+        ("files", "expected"), [({"tokenizer_config": {"eos_token": "<end>"}}, 257), ({}, None)]
+    )
     def test_the_end_of_text_token_is_the_one_that_the_files_name(self, tmp_path, files, expected):
         library = bpe([("a", "b")])
         library.add_special_tokens(["<end>"])

@@ -51,7 +51,9 @@ def split_tensors():
         array = np.ascontiguousarray(array.T) if is_transposed(name) else array
         names = split_names(name) if ".c_attn." in name else [name]
         tensors |= dict(zip(names, np.split(array, len(names)), strict=True))
-    return tensors | {"wpe.weight": np.concatenate([np.zeros((SKIPPED, C), np.float32), TENSORS["wpe.weight"]])}
+    return tensors | {
+        "wpe.weight": np.concatenate([np.zeros((SKIPPED, C), np.float32), TENSORS["wpe.weight"]])
+    }
 
 
 @pytest.mark.usefixtures("split")

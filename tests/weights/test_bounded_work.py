@@ -49,7 +49,9 @@ PICKLES = {
         STORAGE + put(1) + b"(" + b"K\x01" * 200_000 + b"t" + put(2) + TENSOR + put(3),
         (get(3) + b"(" + get(1) + b"K\x00" + get(2) + get(2) + b"\x89NtR") * 50_000,
     ),
-    "one long record in many storages": program(RECORD + b"N" * 300_000 + b"t" + put(1), (get(1) + b"Q") * 300_000),
+    "one long record in many storages": program(
+        RECORD + b"N" * 300_000 + b"t" + put(1), (get(1) + b"Q") * 300_000
+    ),
 }
 
 
@@ -102,7 +104,10 @@ def test_a_lora_whose_names_take_for_ever_to_match(tmp_path, case):
 def test_a_tensors_name_without_end(tmp_path):
     write_lora(tmp_path)
     names = ("module." * 100_000 + f"transformer.h.0.attn.c_attn.lora_{factor}.weight" for factor in "AB")
-    save_file({f"base_model.model.{name}": np.zeros(1, "f4") for name in names}, tmp_path / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.{name}": np.zeros(1, "f4") for name in names},
+        tmp_path / "adapter_model.safetensors",
+    )
     assert "names a tensor by" in outcome(MERGE, tmp_path)
 
 
@@ -110,13 +115,20 @@ def write_tokenizer(folder, added=None, **fields):
     characters = [*map(chr, [*range(33, 127), *range(161, 173), *range(174, 324)])]
     model = {"type": "BPE", "vocab": {character: i for i, character in enumerate(characters)}, "merges": []}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False}
-    spec = {"model": model, "pre_tokenizer": byte_level, "decoder": byte_level, "added_tokens": added or [], **fields}
+    spec = {
+        "model": model,
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "added_tokens": added or [],
+        **fields,
+    }
     write_json(folder / "tokenizer.json", spec)
 
 
 TEMPLATE = {
     "type": "TemplateProcessing",
-    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 20_000 + [{"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 20_000
+    + [{"Sequence": {"id": "A", "type_id": 0}}],
     "special_tokens": {"a": {"id": "a", "ids": [1] * 200_000, "tokens": ["a"] * 200_000}},
 }
 TOKENIZERS = {
@@ -140,11 +152,22 @@ TOKENIZE = "Tokenizer.from_folder(folder)"
 FILES = dict.fromkeys(("generation_config.json", "model.safetensors", "model.safetensors.index.json"), OPEN)
 FILES |= dict.fromkeys(("pytorch_model.bin", "model.tinygpt.safetensors", "shard"), OPEN)
 FILES |= dict.fromkeys(("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"), MERGE)
-FILES |= dict.fromkeys(("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "vocab.txt"), TOKENIZE)
+FILES |= dict.fromkeys(
+    ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "vocab.txt"), TOKENIZE
+)
 FILES["soft prompt"] = "read_soft_prompt(folder + '/soft prompt', open_checkpoint().config)"
 # The files beside, which are looked for first or are in the way.
-WITHOUT = {"config.json": [], "adapter_model.bin": ["adapter_model.safetensors"], "vocab.txt": ["tokenizer.json"]}
-BESIDE_SAFETENSORS = ("pytorch_model.bin", "model.safetensors.index.json", "model.tinygpt.safetensors", "shard")
+WITHOUT = {
+    "config.json": [],
+    "adapter_model.bin": ["adapter_model.safetensors"],
+    "vocab.txt": ["tokenizer.json"],
+}
+BESIDE_SAFETENSORS = (
+    "pytorch_model.bin",
+    "model.safetensors.index.json",
+    "model.tinygpt.safetensors",
+    "shard",
+)
 WITHOUT |= {name: ["model.safetensors"] for name in BESIDE_SAFETENSORS}
 
 
@@ -154,19 +177,25 @@ def test_a_file_that_is_not_regular_is_refused_and_not_waited_for(tmp_path, kind
 
 
 # Files of other programs, of which some are found in a folder by their suffix.
-MORE_FILES = dict.fromkeys(("config.json", "x.gguf", "x.onnx", "x.nemo", "x.index", "ckpt.pt", "x.ckpt"), OPEN)
+MORE_FILES = dict.fromkeys(
+    ("config.json", "x.gguf", "x.onnx", "x.nemo", "x.index", "ckpt.pt", "x.ckpt"), OPEN
+)
 MORE_FILES |= dict.fromkeys(("vocab.json", "merges.txt", "special_tokens_map.json"), TOKENIZE)
 MORE_FILES |= dict.fromkeys(("config.ini", "latest", "checkpoint"), OPEN)
 
 
 def test_a_link_out_of_the_folder_is_refused(tmp_path):
     (tmp_path / "outside").write_text("a secret")
-    found = {name: opens for name, opens in (FILES | MORE_FILES).items() if name != "soft prompt"}  # which a user names
+    found = {
+        name: opens for name, opens in (FILES | MORE_FILES).items() if name != "soft prompt"
+    }  # which a user names
     assert_none_is_read(tmp_path, found, "link", "it is a link out of its folder")
 
 
 def test_a_git_lfs_pointer_in_the_place_of_any_file_is_told(tmp_path):
-    assert_none_is_read(tmp_path, FILES | MORE_FILES, "pointer", "it is a Git LFS pointer.* run `git lfs pull`")
+    assert_none_is_read(
+        tmp_path, FILES | MORE_FILES, "pointer", "it is a Git LFS pointer.* run `git lfs pull`"
+    )
 
 
 def assert_none_is_read(place, files, kind, reason):
@@ -183,7 +212,9 @@ def write_irregular(folder: Path, name: str, kind: str) -> Path:
     write_checkpoint(folder)
     write_tokenizer(folder)
     if name == "shard":
-        write_json(folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")})
+        write_json(
+            folder / "model.safetensors.index.json", {"weight_map": dict.fromkeys(random_tensors(), "shard")}
+        )
     in_the_way = ["model.safetensors", "adapter_model.safetensors"] if MORE_FILES.get(name) == OPEN else []
     for other in (name, *WITHOUT.get(name, in_the_way)):
         (folder / other).unlink(missing_ok=True)
@@ -215,7 +246,9 @@ def gguf_of(count):
 
 def onnx_of(count):
     tensors = [onnx_writer.tensor(f"t{i}", np.zeros((1, 2), np.float32)) for i in range(count)]
-    tensors += [onnx_writer.tensor(name, np.zeros((2, 2), np.float32)) for name in ("wte.weight", "wpe.weight")]
+    tensors += [
+        onnx_writer.tensor(name, np.zeros((2, 2), np.float32)) for name in ("wte.weight", "wpe.weight")
+    ]
     tensors.append(onnx_writer.tensor(f"h.{MANY_LAYERS - 1}.mlp.c_fc.bias", np.zeros(2, np.float32)))
     tensors.append(onnx_writer.tensor("h.0.mlp.c_fc.bias", np.zeros(2, np.float32)))
     nodes = [onnx_writer.node("MatMul", ["x", f"t{i}"], ["y"]) for i in range(count)]

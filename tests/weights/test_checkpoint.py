@@ -42,7 +42,9 @@ def torch_tensors(prefix="transformer.", dtype="float32"):
         if dtype == "bfloat16":
             pytest.skip(MISSING)
         return {prefix + name: array.astype(dtype) for name, array in TENSORS.items()}
-    return {prefix + name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in TENSORS.items()}
+    return {
+        prefix + name: torch.from_numpy(array).to(getattr(torch, dtype)) for name, array in TENSORS.items()
+    }
 
 
 def save_bin(tensors, path, is_legacy=False):
@@ -97,7 +99,9 @@ def test_float32_is_not_copied_and_may_be_written_without_touching_the_file(tmp_
 
 
 def test_a_released_tensor_can_be_read_again(tmp_path):
-    tensors = random_tensors() | {"transformer.wte.weight": np.arange(4000 * C, dtype=np.float32).reshape(4000, C)}
+    tensors = random_tensors() | {
+        "transformer.wte.weight": np.arange(4000 * C, dtype=np.float32).reshape(4000, C)
+    }
     checkpoint = open_checkpoint(write_checkpoint(tmp_path, tensors, vocab_size=4000))
     array = checkpoint.tensor("wte.weight")
     array[2000] = -1  # a private page: it is gone after the release, and the file's own comes back
@@ -132,7 +136,9 @@ def test_views_parameters_and_shared_storages_of_a_state_dict(tmp_path, save):
     tensors["lm_head.weight"] = tensors["transformer.wte.weight"]
     SAVERS[save](tmp_path, OrderedDict(tensors))
     checkpoint = open_checkpoint(tmp_path)
-    expected = {name.removeprefix("transformer."): tensor.detach().numpy() for name, tensor in tensors.items()}
+    expected = {
+        name.removeprefix("transformer."): tensor.detach().numpy() for name, tensor in tensors.items()
+    }
     assert_holds(checkpoint, expected)
     assert checkpoint.tied
 
@@ -234,7 +240,16 @@ def sharded(folder, **changes):
 
 
 LEAVING = ["../x.safetensors", "/etc/passwd", "a/b", "a\\b", "C:x", "", ".", "..", 3, None]
-UNLIKE_A_NAME = ["*", "model-?.safetensors", "[a-z].safetensors", "x" * 256, "\xe9" * 128, "a\nb", "a\0b", "\ud800"]
+UNLIKE_A_NAME = [
+    "*",
+    "model-?.safetensors",
+    "[a-z].safetensors",
+    "x" * 256,
+    "\xe9" * 128,
+    "a\nb",
+    "a\0b",
+    "\ud800",
+]
 
 
 @pytest.mark.parametrize(
@@ -333,7 +348,9 @@ def other_name(name: str) -> str:
 @pytest.mark.parametrize("is_linear", [False, True], ids=["conv1d", "linear"])
 def test_tensor_names_json_maps_other_names(tmp_path, is_linear):
     """Matrices (in, out), or of nn.Linear (out, in): then config.json has no model_type, as minGPT's has none."""
-    arrays = {n: np.ascontiguousarray(a.T) if is_linear and is_transposed(n) else a for n, a in TENSORS.items()}
+    arrays = {
+        n: np.ascontiguousarray(a.T) if is_linear and is_transposed(n) else a for n, a in TENSORS.items()
+    }
     save_file({other_name(name): array for name, array in arrays.items()}, tmp_path / "model.safetensors")
     write_json(tmp_path / "config.json", {"n_head": 2} if is_linear else CONFIG)
     if not is_linear:

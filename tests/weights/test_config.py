@@ -24,7 +24,13 @@ ACCEPTED = [
     {"tie_word_embeddings": False},
     {"n_ctx": 77},
     {"hidden_size": 24},
-    {"hidden_size": 16, "n_embd": 24, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 9},
+    {
+        "hidden_size": 16,
+        "n_embd": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 9,
+    },
     {"bos_token_id": None, "eos_token_id": None},
     {"eos_token_id": [3, 4]},
     {"eos_token_id": []},
@@ -52,7 +58,9 @@ def test_fields_mean_what_transformers_means(base, fields):
     values = {**base, **fields}
     ours = read_config(values)
     theirs = Theirs.from_dict(dict(values))
-    assert {name: getattr(ours, name) for name in COMPARED} == {name: getattr(theirs, name) for name in COMPARED}
+    assert {name: getattr(ours, name) for name in COMPARED} == {
+        name: getattr(theirs, name) for name in COMPARED
+    }
     assert ours.eos_token_ids == as_tuple(theirs.eos_token_id)
 
 
@@ -133,7 +141,13 @@ def test_the_hint_of_heads_fits_the_width(tmp_path):
 
 def test_structure_cannot_be_given_by_the_names_of_our_fields():
     """Of GPT-2, whose files may have any other field."""
-    others = {"norm_placement": "post", "positions": "alibi", "embed_norm": True, "embed_dim": 3, "num_experts": 8}
+    others = {
+        "norm_placement": "post",
+        "positions": "alibi",
+        "embed_norm": True,
+        "embed_dim": 3,
+        "num_experts": 8,
+    }
     assert read_config({**CONFIG, **others}) == read_config(CONFIG)
 
 

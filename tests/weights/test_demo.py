@@ -84,7 +84,9 @@ def test_the_demo_is_what_transformers_reads_in_it():
     ours = open_checkpoint("demo")
     last = len(theirs.h) - 1
     np.testing.assert_array_equal(ours.tensor("wpe.weight"), theirs.wpe.weight.detach())
-    np.testing.assert_array_equal(ours.tensor(f"h.{last}.mlp.c_fc.weight"), theirs.h[last].mlp.c_fc.weight.detach().T)
+    np.testing.assert_array_equal(
+        ours.tensor(f"h.{last}.mlp.c_fc.weight"), theirs.h[last].mlp.c_fc.weight.detach().T
+    )
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +96,16 @@ def checkpoint() -> Checkpoint:
 
 # Counted by transformers' GPT2LMHeadModel of these sizes.
 @pytest.mark.parametrize(
-    ("shape", "count"), [("124M", 124_439_808), ("355M", 354_823_168), ("774M", 774_030_080), ("1.5B", 1_557_611_200)]
+    ("shape", "count"),
+    [("124M", 124_439_808), ("355M", 354_823_168), ("774M", 774_030_080), ("1.5B", 1_557_611_200)],
 )
 def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
     config = SHAPES[shape]
     assert num_parameters(config) == count
     shapes = parameter_shapes(config)
-    assert sum(np.prod(shapes[name], dtype=int) for name in open_checkpoint(f"random:{shape}").stored) == count
+    assert (
+        sum(np.prod(shapes[name], dtype=int) for name in open_checkpoint(f"random:{shape}").stored) == count
+    )
 
 
 def test_tensors_are_the_same_bits_in_any_order(checkpoint):

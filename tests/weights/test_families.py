@@ -116,7 +116,9 @@ def test_a_tensor_of_a_kind_that_cannot_be_read_is_not_lost(tmp_path, kind):
     state["model"]["lm_head.weight"] = Call(kind, 1, 2)
     state["optimizer"]["more"] = Call(kind)
     (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
-    assert_refused(tmp_path, f"of a dtype that is not implemented: lm_head.weight is {kind.replace(' ', '.')}\n")
+    assert_refused(
+        tmp_path, f"of a dtype that is not implemented: lm_head.weight is {kind.replace(' ', '.')}\n"
+    )
 
 
 def test_arguments_and_tensors_that_disagree_are_refused_with_both(tmp_path):
@@ -133,7 +135,11 @@ def test_an_error_in_a_config_json_beside_is_not_laid_to_the_arguments(tmp_path)
 
 def write_meta(path, text="\n !?abcDé"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    meta = {"vocab_size": len(text), "itos": dict(enumerate(text)), "stoi": {c: i for i, c in enumerate(text)}}
+    meta = {
+        "vocab_size": len(text),
+        "itos": dict(enumerate(text)),
+        "stoi": {c: i for i, c in enumerate(text)},
+    }
     path.write_bytes(pickle.dumps(meta))
 
 
@@ -152,7 +158,11 @@ def test_the_tokenizer_of_a_model_of_characters(tmp_path, place):
 
 def test_mingpt_by_its_layout(tmp_path):
     checkpoint = open_checkpoint(WRITERS["mingpt"](tmp_path / "out", TENSORS))
-    assert (checkpoint.family, checkpoint.tied, checkpoint.config.activation) == ("minGPT", False, "gelu_tanh")
+    assert (checkpoint.family, checkpoint.tied, checkpoint.config.activation) == (
+        "minGPT",
+        False,
+        "gelu_tanh",
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +171,9 @@ def test_mingpt_by_its_layout(tmp_path):
 def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, heads):
     folder = WRITERS["mingpt"](tmp_path / "out", TENSORS)
     write_json(folder / "config.json", {"model": model})
-    assert_refused(folder, "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json")
+    assert_refused(
+        folder, "cannot be divided into 3 heads" if heads else r"does not say how many heads .*config\.json"
+    )
 
 
 @pytest.mark.parametrize("name", ["ckpt.pt", "model.gguf"])
@@ -172,7 +184,9 @@ def test_heads_that_no_file_tells_are_asked_for_and_not_guessed(tmp_path, name):
     tensors = {gguf_name(name): gguf_writer.plain(array) for name, array in linear(TENSORS).items()}
     path = tmp_path / name
     path.write_bytes(own_bytes(state) if name == "ckpt.pt" else gguf_writer.gguf_bytes(keys, tensors))
-    assert_refused(path, re.escape(f"does not say how many heads its model has: write {tmp_path / 'config.json'}"))
+    assert_refused(
+        path, re.escape(f"does not say how many heads its model has: write {tmp_path / 'config.json'}")
+    )
     write_json(tmp_path / "config.json", {"n_head": CONFIG["n_head"]})
     checkpoint = open_checkpoint(path)
     same_bits(checkpoint, TENSORS)

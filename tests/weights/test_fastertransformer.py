@@ -45,7 +45,11 @@ def test_a_head_of_its_own_soft_prompts_and_copies_for_int8(tmp_path):
 # As the converters for OPT and for BLOOM write them.
 OPT = {"activation_type": "Relu", "layernorm_eps": "1e-5", "has_post_decoder_layernorm": "1"}
 OPT_350M = OPT | {"layernorm_type": "post_layernorm", "has_post_decoder_layernorm": "0"}
-BLOOM = {"model_variant": "bloom-pre", "has_positional_encoding": "False", "has_pre_decoder_layernorm": "True"}
+BLOOM = {
+    "model_variant": "bloom-pre",
+    "has_positional_encoding": "False",
+    "has_pre_decoder_layernorm": "True",
+}
 BLOOM |= {"use_attention_linear_bias": "True", "has_post_decoder_layernorm": "True"}
 
 
@@ -65,7 +69,9 @@ def test_other_families(tmp_path, name, settings, gpus):
     assert checkpoint.config.n_positions == (6 if config.has_alibi else T)  # what the files say
     assert checkpoint.tied
     for parameter in parameter_shapes(config):
-        np.testing.assert_array_equal(checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter)
+        np.testing.assert_array_equal(
+            checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter
+        )
 
 
 def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
@@ -82,9 +88,18 @@ def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (BLOOM | {"layernorm_type": "post_layernorm"}, "layernorm_type is 'post_layernorm'; use_attention_linear_bias"),
-        ({"has_positional_encoding": "0"}, "has_positional_encoding is '0'; use_attention_linear_bias is 'false'"),
-        ({"use_attention_linear_bias": "1"}, "has_positional_encoding is '1'; use_attention_linear_bias is '1'"),
+        (
+            BLOOM | {"layernorm_type": "post_layernorm"},
+            "layernorm_type is 'post_layernorm'; use_attention_linear_bias",
+        ),
+        (
+            {"has_positional_encoding": "0"},
+            "has_positional_encoding is '0'; use_attention_linear_bias is 'false'",
+        ),
+        (
+            {"use_attention_linear_bias": "1"},
+            "has_positional_encoding is '1'; use_attention_linear_bias is '1'",
+        ),
         ({"layernorm_type": "t5_layernorm"}, "layernorm_type"),
         ({"has_positional_encoding": "2"}, "has_positional_encoding"),
         ({"has_pre_decoder_layernorm": "x"}, "has_pre_decoder_layernorm"),
@@ -103,7 +118,9 @@ def test_settings_that_are_impossible_or_not_implemented_are_named(tmp_path, set
     assert_refused(fastertransformer(tmp_path, TENSORS, **settings), named)
 
 
-@pytest.mark.parametrize("text", ["", "head_num = 1", "[gpt]\n[gpt]", "[gpt\n", "[gpt]\nhead_num = 2\nhead_num = 3"])
+@pytest.mark.parametrize(
+    "text", ["", "head_num = 1", "[gpt]\n[gpt]", "[gpt\n", "[gpt]\nhead_num = 2\nhead_num = 3"]
+)
 def test_a_config_ini_that_is_damaged(tmp_path, text):
     fastertransformer(tmp_path, TENSORS)
     (tmp_path / "config.ini").write_text(text)
@@ -151,7 +168,9 @@ def test_gpt_config_ini_in_the_place_of_config_ini(tmp_path):
     assert_refused(tmp_path, r"missing: model\.layers\.2\.")
 
 
-@pytest.mark.parametrize(("variant", "settings"), [("opt-pre", OPT), ("opt-post", OPT_350M), ("bloom-pre", BLOOM)])
+@pytest.mark.parametrize(
+    ("variant", "settings"), [("opt-pre", OPT), ("opt-post", OPT_350M), ("bloom-pre", BLOOM)]
+)
 def test_a_model_variant_stands_for_its_settings(variant, settings):
     def source(fields):
         return Source(Path("x"), Container("", {}, {"gpt": {"head_num": "2", **fields}}))
@@ -180,7 +199,9 @@ def test_files_that_are_cut_lost_or_too_many(tmp_path):
 
 CONFIG = ModelConfig(vocab_size=23, n_positions=16, n_embd=8, n_layer=3, n_head=2)
 ROWS = {"sentiment": 5, "squad": 7, "spread": 3}
-TABLES = {task: np.random.default_rng(rows).standard_normal((rows, 8), np.float32) for task, rows in ROWS.items()}
+TABLES = {
+    task: np.random.default_rng(rows).standard_normal((rows, 8), np.float32) for task, rows in ROWS.items()
+}
 SETTINGS = """\
 task_templates:
 - {taskname: sentiment, total_virtual_tokens: 5, virtual_token_splits: [5], prompt_template: <|VIRTUAL_PROMPT_0|> {x}}
@@ -211,7 +232,9 @@ def write_nemo(folder: Path, *tasks: str, dtype: str = "float32", is_nested: boo
     """As MegatronBasePromptLearningModel.state_dict and PromptTable have it, before 2022's change without nesting."""
     table = {f"prompt_table.{task}.prompt_embeddings.weight": TABLES[task].astype(dtype) for task in tasks}
     table |= {f"prompt_table.{task}.indices": np.arange(ROWS[task]) for task in tasks}
-    state = {"prompt_table": table} if is_nested else {f"prompt_table.{name}": one for name, one in table.items()}
+    state = (
+        {"prompt_table": table} if is_nested else {f"prompt_table.{name}": one for name, one in table.items()}
+    )
     members = {"./model_config.yaml": SETTINGS.encode(), "./model_weights.ckpt": torch_bytes(state)}
     (folder / "tuned.nemo").write_bytes(tar_bytes(members))
     return folder / "tuned.nemo"

@@ -32,7 +32,9 @@ def test_a_tensor_of_blocks_is_read_in_rows(tmp_path, name):
     blocks = np.random.default_rng(1).integers(0, 120, (2 * AT_ONCE + 6, size), np.uint8)  # no scale is a NaN
     shape = (len(blocks) // 2, 2 * values)
     path = tmp_path / "x.gguf"
-    path.write_bytes(gguf_bytes({}, {"a": (shape, int(kind), blocks.tobytes()), "b": plain(np.ones(3, np.float32))}))
+    path.write_bytes(
+        gguf_bytes({}, {"a": (shape, int(kind), blocks.tobytes()), "b": plain(np.ones(3, np.float32))})
+    )
     tensors = read_gguf(path).tensors
     found = tensors["a"].float32()
     assert (found.shape, tensors["a"].dtype, tensors["a"].nbytes) == (shape, name, blocks.nbytes)
@@ -94,9 +96,16 @@ def write_bloom(folder, path, **others):
     arrays = load_file(folder / "model.safetensors")
     tensors = dict(as_llama_cpp_has_it(name, array, heads) for name, array in arrays.items())
     config = expected.config
-    sizes = {"block_count": config.n_layer, "context_length": config.n_positions, "embedding_length": config.n_embd}
+    sizes = {
+        "block_count": config.n_layer,
+        "context_length": config.n_positions,
+        "embedding_length": config.n_embd,
+    }
     sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
-    keys = {"general.architecture": (8, "bloom"), **{f"bloom.{name}": (4, size) for name, size in sizes.items()}}
+    keys = {
+        "general.architecture": (8, "bloom"),
+        **{f"bloom.{name}": (4, size) for name, size in sizes.items()},
+    }
     path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)} | others, tensors))
 
 
@@ -160,7 +169,10 @@ def test_a_type_that_is_not_implemented_is_named(tmp_path):
 TOKENIZER = {
     "tokenizer.ggml.model": (8, "gpt2"),
     "tokenizer.ggml.pre": (8, "gpt-2"),
-    "tokenizer.ggml.tokens": (9, (8, ["a", "b", "c", "ab", "<end>", "Ġ", "abc", "<user>", "[PAD8]", "d", "e"])),
+    "tokenizer.ggml.tokens": (
+        9,
+        (8, ["a", "b", "c", "ab", "<end>", "Ġ", "abc", "<user>", "[PAD8]", "d", "e"]),
+    ),
     "tokenizer.ggml.token_type": (9, (5, [1, 1, 1, 1, 3, 1, 1, 4, 5, 1, 1])),
     "tokenizer.ggml.merges": (9, (8, ["a b", "ab c"])),
     "tokenizer.ggml.bos_token_id": (4, 4),
@@ -190,7 +202,14 @@ def ending_with(token_id):
 @pytest.mark.parametrize(
     "change",
     [
-        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {
+            "pre_tokenizer": {
+                "type": "ByteLevel",
+                "add_prefix_space": True,
+                "trim_offsets": True,
+                "use_regex": True,
+            }
+        },
         {"post_processor": ending_with(5)},
         {"post_processor": ending_with(4)},
     ],
@@ -203,7 +222,10 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, 
     (folder / "tokenizer.json").write_text(json.dumps({**spec, **change}))
     result = Result(capsys, "convert", [str(folder), str(tmp_path / "there"), "--to", "gguf"])
     assert result.code == 0
-    assert "the file will have no tokenizer: it puts more around a text than the token that begins one" in result.err
+    assert (
+        "the file will have no tokenizer: it puts more around a text than the token that begins one"
+        in result.err
+    )
     assert open_checkpoint(tmp_path / "there" / "model.gguf").read_tokenizer() is None
 
 
@@ -218,7 +240,11 @@ def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
     }
     path = write_gguf_folder(tmp_path / "x", TENSORS, **keys)
     again = converted(capsys, path, tmp_path / "gguf", "--to", "gguf")
-    for there in (path, again / "model.gguf", converted(capsys, path, tmp_path / "folder", "--to", "safetensors")):
+    for there in (
+        path,
+        again / "model.gguf",
+        converted(capsys, path, tmp_path / "folder", "--to", "safetensors"),
+    ):
         assert load_tokenizer(open_checkpoint(there)).encode("b-c. a<end>") == [8, 9, 10, 4]
     assert read_gguf(again / "model.gguf").metadata["tokenizer.ggml.pre"] == "bloom"
 
@@ -252,15 +278,23 @@ REFUSED = {
     "header cut": (WHOLE[:40], "damaged GGUF file"),
     "2^60 tensors": (patched(8, (2**60).to_bytes(8, "little")), "entries where"),
     "a name of 2^63 bytes": (patched(24, (2**63).to_bytes(8, "little")), "entries where"),
-    "one key twice": (gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE).replace(b"b\4\0", b"a\4\0"), "two of the name 'a'"),
-    "a value of type 99": (gguf_bytes({"a": (4, 1)}, ONE).replace(b"a\4\0", b"a\x63\0"), "a value of type 99"),
+    "one key twice": (
+        gguf_bytes({"a": (4, 1), "b": (4, 2)}, ONE).replace(b"b\4\0", b"a\4\0"),
+        "two of the name 'a'",
+    ),
+    "a value of type 99": (
+        gguf_bytes({"a": (4, 1)}, ONE).replace(b"a\4\0", b"a\x63\0"),
+        "a value of type 99",
+    ),
     "an alignment of 3": (gguf_bytes({"general.alignment": (4, 3)}, ONE), "an alignment of 3"),
     "9 dimensions": (gguf_bytes({}, {"a": ((1,) * 9, 0, b"1234")}), "9 dimensions"),
     "sizes whose product is 2^64": (gguf_bytes({}, {"a": ((2**32, 2**32), 0, b"1234")}), "reaches to byte"),
     "half a block": (gguf_bytes({}, {"a": ((3, 48), 8, b"1" * 200)}), "no whole blocks of 32"),
     "blocks beyond the end": (gguf_bytes({}, {"a": ((4, 64), 8, b"1" * 200)}), "reaches to byte"),
     "two over one another": (
-        gguf_bytes({}, {"a": ONE["a"], "b": ((64,), 0, b"")}).replace(b"\0\1\0\0\0\0\0\0" + b"\0" * 8, b"\0" * 16),
+        gguf_bytes({}, {"a": ONE["a"], "b": ((64,), 0, b"")}).replace(
+            b"\0\1\0\0\0\0\0\0" + b"\0" * 8, b"\0" * 16
+        ),
         "laid over one another|reaches",
     ),
 }

@@ -73,7 +73,10 @@ def test_damaged_safetensors(tmp_path, name):
 def test_the_undamaged_file_of_these_tests_is_read(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(WHOLE)
-    assert {name: tensor.shape for name, tensor in read_safetensors(path).tensors.items()} == {"a": (4,), "b": (3, 4)}
+    assert {name: tensor.shape for name, tensor in read_safetensors(path).tensors.items()} == {
+        "a": (4,),
+        "b": (3, 4),
+    }
 
 
 def test_sizes_in_config_json_that_lie_allocate_nothing(tmp_path):
@@ -147,7 +150,9 @@ def test_a_pickle_that_calls_anything_is_refused_and_nothing_runs(tmp_path, monk
 
 
 def legacy_head():
-    return [pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})]
+    return [
+        pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True})
+    ]
 
 
 HOSTILE_PROGRAMS = {
@@ -192,7 +197,10 @@ def test_a_pickle_that_means_no_state_dict(tmp_path, case):
     [
         (b"\x80\x02N", "damaged pickle"),
         (program(b"N" * 2_000_000), "more than 1000000"),
-        (program(b"Nr" + struct.pack("<I", 2**31)), "more than 1000000"),  # remembers an object under that number
+        (
+            program(b"Nr" + struct.pack("<I", 2**31)),
+            "more than 1000000",
+        ),  # remembers an object under that number
     ],
     ids=["without end", "only grows", "claims memory"],
 )
@@ -224,7 +232,10 @@ def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, stride
 
 BAD = {
     "an entry outside": (lambda: moved(ZIP, 2**31), "damaged zip archive"),
-    "compressed": (lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED), "compressed, encrypted or repeated"),
+    "compressed": (
+        lambda: rewrite_zip(compression=zipfile.ZIP_DEFLATED),
+        "compressed, encrypted or repeated",
+    ),
     "encrypted": (lambda: flagged(ZIP, 0, 1), "compressed, encrypted or repeated"),
     "an entry twice": (lambda: repeated(ZIP), "compressed, encrypted or repeated"),
     "no data.pkl": (lambda: rewrite_zip(data_pkl=None), r"without data\.pkl"),
@@ -234,8 +245,14 @@ BAD = {
     "end cut": (lambda: ZIP[:-30], "damaged zip archive"),
     "data.pkl cut": (lambda: rewrite_zip(data_pkl=pickle_of(ZIP)[:-40]), "damaged pickle"),
     "a list": (lambda: torch_bytes([np.zeros(1, np.float32)]), "holds a list"),
-    "a wrapped state dict": (lambda: torch_bytes({"state_dict": TENSORS, "epoch": 3}), "under: state_dict, epoch"),
-    "a whole model": (lambda: saved_by_torch(lambda torch: torch.nn.Linear(2, 2)), r"'torch\.nn\..*\.Linear'"),
+    "a wrapped state dict": (
+        lambda: torch_bytes({"state_dict": TENSORS, "epoch": 3}),
+        "under: state_dict, epoch",
+    ),
+    "a whole model": (
+        lambda: saved_by_torch(lambda torch: torch.nn.Linear(2, 2)),
+        r"'torch\.nn\..*\.Linear'",
+    ),
     "NumPy arrays": (lambda: saved_by_torch(lambda torch: {"a": np.zeros(2)}), r"asks for 'numpy"),
 }
 
@@ -337,7 +354,10 @@ OTHER_MAGIC = [pickle.dumps(7, 2), *legacy_head()[1:]]
 OTHER_ENDIAN = [*legacy_head()[:2], pickle.dumps({"little_endian": False}, 2)]
 BAD |= {
     "legacy: storage cut": (lambda: legacy(view(), ["0"], FOUR[:-1]), "truncated or damaged"),
-    "legacy: count that lies": (lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]), "truncated or damaged"),
+    "legacy: count that lies": (
+        lambda: legacy(view(), ["0"], b"\xff" * 8 + FOUR[8:20]),
+        "truncated or damaged",
+    ),
     "legacy: unknown key": (lambda: legacy(view(), ["1"], FOUR), "no tensor uses"),
     "legacy: other magic number": (lambda: legacy(view(), ["0"], FOUR, OTHER_MAGIC), "does not begin"),
     "legacy: big-endian": (lambda: legacy(view(), ["0"], FOUR, OTHER_ENDIAN), "big-endian"),

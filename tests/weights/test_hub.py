@@ -96,7 +96,11 @@ FOLDERS = {
     "bin": (bin_folder, ["pytorch_model.bin"]),
     "shards": (
         sharded_folder,
-        ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+        [
+            "model-00001-of-00002.safetensors",
+            "model-00002-of-00002.safetensors",
+            "model.safetensors.index.json",
+        ],
     ),
 }
 
@@ -177,7 +181,17 @@ def gguf_folder(folder, files):
     for name, value in files.items():
         made = folder.parent / f"{folder.name}-{value}"
         assert (
-            main(["convert", str(of_value(folder.parent / f"of-{value}", value)), str(made), "--to", "gguf", "-q"]) == 0
+            main(
+                [
+                    "convert",
+                    str(of_value(folder.parent / f"of-{value}", value)),
+                    str(made),
+                    "--to",
+                    "gguf",
+                    "-q",
+                ]
+            )
+            == 0
         )
         (folder / name).parent.mkdir(exist_ok=True)
         next(made.glob("*.gguf")).rename(folder / name)
@@ -225,8 +239,13 @@ def test_a_gguf_file_by_its_name_or_its_quantization(tmp_path):
         assert "README.md" not in hub.downloaded()
         wrong, _ = opened_all(home, hub.url, ["owner/tiny-GGUF", "owner/tiny-GGUF:q4_k", "owner/one/no.gguf"])
         several, none, absent = (answer["error"] for answer in wrong)
-        assert "it may mean 3 of the GGUF files f32/tiny-f32.gguf, tiny.Q4_K_M.gguf, tiny.Q8_0.gguf: name" in several
-        assert "owner/tiny-GGUF:q4_k on the Hub has no config.json, and it may mean 0 of the GGUF files" in none
+        assert (
+            "it may mean 3 of the GGUF files f32/tiny-f32.gguf, tiny.Q4_K_M.gguf, tiny.Q8_0.gguf: name"
+            in several
+        )
+        assert (
+            "owner/tiny-GGUF:q4_k on the Hub has no config.json, and it may mean 0 of the GGUF files" in none
+        )
         assert absent == "owner/one on the Hub has no no.gguf."
         assert values(home, hub.url, names, HF_HUB_OFFLINE="1") == [*names.values()]
 
@@ -237,8 +256,14 @@ def test_an_adapter_by_its_id(tmp_path):
     (tmp_path / "lora" / "README.md").write_text("x")
     code = "from tinygpt.weights.adapters.files import existing_path; print(*existing_path('o/a').iterdir(), sep='\\n')"
     with HubServer({"o/a": tmp_path / "lora"}) as hub:
-        env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": hub.url, "PYTHONPATH": str(ROOT)}
-        result = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True)
+        env = os.environ | {
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_ENDPOINT": hub.url,
+            "PYTHONPATH": str(ROOT),
+        }
+        result = subprocess.run(
+            [sys.executable, "-c", code], env=env, cwd=tmp_path, capture_output=True, text=True
+        )
         found = sorted(line.rpartition("/")[2] for line in result.stdout.split())
         assert found == ["adapter_config.json", "adapter_model.safetensors"]
         listed = run_process("info", "--cached", "--json", env=env)
@@ -263,7 +288,9 @@ def test_a_revision_is_part_of_the_name():
     assert (name.repo_id, name.revision, name.path) == ("owner/tiny", "a/b", "")
 
 
-@pytest.mark.parametrize("name", ["no/such/model.gguf", "./owner/tiny", "~/tiny", "model.gguf", "a\\b", "/a/b/c"])
+@pytest.mark.parametrize(
+    "name", ["no/such/model.gguf", "./owner/tiny", "~/tiny", "model.gguf", "a\\b", "/a/b/c"]
+)
 def test_a_path_is_no_name_on_the_hub(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     made(tmp_path / "no")

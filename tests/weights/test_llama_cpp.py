@@ -93,8 +93,12 @@ def test_the_greedy_text_of_a_file_is_the_same(ours, theirs, writer):
 def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
     """It rounds activations to 8 bits beside quantised weights, which are expanded here."""
     llama = load(theirs(kind))
-    stored = [getattr(tensor, "sources", (tensor,)) for tensor in open_checkpoint(theirs(kind)).stored.values()]
-    assert kind in {getattr(tensor, "dtype", "") for sources in stored for tensor in sources}  # as they lie in the file
+    stored = [
+        getattr(tensor, "sources", (tensor,)) for tensor in open_checkpoint(theirs(kind)).stored.values()
+    ]
+    assert kind in {
+        getattr(tensor, "dtype", "") for sources in stored for tensor in sources
+    }  # as they lie in the file
     with LLM(theirs(kind)) as llm:
         ids = llm.tokenizer.encode(PROMPTS[0])
         _, logits = greedy(llama, ids)
@@ -108,7 +112,10 @@ def test_both_round_to_the_same_weights(theirs, tmp_path, dtype, kind):
     ours = open_checkpoint(tmp_path / "x")
     theirs = open_checkpoint(theirs(kind))
     for name in parameter_shapes(ours.config):
-        if name not in ("wte.weight", "lm_head.weight"):  # for which llama.cpp chooses a better type than was asked
+        if name not in (
+            "wte.weight",
+            "lm_head.weight",
+        ):  # for which llama.cpp chooses a better type than was asked
             np.testing.assert_array_equal(ours.tensor(name), theirs.tensor(name), err_msg=name)
 
 

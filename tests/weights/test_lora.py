@@ -10,7 +10,14 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from support.family_models import T, V, write_family
-from support.golden_models import NEED_PEFT, change_config, change_tensors, golden_array, golden_ids, write_golden
+from support.golden_models import (
+    NEED_PEFT,
+    change_config,
+    change_tensors,
+    golden_array,
+    golden_ids,
+    write_golden,
+)
 from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
@@ -54,13 +61,22 @@ VARIANTS = [
     ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}),
     ("gpt2-untied", {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}),
     ("gpt2", {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}),
-    *(("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": how}) for how in ("gaussian", "eva", "mica")),
+    *(
+        ("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": how})
+        for how in ("gaussian", "eva", "mica")
+    ),
     ("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": "orthogonal", "r": 4}),
     ("opt", {"target_modules": ["q_proj", "v_proj"]}),
     ("opt", {"target_modules": "all-linear", "bias": "all"}),
     ("opt", {"target_modules": ["k_proj", "fc2"], "bias": "lora_only", "layers_to_transform": [1]}),
     ("opt", {"target_modules": ["embed_tokens", "out_proj"]}),
-    ("opt", {"target_modules": ["fc1"], "modules_to_save": ["embed_tokens", "embed_positions", "final_layer_norm"]}),
+    (
+        "opt",
+        {
+            "target_modules": ["fc1"],
+            "modules_to_save": ["embed_tokens", "embed_positions", "final_layer_norm"],
+        },
+    ),
     ("opt", {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["v_proj"]}),
     ("opt-350m", {"target_modules": ["project_in", "project_out", "fc1"], "use_rslora": True}),
     ("opt-350m", {"target_modules": ["embed_tokens"]}),
@@ -69,7 +85,10 @@ VARIANTS = [
     ("galactica", {"target_modules": ["q_proj", "fc1"], "bias": "all"}),
     ("bloom-6", {"target_modules": ["query_key_value"]}),
     ("bloom-6", {"target_modules": "all-linear", "bias": "all", "rank_pattern": {"dense": 2}}),
-    ("bloom-14", {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["word_embeddings_layernorm"]}),
+    (
+        "bloom-14",
+        {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["word_embeddings_layernorm"]},
+    ),
     ("bloom-untied", {"target_modules": ["lm_head"], "modules_to_save": ["query_key_value"]}),
     ("mpt-6", {"target_modules": ["Wqkv", "down_proj"]}),
     ("mpt-6", {"target_modules": r".*blocks\.1\..*_proj", "modules_to_save": ["norm_f"]}),
@@ -112,7 +131,9 @@ def make_case(folder: Path, name: str, fields: dict) -> Case:
     torch = pytest.importorskip("torch", reason=MISSING)
     folder.mkdir(exist_ok=True)
     base = write_golden(folder / "base", GPT2[name]) if name in GPT2 else write_family(folder / "base", name)
-    model = peft.get_peft_model(read_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **{"r": R, **fields}))
+    model = peft.get_peft_model(
+        read_model(base), peft.LoraConfig(task_type="CAUSAL_LM", **{"r": R, **fields})
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,10 +165,19 @@ def test_logits_are_those_of_peft(name, fields, tmp_path):
 
 def write_lora(folder, tensors, targets, **fields):
     """By the names of modules in transformers' models."""
-    config = {"peft_type": "LORA", "r": R, "lora_alpha": ALPHA, "bias": "none", "target_modules": targets, **fields}
+    config = {
+        "peft_type": "LORA",
+        "r": R,
+        "lora_alpha": ALPHA,
+        "bias": "none",
+        "target_modules": targets,
+        **fields,
+    }
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file({f"base_model.model.{name}": a for name, a in tensors.items()}, folder / "adapter_model.safetensors")
+    save_file(
+        {f"base_model.model.{name}": a for name, a in tensors.items()}, folder / "adapter_model.safetensors"
+    )
     return folder
 
 
@@ -174,7 +204,9 @@ def test_a_matrix_that_is_merged_by_hand(name, module, tmp_path):
     a, b = factors(module, *(weight.shape[::-1] if is_in_out else weight.shape))
     update = SCALE * (b @ a)
     tensors[f"{module}.weight"] = weight + (update.T if is_in_out else update)
-    save_file({key: np.ascontiguousarray(array) for key, array in tensors.items()}, merged / "model.safetensors")
+    save_file(
+        {key: np.ascontiguousarray(array) for key, array in tensors.items()}, merged / "model.safetensors"
+    )
     files = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     adapter = write_lora(tmp_path / "adapter", files, [module])
     found = merge_lora(open_checkpoint(base), adapter)
@@ -202,7 +234,9 @@ def test_positions_of_opt_are_not_computed_as_they_are_merged(tmp_path):
     module = "model.decoder.embed_positions"
     a, b = factors(module, 24, T + 2)
     files = {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
-    with pytest.raises(CheckpointError, match=f"adapts {module}, whose rows PEFT looks up by the attention mask"):
+    with pytest.raises(
+        CheckpointError, match=f"adapts {module}, whose rows PEFT looks up by the attention mask"
+    ):
         merge_lora(open_checkpoint(base), write_lora(tmp_path / "adapter", files, ["embed_positions"]))
 
 
@@ -224,10 +258,14 @@ def test_an_adapter_of_a_model_without_a_head(tmp_path):
     merged = merge_lora(base, tmp_path / "headless")
     changed = [name for name in base.stored if merged.stored[name] != base.stored[name]]
     assert sorted(changed) == ["h.1.attn.c_proj.weight", "h.1.mlp.c_proj.weight"]
-    headless = peft.PeftModel.from_pretrained(transformers.GPT2Model.from_pretrained(case.base), tmp_path / "headless")
+    headless = peft.PeftModel.from_pretrained(
+        transformers.GPT2Model.from_pretrained(case.base), tmp_path / "headless"
+    )
     with torch.no_grad():
         hidden = headless.eval()(torch.tensor([IDS])).last_hidden_state[0].numpy()
-    np.testing.assert_allclose(logits(merged), hidden @ merged.tensor("lm_head.weight").T, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(
+        logits(merged), hidden @ merged.tensor("lm_head.weight").T, atol=TOLERANCE, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -306,7 +344,10 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
         (lambda folder: change_tensors(folder, odd=np.zeros(1, np.float32)), "unexpected: odd"),
         (lambda folder: change_tensors(folder, **{B: np.zeros((108, 3), np.int32)}), f"{B} is I32"),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),
-        (lambda folder: (folder / "adapter_model.safetensors").unlink(), "it holds README.md, adapter_config.json"),
+        (
+            lambda folder: (folder / "adapter_model.safetensors").unlink(),
+            "it holds README.md, adapter_config.json",
+        ),
         (
             lambda folder: (folder / "adapter_config.json").unlink(),
             "holds no adapter_config.json: give the folder that the adapter was saved into",

@@ -158,17 +158,26 @@ def test_sizes_are_those_that_the_settings_say(tmp_path, name, wanted):
     assert_refused(megatron(tmp_path, ARRAYS, form(), **{name: sizes[name]}), wanted)
 
 
-REFUSED = {"normalization": "RMSNorm", "position_embedding_type": "rope", "num_query_groups": 2, "num_experts": 8}
+REFUSED = {
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "num_experts": 8,
+}
 REFUSED |= dict.fromkeys(("swiglu", "apply_residual_connection_post_layernorm", "apply_layernorm_1p"), True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_settings_that_change_the_arithmetic_are_refused_by_name(tmp_path, name):
-    assert_refused(megatron(tmp_path, ARRAYS, form(), **{name: REFUSED[name]}), f"{name} is {REFUSED[name]!r}")
+    assert_refused(
+        megatron(tmp_path, ARRAYS, form(), **{name: REFUSED[name]}), f"{name} is {REFUSED[name]!r}"
+    )
 
 
 @pytest.mark.parametrize(
-    "version", [4.0, [3], True, Call("numpy.core.multiarray scalar", 3.0)], ids=["4", "list", "bool", "object"]
+    "version",
+    [4.0, [3], True, Call("numpy.core.multiarray scalar", 3.0)],
+    ids=["4", "list", "bool", "object"],
 )
 def test_a_version_that_is_not_known(tmp_path, version):
     state = rank_file(ARRAYS, form()) | {"checkpoint_version": version}
@@ -201,9 +210,15 @@ ARCHIVES = {
     "settings that are no YAML": ({"./model_config.yaml": b"a: [1"}, "not valid YAML"),
     "settings with aliases": ({"./model_config.yaml": b"a: &x [1, 2]\nb: [*x, *x]"}, "has aliases"),
     "settings that are deep": ({"./model_config.yaml": b"[" * 1000}, "more than 100 levels"),
-    "a number of base 60 beyond floats": ({"./model_config.yaml": b"a: 1" + b":59" * 200 + b":59.5"}, "not valid YAML"),
+    "a number of base 60 beyond floats": (
+        {"./model_config.yaml": b"a: 1" + b":59" * 200 + b":59.5"},
+        "not valid YAML",
+    ),
     "a date in YAML that is none": ({"./model_config.yaml": b"a: !!timestamp x"}, "not valid YAML"),
-    "an object in YAML": ({"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"}, "not valid YAML"),
+    "an object in YAML": (
+        {"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"},
+        "not valid YAML",
+    ),
 }
 
 
@@ -217,7 +232,10 @@ def test_archives_that_are_refused(tmp_path, case):
 
 
 def test_a_compressed_archive_and_a_damaged_one(tmp_path):
-    for data in (tar_bytes(nemo_members(ARRAYS, form()), "w:gz"), tar_bytes(nemo_members(ARRAYS, form()))[:3000]):
+    for data in (
+        tar_bytes(nemo_members(ARRAYS, form()), "w:gz"),
+        tar_bytes(nemo_members(ARRAYS, form()))[:3000],
+    ):
         (tmp_path / "x.nemo").write_bytes(data)
         with pytest.raises(CheckpointError):
             open_checkpoint(tmp_path / "x.nemo")
@@ -236,7 +254,9 @@ def test_an_archive_whose_headers_claim_names_without_end(tmp_path, kind, size, 
 @pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
 def test_names_and_sizes_in_extended_headers(tmp_path, kind):
     """A size beyond 8 GiB is in an extended header alone."""
-    with tarfile.open(tmp_path / "x", "w:", format=kind, pax_headers={"comment": "of all\n11 path=x\n"}) as archive:
+    with tarfile.open(
+        tmp_path / "x", "w:", format=kind, pax_headers={"comment": "of all\n11 path=x\n"}
+    ) as archive:
         accented = "d\u00e9" * (1 if kind == tarfile.USTAR_FORMAT else 200) + "/"
         for name in ("a", f"{'b' * 90}/{'c' * 90}", accented):
             info = tarfile.TarInfo(name.rstrip("/"))
@@ -250,12 +270,16 @@ def test_names_and_sizes_in_extended_headers(tmp_path, kind):
     assert [*_tar_members(MappedFile(tmp_path / "x"))] == expected
 
 
-@pytest.mark.parametrize("header", [b"1" * 100_000, b"2 " * 40_000 + b"="], ids=["digits", "one key in another"])
+@pytest.mark.parametrize(
+    "header", [b"1" * 100_000, b"2 " * 40_000 + b"="], ids=["digits", "one key in another"]
+)
 def test_an_extended_header_whose_work_is_the_square_of_its_size(tmp_path, header):
     info = tarfile.TarInfo("x")
     info.type = tarfile.XHDTYPE
     info.size = len(header)
-    (tmp_path / "x.nemo").write_bytes(info.tobuf(tarfile.USTAR_FORMAT) + header + b"\0" * (-len(header) % 512))
+    (tmp_path / "x.nemo").write_bytes(
+        info.tobuf(tarfile.USTAR_FORMAT) + header + b"\0" * (-len(header) % 512)
+    )
     assert "without model_config.yaml" in outcome("open_checkpoint(folder)", tmp_path, 4, 300)
 
 
@@ -332,5 +356,7 @@ def test_ranks_in_stages_of_a_pipeline_are_refused(tmp_path):
 
 def test_adapters_of_models_that_transformers_does_not_have(tmp_path):
     checkpoint = open_checkpoint(write_moe(tmp_path, moe_arrays()))
-    with pytest.raises(CheckpointError, match="is a Megatron-LM GPT with experts, for which PEFT has no adapters"):
+    with pytest.raises(
+        CheckpointError, match="is a Megatron-LM GPT with experts, for which PEFT has no adapters"
+    ):
         merge_lora(checkpoint, tmp_path / "adapter")

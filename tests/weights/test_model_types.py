@@ -14,14 +14,23 @@ from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
 
-FAMILIES = {"opt": "OPT", "bloom": "BLOOM", "mpt": "MPT", "openai-gpt": "GPT-1", "xglm": "XGLM", "biogpt": "BioGPT"}
+FAMILIES = {
+    "opt": "OPT",
+    "bloom": "BLOOM",
+    "mpt": "MPT",
+    "openai-gpt": "GPT-1",
+    "xglm": "XGLM",
+    "biogpt": "BioGPT",
+}
 
 
 @pytest.mark.parametrize("name", FAMILY_MODELS)
 def test_safetensors_of_a_family_are_written_as_they_were(name, tmp_path, capsys):
     """The same tensors to the last bit: transformers computes the same logits."""
     source = write_family(tmp_path / "source", name)
-    assert Result(capsys, "convert", [str(source), str(tmp_path / "written"), "--to", "safetensors"]).code == 0
+    assert (
+        Result(capsys, "convert", [str(source), str(tmp_path / "written"), "--to", "safetensors"]).code == 0
+    )
     there, back = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "written"))
     assert there.keys() == back.keys()
     for key, array in there.items():
@@ -54,7 +63,9 @@ def test_any_wrapper(name, prefixes, tmp_path):
 def test_what_is_missing_and_what_is_too_much_are_named_as_the_files_have_it(name, tmp_path):
     folder = write_family(tmp_path, name)
     tensors = load_file(folder / "model.safetensors")
-    gone = next(key for key in tensors if key.endswith(("fc1.weight", "4h.weight", "up_proj.weight", "c_fc.weight")))
+    gone = next(
+        key for key in tensors if key.endswith(("fc1.weight", "4h.weight", "up_proj.weight", "c_fc.weight"))
+    )
     del tensors[gone]
     tensors["stranger.weight"] = np.zeros(3, np.float32)
     save_file(tensors, folder / "model.safetensors")
@@ -69,7 +80,11 @@ def test_biases_that_config_json_denies_are_refused(tmp_path):
 
 
 REFUSED = [
-    ("bloom-4", {"apply_residual_connection_post_layernorm": True}, "apply_residual_connection_post_layernorm is True"),
+    (
+        "bloom-4",
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is True",
+    ),
     ("mpt-4", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv is 6"),
     ("mpt-4", {"attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max is 16"),
     ("mpt-4", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
@@ -101,7 +116,13 @@ def test_what_is_not_implemented_is_refused_by_name(name, fields, message, tmp_p
 
 OPT_350M = {"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16}
 OPT_350M |= {"do_layer_norm_before": False, "word_embed_proj_dim": 512, "prefix": "</s>", "layerdrop": 0.0}
-BLOOM_560M = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "offset_alibi": 100}
+BLOOM_560M = {
+    "model_type": "bloom",
+    "n_embed": 1024,
+    "n_layer": 24,
+    "num_attention_heads": 16,
+    "offset_alibi": 100,
+}
 BLOOM_560M |= {"pretraining_tp": 1, "slow_but_exact": False, "attention_softmax_in_fp32": True}
 GPT1 = {"model_type": "openai-gpt", "afn": "gelu", "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12}
 
@@ -139,7 +160,10 @@ def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_head
     ("name", "sentence"),
     [
         ("opt", "has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM"),
-        *((name, "and GGUF files are written of GPT-2 and BLOOM alone") for name in ("mpt-4", "gpt-1", "xglm")),
+        *(
+            (name, "and GGUF files are written of GPT-2 and BLOOM alone")
+            for name in ("mpt-4", "gpt-1", "xglm")
+        ),
     ],
 )
 def test_gguf_is_of_gpt2_and_bloom_alone(name, sentence, tmp_path, capsys):
@@ -159,5 +183,7 @@ def test_sinusoids_are_those_of_transformers(width, tmp_path):
     theirs = modeling_xglm.XGLMSinusoidalPositionalEmbedding(2048, width, 7).weights[2:].numpy()
     sizes = {"d_model": width, "attention_heads": 1, "max_position_embeddings": 2048, "pad_token_id": 7}
     ours = open_checkpoint(write_family(tmp_path, "xglm", **sizes)).tensor("wpe.weight")
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-4)  # an angle of 2048 has 1.2e-4 between two float32s
+    np.testing.assert_allclose(
+        ours, theirs, rtol=0, atol=3e-4
+    )  # an angle of 2048 has 1.2e-4 between two float32s
     assert np.abs(ours - theirs).mean() < 1e-6

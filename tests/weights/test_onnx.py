@@ -77,7 +77,9 @@ def test_a_file_that_is_damaged(tmp_path, case):
     assert_refused(path, sentence, re.escape(str(path)))
 
 
-@pytest.mark.parametrize("location", ["/etc/passwd", "../x", "a/../../x", "", "C:x", "a\\b", "link", "away/x"])
+@pytest.mark.parametrize(
+    "location", ["/etc/passwd", "../x", "a/../../x", "", "C:x", "a\\b", "link", "away/x"]
+)
 def test_weights_outside_the_folder(tmp_path, location):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -123,7 +125,9 @@ def test_weights_beside_the_file_that_are_not_there(tmp_path, place, sentence):
 @pytest.mark.parametrize("spellings", [1, 4], ids=["one name", "names of one file"])
 def test_tensors_that_share_bytes_beyond_reason(tmp_path, spellings):
     (tmp_path / "data").write_bytes(VALUES.tobytes())
-    shared = [w.tensor(f"a{i}", VALUES, "external", location="./" * (i % spellings) + "data") for i in range(200)]
+    shared = [
+        w.tensor(f"a{i}", VALUES, "external", location="./" * (i % spellings) + "data") for i in range(200)
+    ]
     assert len(read_onnx(write(tmp_path, tensors=shared[:50])).tensors) == 50
     assert_refused(write(tmp_path, tensors=shared), "its tensors claim")
 
@@ -136,7 +140,9 @@ def test_equal_tensors_that_were_merged_are_followed(tmp_path):
     nodes = [w.node("Identity", [kept], [gone]), *onnx_nodes(tensors)]
     checkpoint = open_checkpoint(write_model(tmp_path, tensors, nodes))
     np.testing.assert_array_equal(checkpoint.tensor("h.1.ln_1.weight"), TENSORS["h.0.ln_1.weight"])
-    assert_refused(write_model(tmp_path, tensors), r"missing: h\.1\.ln_1\.weight\n.*merge tensors that are equal")
+    assert_refused(
+        write_model(tmp_path, tensors), r"missing: h\.1\.ln_1\.weight\n.*merge tensors that are equal"
+    )
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer.", "m.transformer.", "/model/transformer/"])
@@ -177,13 +183,22 @@ def test_an_embedding_by_the_name_of_the_head_beside_the_heads_copy(tmp_path, ch
 
 
 def test_what_the_graph_computes_with_is_ignored_by_name_and_nothing_else(tmp_path):
-    tensors = onnx_tensors(TENSORS) | {"mask": np.ones((1, 1, 6, 6), np.int64), "half": np.array(0.5, np.float32)}
+    tensors = onnx_tensors(TENSORS) | {
+        "mask": np.ones((1, 1, 6, 6), np.int64),
+        "half": np.array(0.5, np.float32),
+    }
     assert sorted(open_checkpoint(write_model(tmp_path, tensors)).ignored) == ["half", "mask"]
     tensors["lost"] = np.ones((3, 4), np.float32)
     assert_refused(write_model(tmp_path, tensors), "unexpected: lost")
 
 
-ACTIVATIONS = {"Tanh": "gelu_tanh", "Erf": "gelu", "FastGelu": "gelu_tanh", "BiasGelu": "gelu", "Relu": "relu"}
+ACTIVATIONS = {
+    "Tanh": "gelu_tanh",
+    "Erf": "gelu",
+    "FastGelu": "gelu_tanh",
+    "BiasGelu": "gelu",
+    "Relu": "relu",
+}
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -193,7 +208,9 @@ def test_the_activation_is_that_of_the_graph(tmp_path, kind):
     assert checkpoint.config.activation == ACTIVATIONS[kind]
 
 
-@pytest.mark.parametrize("inputs", [{"past_0": (2, "batch", 2, "past", 4)}, PAST, {}], ids=["past_0", "keys", "none"])
+@pytest.mark.parametrize(
+    "inputs", [{"past_0": (2, "batch", 2, "past", 4)}, PAST, {}], ids=["past_0", "keys", "none"]
+)
 def test_heads_are_seen_in_what_goes_in(tmp_path, inputs):
     path = write_model(tmp_path, onnx_tensors(TENSORS), inputs=inputs)
     if not inputs:
@@ -241,11 +258,16 @@ def test_functions_of_a_files_own_are_given_no_matrix(tmp_path):
     """What one makes of it is not known, and not seen in a matrix that is square."""
     tensors = onnx_tensors(TENSORS)
     written = [w.tensor(name, array) for name, array in tensors.items()]
-    for called, given in (("Turned", "transformer.h.0.attn.c_proj.weight"), ("Rank", "transformer.ln_f.weight")):
+    for called, given in (
+        ("Turned", "transformer.h.0.attn.c_proj.weight"),
+        ("Rank", "transformer.ln_f.weight"),
+    ):
         graph = w.graph([*onnx_nodes(tensors), w.node(called, [given], ["y"], domain="own")], written, PAST)
         functions = [theirs.FunctionProto(name=called, domain="own")]
         (tmp_path / f"{called}.onnx").write_bytes(w.model(graph, functions=functions))
-    assert_refused(tmp_path / "Turned.onnx", r"gives weights to functions or operations of its own \(Turned\)")
+    assert_refused(
+        tmp_path / "Turned.onnx", r"gives weights to functions or operations of its own \(Turned\)"
+    )
     assert_holds(open_checkpoint(tmp_path / "Rank.onnx"), TENSORS)
 
 

@@ -52,7 +52,9 @@ def by_optimum(source, folder, **options):
     from optimum.exporters.onnx import main_export
 
     with mock.patch.object(torch.onnx, "export", functools.partial(torch.onnx.export, dynamo=False)):
-        main_export(str(source), str(folder), task="text-generation-with-past", do_validation=False, **options)
+        main_export(
+            str(source), str(folder), task="text-generation-with-past", do_validation=False, **options
+        )
 
 
 # The tool asks for operators that are older than torch's own attention.
@@ -74,12 +76,21 @@ def by_onnxruntime(source, folder, *flags):
 EXPORTERS = {
     "torchscript": (functools.partial(by_torch, dynamo=False), "onnx"),
     "dynamo": (functools.partial(by_torch, dynamo=True), "onnxscript"),
-    "dynamo as it is": (functools.partial(by_torch, dynamo=True, optimize=False, external_data=False), "onnxscript"),
+    "dynamo as it is": (
+        functools.partial(by_torch, dynamo=True, optimize=False, external_data=False),
+        "onnxscript",
+    ),
     "optimum": (by_optimum, "optimum"),
     "optimum, fused": (functools.partial(by_optimum, optimize="O2"), "optimum"),
-    "optimum, merged decoders": (functools.partial(by_optimum, legacy=True), "optimum"),  # of releases before 2
+    "optimum, merged decoders": (
+        functools.partial(by_optimum, legacy=True),
+        "optimum",
+    ),  # of releases before 2
     "onnxruntime": (by_onnxruntime, "onnxruntime"),
-    "onnxruntime, fused": (lambda source, folder: by_onnxruntime(source, folder, "-o", "-p", "fp32"), "onnxruntime"),
+    "onnxruntime, fused": (
+        lambda source, folder: by_onnxruntime(source, folder, "-o", "-p", "fp32"),
+        "onnxruntime",
+    ),
 }
 
 
@@ -93,7 +104,9 @@ def test_what_an_exporter_makes_of_a_model_is_that_model(source, tmp_path, name)
     except Exception as error:
         if package == "onnx":
             raise
-        pytest.skip(f"{package} and transformers {transformers.__version__} do not go together: {error!r:.300}")
+        pytest.skip(
+            f"{package} and transformers {transformers.__version__} do not go together: {error!r:.300}"
+        )
     if not (tmp_path / "config.json").exists():
         write_json(tmp_path / "config.json", {"n_head": SIZES["n_head"]})
     files = sorted(tmp_path.rglob("*.onnx"))
@@ -104,7 +117,9 @@ def test_what_an_exporter_makes_of_a_model_is_that_model(source, tmp_path, name)
     for file in files:
         checkpoint = open_checkpoint(file)
         for parameter in parameter_shapes(expected.config):
-            np.testing.assert_array_equal(checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter)
+            np.testing.assert_array_equal(
+                checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter
+            )
         assert checkpoint.tied
         with LLM(file, device="reference") as llm:
             np.testing.assert_array_equal(llm.logits(IDS), logits)

@@ -101,7 +101,9 @@ def test_halves_are_rounded_to_even(tmp_path, to, dtype):
     tensors = TENSORS | {"h.0.mlp.c_proj.weight": TENSORS["h.0.mlp.c_proj.weight"].copy()}
     values = tensors["h.0.mlp.c_proj.weight"].reshape(-1)
     values[:3] = [1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8 + 2**-20)]
-    source = write_checkpoint(tmp_path / "source", {f"transformer.{name}": array for name, array in tensors.items()})
+    source = write_checkpoint(
+        tmp_path / "source", {f"transformer.{name}": array for name, array in tensors.items()}
+    )
     assert convert(source, tmp_path / "there", "--to", to, "--dtype", dtype) == 0
     there = open_checkpoint(tmp_path / "there").tensor("h.0.mlp.c_proj.weight").T.reshape(-1)
     if dtype == "float16":
@@ -115,7 +117,9 @@ def wide(folder, **fields):
     arrays = gpt2_arrays(random_checkpoint("random", WIDE))
     names = ("vocab_size", "n_positions", "n_embd", "n_head", "n_layer", "n_inner")
     sizes = {name: getattr(WIDE, name) for name in names}
-    return write_checkpoint(folder, {f"transformer.{name}": array for name, array in arrays.items()}, **sizes, **fields)
+    return write_checkpoint(
+        folder, {f"transformer.{name}": array for name, array in arrays.items()}, **sizes, **fields
+    )
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0")])
@@ -126,9 +130,14 @@ def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
     assert convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype) == 0
     reader = gguf.GGUFReader(tmp_path / "there" / "model.gguf")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    for theirs, ours in (("blk.1.attn_qkv.weight", "h.1.attn.c_attn.weight"), ("token_embd.weight", "wte.weight")):
+    for theirs, ours in (
+        ("blk.1.attn_qkv.weight", "h.1.attn.c_attn.weight"),
+        ("token_embd.weight", "wte.weight"),
+    ):
         assert tensors[theirs].tensor_type.name == kind
-        blocks = gguf.quants.quantize(np.ascontiguousarray(source.tensor(ours)), gguf.GGMLQuantizationType[kind])
+        blocks = gguf.quants.quantize(
+            np.ascontiguousarray(source.tensor(ours)), gguf.GGMLQuantizationType[kind]
+        )
         np.testing.assert_array_equal(tensors[theirs].data, blocks)
     for name in ("position_embd.weight", "blk.0.attn_norm.bias", "blk.0.attn_qkv.bias", "output_norm.weight"):
         assert tensors[name].tensor_type.name == "F32"
@@ -171,7 +180,9 @@ def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):
 
 
 def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
-    source = open_checkpoint(wide(tmp_path / "source", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True))
+    source = open_checkpoint(
+        wide(tmp_path / "source", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True)
+    )
     assert convert(source.path, tmp_path / "there", "--to", "gguf") == 0
     there = open_checkpoint(tmp_path / "there" / "model.gguf")
     for layer in (0, 1):
@@ -233,7 +244,9 @@ def test_encoding_rounds_as_torch_does_ties_included():
     x = np.concatenate([sizes, -sizes]).astype(np.float32)[None]  # the largest is LARGEST: the scale is 1
     codes, scales = encode(x, axis=1)
     assert scales.tolist() == [[1.0]]
-    np.testing.assert_array_equal(codes, torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy())
+    np.testing.assert_array_equal(
+        codes, torch.from_numpy(x).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    )
 
 
 @needs_transformers
@@ -243,7 +256,11 @@ def test_the_file_is_read_by_others(source, target):
     for name in MATRICES:
         codes = mine[f"h.1.{name}"]
         scales = mine[f"h.1.{name}_scale"]
-        assert (codes.dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.float32, (1, codes.shape[1]))
+        assert (codes.dtype, scales.dtype, scales.shape) == (
+            torch.float8_e4m3fn,
+            torch.float32,
+            (1, codes.shape[1]),
+        )
         exact = before[f"transformer.h.1.{name}"]
         assert ((codes.float() * scales - exact).abs() <= exact.abs() / 16 + scales * 2.0**-10).all()
     assert mine["wte.weight_scale"].shape == (V, 1)
@@ -264,5 +281,7 @@ def test_a_tensor_without_its_scales_is_refused(target):
     (size,) = struct.unpack_from("<Q", data)
     header = data[8 : 8 + size].replace(b"h.0.mlp.c_fc.weight_scale", b"h.0.mlp.c_fc.weight_other")
     file.write_bytes(data[:8] + header + data[8 + size :])
-    with pytest.raises(CheckpointError, match=r"holds h\.0\.mlp\.c_fc\.weight as float8 without its scales: convert"):
+    with pytest.raises(
+        CheckpointError, match=r"holds h\.0\.mlp\.c_fc\.weight as float8 without its scales: convert"
+    ):
         open_checkpoint(target)

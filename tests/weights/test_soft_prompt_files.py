@@ -32,7 +32,10 @@ TUNINGS = {
         {"encoder_hidden_size": 6, "encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.0},
     ),
     "prefix-tuning": (peft.PrefixTuningConfig, {}),
-    "prefix-tuning-projected": (peft.PrefixTuningConfig, {"prefix_projection": True, "encoder_hidden_size": 6}),
+    "prefix-tuning-projected": (
+        peft.PrefixTuningConfig,
+        {"prefix_projection": True, "encoder_hidden_size": 6},
+    ),
 }
 
 
@@ -47,11 +50,15 @@ class Case:
 def make_case(name: str, folder: Path) -> Case:
     torch.manual_seed(0)
     sizes = {"vocab_size": 23, "n_positions": 16, "n_embd": H * D, "n_layer": L, "n_head": H}
-    base = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    base = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    )
     tuning, fields = TUNINGS[name]
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        model = peft.get_peft_model(base, tuning(task_type="CAUSAL_LM", num_virtual_tokens=P, **fields)).eval()
+        model = peft.get_peft_model(
+            base, tuning(task_type="CAUSAL_LM", num_virtual_tokens=P, **fields)
+        ).eval()
         for parameter in model.prompt_encoder.parameters():
             parameter.add_(torch.randn_like(parameter))
         model.save_pretrained(folder)
@@ -59,7 +66,9 @@ def make_case(name: str, folder: Path) -> Case:
     return Case(folder, prompt)
 
 
-@pytest.mark.parametrize("name", [name for name in TUNINGS if name.startswith("p-") or name == "prompt-tuning"])
+@pytest.mark.parametrize(
+    "name", [name for name in TUNINGS if name.startswith("p-") or name == "prompt-tuning"]
+)
 def test_embeddings_equal_those_of_peft(name, tmp_path):
     case = make_case(name, tmp_path)
     prompt = read_soft_prompt(case.folder, CONFIG)
@@ -112,7 +121,10 @@ def rows(width: int, count: int = P) -> np.ndarray:
         (lambda folder: change_tensors(folder, prompt_embeddings=rows(48)[0]), "of shape (48,)"),
         (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 16)), "holds 16 virtual tokens"),
         (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 0)), "holds 0 virtual tokens"),
-        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48).astype(int)), "prompt_embeddings is I64"),
+        (
+            lambda folder: change_tensors(folder, prompt_embeddings=rows(48).astype(int)),
+            "prompt_embeddings is I64",
+        ),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "holds no weights"),
     ],
 )

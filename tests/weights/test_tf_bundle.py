@@ -45,20 +45,27 @@ def test_the_bundle_that_tensorflow_wrote(tmp_path):
     (tmp_path / "model.ckpt.index").write_bytes(INDEX)
     (tmp_path / "model.ckpt.data-00000-of-00001").write_bytes(data)
     (tmp_path / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
-    write_json(tmp_path / "hparams.json", {"n_vocab": 96, "n_ctx": 16, "n_embd": 8, "n_head": 2, "n_layer": 2})
+    write_json(
+        tmp_path / "hparams.json", {"n_vocab": 96, "n_ctx": 16, "n_embd": 8, "n_head": 2, "n_layer": 2}
+    )
     tensors = read_tf_bundle(tmp_path / "model.ckpt.index").tensors
     assert tensors.keys() == arrays.keys()
     for name, array in arrays.items():
         np.testing.assert_array_equal(tensors[name].float32(), array, err_msg=name)
     checkpoint = open_checkpoint(tmp_path)
-    np.testing.assert_array_equal(checkpoint.tensor("h.1.mlp.c_fc.weight"), arrays["model/h1/mlp/c_fc/w"][0].T)
+    np.testing.assert_array_equal(
+        checkpoint.tensor("h.1.mlp.c_fc.weight"), arrays["model/h1/mlp/c_fc/w"][0].T
+    )
     assert checkpoint.tied
 
 
 def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path):
     index = write_bundle(tmp_path / "model.ckpt", their_arrays())
     assert index.read_bytes() == INDEX
-    assert hashlib.sha256((tmp_path / "model.ckpt.data-00000-of-00001").read_bytes()).hexdigest() == SHA256_OF_DATA
+    assert (
+        hashlib.sha256((tmp_path / "model.ckpt.data-00000-of-00001").read_bytes()).hexdigest()
+        == SHA256_OF_DATA
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "uint16", "int64"])
@@ -79,7 +86,9 @@ def test_several_data_files_and_blocks(tmp_path, num_shards, per_block):
     index = write_bundle(tmp_path / "x", tf_arrays(TENSORS), num_shards, per_block)
     checkpoint = open_checkpoint(index)
     np.testing.assert_array_equal(checkpoint.tensor("wte.weight"), TENSORS["wte.weight"])
-    np.testing.assert_array_equal(checkpoint.tensor("h.1.attn.c_proj.weight"), TENSORS["h.1.attn.c_proj.weight"].T)
+    np.testing.assert_array_equal(
+        checkpoint.tensor("h.1.attn.c_proj.weight"), TENSORS["h.1.attn.c_proj.weight"].T
+    )
     assert len(checkpoint.files) == num_shards
 
 
@@ -94,7 +103,9 @@ def test_the_latest_of_several_as_the_file_checkpoint_names_it(tmp_path):
 
 def test_an_optimizers_variables_are_ignored_by_name(tmp_path):
     arrays = tf_arrays(TENSORS)
-    more = {f"{name}/Adam": array for name, array in arrays.items()} | {"beta1_power": np.ones((), np.float32)}
+    more = {f"{name}/Adam": array for name, array in arrays.items()} | {
+        "beta1_power": np.ones((), np.float32)
+    }
     more |= {"model/wte/Adam_1": arrays["model/wte"], "global_step": np.ones((), np.int64)}
     write_json(tmp_path / "hparams.json", {"n_head": 2})
     checkpoint = open_checkpoint(write_bundle(tmp_path / "x", arrays | more))
@@ -150,12 +161,18 @@ REFUSED = {
     "big-endian": ([(b"", field(1, 1) + field(2, 1))], "big-endian"),
     "of the past": ([(b"", field(1, b"x"))], "from before 2017"),
     "2^40 data files": ([(b"", field(1, 2**40))], "data files"),
-    "a data file that is not there": ([HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 16, shard=7))], "none of"),
+    "a data file that is not there": (
+        [HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 16, shard=7))],
+        "none of",
+    ),
     "in pieces": ([HEADER, (b"a", ENTRY + field(7, b""))], "in several pieces"),
     "another size": ([HEADER, (b"a", tf_writer.entry(ONES, 0, b"1" * 12))], "has 12 bytes"),
     "beyond the end": ([HEADER, (b"a", tf_writer.entry(ONES, 4, b"1" * 16))], "reaches to byte 20"),
     "over one another": ([HEADER, (b"a", ENTRY), (b"b", ENTRY)], "laid over one another"),
-    "9 dimensions": ([HEADER, (b"a", tf_writer.entry(ONES.reshape(*[1] * 8, 4), 0, b"1" * 16))], "impossible shape"),
+    "9 dimensions": (
+        [HEADER, (b"a", tf_writer.entry(ONES.reshape(*[1] * 8, 4), 0, b"1" * 16))],
+        "impossible shape",
+    ),
     "a name of 2000 bytes": ([HEADER, (b"a" * 2000, ENTRY)], "too long a key"),
     "a shape that is a number": ([HEADER, (b"a", field(2, 5))], "a number stands"),
 }

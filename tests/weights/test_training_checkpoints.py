@@ -38,12 +38,22 @@ def to_torch(value):
 @pytest.mark.parametrize("is_zip", [True, False])
 def test_what_torch_writes_with_objects_beside_the_weights(tmp_path, is_zip):
     state = rank_file(TENSORS, Form())
-    args = argparse.Namespace(num_attention_heads=2, dtype=torch.float16, rng=np.random.RandomState(3).get_state()[1])
-    numbers = {"args": args, "checkpoint_version": 3.0, "rng": np.random.default_rng(1), "place": tmp_path, "set": {1}}
+    args = argparse.Namespace(
+        num_attention_heads=2, dtype=torch.float16, rng=np.random.RandomState(3).get_state()[1]
+    )
+    numbers = {
+        "args": args,
+        "checkpoint_version": 3.0,
+        "rng": np.random.default_rng(1),
+        "place": tmp_path,
+        "set": {1},
+    }
     optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
     model = to_torch(state["model"])
     path = tmp_path / "x.pt"
-    torch.save({"model": model, "optimizer": optimizer, **numbers}, path, _use_new_zipfile_serialization=is_zip)
+    torch.save(
+        {"model": model, "optimizer": optimizer, **numbers}, path, _use_new_zipfile_serialization=is_zip
+    )
     container = read_training_checkpoint(path)
     for name, array in state["model"].items():
         np.testing.assert_array_equal(container.tensors[f"model.{name}"].float32(), array, err_msg=name)
@@ -59,4 +69,6 @@ def test_tensors_of_dtypes_that_are_no_weights(tmp_path):
     torch.save({**tensors, "d": torch.eye(2).to_sparse()}, tmp_path / "x.pt")
     container = read_training_checkpoint(tmp_path / "x.pt")
     assert container.tensors["a"].float32().tolist() == [1, 1, 1]
-    assert not any(container.tensors[name].is_floating for name in ("b", "c", "d") if name in container.tensors)
+    assert not any(
+        container.tensors[name].is_floating for name in ("b", "c", "d") if name in container.tensors
+    )

@@ -164,7 +164,9 @@ def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None)
 def measure(llm: LLM, prompts: list[list[int]], params: Any, repetitions: int, meter: Meter) -> Measurement:
     """Continue prompts by generate's `params`. The LLM needs prefix_cache_seqs=0, and a warm-up before."""
     meter.forget_peak()
-    return Measurement(tuple(_run(llm, prompts, params, meter) for _ in range(repetitions)), meter.peak_memory())
+    return Measurement(
+        tuple(_run(llm, prompts, params, meter) for _ in range(repetitions)), meter.peak_memory()
+    )
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:

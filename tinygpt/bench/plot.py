@@ -72,7 +72,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     for label, points in drawn.items():
         xs, samples = zip(*points, strict=True)
         medians = [statistics.median(values) for values in samples]
-        spread = [[median - min(values), max(values) - median] for median, values in zip(medians, samples, strict=True)]
+        spread = [
+            [median - min(values), max(values) - median]
+            for median, values in zip(medians, samples, strict=True)
+        ]
         color, style = ("#6E6E6E", "--") if label in panel.gray_lines else (next(colors), "-")
         look = {"color": color, "marker": next(markers), "linestyle": "" if isinstance(xs[0], str) else style}
         axes.errorbar(xs, medians, yerr=[*zip(*spread, strict=True)], capsize=3, label=label, **look)

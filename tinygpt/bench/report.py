@@ -36,23 +36,39 @@ COLUMNS = {
 }
 NUMBERS = tuple(COLUMNS)[6:]  # columns aligned to the right
 # Records of one test have these fields in common. llama-bench's own records have neither a dtype nor a batch size.
-TEST_FIELDS = ("model_filename", "model_type", "dtype", "type_k", "n_threads", "batch_size", "n_prompt", "n_gen")
+TEST_FIELDS = (
+    "model_filename",
+    "model_type",
+    "dtype",
+    "type_k",
+    "n_threads",
+    "batch_size",
+    "n_prompt",
+    "n_gen",
+)
 TEST_FIELDS += ("n_depth",)
 
 
 def to_markdown(records: Sequence[Record]) -> str:
     """Return the table, the meaning of its columns and the measured limits."""
-    shown = [record | {"peak_megabytes": record["peak_memory"] and record["peak_memory"] / 1e6} for record in records]
+    shown = [
+        record | {"peak_megabytes": record["peak_memory"] and record["peak_memory"] / 1e6}
+        for record in records
+    ]
     return f"{records_table(shown, COLUMNS, NUMBERS)}\n\n{_notes(records)}"
 
 
 def to_csv(records: Sequence[Record]) -> str:
     """Return a header and a line for each record, all quoted, as llama-bench does; lists are left out."""
-    fields = dict.fromkeys(name for record in records for name in record if not isinstance(record[name], list))
+    fields = dict.fromkeys(
+        name for record in records for name in record if not isinstance(record[name], list)
+    )
     text = io.StringIO()
     writer = csv.DictWriter(text, fields, extrasaction="ignore", quoting=csv.QUOTE_ALL, lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: int(v) if isinstance(v, bool) else v for name, v in record.items()} for record in records)
+    writer.writerows(
+        {name: int(v) if isinstance(v, bool) else v for name, v in record.items()} for record in records
+    )
     return text.getvalue().rstrip("\n")
 
 
@@ -65,7 +81,9 @@ FORMATS = {
 }
 
 
-def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()) -> str:
+def records_table(
+    records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()
+) -> str:
     return table(columns, (cells_of(record, columns.values()) for record in records), numbers)
 
 
@@ -84,7 +102,9 @@ def aligned(markdown: str) -> str:
             continue
         header, rule, *rows = [line[2:-2].split(" | ") for line in group]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        forms = [f"{'>' if side.endswith(':') else '<'}{width}" for side, width in zip(rule, widths, strict=True)]
+        forms = [
+            f"{'>' if side.endswith(':') else '<'}{width}" for side, width in zip(rule, widths, strict=True)
+        ]
         lines += ["  ".join(map(format, cells, forms)).rstrip() for cells in (header, *rows)]
     return "\n".join(lines)
 
@@ -123,7 +143,9 @@ def read_records(path: Path) -> list[Record]:
         raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, TypeError, KeyError, RecursionError):
         pass
-    raise RequestError(f"{path} holds no records of bench: write them with --format json or jsonl, without --preset.")
+    raise RequestError(
+        f"{path} holds no records of bench: write them with --format json or jsonl, without --preset."
+    )
 
 
 def compare(old: list[Record], new: list[Record]) -> list[Record]:
@@ -144,9 +166,12 @@ def comparison_table(compared: list[Record]) -> str:
     changes = ["" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}" for record in compared]
     cells = [cells_of(record, forms) for record in compared]
     rows = [
-        [_test_name(record), *sides, change] for record, sides, change in zip(compared, cells, changes, strict=True)
+        [_test_name(record), *sides, change]
+        for record, sides, change in zip(compared, cells, changes, strict=True)
     ]
-    note = "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
+    note = (
+        "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
+    )
     return f"{table(header, rows, header[1:])}\n\n- {note}"
 
 
@@ -158,14 +183,22 @@ def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
 
 
 def _side(name: str, samples: list[float]) -> Record:
-    figures = (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
-    return dict(zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True))
+    figures = (
+        (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
+    )
+    return dict(
+        zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True)
+    )
 
 
 def _test_name(record: Record) -> str:
     kind = f"tg{record['n_gen']}" if record["n_gen"] else f"pp{record['n_prompt']}"
     depth = f" @ d{record['n_depth']}" if record["n_depth"] else ""
-    parts = [record["model_filename"], record["dtype"] or record["model_type"], f"KV cache {record['type_k']}"]
+    parts = [
+        record["model_filename"],
+        record["dtype"] or record["model_type"],
+        f"KV cache {record['type_k']}",
+    ]
     batch = [] if record["batch_size"] is None else [f"batch {record['batch_size']}"]
     return ", ".join([*parts, f"threads {record['n_threads']}", *batch, f"{kind}{depth}"])
 
@@ -198,7 +231,11 @@ def _notes(records: Sequence[Record]) -> str:
         bandwidths[place] = f"{record['bandwidth_gbs']:.1f} GB/s {place}"
         peaks[f"in {record['dtype']} {place}"] = f"{rates} in {record['dtype']} {place}"
     runs = runs_text(len(first["samples_ns"]), ", with the slowest and the fastest in brackets")
-    clock = " by the GPU's clock, sampling of queued steps included" if gpu else ", without tokenization and sampling"
+    clock = (
+        " by the GPU's clock, sampling of queued steps included"
+        if gpu
+        else ", without tokenization and sampling"
+    )
     memory = "of the GPU, all buffers" if gpu else "of the process, with what earlier rows touched"
     return f"""\
 - {gpu or first["cpu_info"]}, build {first["build_commit"]}; {runs}.

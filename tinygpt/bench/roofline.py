@@ -58,7 +58,9 @@ def model_bytes(config: ModelConfig, dtype: str) -> int:
     return int(in_block * _matrices(config) + in_head * _embeddings(config) + 4 * _float32_parameters(config))
 
 
-def weight_bytes(config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None) -> float:
+def weight_bytes(
+    config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None
+) -> float:
     """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head."""
     in_block, in_head = BYTES[dtype]
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
@@ -103,4 +105,6 @@ def _float32_parameters(config: ModelConfig) -> int:
     biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
     norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
     positions = 0 if config.has_alibi else config.n_positions * C
-    return positions + biases + norms + 2 * C * (config.embed_dim or 0)  # embed_dim: width of other embeddings
+    return (
+        positions + biases + norms + 2 * C * (config.embed_dim or 0)
+    )  # embed_dim: width of other embeddings

@@ -56,7 +56,9 @@ class Study:
     num_parameters: float = 124e6
 
 
-def _cases(sizes: Iterable[int], lengths: tuple[int, ...], new: int, count: int | None = None) -> tuple[StudyCase, ...]:
+def _cases(
+    sizes: Iterable[int], lengths: tuple[int, ...], new: int, count: int | None = None
+) -> tuple[StudyCase, ...]:
     """Return a case for each batch size, of `count` prompts (None: the batch size) whose lengths go in turns."""
     return tuple(StudyCase(size, tuple(islice(cycle(lengths), count or size)), new) for size in sizes)
 
@@ -73,7 +75,10 @@ FT_LATENCY = {
     (128, 8): (25.43, 26.42, 28.00, 32.56, 42.87, 62.61, 104.51),
     (512, 32): (92.01, 97.87, 110.7, 136.45, 189.91, 296.15, 529.18),
 }
-FT_MEMORY = {(128, 8): (3.43, 3.46, 3.51, 3.61, 3.78, 4.13, 4.81), (512, 32): (3.57, 3.65, 3.78, 4.12, 4.8, 6.09, 8.67)}
+FT_MEMORY = {
+    (128, 8): (3.43, 3.46, 3.51, 3.61, 3.78, 4.13, 4.81),
+    (512, 32): (3.57, 3.65, 3.78, 4.12, 4.8, 6.09, 8.67),
+}
 # Batch size -> duration in ms, tokens/ms, latency in ms.
 NOTEBOOK = {1: (59.8, 0.2, 6.0), 2: (59.9, 0.3, 6.0), 4: (59.3, 0.7, 5.9), 8: (61.6, 1.3, 6.2)}
 NOTEBOOK |= {16: (64.4, 2.5, 6.4), 32: (67.2, 4.8, 6.7), 64: (75.6, 8.5, 7.6), 128: (93.0, 13.8, 9.3)}
@@ -136,7 +141,9 @@ STUDIES = {
             published_columns=("duration (ms)", "throughput (tokens/ms)", "avg latency (ms)"),
             published={(size, 7, 10): figures for size, figures in NOTEBOOK.items()},
             published_lines={
-                "a GPU that is not named": [(ms, 10 * size / total) for size, (total, _, ms) in NOTEBOOK.items()]
+                "a GPU that is not named": [
+                    (ms, 10 * size / total) for size, (total, _, ms) in NOTEBOOK.items()
+                ]
             },
             x=("latency (ms/token)", "ms_per_token"),
             y=("throughput (tokens/ms)", "tokens_per_ms"),
@@ -168,7 +175,9 @@ STUDIES = {
                 ("Hugging Face, PyTorch", "up to 87", "1.7", *[NOT_PUBLISHED] * 4),
                 ("Hugging Face, PyTorch, float16 quantisation", "up to 87", "1.5", *[NOT_PUBLISHED] * 4),
             ),
-            published_lines={"minimum of 10": [("TensorFlow", 3.4), ("Hugging Face", 1.7), ("HF, float16", 1.5)]},
+            published_lines={
+                "minimum of 10": [("TensorFlow", 3.4), ("Hugging Face", 1.7), ("HF, float16", 1.5)]
+            },
             x=("implementation", "dtype"),
             y=("inference time (s)", "seconds"),
             notes=(
@@ -238,7 +247,9 @@ STUDIES = {
             },
             x=("batch size (sequences)", "batch_size"),
             y=("latency (ms)", "milliseconds"),
-            notes=("Memory of ours: the peak of the process, Python and kernels included; published: the GPU's.",),
+            notes=(
+                "Memory of ours: the peak of the process, Python and kernels included; published: the GPU's.",
+            ),
         ),
     )
 }

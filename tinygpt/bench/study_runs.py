@@ -58,8 +58,12 @@ def run_study(study: Study, options: Options, records: list[Record]) -> list[str
     cases = study.small if options.small else study.cases
     n_positions = sources[0].config.n_positions
     fitting = [case for case in cases if case.length <= n_positions]
-    named = ", ".join(f"{max(case.prompt_lengths)} + {case.new_tokens}" for case in cases if case not in fitting)
-    left_out = [f"Left out: {named} tokens do not fit the {n_positions} positions of {options.model}."] * bool(named)
+    named = ", ".join(
+        f"{max(case.prompt_lengths)} + {case.new_tokens}" for case in cases if case not in fitting
+    )
+    left_out = [
+        f"Left out: {named} tokens do not fit the {n_positions} positions of {options.model}."
+    ] * bool(named)
     if not fitting:
         raise RequestError(left_out[0])
     for dtype in dict.fromkeys(source.dtype for source in sources):
@@ -91,7 +95,9 @@ def _checked_text(study: Study, options: Options) -> str | None:
     try:
         load_tokenizer(open_checkpoint(options.model))
     except CheckpointError:
-        raise RequestError(f"--text needs a tokenizer and {options.model} has none that can be used.") from None
+        raise RequestError(
+            f"--text needs a tokenizer and {options.model} has none that can be used."
+        ) from None
     return text
 
 
@@ -118,7 +124,10 @@ def _run_local(study: Study, options: Options, dtype: str, case: StudyCase) -> R
 def _run_remote(study: Study, options: Options, dtype: str, case: StudyCase, vocab_size: int) -> Record:
     prompts, params = _work(study, case, vocab_size)
     flags = case.sizes | {"threads": options.threads}
-    with served(options.model, dtype, flags) as (url, _), RemoteLLM(url, max_connections=NUM_CALLERS) as remote:
+    with (
+        served(options.model, dtype, flags) as (url, _),
+        RemoteLLM(url, max_connections=NUM_CALLERS) as remote,
+    ):
         remote.generate(prompts[:NUM_WARMUP_PROMPTS], params)
         times = []
         for _ in range(options.repetitions or study.repetitions[options.small]):
@@ -138,7 +147,9 @@ def _record(
     study: Study, options: Options, dtype: str, case: StudyCase, times: list[tuple[float, float]], **more: Any
 ) -> Record:
     """Return llama-bench's keys as far as they go. times: seconds of each generate, and to its last first token."""
-    samples, first_tokens = ([round(1e9 * seconds) for seconds in column] for column in zip(*times, strict=True))
+    samples, first_tokens = (
+        [round(1e9 * seconds) for seconds in column] for column in zip(*times, strict=True)
+    )
     record = {
         "preset": study.name,
         "model_filename": options.model,
@@ -169,7 +180,9 @@ def derived(records: list[Record]) -> list[Record]:
         n_gen = record["n_gen"]
         num_steps = record["num_steps"]
         is_remote = record.get("remote", False)
-        seconds, first_tokens = ([ns / 1e9 for ns in record[name]] for name in ("samples_ns", "first_token_ns"))
+        seconds, first_tokens = (
+            [ns / 1e9 for ns in record[name]] for name in ("samples_ns", "first_token_ns")
+        )
         rest = [total - first for total, first in zip(seconds, first_tokens, strict=True)]
         num_tokens = record["num_prompts"] * n_gen
         median = statistics.median(seconds)
@@ -203,7 +216,9 @@ def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tup
     command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
     for name, value in flags.items():
         command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
-    with started(command, env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE}) as found:
+    with started(
+        command, env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    ) as found:
         yield found
 
 
@@ -254,7 +269,10 @@ def _here(study: Study, options: Options) -> str:
     machine = gpu or f"{threads_text(thread_count(options.threads))} of {cpu_name()}"
     small = ", with fewer sizes and runs than the study has" * options.small
     is_other = abs(size / study.num_parameters - 1) > SAME_SIZE
-    other = f". This is another size than the study's {study.model}, so the figures are not of the same work" * is_other
+    other = (
+        f". This is another size than the study's {study.model}, so the figures are not of the same work"
+        * is_other
+    )
     return f"{Path(options.model).name}, {parameters_text(size)} parameters, {machine}{small}{other}"
 
 

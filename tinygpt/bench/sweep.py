@@ -153,7 +153,9 @@ def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None]) -> 
                 sizes |= {"max_model_len": max(case.length for case in plan.cases), "prefix_cache_seqs": 0}
                 sizes |= {"tensor_parallel_size": plan.ranks[0], "pipeline_parallel_size": plan.ranks[1]}
                 cache = plan.caches[dtype]
-                with LLM(plan.model, dtype, threads=threads, device=plan.device, kv_cache_dtype=cache, **sizes) as llm:
+                with LLM(
+                    plan.model, dtype, threads=threads, device=plan.device, kv_cache_dtype=cache, **sizes
+                ) as llm:
                     for case in plan.cases:
                         bar.set_description_str(f"{dtype}, {threads_text(threads)}, {case}")
                         tests.append(Test(dtype, threads, case, run_case(llm, case, plan.repetitions, meter)))
@@ -242,7 +244,9 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
         "head_peak_gflops": head_rate / 1e9,
         "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
         "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in found.runs),
-        "outside_share": statistics.median(1 - (run.prompt + run.generation) / run.total for run in found.runs),
+        "outside_share": statistics.median(
+            1 - (run.prompt + run.generation) / run.total for run in found.runs
+        ),
         "sampling_share": statistics.median(run.sampling / run.total for run in found.runs),
         "peak_memory": found.peak_memory or None,
     }

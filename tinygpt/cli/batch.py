@@ -71,7 +71,9 @@ def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:
                 run = Run(args, pending, earlier, len(prompts), write)
                 num_failed += run.answer_on_ray() if args.ray else run.answer()
         if num_failed:
-            failed = f'{num_failed} of {counted(len(prompts), "prompt")} failed: "error" in their records says why'
+            failed = (
+                f'{num_failed} of {counted(len(prompts), "prompt")} failed: "error" in their records says why'
+            )
             again = "" if target is None else f"; to have them tried again, remove these lines from {target}"
             raise TinyGPTError(f"{failed}{again}.")
 
@@ -113,7 +115,9 @@ class Run:
         prompts = self._read(arguments["dtype"], inputs.read_prompt, inputs.request)
         count = min(self.args.ray, len(prompts))
         params = (record.params for record in self.pending)
-        with outputs_on_ray(count, arguments, [*zip(range(len(prompts)), prompts, params, strict=False)]) as outputs:
+        with outputs_on_ray(
+            count, arguments, [*zip(range(len(prompts)), prompts, params, strict=False)]
+        ) as outputs:
             num_failed = self._write_all(arguments["dtype"], prompts, outputs)
         seconds = time.perf_counter() - started
         by = f"{counted(len(prompts), 'prompt')} by {counted(count, 'actor')}"
@@ -133,7 +137,9 @@ class Run:
             check(prompt, record.params)
             return prompt
 
-        return streams.read_lines(self.args.input, {record.line: partial(checked, record) for record in self.pending})
+        return streams.read_lines(
+            self.args.input, {record.line: partial(checked, record) for record in self.pending}
+        )
 
     def _write_all(self, dtype: str, prompts: "list[Prompt]", outputs: Iterable[Found]) -> int:
         args = self.args
@@ -215,7 +221,9 @@ def read_earlier(path: Path, prompts: Iterable[PromptRecord], model: str, dtype:
             break
         _check_record(place, record, prompt_of, model, dtype)
         if record["id"] in ids:
-            raise RequestError(f"{place} answers id {record['id']!r} a second time: remove one of the two lines.")
+            raise RequestError(
+                f"{place} answers id {record['id']!r} a second time: remove one of the two lines."
+            )
         dtype = record["dtype"]  # if "auto" was given, the first record decides for the others
         ids.add(record["id"])
         num_failed += "error" in record
@@ -229,7 +237,11 @@ def _record_in(line: bytes) -> dict[str, Any] | None:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         record = json.loads(line)
         is_made_by = isinstance(record["model"], str) and isinstance(record["dtype"], str)
-        if type(record["id"]) in (str, int) and is_made_by and {"prompt", "prompt_token_ids"} <= record.keys():
+        if (
+            type(record["id"]) in (str, int)
+            and is_made_by
+            and {"prompt", "prompt_token_ids"} <= record.keys()
+        ):
             return record
     return None
 
@@ -238,14 +250,28 @@ def _check_record(
     place: str, record: dict[str, Any], prompt_of: dict[str | int, str | list[int]], model: str, dtype: str
 ) -> None:
     if record["id"] not in prompt_of:
-        raise RequestError(f"{place} answers id {record['id']!r}, which --input does not have: name another file.")
-    if prompt_of[record["id"]] not in (record["prompt"], record["prompt_token_ids"], []):  # [] became the BOS token
-        raise RequestError(f"{place} answers another prompt than the one with id {record['id']!r}: name another file.")
-    is_same = os.path.isdir(record["model"]) and os.path.isdir(model) and os.path.samefile(record["model"], model)
+        raise RequestError(
+            f"{place} answers id {record['id']!r}, which --input does not have: name another file."
+        )
+    if prompt_of[record["id"]] not in (
+        record["prompt"],
+        record["prompt_token_ids"],
+        [],
+    ):  # [] became the BOS token
+        raise RequestError(
+            f"{place} answers another prompt than the one with id {record['id']!r}: name another file."
+        )
+    is_same = (
+        os.path.isdir(record["model"]) and os.path.isdir(model) and os.path.samefile(record["model"], model)
+    )
     if record["model"] != model and not is_same:
-        raise RequestError(f"{place} was made by model {record['model']} and --model is {model}: name another file.")
+        raise RequestError(
+            f"{place} was made by model {record['model']} and --model is {model}: name another file."
+        )
     if dtype not in ("auto", record["dtype"]):
-        raise RequestError(f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file.")
+        raise RequestError(
+            f"{place} was made with dtype {record['dtype']} and not {dtype}: name another file."
+        )
 
 
 @contextmanager

@@ -22,7 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model", "LIST is one or several, separated by commas.")
     add = model.add_mutually_exclusive_group().add_argument
     add("-m", "--model", default="demo", help=f"{CHECKPOINT} (default: demo)")
-    add("--random", metavar="SHAPE", help="random weights, shaped as 124M, 355M, 774M, 1.5B or tiny (default: none)")
+    add(
+        "--random",
+        metavar="SHAPE",
+        help="random weights, shaped as 124M, 355M, 774M, 1.5B or tiny (default: none)",
+    )
     add_flag(model, "dtype", type=dtypes, metavar="LIST", default=("auto",))
     add_flag(model, "kv_cache_dtype")
     add_flag(model, "threads", type=whole_numbers, metavar="LIST")
@@ -32,11 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_flag(model, name)
     about = "each combination is measured, with each dtype and number of threads."
     add = parser.add_argument_group("cases", about).add_argument
-    add("--batch-sizes", type=whole_numbers, default=(1, 8), metavar="LIST", help="sequences at once (default: 1,8)")
+    add(
+        "--batch-sizes",
+        type=whole_numbers,
+        default=(1, 8),
+        metavar="LIST",
+        help="sequences at once (default: 1,8)",
+    )
     add("--prompt-lengths", type=whole_numbers, default=(128,), metavar="LIST", help="tokens (default: 128)")
     about = "tokens to generate, 0 or at least 2 (default: 64)"
     add("--new-tokens", type=whole_numbers, default=(64,), metavar="LIST", help=about)
-    add("--repetitions", type=int, metavar="N", help="runs of each case, after a warm-up (default: 5, or the preset's)")
+    add(
+        "--repetitions",
+        type=int,
+        metavar="N",
+        help="runs of each case, after a warm-up (default: 5, or the preset's)",
+    )
     about = "in place of the cases above; they have their own."
     add = parser.add_argument_group("published studies", about).add_argument
     listed = "; ".join(f"{study.name}: {study.summary}" for study in STUDIES.values())
@@ -44,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--preset", type=str.lower, choices=STUDIES, metavar="NAME", help=about)
     add("--small", action="store_true", help="few and short cases of it, a quick look (default: off)")
     add("--text", metavar="FILE", help="UTF-8 text, for the perplexity of onnx-study (default: none)")
-    add("--remote", action="store_true", help="batch-inference also with the model behind `serve` (default: off)")
+    add(
+        "--remote",
+        action="store_true",
+        help="batch-inference also with the model behind `serve` (default: off)",
+    )
     output = parser.add_argument_group("output")
     about = (
         "text and md are tables; the others have llama-bench's keys and more (default: what the name of --output ends "
@@ -55,7 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     form("--json", dest="format", action="store_const", const="json", help="as --format json (default: off)")
     add = output.add_argument
     add("--output", type=Path, metavar="FILE", help="also write the results into a file (default: none)")
-    add("--plot", type=Path, metavar="FILE", help="also draw them, into a file named .png or .svg (default: none)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="also draw them, into a file named .png or .svg (default: none)",
+    )
     about = "show the change between two files of cases, as json or jsonl, and measure nothing (default: off)"
     add("--compare", type=Path, nargs=2, metavar="FILE", help=about)
 
@@ -78,15 +102,23 @@ def _check_flags(args: argparse.Namespace) -> None:
     else:
         _refuse(args, CASES, "--preset has cases of its own")
         if args.threads is not None and len(args.threads) > 1:
-            raise RequestError(f"--threads has {len(args.threads)} numbers and a preset runs with one: give one.")
+            raise RequestError(
+                f"--threads has {len(args.threads)} numbers and a preset runs with one: give one."
+            )
     if loading.has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
-        raise RequestError("--tensor-parallel-size and --pipeline-parallel-size are for cases on the CPU alone.")
+        raise RequestError(
+            "--tensor-parallel-size and --pipeline-parallel-size are for cases on the CPU alone."
+        )
     if args.random is not None and args.checkpoint is not None:
-        raise RequestError(f"--random {args.random} and MODEL {args.checkpoint} are two models: give one of them.")
+        raise RequestError(
+            f"--random {args.random} and MODEL {args.checkpoint} are two models: give one of them."
+        )
     if args.device == "cuda":
         _refuse(args, ("threads", "remote"), "--device cuda measures a GPU in this process")
         if args.preset == "cpu-study":
-            raise RequestError("--preset cpu-study is a study of CPUs: omit --device cuda, or give another preset.")
+            raise RequestError(
+                "--preset cpu-study is a study of CPUs: omit --device cuda, or give another preset."
+            )
     ending = "" if args.output is None else args.output.suffix.lower().removeprefix(".")
     default = table_format() if args.output is None else "md"
     args.format = args.format or (ending if ending in FORMATS else default)
@@ -130,9 +162,16 @@ def _run_cases(args: argparse.Namespace) -> None:
     from ..bench.plot import draw_records
     from ..bench.sweep import make_plan, run_plan
 
-    cases = args.batch_sizes, args.prompt_lengths, args.new_tokens, 5 if args.repetitions is None else args.repetitions
+    cases = (
+        args.batch_sizes,
+        args.prompt_lengths,
+        args.new_tokens,
+        5 if args.repetitions is None else args.repetitions,
+    )
     ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-    plan = make_plan(args.model, args.dtype, args.threads or (None,), *cases, ranks, args.device, args.kv_cache_dtype)
+    plan = make_plan(
+        args.model, args.dtype, args.threads or (None,), *cases, ranks, args.device, args.kv_cache_dtype
+    )
     log(f"{counted(len(plan), 'case')} of {args.model}")
     records: list[Record] = []
     try:
@@ -190,4 +229,6 @@ def _write(args: argparse.Namespace, records: list[Record], markdown: str | None
         log(f"the results are in {args.output}")
 
 
-BENCH = Command("measure prefill and decode next to the limits of the machine", add_arguments, run, "[flags] [MODEL]")
+BENCH = Command(
+    "measure prefill and decode next to the limits of the machine", add_arguments, run, "[flags] [MODEL]"
+)

@@ -101,7 +101,9 @@ class Conversation:
         try:
             prompt = self._llm.read_prompt(chat_ids(self._template, self._llm.tokenizer, messages))
             if count := self._llm.num_truncated_tokens(prompt, params):
-                log(f"the first {count} tokens of the conversation exceed the model's positions and are truncated")
+                log(
+                    f"the first {count} tokens of the conversation exceed the model's positions and are truncated"
+                )
             chunks = self._llm.stream(prompt, params)
         except RequestError as error:
             problem = error.named(flag_of(error.field)) if error.field in FLAGS else error
@@ -120,7 +122,9 @@ class Conversation:
         if name == "/help":
             log(HELP)
         elif name in ("/reset", "/rewind"):
-            self._messages = self._first if name == "/reset" else self._first + self._messages[len(self._first) : -2]
+            self._messages = (
+                self._first if name == "/reset" else self._first + self._messages[len(self._first) : -2]
+            )
             log(f"the conversation has {counted(len(self._messages), 'message')}")
         elif name == "/save" and argument:
             self._save(Path(argument).expanduser())
@@ -131,7 +135,9 @@ class Conversation:
 
     def _save(self, path: Path) -> None:
         try:
-            path.write_text(json.dumps({"messages": self._messages}, ensure_ascii=False, indent=2) + "\n", "utf-8")
+            path.write_text(
+                json.dumps({"messages": self._messages}, ensure_ascii=False, indent=2) + "\n", "utf-8"
+            )
         except OSError as error:
             log(f"{path} cannot be written: {error.strerror}")
         else:

@@ -34,10 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("source", nargs="?", metavar="SRC", help=CHECKPOINT)
     add("target", nargs="?", metavar="DST", help="the folder to make, which --model then takes")
-    add_flag(parser, "model", default=None, help="the same as SRC, as in all commands; DST is then the one argument")
+    add_flag(
+        parser,
+        "model",
+        default=None,
+        help="the same as SRC, as in all commands; DST is then the one argument",
+    )
     about = "a format for others to read, in Hugging Face's names or llama.cpp's (default: tinygpt's own)"
     add("--to", type=str.lower, choices=OTHERS, help=about)
-    by_format = "; ".join(f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items())
+    by_format = "; ".join(
+        f"{f'with --to {to}, ' if to else ''}{', '.join(dtypes)}" for to, dtypes in FORMATS.items()
+    )
     about = (
         f"precision of the weights: {by_format}; GGUF's int8 is Q8_0 and its int4 Q4_0 (default: int8, and float32 "
         "with --to)"
@@ -50,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--calibrate", metavar="TEXT", type=Path, help=about)
     about = "in place of a text, activation scales as SmoothQuant's generate_act_scales.py writes them"
     add("--act-scales", metavar="FILE", type=Path, help=about)
-    about = f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
+    about = (
+        f"with either: share of a channel's size that goes into the activations, 0 to 1 (default: {ALPHA})"
+    )
     add("--smooth", metavar="ALPHA", type=float, help=about)
     add_flag(parser, "threads")
 
@@ -93,7 +102,9 @@ def _check(args: argparse.Namespace, target: Path) -> None:
     flags = {"--calibrate": args.calibrate, "--act-scales": args.act_scales, "--smooth": args.smooth}
     given = [flag for flag, value in flags.items() if value is not None]
     if given and (args.to or args.dtype not in CALIBRATED):
-        raise RequestError(f"{given[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out.")
+        raise RequestError(
+            f"{given[0]} is for tinygpt's own format in {' or '.join(CALIBRATED)}: leave it out."
+        )
     if given and (args.calibrate is None) == (args.act_scales is None):
         raise RequestError("give --calibrate TEXT or --act-scales FILE, one of them.")
     if args.smooth is not None and not 0 <= args.smooth <= 1:
@@ -124,10 +135,14 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     from ..weights.open import open_checkpoint
 
     if is_random(args.source):
-        raise RequestError(f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has.")
+        raise RequestError(
+            f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has."
+        )
     checkpoint = open_checkpoint(args.source)
     if isinstance(checkpoint, packed.PackedCheckpoint):
-        raise RequestError(f"SRC {args.source} is converted already: give the checkpoint that it was made from.")
+        raise RequestError(
+            f"SRC {args.source} is converted already: give the checkpoint that it was made from."
+        )
     export.layout_of(checkpoint)  # raises before any work
     check_tokenizer(checkpoint)
     if args.to == "gguf":
@@ -222,4 +237,6 @@ CONVERT = Command(
 )
 
 
-WARMUP = Command("compile kernels ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up, "[flags] [MODEL]")
+WARMUP = Command(
+    "compile kernels ahead of time", partial(add_group, names=CPU_FLAGS), _warm_up, "[flags] [MODEL]"
+)

@@ -62,7 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "text and md are tables, jsonl has a line for each row and all digits (default: md; text on a terminal)"
     form = parser.add_mutually_exclusive_group().add_argument
     form("--format", type=str.lower, choices=("text", "md", "jsonl"), help=about)
-    form("--json", dest="format", action="store_const", const="jsonl", help="as --format jsonl (default: off)")
+    form(
+        "--json", dest="format", action="store_const", const="jsonl", help="as --format jsonl (default: off)"
+    )
     add = parser.add_argument_group("ppl", "strided perplexity of a text").add_argument
     about = "tokens between the starts of two windows: fewer give more context, and take longer (default: a window)"
     add("--stride", type=int, metavar="N", help=about)
@@ -70,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("lambada, rouge", about).add_argument
     add("--limit", type=int, metavar="N", help="the first N rows alone (default: all)")
     window = {"help": "tokens of a window (default: all positions of the model)"}
-    group = flags.add_group(parser, MODEL, dtype={"type": flags.dtypes, "metavar": "LIST"}, max_model_len=window)
+    group = flags.add_group(
+        parser, MODEL, dtype={"type": flags.dtypes, "metavar": "LIST"}, max_model_len=window
+    )
     group.description = "--dtype may name several, separated by commas, to be compared in one table."
 
 
@@ -143,7 +147,9 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     records = [record for of in found for record in of]
     name = {"ppl": "token_perplexity", "lambada": "perplexity"}.get(args.task)
     if name is not None:  # its relative change from the first dtype's
-        changes = [record[name] / first[name] - 1 for of in found for record, first in zip(of, found[0], strict=True)]
+        changes = [
+            record[name] / first[name] - 1 for of in found for record, first in zip(of, found[0], strict=True)
+        ]
         records = [record | {"change": change} for record, change in zip(records, changes, strict=True)]
     if args.format == "jsonl":
         emit(FORMATS["jsonl"](records))
@@ -153,7 +159,9 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
     if all(record["dtype"] == first for record in records):
         columns.pop("change", None)
     records = [record | {"change": None} if record["dtype"] == first else record for record in records]
-    table = records_table(records, columns, [title for title in columns if title not in ("dtype", "protocol")])
+    table = records_table(
+        records, columns, [title for title in columns if title not in ("dtype", "protocol")]
+    )
     emit(table if (args.format or table_format()) == "md" else aligned(table))
 
 
@@ -168,7 +176,9 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     default = f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids"
     about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
     add("--input", metavar="FILE", help=about)
-    add("-n", "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: 32)")
+    add(
+        "-n", "--max-tokens", type=int, default=32, metavar="N", help="greedy tokens after each (default: 32)"
+    )
     about = "also show how far each layer's hidden states differ; --tolerance is for logits (default: off)"
     add("--layers", action="store_true", help=about)
     about = "compare with this file, prompts included (default: with transformers)"
@@ -187,7 +197,9 @@ def _run_parity(args: argparse.Namespace) -> None:
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         if args.layers and llm.config.embed_dim is not None:
-            raise RequestError(f"--layers needs hidden states of one width, and {args.model} has two: omit it.")
+            raise RequestError(
+                f"--layers needs hidden states of one width, and {args.model} has two: omit it."
+            )
         tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
         goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
         log("computing with tinygpt")
@@ -213,7 +225,9 @@ def _run_parity(args: argparse.Namespace) -> None:
 
 def _check_parity(args: argparse.Namespace) -> None:
     if args.golden is not None and (args.input is not None or args.save_golden is not None):
-        raise RequestError("--golden has its own prompts and results: give it without --input and --save-golden.")
+        raise RequestError(
+            "--golden has its own prompts and results: give it without --input and --save-golden."
+        )
     if args.max_tokens < 0:
         raise invalid("--max-tokens", args.max_tokens, "at least 0")
     if args.tolerance is not None and not 0 <= args.tolerance < float("inf"):
@@ -259,9 +273,13 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
     for golden in goldens:
         T = len(golden.token_ids)
         if golden.logits.shape != (T, V) or T + len(golden.greedy_ids) > llm.max_model_len:
-            raise RequestError(f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V}).")
+            raise RequestError(
+                f"{args.golden} is of another model: logits {golden.logits.shape}, here ({T}, {V})."
+            )
         if args.layers and (golden.hidden_states is None or golden.hidden_states.shape != (L + 1, T, C)):
-            raise RequestError(f"{args.golden} has no hidden states of this model: make it with --layers too.")
+            raise RequestError(
+                f"{args.golden} has no hidden states of this model: make it with --layers too."
+            )
     return goldens
 
 
@@ -311,14 +329,22 @@ def _print_parity(about: dict[str, Any], parity: "Parity") -> None:
         "top-20 agreement": f"{parity.top_20:.2%}",
     }
     streams.print_fields("logits", logits)
-    _print_differences("by position", [f"from {start}" for start in parity.by_position], parity.by_position.values())
+    _print_differences(
+        "by position", [f"from {start}" for start in parity.by_position], parity.by_position.values()
+    )
     if parity.by_layer is not None:
         names = ["embeddings", *(f"after layer {i}" for i in range(len(parity.by_layer) - 2)), "after ln_f"]
         _print_differences("by layer (for information, no tolerance)", names, parity.by_layer)
-    streams.print_fields("greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)})
+    streams.print_fields(
+        "greedy", {"tokens": parity.num_greedy_tokens, "divergent_runs": len(parity.divergences)}
+    )
     if parity.divergences:
-        rows = [(at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences]
-        streams.print_table("first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows])
+        rows = [
+            (at.prompt, at.index, at.token_id, at.expected, f"{at.lead:.3g}") for at in parity.divergences
+        ]
+        streams.print_table(
+            "first divergent tokens", [("prompt", "token", "id", "expected", "which led by"), *rows]
+        )
 
 
 def _print_differences(title: str, names: Iterable[str], found: "Iterable[Difference]") -> None:
@@ -327,7 +353,10 @@ def _print_differences(title: str, names: Iterable[str], found: "Iterable[Differ
 
 
 EVAL = flags.Command(
-    "measure quality: perplexity, LAMBADA, ROUGE", add_arguments, run, "[flags] {ppl,lambada,rouge} FILE [MODEL]"
+    "measure quality: perplexity, LAMBADA, ROUGE",
+    add_arguments,
+    run,
+    "[flags] {ppl,lambada,rouge} FILE [MODEL]",
 )
 PARITY = flags.Command(
     "compare logits and greedy tokens with transformers, or with a stored golden file",

@@ -30,7 +30,9 @@ class Command:
     rare: str = ""  # said of the others
 
 
-CHECKPOINT = '"demo" (embedded), a local folder or file, or a Hub id, also as id@revision, id/file.gguf or id:q8_0'
+CHECKPOINT = (
+    '"demo" (embedded), a local folder or file, or a Hub id, also as id@revision, id/file.gguf or id:q8_0'
+)
 
 
 def dtypes(text: str) -> tuple[str, ...]:
@@ -50,7 +52,9 @@ def named_path(text: str) -> tuple[str, str]:
 
 def steering(text: str) -> tuple[str, float, range | None]:
     """Read FILE[:STRENGTH[:FIRST-LAST]]. Raise ValueError."""
-    path, strength, first, last = re.fullmatch(r"(.+?)(?::([-+.\deE]+)(?::(\d+)-(\d+))?)?", text, re.DOTALL).groups()
+    path, strength, first, last = re.fullmatch(
+        r"(.+?)(?::([-+.\deE]+)(?::(\d+)-(\d+))?)?", text, re.DOTALL
+    ).groups()
     return path, float(strength or 1), None if first is None else range(int(first), int(last) + 1)
 
 
@@ -61,33 +65,58 @@ def _with_default(about: str, default: Any) -> str:
     return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
 
 
-def _option(default: Any, kind: Callable[[str], Any], metavar: str | None, about: str, **more: Any) -> dict[str, Any]:
-    return {"default": default, "type": kind, "metavar": metavar, "help": _with_default(about, default), **more}
+def _option(
+    default: Any, kind: Callable[[str], Any], metavar: str | None, about: str, **more: Any
+) -> dict[str, Any]:
+    return {
+        "default": default,
+        "type": kind,
+        "metavar": metavar,
+        "help": _with_default(about, default),
+        **more,
+    }
 
 
 WEIGHTS = f"precision of the weights: {', '.join(DTYPES)}"
 KV_CACHE = (
-    "precision of the KV cache: float32, bfloat16 or int8; auto is float32 for float32 weights, otherwise bfloat16"
+    "precision of the KV cache: float32, bfloat16 or int8; "
+    "auto is float32 for float32 weights, otherwise bfloat16"
 )
 SOFT_PROMPT = "a soft prompt in PEFT's layout"
 # An argument of LLM -> arguments of add_argument.
 MODEL_FLAGS: dict[str, dict[str, Any]] = {
     "model": _option("demo", str, None, CHECKPOINT),
-    "dtype": _option("auto", dtype_name, None, f"{WEIGHTS}; auto: a converted checkpoint's, otherwise float32"),
+    "dtype": _option(
+        "auto", dtype_name, None, f"{WEIGHTS}; auto: a converted checkpoint's, otherwise float32"
+    ),
     "kv_cache_dtype": _option("auto", dtype_name, "DTYPE", KV_CACHE),
     "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)"),
-    "device": _option("cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'),
+    "device": _option(
+        "cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'
+    ),
     "max_num_seqs": _option(32, int, "N", "samples that run at once; others wait"),
     "max_num_batched_tokens": _option(
-        None, int, "N", "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)"
+        None,
+        int,
+        "N",
+        "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)",
     ),
-    "prefix_cache_seqs": _option(4, int, "N", "finished samples kept in the KV cache, for prompts that begin alike"),
+    "prefix_cache_seqs": _option(
+        4, int, "N", "finished samples kept in the KV cache, for prompts that begin alike"
+    ),
     "max_model_len": _option(
-        None, int, "N", "positions reserved for each sample, prompt included (default: all that the model has)"
+        None,
+        int,
+        "N",
+        "positions reserved for each sample, prompt included (default: all that the model has)",
     ),
     "lora": _option(None, str, "PATH", "a LoRA adapter in PEFT's layout to merge"),
     "lora_modules": _option(
-        None, named_path, "NAME=PATH", "a LoRA adapter that requests may choose, as --lora-request", action="append"
+        None,
+        named_path,
+        "NAME=PATH",
+        "a LoRA adapter that requests may choose, as --lora-request",
+        action="append",
     ),
     "soft_prompt": _option(
         None,
@@ -102,7 +131,9 @@ MODEL_FLAGS: dict[str, dict[str, Any]] = {
         None, str, "MODEL", "a smaller model with the same tokens that drafts: fewer steps, the same text"
     ),
     "num_speculative_tokens": _option(4, int, "N", "tokens of a draft"),
-    "tensor_parallel_size": _option(1, int, "N", "processes that share each layer, up to 4; mpiexec starts them"),
+    "tensor_parallel_size": _option(
+        1, int, "N", "processes that share each layer, up to 4; mpiexec starts them"
+    ),
     "pipeline_parallel_size": _option(1, int, "N", "stages that share the layers, each of as many processes"),
     "split_special_tokens": {
         "action": "store_true",
@@ -158,11 +189,18 @@ def add_color(add: Callable[..., Any]) -> None:
 
 def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(args, name) for name in MODEL_FLAGS if name in args}
-    soft_prompts, lora_modules = (dict(given.pop(name, None) or ()) for name in ("soft_prompt", "lora_modules"))
+    soft_prompts, lora_modules = (
+        dict(given.pop(name, None) or ()) for name in ("soft_prompt", "lora_modules")
+    )
     return {**given, "lora_modules": lora_modules, "soft_prompts": soft_prompts}
 
 
-DEFAULTS = {"max_tokens": 128, "temperature": 0.8, "top_k": 40, "top_p": 0.95}  # other fields have SamplingParams' own
+DEFAULTS = {
+    "max_tokens": 128,
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+}  # other fields have SamplingParams' own
 FLAGS = {  # the fields of SamplingParams that have a flag
     name: field
     for name, field in SAMPLING_FIELDS.items()
@@ -187,7 +225,9 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
             if rule.repeats and "several times" not in about:
                 about += "; may be given several times"
             shown = _with_default(about, default)
-            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, default=default, help=shown, **options)
+            group.add_argument(
+                *SHORT.get(name, ()), flag_of(name), dest=name, default=default, help=shown, **options
+            )
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:

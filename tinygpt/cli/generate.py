@@ -33,9 +33,22 @@ SOURCES = {"prompt": "a PROMPT", "prompt_text": "--prompt", "file": "--file", "i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "words, joined by spaces; - is stdin (default: all of stdin, as it is)"
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help=about)
-    add = parser.add_argument_group("prompt", "Flags of one letter mean what they do in llama.cpp.").add_argument
-    add("-p", "--prompt", dest="prompt_text", metavar="TEXT", help="the prompt, as one argument (default: none)")
-    add("-f", "--file", metavar="FILE", help="a text file that is the prompt, as it is; - is stdin (default: none)")
+    add = parser.add_argument_group(
+        "prompt", "Flags of one letter mean what they do in llama.cpp."
+    ).add_argument
+    add(
+        "-p",
+        "--prompt",
+        dest="prompt_text",
+        metavar="TEXT",
+        help="the prompt, as one argument (default: none)",
+    )
+    add(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="a text file that is the prompt, as it is; - is stdin (default: none)",
+    )
     add_sampling_groups(parser)
     add = parser.add_argument_group("input and output").add_argument
     about = (
@@ -106,14 +119,18 @@ def _check_combination(args: argparse.Namespace) -> None:
     if len(given) > 1:
         raise RequestError(f"both {given[0]} and {given[1]} were given: give one of them.")
     if args.output is not None and args.input is None:
-        raise RequestError(f"--output needs --input, or redirect one prompt's text (> {shlex.quote(args.output)}).")
+        raise RequestError(
+            f"--output needs --input, or redirect one prompt's text (> {shlex.quote(args.output)})."
+        )
     if args.ray is not None:
         if args.input is None:
             raise RequestError("--ray is for the prompts of a file: give it with --input.")
         if args.ray < 1:
             raise RequestError(f"--ray is {args.ray} and must be at least 1.")
         if args.device != "cpu" or args.tensor_parallel_size * args.pipeline_parallel_size != 1:
-            raise RequestError("--ray is for single processes on CPUs: omit --device and the flags of parallelism.")
+            raise RequestError(
+                "--ray is for single processes on CPUs: omit --device and the flags of parallelism."
+            )
     if args.echo and (args.json or args.input is not None):
         raise RequestError("--echo is for text: a JSON record holds its prompt anyway.")
     if args.color == "surprise" and (args.json or args.input is not None):
@@ -122,7 +139,9 @@ def _check_combination(args: argparse.Namespace) -> None:
         if not args.json and args.input is None and getattr(args, name) is not None:
             raise RequestError(f"{flag_of(name)} is for records: give --json, or --input.")
     if args.input is None and len(args.soft_prompt or ()) > 1:
-        raise RequestError("several --soft-prompt are for the lines of --input to choose from: give one of them.")
+        raise RequestError(
+            "several --soft-prompt are for the lines of --input to choose from: give one of them."
+        )
 
 
 def _given_prompt(args: argparse.Namespace) -> str | None:
@@ -143,7 +162,9 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
         _ = llm.tokenizer  # raises if there is none: the output is text
     prompt = llm.read_prompt(text)
     if num_truncated := llm.num_truncated_tokens(prompt, params):
-        log(f"the first {counted(num_truncated, 'token')} of the prompt exceed the model's positions and are truncated")
+        log(
+            f"the first {counted(num_truncated, 'token')} of the prompt exceed the model's positions and are truncated"
+        )
     warm_up(llm, args)
     front = text if args.echo else ""
     if is_colored := shows_surprise(args):

@@ -33,7 +33,18 @@ NUM_SHOWN = 5  # tokens without a row of the embedding
 PACKAGES = ("numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface-hub", "tqdm")
 PACKAGES += ("tokenizers", "transformers", "torch", "numba-cuda")
 # LLVM's names of the features that kernels use, or could use.
-FEATURES = ("avx2", "fma", "f16c", "avx512f", "avx512vnni", "avx512bf16", "avxvnni", "amx-int8", "amx-bf16", "neon")
+FEATURES = (
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512vnni",
+    "avx512bf16",
+    "avxvnni",
+    "amx-int8",
+    "amx-bf16",
+    "neon",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +76,9 @@ def _print_cached(args: argparse.Namespace) -> None:
     if args.json:
         print_json({"models": models})
         return
-    rows = [(at["id"], ", ".join(at["revisions"]), size_text(at["size"]), f"{at['files']} files") for at in models]
+    rows = [
+        (at["id"], ", ".join(at["revisions"]), size_text(at["size"]), f"{at['files']} files") for at in models
+    ]
     print_table("cached models of the Hub", rows or [("none",)])
 
 
@@ -74,7 +87,11 @@ def check_report(report: dict[str, Any]) -> None:
     path, refused = report["path"], report["refused"]
     if refused:
         is_tokenizer = refused == [report["tokenizer"]["error"]]
-        part = f"the tokenizer of {path} cannot be used, only token ids" if is_tokenizer else f"{path} cannot be used"
+        part = (
+            f"the tokenizer of {path} cannot be used, only token ids"
+            if is_tokenizer
+            else f"{path} cannot be used"
+        )
         error = CheckpointError(f'{part}: the report says why, under "refused".')
         error.work_started = True
         raise error
@@ -99,7 +116,9 @@ def describe(path: Path) -> dict[str, Any]:
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
-    refused = [*refused, *unread] if family or container else unread  # unreadable files are of no family either
+    refused = (
+        [*refused, *unread] if family or container else unread
+    )  # unreadable files are of no family either
     tied = dtype = checkpoint = None
     if config and container and place.name == PACKED_FILE:
         dtype, tied = _attempt(refused, _load_packed, path) or (None, None)
@@ -107,7 +126,9 @@ def describe(path: Path) -> dict[str, Any]:
         checkpoint = _attempt(refused, match, source, family, config)
         tied = checkpoint.tied if checkpoint else None
     files = _files(source, place)
-    digests = "".join(f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))  # as sha256sum prints
+    digests = "".join(
+        f"{file['sha256']}  {name}\n" for name, file in sorted(files.items())
+    )  # as sha256sum prints
     return {
         "path": str(path),
         "container": container.format if container else None,
@@ -116,7 +137,12 @@ def describe(path: Path) -> dict[str, Any]:
         "tied": tied,
         "converted_to": dtype,
         "tensors": {
-            name: {"dtype": tensor.dtype, "shape": list(tensor.shape), "size": tensor.nbytes, "file": tensor.path.name}
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "size": tensor.nbytes,
+                "file": tensor.path.name,
+            }
             for name, tensor in source.container.tensors.items()
         },
         "ignored": list(checkpoint.ignored) if checkpoint else None,
@@ -155,7 +181,9 @@ def _tokenizer(
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
-        refused += [] if isinstance(error, NoTokenizerError) else [str(error)]  # without one, token ids are taken
+        refused += (
+            [] if isinstance(error, NoTokenizerError) else [str(error)]
+        )  # without one, token ids are taken
         return {"vocab_size": None, "special_ids": None, "outside_vocabulary": None, "error": str(error)}
     outside = tokenizer.ids_from(config.vocab_size) if config else None
     return {
@@ -178,7 +206,8 @@ def _files(source: "Source", place: Path) -> dict[str, dict[str, Any]]:
     if not weights:
         weights = [place] if place.is_file() else (_attempt([], find_weights, place) or [])[:1]
     configs, tokenizers = (
-        [source.folder / name for name in names] for names in (CONFIG_FILES, (*TOKENIZER_FILES, PREPARED_FILE))
+        [source.folder / name for name in names]
+        for names in (CONFIG_FILES, (*TOKENIZER_FILES, PREPARED_FILE))
     )
     found = {}
     for path in filter(Path.is_file, [*configs, *weights, *tokenizers]):
@@ -223,7 +252,9 @@ def _print_text(report: dict[str, Any]) -> None:
         shown["outside_vocabulary"] = f"{first}{more}, {about}"
     print_fields("tokenizer", shown)
     if files := report["files"]:
-        print_table("files", [(name, size_text(file["size"]), file["sha256"]) for name, file in files.items()])
+        print_table(
+            "files", [(name, size_text(file["size"]), file["sha256"]) for name, file in files.items()]
+        )
     print_fields("refused", {str(i): problem for i, problem in enumerate(refused, 1)} or {"nothing": ""})
 
 
@@ -319,7 +350,10 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
         "kernels": instructions(),
         "blas": {name: blas.get(name) for name in ("name", "version")},
         "memory": {**_memory_sizes(), "read_bandwidth": bandwidth, "threads": threads},
-        "decode_limits": {"of": "GPT-2 124M, one sequence, by the memory's bandwidth", "tokens_per_second": limits},
+        "decode_limits": {
+            "of": "GPT-2 124M, one sequence, by the memory's bandwidth",
+            "tokens_per_second": limits,
+        },
         "cache": _cache(),
         "gpu": _gpu(),
     }
@@ -339,7 +373,9 @@ def instructions() -> dict[str, str]:
     steps = {"float32": SINGLES, "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
     steps |= {"int8 KV cache": TARGET.int8_cache}
     lanes = TARGET.vector_bytes // 4
-    shown = {dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction" for dtype, step in steps.items()}
+    shown = {
+        dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction" for dtype, step in steps.items()
+    }
     if TARGET.has_amx:
         shown["bfloat16"] = "tdpbf16ps, 8192 products an instruction"
         shown["int8"] = f"tdpbsud, 16384; few rows: {shown['int8']}"

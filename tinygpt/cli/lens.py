@@ -63,4 +63,6 @@ def record_of(lens: "Lens") -> dict[str, Any]:
     return shown | {"candidates": lens.texts, "probabilities": lens.probs.tolist()}
 
 
-LENS = Command("show what each layer of a model would say after each token", add_arguments, run, "[flags] [TEXT]")
+LENS = Command(
+    "show what each layer of a model would say after each token", add_arguments, run, "[flags] [TEXT]"
+)

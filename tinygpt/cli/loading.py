@@ -129,7 +129,9 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = [mpiexec, "-n", str(layout.size), sys.executable, "-m", "tinygpt", *words]
-    is_mpich = (program := Path(mpiexec).resolve()).stem == "mpiexec" and program.with_name("mpiexec.hydra").is_file()
+    is_mpich = (program := Path(mpiexec).resolve()).stem == "mpiexec" and program.with_name(
+        "mpiexec.hydra"
+    ).is_file()
     os.execve(mpiexec, command, {**os.environ, LAUNCHED: str(_without_banners() if is_mpich else 1)})
 
 

@@ -19,7 +19,19 @@ from .loading import has_ranks, start_ranks
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
 # Modules are imported when their command runs, or when all commands are listed.
-COMMANDS = ("generate", "chat", "score", "lens", "serve", "convert", "warmup", "bench", "eval", "info", "doctor")
+COMMANDS = (
+    "generate",
+    "chat",
+    "score",
+    "lens",
+    "serve",
+    "convert",
+    "warmup",
+    "bench",
+    "eval",
+    "info",
+    "doctor",
+)
 COMMANDS += ("parity", "completion")
 COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
@@ -48,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = [*words[1:2], "--help"]
     with _silence(bool(launched_rank())):  # rank 0 reports a malformed command line for all
         args = parse(words)
-    with logging_to_stderr(args.log_level, getattr(args, "log_format", "text"), getattr(args, "color", "auto")):
+    with logging_to_stderr(
+        args.log_level, getattr(args, "log_format", "text"), getattr(args, "color", "auto")
+    ):
         try:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")
@@ -69,13 +83,19 @@ def _silence(is_silent: bool) -> Iterator[None]:
     if not is_silent:
         yield
         return
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
         yield
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
-    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):  # `run MODEL PROMPT`, as in ollama
+    if (
+        words[:1] == ["run"] and words[1:] and not words[1].startswith("-")
+    ):  # `run MODEL PROMPT`, as in ollama
         words = ["run", "--model", *words[1:]]
     if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
         words = ["chat", *(word for word in words[1:] if word != "--interactive")]
@@ -84,7 +104,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         _explain_commands(words)
     parser = command_parser(words[0], "--help-all" in words)
     rest, given, ignored = _own_words(words[1:], parser)
-    if "config" in given or (words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)):
+    if "config" in given or (
+        words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)
+    ):
         from .settings import set_defaults
 
         config = parser.parse_known_args(rest)[0].config if "config" in given else None
@@ -111,7 +133,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _own_words(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], set[str], list[str]]:
+def _own_words(
+    words: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[list[str], set[str], list[str]]:
     """Return the words with our flags, their destinations, and the flags that are ignored.
 
     Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
@@ -173,12 +197,20 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
         add("checkpoint", nargs="?", metavar="MODEL", help="the same as --model (default: its value)")
     add("--help-all", action="help", help="show every flag and exit")
     if name in CONFIGURED:
-        about = "YAML or TOML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
+        about = (
+            "YAML or TOML with values of flags, which flags and TINYGPT_ variables replace (default: none)"
+        )
         add("--config", metavar="FILE", help=about)
     if any(action.dest == "model" for action in parser._actions):
         add("--hf-file", help=argparse.SUPPRESS)  # of the repository that --model names
     about = "least level of messages on stderr: debug, info, warning or error (default: info)"
-    add("--log-level", type=str.lower, choices=("debug", "info", "warning", "error"), default="info", help=about)
+    add(
+        "--log-level",
+        type=str.lower,
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help=about,
+    )
     level = partial(add, action="store_const", dest="log_level", default=argparse.SUPPRESS)
     level("-q", "--quiet", const="error", help="errors alone (default: off)")
     about = "all messages, and the traceback of an error (default: off)"
@@ -194,7 +226,9 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
 
 def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
+    return argparse.ArgumentParser(
+        prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False
+    )
 
 
 def _command(name: str) -> Command:
@@ -248,7 +282,9 @@ def _complete(args: argparse.Namespace) -> None:
     try:
         import shtab
     except ImportError:
-        raise RequestError(f"completion needs shtab, which comes with: {how_to_install('completion')}.") from None
+        raise RequestError(
+            f"completion needs shtab, which comes with: {how_to_install('completion')}."
+        ) from None
     parser = argparse.ArgumentParser("tinygpt")
     commands = parser.add_subparsers()
     for name in COMMANDS:
@@ -258,7 +294,9 @@ def _complete(args: argparse.Namespace) -> None:
 
 COMPLETION = Command(
     "print a script that completes commands and flags in a shell",
-    lambda parser: parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help='as in eval "$(... bash)"'),
+    lambda parser: parser.add_argument(
+        "shell", choices=("bash", "zsh", "tcsh"), help='as in eval "$(... bash)"'
+    ),
     _complete,
     "{bash,zsh,tcsh}",
 )

@@ -91,7 +91,10 @@ def _rows(score: "ContinuationScore") -> Iterator[tuple[str, str, str]]:
     """Yield each word with its surprisal, and its tokens with theirs if it has several."""
     pairs = iter(zip(score.tokens, score.surprisals, strict=True))
     for word in score.words:
-        parts = [f"{_shown(text)} {surprisal:.2f}" for text, surprisal in (next(pairs) for _ in range(word.num_tokens))]
+        parts = [
+            f"{_shown(text)} {surprisal:.2f}"
+            for text, surprisal in (next(pairs) for _ in range(word.num_tokens))
+        ]
         yield _shown(word.text), f"{bits(word.logprob):.2f}", " | ".join(parts if len(parts) > 1 else ())
 
 
@@ -100,5 +103,9 @@ def _shown(text: str) -> str:
 
 
 SCORE = Command(
-    "show how probable texts, their words and their tokens are", add_arguments, run, "[flags] [TEXT ...]", EVERY_DAY
+    "show how probable texts, their words and their tokens are",
+    add_arguments,
+    run,
+    "[flags] [TEXT ...]",
+    EVERY_DAY,
 )

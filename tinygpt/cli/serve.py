@@ -27,22 +27,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "samples that may wait; more are refused with status 429 (default: %(default)s)"
     group.add_argument("--max-queue", type=int, default=512, metavar="N", help=about)
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", metavar="ADDRESS", help="where to listen (default: %(default)s, this machine)")
+    add(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="where to listen (default: %(default)s, this machine)",
+    )
     add("--port", type=int, default=8000, metavar="N", help="0 is any free one (default: %(default)s)")
-    about = f"a key for clients, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
+    about = (
+        f"a key for clients, several may be given; {KEY_VARIABLE} hides it from process lists (default: none)"
+    )
     add("--api-key", action="append", metavar="KEY", help=about)
-    add("--served-model-name", nargs="+", metavar="NAME", help="names of the model for clients (default: --model)")
+    add(
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model for clients (default: --model)",
+    )
     about = "names that requests may be sent to; * is any (default: this machine's names if --host is local, else any)"
     add("--allowed-hosts", nargs="+", metavar="NAME", help=about)
     about = "web pages from elsewhere that may read replies (default: none)"
     add("--allowed-origins", nargs="+", default=[], metavar="URL", help=about)
-    add("--max-logprobs", type=int, default=20, metavar="N", help="most logprobs of a request (default: %(default)s)")
+    add(
+        "--max-logprobs",
+        type=int,
+        default=20,
+        metavar="N",
+        help="most logprobs of a request (default: %(default)s)",
+    )
     add_chat_template(add)
     about = "fields of a request that the server does not know: ignore or refuse (default: %(default)s)"
     add("--unknown-fields", type=str.lower, choices=("ignore", "refuse"), default="refuse", help=about)
     about = "time for running requests after SIGTERM or Ctrl-C (default: %(default)g)"
     add("--drain-seconds", type=float, default=30.0, metavar="SECONDS", help=about)
-    add("--enable-log-requests", action="store_true", help="log each body, and so its prompts (default: no text)")
+    add(
+        "--enable-log-requests",
+        action="store_true",
+        help="log each body, and so its prompts (default: no text)",
+    )
     about = "let requests capture and edit activations: fields capture and edits (default: off)"
     add("--look", action="store_true", help=about)
     about = "a control vector in GGUF for the field steer of requests; several may be given (default: none)"
@@ -59,10 +81,16 @@ def run(args: argparse.Namespace) -> None:
         from ..server.app import create_app
         from ..server.serve import configure_logging, listen, serve, url_of
     except ImportError as error:
-        raise RequestError(f"serve needs {error.name}, which comes with: {how_to_install('serve')}.") from None
+        raise RequestError(
+            f"serve needs {error.name}, which comes with: {how_to_install('serve')}."
+        ) from None
     with listen(args.host, args.port) as listener:
         vectors = {name: ControlVector.load(path) for name, path in args.control_vector or ()}
-        more = {"max_queue": args.max_queue, "chat_template": args.chat_template, "max_capture_bytes": MAX_CAPTURED}
+        more = {
+            "max_queue": args.max_queue,
+            "chat_template": args.chat_template,
+            "max_capture_bytes": MAX_CAPTURED,
+        }
         llm, _ = loading.load_llm(args, **more)
         with llm:
             try:
@@ -75,7 +103,9 @@ def run(args: argparse.Namespace) -> None:
                 llm.logits([0], vector.edits())  # RequestError if it does not fit the model
             config = replace(_server_config(args, listener.getsockname()[0]), control_vectors=vectors or None)
             app = create_app(llm, config)
-            serve(app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}"))
+            serve(
+                app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}")
+            )
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -16,7 +16,10 @@ VARIABLES["TINYGPT_LOG"] = "--log-level"
 
 
 def set_defaults(
-    parser: argparse.ArgumentParser, own_flag: Callable[[str], list[str]], given: Collection[str], file: str | None
+    parser: argparse.ArgumentParser,
+    own_flag: Callable[[str], list[str]],
+    given: Collection[str],
+    file: str | None,
 ) -> None:
     """Replace the defaults of flags that are not `given`, or exit. own_flag: returns no ignored flag."""
     settings = [(f"--config {file}", read_config(parser, file))] if file is not None else []
@@ -42,7 +45,11 @@ def _read(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) 
         if not isinstance(value, bool):
             raise argparse.ArgumentError(action, f"invalid value: {value!r} (must be true or false)")
         return action.const if value else action.default
-    texts = [json.dumps(value)] if isinstance(value, dict) else map(str, value if isinstance(value, list) else [value])
+    texts = (
+        [json.dumps(value)]
+        if isinstance(value, dict)
+        else map(str, value if isinstance(value, list) else [value])
+    )
     if action.nargs is not None:
         return parser._get_values(action, [*texts])
     if isinstance(action, argparse._AppendAction):

@@ -29,7 +29,9 @@ STDIN = "-"
 MAX_LISTED = 20  # lines with problems that an error lists
 EXAMPLE = json.dumps({"prompt": "Once upon a time"})
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
-_PARAMS_FIELDS = tuple(name for name in SAMPLING_FIELDS if name not in ("logits_processors", "capture", "edits"))
+_PARAMS_FIELDS = tuple(
+    name for name in SAMPLING_FIELDS if name not in ("logits_processors", "capture", "edits")
+)
 _FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
 
 messages = logging.getLogger("tinygpt.cli")
@@ -46,7 +48,9 @@ def emit(text: str = "", end: str = "\n", file: TextIO | None = None) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise TinyGPTError(f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere.") from None
+        raise TinyGPTError(
+            f"stdout cannot be written ({error.strerror}): fix that, or send it elsewhere."
+        ) from None
 
 
 def has_color() -> bool:
@@ -80,7 +84,9 @@ class MessageHandler(logging.Handler):
 
 
 @contextmanager
-def logging_to_stderr(log_level: str = "info", log_format: str = "text", color: str = "never") -> Iterator[None]:
+def logging_to_stderr(
+    log_level: str = "info", log_format: str = "text", color: str = "never"
+) -> Iterator[None]:
     """Show the package's log on stderr during the block, from a level on. color: of `add_color`."""
     root = logging.getLogger("tinygpt")
     handler = MessageHandler(log_format, color)
@@ -165,7 +171,9 @@ def size_text(size: int | None) -> str:
     if size is None:
         return "unknown"
     units = (
-        f"{size / factor:.1f} {unit}" for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if size >= factor
+        f"{size / factor:.1f} {unit}"
+        for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+        if size >= factor
     )
     return next(units, f"{size} B")
 
@@ -203,7 +211,9 @@ def write_results(text: str, path: Path | None) -> None:
             atomic_write(path.resolve(), data)
     except OSError as error:
         emit(text)
-        raise TinyGPTError(f"{path} could not be written ({error.strerror}): the results are on stdout.") from None
+        raise TinyGPTError(
+            f"{path} could not be written ({error.strerror}): the results are on stdout."
+        ) from None
 
 
 def read_bytes(name: str, path: str | Path) -> bytes:
@@ -231,7 +241,9 @@ def read_text(name: str, path: str = STDIN) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first.") from None
+        raise RequestError(
+            f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first."
+        ) from None
 
 
 def stdin_lines(reader: str) -> Iterator[str]:
@@ -314,16 +326,24 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         raise RequestError(f"id is {json.dumps(record_id)} and must be a text or a whole number.")
     given = [fields.pop(name) for name in PROMPT_FIELDS if name in fields]
     if len(given) != 1 or not isinstance(given[0], (str, list)):
-        raise RequestError("one field prompt, a text or a list of token ids, is needed (or prompt_token_ids).")
+        raise RequestError(
+            "one field prompt, a text or a list of token ids, is needed (or prompt_token_ids)."
+        )
     split_special_tokens = fields.pop("split_special_tokens", None)
     if split_special_tokens is not None and not isinstance(split_special_tokens, bool):
-        raise RequestError(f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false.")
-    if isinstance(biases := fields.get("logit_bias"), dict):  # keys are texts in JSON; int() refuses 5000 digits
+        raise RequestError(
+            f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
+        )
+    if isinstance(
+        biases := fields.get("logit_bias"), dict
+    ):  # keys are texts in JSON; int() refuses 5000 digits
         is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
         fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:
         fields.setdefault("temperature", 0.0)  # a search draws nothing
-    return PromptRecord(number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields)))
+    return PromptRecord(
+        number, record_id, given[0], split_special_tokens, with_seed(replace(defaults, **fields))
+    )
 
 
 def read_object(line: bytes) -> dict[str, Any]:
@@ -332,7 +352,9 @@ def read_object(line: bytes) -> dict[str, Any]:
     except RequestError:
         raise
     except json.JSONDecodeError as error:
-        raise RequestError(f"not JSON at character {error.colno}: {error.msg}; a line is as {EXAMPLE}.") from None
+        raise RequestError(
+            f"not JSON at character {error.colno}: {error.msg}; a line is as {EXAMPLE}."
+        ) from None
     except UnicodeDecodeError as error:
         raise RequestError(f"not UTF-8 text: see its byte {error.start}.") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or deep nesting

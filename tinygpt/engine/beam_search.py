@@ -76,7 +76,9 @@ class Beam:
 
     token_ids: list[int]
     total: float
-    sources: list[int]  # for each token, the index of the beam that it continued, among the beams of that step
+    sources: list[
+        int
+    ]  # for each token, the index of the beam that it continued, among the beams of that step
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ class BeamSearch:
         chosen: Counter[int] = Counter()
         start = 0
         for group in self._groups:
-            own = range(1) if is_first else range(start, start + len(group.beams))  # all start from the first beam
+            own = (
+                range(1) if is_first else range(start, start + len(group.beams))
+            )  # all start from the first beam
             start = own.stop
             options = [option for i in own for option in enumerate(self._options(i, candidates[i], chosen))]
             best = sorted(options, key=self._order)[: self.rules.num_options]
@@ -119,14 +123,18 @@ class BeamSearch:
     def best(self, n: int) -> list[Hypothesis]:
         return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
 
-    def _options(self, source: int, candidates: Candidates, chosen: Counter[int]) -> list[tuple[float, int, int]]:
+    def _options(
+        self, source: int, candidates: Candidates, chosen: Counter[int]
+    ) -> list[tuple[float, int, int]]:
         token_ids = candidates.token_ids.tolist()
         scores = candidates.scores
         if chosen:
             counts = np.array([chosen[token_id] for token_id in token_ids], np.float32)
             scores = scores - np.float32(self.rules.diversity_penalty) * counts
         totals = scores + np.float32(self.beams[source].total)
-        options = [(total, source, token_id) for total, token_id in zip(totals.tolist(), token_ids, strict=True)]
+        options = [
+            (total, source, token_id) for total, token_id in zip(totals.tolist(), token_ids, strict=True)
+        ]
         return sorted(options, key=lambda option: (-option[0], option[2]))
 
     def _order(self, ranked: tuple[int, tuple[float, int, int]]) -> float:
@@ -191,7 +199,9 @@ def _best(hypotheses: list[Hypothesis], n: int) -> list[Hypothesis]:
     return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:n]
 
 
-def plan_slots(sources: Seq[int], token_ids: dict[int, list[int]]) -> tuple[list[int], list[tuple[int, int, int, int]]]:
+def plan_slots(
+    sources: Seq[int], token_ids: dict[int, list[int]]
+) -> tuple[list[int], list[tuple[int, int, int, int]]]:
     """Return the slot of each new beam, and the copies (source_slot, target_slot, start, stop) to make before.
 
     sources: for each new beam, the slot of the beam that it continues. token_ids: those cached in each slot.
@@ -225,7 +235,9 @@ class Beams:
     end, sequence i has the tokens of the i-th best hypothesis. new_text: makes a TextStream that finds stop strings.
     """
 
-    def __init__(self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]):
+    def __init__(
+        self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]
+    ):
         self.rules = rules
         self.first = sequences[0]
         self._sequences = sequences
@@ -245,7 +257,9 @@ class Beams:
     def advance(self, copy_positions: CopyPositions) -> None:
         step = [self._predictions[sequence] for sequence in self._running if sequence in self._predictions]
         error = next((prediction.error for prediction in step if prediction.error is not None), None)
-        if self.first.is_finished or (self._missing and error is None):  # others wait in vain for one that fails
+        if self.first.is_finished or (
+            self._missing and error is None
+        ):  # others wait in vain for one that fails
             return
         self._predictions.clear()
         if self.first.params.logprobs is not None:
@@ -287,10 +301,14 @@ class Beams:
                 self._give(sequence, hypotheses[i])
             if not sequence.is_finished:
                 sequence.expire()
-            sequence.num_cached = common_prefix(held, sequence.token_ids)  # of its slot, which others may reuse
+            sequence.num_cached = common_prefix(
+                held, sequence.token_ids
+            )  # of its slot, which others may reuse
 
     def _give(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
-        for i, (token_id, source) in enumerate(zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)):
+        for i, (token_id, source) in enumerate(
+            zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)
+        ):
             if not self._steps:
                 sequence.take(SampledToken(token_id))
                 continue
@@ -301,7 +319,11 @@ class Beams:
 
 def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
     ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-    given = {field.name: getattr(params, field.name) for field in fields(BeamRules) if field.name != "eos_token_ids"}
+    given = {
+        field.name: getattr(params, field.name)
+        for field in fields(BeamRules)
+        if field.name != "eos_token_ids"
+    }
     return BeamRules(**given, eos_token_ids=tuple(dict.fromkeys(ends)))
 
 
@@ -319,7 +341,9 @@ def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Pre
     ]
 
 
-def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence) -> Prediction:
+def _prediction(
+    sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence
+) -> Prediction:
     if not np.isfinite(log_probs.max()):  # max() is NaN if any is
         return Prediction(None, error=not_finite(sequence))
     candidates = Candidates.of(scores, sequence.beams.rules.num_candidates)
@@ -329,11 +353,15 @@ def _prediction(sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, seq
     reported = log_probs if params.logprobs_mode == "raw" else numbers.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
     best_logprobs = dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True))
-    of_candidates = dict(zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True))
+    of_candidates = dict(
+        zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
+    )
     return Prediction(candidates, best_logprobs, of_candidates)
 
 
-def _stop_finder(sequence: Sequence, new_text: Callable[[], TextStream | None]) -> Callable[[list[int]], bool]:
+def _stop_finder(
+    sequence: Sequence, new_text: Callable[[], TextStream | None]
+) -> Callable[[list[int]], bool]:
     params = sequence.params
     guide = None if sequence.guide is None else sequence.guide.copy()
 

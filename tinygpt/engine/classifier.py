@@ -22,7 +22,9 @@ class Classifier:
     weight: (K, C); bias: (K,). fields: of config.json: id2label, problem_type, pad_token_id.
     """
 
-    def __init__(self, weight: np.ndarray, bias: np.ndarray | None, of_tokens: bool, fields: Mapping[str, Any]):
+    def __init__(
+        self, weight: np.ndarray, bias: np.ndarray | None, of_tokens: bool, fields: Mapping[str, Any]
+    ):
         self._weight = weight.astype(np.float64)
         self._bias = bias
         self._of_tokens = of_tokens
@@ -37,7 +39,9 @@ class Classifier:
     def classify(self, token_ids: list[int], states: np.ndarray) -> Classification:
         """states: (T, C), after ln_f. As in transformers, a text is classified by its last token that is no padding."""
         if not self._of_tokens:
-            last = max((i for i, token_id in enumerate(token_ids) if token_id != self._pad_token_id), default=0)
+            last = max(
+                (i for i, token_id in enumerate(token_ids) if token_id != self._pad_token_id), default=0
+            )
             states = states[last : last + 1]  # (1, C)
         # Not `@`: the bits of NumPy's BLAS depend on its number of threads.
         logits = np.einsum("tc,kc->tk", states, self._weight)
@@ -79,7 +83,9 @@ def _read_classifier(checkpoint: Checkpoint) -> Classifier | None:
     bias = checkpoint.heads.get(name.replace("weight", "bias"))
     bias = None if bias is None else bias.float32()
     if len(weight.shape) != 2 or weight.shape[1] != width or not weight.shape[0]:
-        raise CheckpointError(f"{path} holds {name} of shape {weight.shape}, which must be (labels, {width}).")
+        raise CheckpointError(
+            f"{path} holds {name} of shape {weight.shape}, which must be (labels, {width})."
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise CheckpointError(f"{path} holds a bias of shape {bias.shape} next to {name} {weight.shape}.")
     fields = read_json_object(config) if config.exists() else {}

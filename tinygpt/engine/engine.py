@@ -32,7 +32,9 @@ class RequestFuture(ThreadFuture[RequestOutput]):
 class Engine:
     """A running step loop, for other threads. Its own ends when the engine is closed or `owner` is collected."""
 
-    def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None, owner: Any):
+    def __init__(
+        self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None, owner: Any
+    ):
         self.engine_config = engine_config
         self.after_step: list[Callable[[], None]] = []  # called by the thread, for a server
         self._steps = StepLoop(runner, engine_config, draft_model)
@@ -164,7 +166,9 @@ class Engine:
         try:
             while self._take_turn():
                 pass
-        except BaseException as failure:  # the requests of a failed step could not be removed: no step can follow
+        except (
+            BaseException
+        ) as failure:  # the requests of a failed step could not be removed: no step can follow
             error = _plain(failure)
             with self._lock:
                 self._failure, self._is_broken = failure, True

@@ -144,7 +144,10 @@ class Matchers:
         if tokens is not None:
             names = {"is_tokenizer_wrapper": True, "tokens": tokens, "special_token_ids": special_token_ids}
             vocabulary = SimpleNamespace(**names, bos_token_id=None, eos_token_id=len(tokens) - 1)
-            self._vocab_size, self._new = len(tokens) - 1, partial(self._new, llguidance.LLTokenizer(vocabulary))
+            self._vocab_size, self._new = (
+                len(tokens) - 1,
+                partial(self._new, llguidance.LLTokenizer(vocabulary)),
+            )
 
     def answer(self, dropped: list[int], name: str, args: tuple) -> Any:
         for sample in dropped:

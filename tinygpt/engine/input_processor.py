@@ -102,12 +102,16 @@ class InputProcessor:
         if isinstance(prompt, Prompt):
             if split_special_tokens is None:
                 return prompt
-            raise RequestError("split_special_tokens is given with a prompt that has been read already: give its text.")
+            raise RequestError(
+                "split_special_tokens is given with a prompt that has been read already: give its text."
+            )
         given, config = text_or_ids(prompt), self._config
         if not isinstance(given, str):
             token_ids = check_ids(given, config.vocab_size)
         else:
-            token_ids = encode(given, self.tokenizer, config.vocab_size, split_special_tokens) if given else []
+            token_ids = (
+                encode(given, self.tokenizer, config.vocab_size, split_special_tokens) if given else []
+            )
         if not token_ids:  # some tokenizers leave nothing of white space
             if config.bos_token_id is None or not 0 <= config.bos_token_id < config.vocab_size:
                 raise RequestError(
@@ -159,7 +163,9 @@ class InputProcessor:
         virtual = self._soft_prompts.find(soft_prompt)
         prompt = text_or_ids(prompt)
         params = SamplingParams(max_tokens=1, soft_prompt=soft_prompt, edits=edits)
-        pairs = (self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations))
+        pairs = (
+            self._read_pair(prompt, text_or_ids(c), split_special_tokens) for c in prompt_list(continuations)
+        )
         return [self._scoring_request(*pair, virtual, params) for pair in pairs]
 
     def score_of(self, request: Request) -> ContinuationScore:
@@ -188,7 +194,11 @@ class InputProcessor:
         return context, token_ids
 
     def _scoring_request(
-        self, context: list[int], continuation: list[int], virtual: VirtualTokens | None, params: SamplingParams
+        self,
+        context: list[int],
+        continuation: list[int],
+        virtual: VirtualTokens | None,
+        params: SamplingParams,
     ) -> Request:
         """Return a request that reads both without the last token. The token that it draws is ignored."""
         context = [*(virtual.token_ids if virtual else ()), *context]
@@ -204,7 +214,15 @@ class InputProcessor:
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
         looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
         sequence = Sequence(
-            token_ids, params, 0, 0, frozenset(), text=None, soft_prompt=virtual, prompt_logprobs=wanted, looks=looks
+            token_ids,
+            params,
+            0,
+            0,
+            frozenset(),
+            text=None,
+            soft_prompt=virtual,
+            prompt_logprobs=wanted,
+            looks=looks,
         )
         return Request(Prompt(None, token_ids), params, [sequence])
 
@@ -232,10 +250,19 @@ class InputProcessor:
             raise _unknown("lora_request", params.lora_request, self._lora_modules, "lora_modules")
         virtual = self._soft_prompts.find(params.soft_prompt, params.prompt_embeds)
         token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
-        return prompt, virtual, fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions)
+        return (
+            prompt,
+            virtual,
+            fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions),
+        )
 
     def _sequences(
-        self, prompt: Prompt, virtual: VirtualTokens | None, fitted: Fitted, arrival: float, on_chunk: OnChunk | None
+        self,
+        prompt: Prompt,
+        virtual: VirtualTokens | None,
+        fitted: Fitted,
+        arrival: float,
+        on_chunk: OnChunk | None,
     ) -> list[Sequence]:
         params = fitted.params
         eos_token_ids = frozenset(self._eos_token_ids(fitted.params))
@@ -316,8 +343,13 @@ class InputProcessor:
         """Return the first token and the others of each way to write a text, as llama.cpp finds them."""
         tokenizer = self.tokenizer
         vocab_size = self._config.vocab_size
-        self._token_texts = self._token_texts or [tokenizer.decode([token_id]) for token_id in range(vocab_size)]
-        rests = {text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST]) for n in range(1, len(text))}
+        self._token_texts = self._token_texts or [
+            tokenizer.decode([token_id]) for token_id in range(vocab_size)
+        ]
+        rests = {
+            text[:n]: tuple(encode(text[n:], tokenizer, vocab_size, True)[:MAX_REST])
+            for n in range(1, len(text))
+        }
         ways = set()
         for token_id, written in enumerate(self._token_texts):
             if text in written:
@@ -343,7 +375,9 @@ class SoftPrompts:
         sources = {} if sources is None else sources
         if not isinstance(sources, Mapping) or not all(isinstance(name, str) and name for name in sources):
             raise invalid("soft_prompts", sources, "a dict from names to folders or files")
-        self._named = {name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()}
+        self._named = {
+            name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()
+        }
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
@@ -382,6 +416,8 @@ def _for_all_samples(on_chunk: OnChunk, n: int) -> OnChunk:
     def give(chunk: StreamChunk) -> None:
         for index in range(n):
             prompt_logprobs = None if index else chunk.prompt_logprobs
-            on_chunk(chunk._replace(index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs))
+            on_chunk(
+                chunk._replace(index=index, logprobs=copied(chunk.logprobs), prompt_logprobs=prompt_logprobs)
+            )
 
     return give

@@ -70,7 +70,9 @@ class ModelRunner:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
         if self._backend.multi_step is None:
             return 1
-        return MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)  # tokens come while steps run
+        return (
+            MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)
+        )  # tokens come while steps run
 
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
@@ -128,7 +130,9 @@ class Probe:
     def logits(self, token_ids: list[int], looks: Any = None) -> np.ndarray:
         """Return logits (T, V). looks: Captures, which see all positions. Raise FailedRequestError if an edit fails."""
         if looks is None:  # copies: the next step overwrites them
-            return np.concatenate([self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")])
+            return np.concatenate(
+                [self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")]
+            )
         last = "resid_post", self._runner.config.n_layer - 1
         looks.wanted |= {last}
         for batch in self._batches(token_ids, [0]):

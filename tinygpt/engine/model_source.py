@@ -33,7 +33,9 @@ class ModelSource:
     checkpoint: Checkpoint | PackedCheckpoint
     dtype: str
     kv_cache_dtype: str
-    adapters: tuple[dict[str, tuple], ...] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
+    adapters: tuple[
+        dict[str, tuple], ...
+    ] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
 
     @classmethod
     def open(cls, model: str, dtype: str = "auto", *how: Any) -> "ModelSource":
@@ -63,12 +65,16 @@ class ModelSource:
             try:
                 backend.check_model(checkpoint.config)
             except DeviceError as error:
-                reason = f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
+                reason = (
+                    f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
+                )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype)
             if adapters and (backend.with_adapters is None or dtype != "float32"):
                 where = f"device {name_of(backend)!r} with {dtype} weights"
-                raise RequestError(f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules")
+                raise RequestError(
+                    f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules"
+                )
             sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))
         return sources
 
@@ -95,7 +101,9 @@ class ModelSource:
 
     def _packed_arrays(self) -> dict[str, np.ndarray]:
         packed = self.backend.PACKED
-        return self.checkpoint.arrays(packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING)
+        return self.checkpoint.arrays(
+            packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING
+        )
 
 
 def _read_adapters(
@@ -103,17 +111,23 @@ def _read_adapters(
 ) -> tuple[dict[str, tuple], ...]:
     if lora_modules is None or lora_modules == {}:
         return ()
-    if not isinstance(lora_modules, Mapping) or not all(isinstance(name, str) and name for name in lora_modules):
+    if not isinstance(lora_modules, Mapping) or not all(
+        isinstance(name, str) and name for name in lora_modules
+    ):
         raise invalid("lora_modules", lora_modules, "a dict from names to folders")
     from ..weights.adapters.lora import read_lora
 
     return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
 
 
-def load_tokenizer(checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False) -> Tokenizer:
+def load_tokenizer(
+    checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False
+) -> Tokenizer:
     """Return the checkpoint's tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
     if is_random(str(checkpoint.path)):
-        raise NoTokenizerError(f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one.")
+        raise NoTokenizerError(
+            f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one."
+        )
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
@@ -147,11 +161,15 @@ def load_backend(device: str, dtype: str) -> ModuleType:
         hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
         if dtype == "float16":
             hint = "; the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
-        raise RequestError(f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype")
+        raise RequestError(
+            f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype"
+        )
     try:
         backend.check_device()
     except DeviceError as error:
-        raise RequestError(f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device") from None
+        raise RequestError(
+            f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
+        ) from None
     return backend
 
 
@@ -217,7 +235,9 @@ class EngineConfig:
     def for_model(self, config: ModelConfig, max_step_tokens: int) -> "EngineConfig":
         n_positions = config.n_positions  # with ALiBi, the length of training, which is no limit
         if not config.has_alibi and self.max_model_len is not None and self.max_model_len > n_positions:
-            raise RequestError(f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len")
+            raise RequestError(
+                f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len"
+            )
         return replace(
             self,
             max_model_len=self.max_model_len or n_positions,

@@ -40,7 +40,8 @@ def prompt_list(prompts: Prompts) -> list:
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise RequestError(
-            f"is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids.", "prompts"
+            f"is {type(prompts).__name__} and must be a text, a list of texts or lists of token ids.",
+            "prompts",
         )
     listed = list(prompts)
     return [listed] if listed and all(map(_is_index, listed)) else listed
@@ -103,11 +104,15 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     if not all(isinstance(p, SamplingParams) for p in params):
         raise RequestError("params must be one SamplingParams, or a list with one for each prompt.")
     if len(params) != count:
-        raise RequestError(f"{count} prompts were given with {len(params)} SamplingParams: give one for each.")
+        raise RequestError(
+            f"{count} prompts were given with {len(params)} SamplingParams: give one for each."
+        )
     return params
 
 
-def encode(text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None) -> list[int]:
+def encode(
+    text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None
+) -> list[int]:
     return check_ids(tokenizer.encode(text, split_special_tokens), vocab_size, tokenizer)
 
 
@@ -188,7 +193,9 @@ def _window_of(params: SamplingParams, max_model_len: int, num_fixed: int) -> Wi
     return Window(max_model_len, stride, num_fixed)
 
 
-def _too_long(count: int, num_virtual: int, params: SamplingParams, max_model_len: int, positions: str) -> RequestError:
+def _too_long(
+    count: int, num_virtual: int, params: SamplingParams, max_model_len: int, positions: str
+) -> RequestError:
     virtual = f" ({num_virtual} of them a soft prompt's)" if num_virtual else ""
     size = f"{count} token{'s' * (count > 1)}{virtual}"
     left = max_model_len - (num_virtual + 1 if params.overflow == "truncate" else count)

@@ -81,14 +81,18 @@ class TokenRules:
         for *beginning, token_id in params.bad_words_ids:
             if beginning or token_id not in eos_token_ids:
                 last.setdefault(tuple(beginning), {})[token_id] = None
-        self.last_ids = {beginning: _ids(ids) for beginning, ids in last.items()}  # of bad words, by all ids before it
+        self.last_ids = {
+            beginning: _ids(ids) for beginning, ids in last.items()
+        }  # of bad words, by all ids before it
         self.beginning_sizes = {*map(len, last)}
         self.allowed_ids = _ids(dict.fromkeys(params.allowed_token_ids or ()))
         self.suppressed_ids = _ids(dict.fromkeys(params.suppress_tokens))
         ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
         ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
         self.forbidden_at_first = np.concatenate((self.suppressed_ids, ends))  # until there are min_tokens
-        self.is_any = bool(last or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size)
+        self.is_any = bool(
+            last or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size
+        )
 
 
 class SamplingState:
@@ -106,7 +110,9 @@ class SamplingState:
         if params.dry_multiplier and params.dry_penalty_last_n:
             sizes = params.dry_allowed_length, params.dry_penalty_last_n
             self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.dry_breakers)
-        has_penalties = self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
+        has_penalties = (
+            self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
+        )
         self._uses_history = bool(has_penalties or any(edits.beginning_sizes))
         self.is_processed = self._uses_history or edits.is_any
         self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
@@ -127,7 +133,11 @@ class SamplingState:
             temperature, top_k, top_p, *others = self.warpers
             for token_id in added:
                 is_reset = token_id in (self.params.top_p_reset_ids or ())
-                top_p = self.params.top_p if is_reset else max(top_p * self.params.top_p_decay, self.params.top_p_min)
+                top_p = (
+                    self.params.top_p
+                    if is_reset
+                    else max(top_p * self.params.top_p_decay, self.params.top_p_min)
+                )
             self.warpers = temperature, top_k, top_p, *others
         self._num_new += len(added)
 
@@ -147,7 +157,10 @@ class SamplingState:
 
 def warpers_of(params: SamplingParams) -> tuple[float, ...]:
     given = {name: getattr(params, name) for name in Warpers._fields}
-    changed = {"top_p_rule": TOP_P_RULES[params.top_p_rule], "xtc_threshold": Warpers._field_defaults["xtc_threshold"]}
+    changed = {
+        "top_p_rule": TOP_P_RULES[params.top_p_rule],
+        "xtc_threshold": Warpers._field_defaults["xtc_threshold"],
+    }
     return tuple({**given, **changed}.values())
 
 
@@ -170,7 +183,9 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
 
 
 def gather_warpers(states: Seq[SamplingState]) -> Warpers:
-    return Warpers(*np.array([s.warpers for s in states], np.float64).reshape(-1, len(Warpers._fields)).T.copy())
+    return Warpers(
+        *np.array([s.warpers for s in states], np.float64).reshape(-1, len(Warpers._fields)).T.copy()
+    )
 
 
 def _ids(token_ids: Iterable[int]) -> np.ndarray:
@@ -221,7 +236,9 @@ class Sampler:
             elif not state.wants_logprobs:
                 tokens.append(SampledToken(token_id))
             else:
-                scores = raw.get(r, logits[r]) if state.wants_raw_logprobs else self._warped(logits, warpers, r)  # (V,)
+                scores = (
+                    raw.get(r, logits[r]) if state.wants_raw_logprobs else self._warped(logits, warpers, r)
+                )  # (V,)
                 tokens.append(self._with_logprobs(token_id, scores, state.params.logprobs))
         return tokens
 
@@ -274,7 +291,9 @@ class Sampler:
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 
     def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
-        return self.runner.filter_logits(logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers)))[0]
+        return self.runner.filter_logits(
+            logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers))
+        )[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:
         ids, values, value = self.runner.top_logprobs(scores, token_id, n or 0)
@@ -321,7 +340,9 @@ def _draw_exclusions(warpers: Warpers, sequences: Seq[Sequence]) -> None:
 def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:
     """Replace row r of the scores (R, V) by a user's function's result. Return an error if it fails."""
     scores = all_scores[r]  # (V,)
-    if np.isnan(scores).any() and not (scores > -np.inf).any():  # or a function could hide it from other sequences
+    if (
+        np.isnan(scores).any() and not (scores > -np.inf).any()
+    ):  # or a function could hide it from other sequences
         return not_finite(sequence)
     name = f"the logits processor {getattr(function, '__name__', type(function).__name__)}"
     try:
@@ -351,7 +372,9 @@ class PromptLogprobs:
     first: int
     targets: list[int]  # targets[i] comes after position first + i of the sequence
     num_best: int  # most probable tokens to report with each target
-    found: list[dict[int, float]] = field(default_factory=list)  # of each target so far: id -> log probability
+    found: list[dict[int, float]] = field(
+        default_factory=list
+    )  # of each target so far: id -> log probability
 
     @property
     def reported(self) -> list[dict[int, float] | None]:
@@ -383,6 +406,8 @@ class PromptLogprobs:
         for row, target in zip(logits, self.targets[len(self.found) :], strict=False):
             if np.isfinite(row).all():
                 ids, values, value = runner.top_logprobs(row, target, self.num_best)
-                self.found.append({**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)})
+                self.found.append(
+                    {**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)}
+                )
             else:
                 self.found.append({target: math.nan})

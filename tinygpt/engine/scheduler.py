@@ -204,7 +204,9 @@ class Scheduler:
         """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
         followers = [follower for follower, (other, _) in self._pending.items() if other is sequence]
         for follower in followers:
-            self._copy(sequence.slot, follower, min(sequence.num_copyable_positions, self._pending[follower][1]))
+            self._copy(
+                sequence.slot, follower, min(sequence.num_copyable_positions, self._pending[follower][1])
+            )
         return followers
 
     def _copy(self, slot: int | None, sequence: Sequence, stop: int) -> None:

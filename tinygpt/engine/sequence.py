@@ -12,7 +12,9 @@ from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
 
 FinishReason = Literal["stop", "length"]
-Breakers = Mapping[int, list[tuple[int, ...]]]  # first token -> the others of each text of dry_sequence_breakers
+Breakers = Mapping[
+    int, list[tuple[int, ...]]
+]  # first token -> the others of each text of dry_sequence_breakers
 
 
 class SampledToken(NamedTuple):
@@ -57,7 +59,9 @@ class Sequence:
     num_cached: int = 0  # positions in that slot
     num_reused: int = 0  # of these, computed by other sequences
     num_dropped: int = 0  # tokens that have left the window
-    has_finite_logits: bool = False  # whether logits after the cached positions were finite, and so the positions are
+    has_finite_logits: bool = (
+        False  # whether logits after the cached positions were finite, and so the positions are
+    )
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -224,10 +228,14 @@ class Sequence:
     def _give(self, text: str, token: SampledToken | None) -> None:
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
         prompt_logprobs = None
-        if self.prompt_logprobs is not None and len(self.new_token_ids) == (token is not None):  # the first chunk
+        if self.prompt_logprobs is not None and len(self.new_token_ids) == (
+            token is not None
+        ):  # the first chunk
             reported = self.prompt_logprobs.reported
             prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
-        chunk = StreamChunk(text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason)
+        chunk = StreamChunk(
+            text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason
+        )
         if self.looks is not None and self.is_finished:
             chunk = chunk._replace(activations=self.activations)
         try:
@@ -279,7 +287,9 @@ class Request:
             outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
             metrics=self._metrics(),
             prompt_logprobs=None if wanted is None else wanted.reported,
-            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted is not None and wanted.is_complete else None,
+            prompt_cumulative_logprob=sum(wanted.logprobs)
+            if wanted is not None and wanted.is_complete
+            else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )
@@ -296,8 +306,12 @@ class Request:
         return max(first.num_reused - len(first.soft_prompt or ()), 0)
 
     def _metrics(self) -> RequestMetrics:
-        scheduled = min((s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None)
-        first_token = min((s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None)
+        scheduled = min(
+            (s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None
+        )
+        first_token = min(
+            (s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None
+        )
         ends = [s.finished_time for s in self.sequences]
         finished = time.perf_counter() if None in ends else max(ends)
         num_steps = max(len(s.new_token_ids) for s in self.sequences)
@@ -311,7 +325,9 @@ class Request:
             return self.sequences * self.params.n
         if len(self.sequences) == self.params.n:
             return self.sequences
-        return sorted(self.sequences, key=_mean_logprob, reverse=True)[: self.params.n]  # stable: the lowest index
+        return sorted(self.sequences, key=_mean_logprob, reverse=True)[
+            : self.params.n
+        ]  # stable: the lowest index
 
 
 def _mean_logprob(sequence: Sequence) -> float:
@@ -353,7 +369,9 @@ def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
         return False
     longest = min(detection.max_pattern_size, length // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
-        first = length - (detection.min_count - 1) * size  # from here on, each token equals the one `size` before
+        first = (
+            length - (detection.min_count - 1) * size
+        )  # from here on, each token equals the one `size` before
         if all(new_token_ids[i] == new_token_ids[i - size] for i in range(length - 1, first - 1, -1)):
             return True
     return False

@@ -50,7 +50,9 @@ class Drafter:
                 by_model[i] = count
             room -= count
         if by_model:
-            proposed = self._draft_model.propose([chunks[i].sequence for i in by_model], list(by_model.values()))
+            proposed = self._draft_model.propose(
+                [chunks[i].sequence for i in by_model], list(by_model.values())
+            )
             drafts |= zip(by_model, proposed, strict=True)
         return {i: draft for i, draft in drafts.items() if draft}
 
@@ -106,7 +108,9 @@ class DraftModel:
     """
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
-        sizes = replace(engine_config, max_model_len=min(engine_config.max_model_len, source.config.n_positions))
+        sizes = replace(
+            engine_config, max_model_len=min(engine_config.max_model_len, source.config.n_positions)
+        )
         self.num_speculative_tokens = sizes.num_speculative_tokens
         self._runner = ModelRunner(source, sizes, threads)
         self._sampler = Sampler(self._runner)

@@ -112,7 +112,9 @@ class StepLoop:
         confirm_drafts(self.sampler, logits, step)
 
     def _forward(self, step: StepInput) -> Any:
-        looks = {i: chunk.sequence.looks for i, chunk in enumerate(step.chunks) if chunk.sequence.looks is not None}
+        looks = {
+            i: chunk.sequence.looks for i, chunk in enumerate(step.chunks) if chunk.sequence.looks is not None
+        }
         if not looks:
             return self.runner.forward(step.batch)
         from ..look.captures import StepCaptures  # rarely needed
@@ -128,7 +130,9 @@ class StepLoop:
         searched = [(row, sequence) for row, sequence in step.ends() if sequence.beams is not None]
         if searched:  # first: the sampler may write over the logits
             rows, sequences = zip(*searched, strict=True)
-            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V), without a copy if possible
+            own = (
+                logits if len(rows) == len(logits) else logits[list(rows)]
+            )  # (R, V), without a copy if possible
             predictions = predict(self.sampler, own, sequences)
             for sequence, prediction in zip(sequences, predictions, strict=True):
                 sequence.beams.take(sequence, prediction)
@@ -157,9 +161,18 @@ class StepLoop:
             return 1
         for chunk in chunks:
             sequence = chunk.sequence
-            if not chunk.reaches_end or chunk.count > 1 or chunk.num_prompt_logits or sequence.beams is not None:
+            if (
+                not chunk.reaches_end
+                or chunk.count > 1
+                or chunk.num_prompt_logits
+                or sequence.beams is not None
+            ):
                 return 1
-            if sequence.looks is not None or sequence.window is not None or not self.sampler.is_drawn_alone(sequence):
+            if (
+                sequence.looks is not None
+                or sequence.window is not None
+                or not self.sampler.is_drawn_alone(sequence)
+            ):
                 return 1
             room = self._max_model_len - sequence.num_cached
             steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))
@@ -172,7 +185,9 @@ class StepLoop:
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         warpers = gather_warpers([s.sampling_state for s in sequences])
         ends = frozenset().union(*(sequence.end_token_ids for sequence in sequences))
-        ends = np.array([token_id for token_id in ends if token_id < self.runner.config.vocab_size], np.int32)  # (E,)
+        ends = np.array(
+            [token_id for token_id in ends if token_id < self.runner.config.vocab_size], np.int32
+        )  # (E,)
         taken = 0
         for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1

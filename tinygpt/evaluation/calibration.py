@@ -53,7 +53,12 @@ class Statistics:
 
 
 def calibrate(
-    checkpoint: Checkpoint, text: str, token_ids: list[int], dtype: str, share: float, use_tqdm: UseTqdm = None
+    checkpoint: Checkpoint,
+    text: str,
+    token_ids: list[int],
+    dtype: str,
+    share: float,
+    use_tqdm: UseTqdm = None,
 ) -> Calibration:
     """Run samples of a text in float64. Raise RequestError if it has no token."""
     samples = samples_of(token_ids, min(SAMPLE_TOKENS, checkpoint.config.n_positions))
@@ -66,7 +71,10 @@ def calibrate(
         reference.forward(params, Batch.of([sample], [0], [0]), cache)
     sizes = {name: one.largest if dtype == "int8" else one.size / one.count for name, one in found.items()}
     sizes = {name: size.astype(np.float32) for name, size in sizes.items()}  # as files keep them
-    about = {"smooth_text_sha256": hashlib.sha256(text.encode()).hexdigest(), "smooth_samples": str(len(samples))}
+    about = {
+        "smooth_text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "smooth_samples": str(len(samples)),
+    }
     means = {name: one.total / one.count for name, one in found.items()}
     return Calibration(share, sizes, means, {"smooth": str(share), **about})
 
@@ -88,7 +96,9 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
     names = {layout.short_name(f"{name}.weight"): name for name in tensors}
     rules = layout.rules(checkpoint.config)
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
-    sources = {name: rules[f"{name}.weight"].sources[0] for name in wanted}  # q_proj, k_proj, v_proj have one input
+    sources = {
+        name: rules[f"{name}.weight"].sources[0] for name in wanted
+    }  # q_proj, k_proj, v_proj have one input
     sizes = {name: tensors[names[source]].float32() for name, source in sources.items() if source in names}
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
     if missing:

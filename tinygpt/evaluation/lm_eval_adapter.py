@@ -50,7 +50,9 @@ class TinyGPTLM(TemplateLM):
         super().__init__()
         self.max_gen_toks = max_gen_toks
         device = "cpu" if device == HARNESS_DEVICE else device
-        self.llm = LLM(pretrained, device=device, max_num_seqs=max_num_seqs, max_model_len=max_length, **llm_arguments)
+        self.llm = LLM(
+            pretrained, device=device, max_num_seqs=max_num_seqs, max_model_len=max_length, **llm_arguments
+        )
 
     @property
     def max_length(self) -> int:
@@ -82,7 +84,9 @@ class TinyGPTLM(TemplateLM):
             token_ids = self.tok_encode(text)
             found = get_rolling_token_windows(token_ids, self.prefix_token_id, self.max_length, context_len=1)
             windows += [(i, *make_disjoint_window(window)) for window in found]
-        for (i, *_), (logprob, _) in zip(windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+        for (i, *_), (logprob, _) in zip(
+            windows, self._loglikelihood_tokens(windows, disable_tqdm), strict=True
+        ):
             totals[i] += logprob
         return totals
 

@@ -69,7 +69,9 @@ class Parity:
         """Return the reasons against parity."""
         failures = []
         if not self.logits.largest <= tolerance:  # also for NaN
-            failures.append(f"a logit differs by {self.logits.largest:.3g} and the tolerance is {tolerance:g}.")
+            failures.append(
+                f"a logit differs by {self.logits.largest:.3g} and the tolerance is {tolerance:g}."
+            )
         for at in self.divergences:
             if not at.lead <= 2 * tolerance:  # two logits within the tolerance may change places
                 failures.append(
@@ -98,7 +100,9 @@ def compute_goldens(
     model, loading = model_class.from_pretrained(path, attn_implementation="eager", output_loading_info=True)
     if loading["missing_keys"]:
         missing = ", ".join(sorted(loading["missing_keys"])[:4])
-        raise CheckpointError(f"transformers finds no {missing} in {path} and would initialize them at random.")
+        raise CheckpointError(
+            f"transformers finds no {missing} in {path} and would initialize them at random."
+        )
     model = model.float().eval()
     with torch.inference_mode():
         return [_compute(model, *given, has_states) for given in zip(prompts, num_greedy, strict=True)]
@@ -107,7 +111,9 @@ def compute_goldens(
 def _compute(model: Any, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
     import torch
 
-    has_cache = "past_key_values" in inspect.signature(model.forward).parameters  # transformers' GPT-1 has none
+    has_cache = (
+        "past_key_values" in inspect.signature(model.forward).parameters
+    )  # transformers' GPT-1 has none
     cached = {"use_cache": True} if has_cache else {}
     output = model(torch.tensor([token_ids]), **cached, output_hidden_states=has_states)
     logits = output.logits[0].numpy()  # (T, V)
@@ -143,9 +149,14 @@ def load_goldens(path: Path) -> list[Golden]:
             with np.load(file, allow_pickle=False) as arrays:
                 if str(arrays["format"]) != FORMAT:
                     raise KeyError("format")
-                return [_golden(arrays, i) for i in range(sum(name.startswith("token_ids.") for name in arrays.files))]
+                return [
+                    _golden(arrays, i)
+                    for i in range(sum(name.startswith("token_ids.") for name in arrays.files))
+                ]
         except Exception as error:  # of zipfile, zlib or NumPy; some are OSErrors
-            raise RequestError(f"{path} is no file of --save-golden, or a damaged one: make it again.") from error
+            raise RequestError(
+                f"{path} is no file of --save-golden, or a damaged one: make it again."
+            ) from error
 
 
 def _golden(arrays: Mapping[str, Any], i: int) -> Golden:
@@ -170,14 +181,18 @@ def compare(
     gaps = [np.abs(ours - expected) for expected, ours in pairs]
     by_layer = None
     if hidden_states is not None:
-        layers = [np.abs(golden.hidden_states - ours) for golden, ours in zip(goldens, hidden_states, strict=True)]
+        layers = [
+            np.abs(golden.hidden_states - ours) for golden, ours in zip(goldens, hidden_states, strict=True)
+        ]
         by_layer = [_difference([gap[layer] for gap in layers]) for layer in range(len(layers[0]))]
     return Parity(
         num_prompts=len(goldens),
         num_positions=sum(map(len, gaps)),
         num_greedy_tokens=sum(len(golden.greedy_ids) for golden in goldens),
         logits=_difference(gaps),
-        top_1=float(np.concatenate([expected.argmax(-1) == ours.argmax(-1) for expected, ours in pairs]).mean()),
+        top_1=float(
+            np.concatenate([expected.argmax(-1) == ours.argmax(-1) for expected, ours in pairs]).mean()
+        ),
         top_20=float(np.concatenate([_top_agreement(expected, ours) for expected, ours in pairs]).mean()),
         divergences=_divergences(goldens, greedy_ids),
         by_position=_by_position(gaps),
@@ -187,7 +202,9 @@ def compare(
 
 def _difference(gaps: Sequence[np.ndarray]) -> Difference:
     total = sum(gap.sum(dtype=np.float64) for gap in gaps)
-    return Difference(float(np.max([gap.max() for gap in gaps])), float(total / sum(gap.size for gap in gaps)))
+    return Difference(
+        float(np.max([gap.max() for gap in gaps])), float(total / sum(gap.size for gap in gaps))
+    )
 
 
 def _top_agreement(expected: np.ndarray, ours: np.ndarray) -> np.ndarray:
@@ -203,7 +220,9 @@ def _divergences(goldens: Sequence[Golden], greedy_ids: Sequence[list[int]]) -> 
         pairs = enumerate(zip(ours, golden.greedy_ids, strict=True))
         index = next((i for i, (token_id, expected) in pairs if token_id != expected), None)
         if index is not None:
-            found.append(Divergence(prompt, index, ours[index], golden.greedy_ids[index], golden.greedy_leads[index]))
+            found.append(
+                Divergence(prompt, index, ours[index], golden.greedy_ids[index], golden.greedy_leads[index])
+            )
     return found
 
 

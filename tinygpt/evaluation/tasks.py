@@ -125,7 +125,9 @@ def lambada(llm: LLM, texts: Sequence[str], use_tqdm: UseTqdm = None) -> list[La
     return found
 
 
-def map_together(function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str) -> Iterator[Any]:
+def map_together(
+    function: Callable[[Any], Any], items: Sequence[Any], use_tqdm: UseTqdm, noun: str
+) -> Iterator[Any]:
     """Yield function(item) in order, NUM_TOGETHER at once."""
     with ThreadPoolExecutor(NUM_TOGETHER) as pool:
         yield from with_bar(pool.map(function, items), len(items), use_tqdm, noun)
@@ -150,7 +152,9 @@ def summarize(llm: LLM, articles: Sequence[Article], use_tqdm: UseTqdm = None) -
     """Return a summary of each article. Raise RequestError without room for NEW_TOKENS."""
     room = min(PROMPT_TOKENS, llm.max_model_len - NEW_TOKENS)
     if room < 1:
-        raise RequestError(f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions.")
+        raise RequestError(
+            f"summaries take {NEW_TOKENS} tokens and the model has {llm.max_model_len} positions."
+        )
     prompts = [llm.tokenizer.encode(prompt_of(article.text))[-room:] for article in articles]
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, top_k=2, seed=SEED)
     outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
@@ -171,5 +175,7 @@ def new_scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise RequestError(f"ROUGE needs the package rouge-score ({error}): {how_to_install('eval')}.") from error
+        raise RequestError(
+            f"ROUGE needs the package rouge-score ({error}): {how_to_install('eval')}."
+        ) from error
     return RougeScorer(list(ROUGE_KINDS), use_stemmer=True)

@@ -23,7 +23,9 @@ def read_text(name: str, path: str | Path) -> str:
         check_encoding(f"{name} {path}", data)
         text = data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise RequestError(f"{name} {path} is not UTF-8 (byte {error.start}): give a file of plain text.") from None
+        raise RequestError(
+            f"{name} {path} is not UTF-8 (byte {error.start}): give a file of plain text."
+        ) from None
     except OSError as error:
         raise RequestError(f"{name} {path} cannot be read: {error.strerror}.") from None
     if not text.strip():
@@ -34,7 +36,9 @@ def read_text(name: str, path: str | Path) -> str:
 def check_encoding(name: str, data: bytes) -> None:
     """Raise RequestError for UTF-16, UTF-32 and binary files."""
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
-        raise RequestError(f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`.")
+        raise RequestError(
+            f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`."
+        )
 
 
 def read_rows(name: str, path: str | Path) -> list[str]:
@@ -43,7 +47,9 @@ def read_rows(name: str, path: str | Path) -> list[str]:
     for row, place in _rows(name, path):
         text = row.get("text")
         if not isinstance(text, str) or len(text.split()) < 2:
-            raise RequestError(f'{place} is not a row of LAMBADA: give {{"text": ...}} with at least two words.')
+            raise RequestError(
+                f'{place} is not a row of LAMBADA: give {{"text": ...}} with at least two words.'
+            )
         rows.append(text)
     return rows
 
@@ -55,7 +61,9 @@ def read_articles(name: str, path: str | Path) -> list[Article]:
         text = row.get("article")
         summary = next((row[field] for field in SUMMARIES if field in row), None)
         if not isinstance(text, str) or not isinstance(summary, str) or not summary.strip():
-            raise RequestError(f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.')
+            raise RequestError(
+                f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.'
+            )
         articles.append(Article(text, summary))
     return articles
 

@@ -19,7 +19,11 @@ class Activations(Mapping[str, np.ndarray]):
     """
 
     def __init__(
-        self, points: HookPoints, names: list[str], seen: dict[tuple[str, int], np.ndarray], token_ids: list[int]
+        self,
+        points: HookPoints,
+        names: list[str],
+        seen: dict[tuple[str, int], np.ndarray],
+        token_ids: list[int],
     ):
         self.points = points
         self._names = dict.fromkeys(names)
@@ -37,7 +41,9 @@ class Activations(Mapping[str, np.ndarray]):
         return f"Activations({len(self)} names, {len(self.token_ids)} tokens)"
 
     def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self.points.places or not all(place in self._seen for place in self.points.sources(name)):
+        if name not in self.points.places or not all(
+            place in self._seen for place in self.points.sources(name)
+        ):
             raise KeyError(f"{name} was not captured")
         kind, layer = place = self.points.places[name]
         if place not in self._seen:
@@ -100,10 +106,13 @@ class ActivationCache(Mapping[str, Any]):
         layer = range(self._points.config.n_layer)[layer]
         kinds = [ALIASES.get(kind, kind), *(f"{sublayer}.{kind}" for sublayer in of)]
         return next(
-            (self._points.names[kind, layer] for kind in kinds if (kind, layer) in self._points.names), str(key)
+            (self._points.names[kind, layer] for kind in kinds if (kind, layer) in self._points.names),
+            str(key),
         )
 
-    def stack_activation(self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None) -> Any:
+    def stack_activation(
+        self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None
+    ) -> Any:
         """Return (layers, B, T, ...), of the layers before `layer`."""
         return np.stack([self[activation_name, i, sublayer_type] for i in range(self._stop(layer))])
 
@@ -118,7 +127,9 @@ class ActivationCache(Mapping[str, Any]):
                 parts[f"{i}_mid"] = "resid_mid", i
         return self._stack(stop, {label: self[key] for label, key in parts.items()}, **how)
 
-    def decompose_resid(self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any) -> Any:
+    def decompose_resid(
+        self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any
+    ) -> Any:
         """Return the summands of the stream before `layer` (components, B, T, C). mode: "all", "attn" or "mlp"."""
         stop = self._stop(layer)
         kinds = [k for k in ("attn_out", "mlp_out") if mode == "all" or k.startswith(mode)]
@@ -139,7 +150,11 @@ class ActivationCache(Mapping[str, Any]):
         return self._stack(stop, parts, **how)
 
     def apply_ln_to_stack(
-        self, residual_stack: np.ndarray, layer: int | None = None, mlp_input: bool = False, pos_slice: Any = None
+        self,
+        residual_stack: np.ndarray,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: Any = None,
     ) -> np.ndarray:
         """Centre parts of the stream (components, B, T, C), and divide by the scale of the norm that reads it."""
         stop = self._stop(layer)

@@ -30,14 +30,21 @@ class Captures:
     seen: dict[Place, list[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, capture: Any, edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int) -> "Captures":
+    def of(
+        cls, capture: Any, edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int
+    ) -> "Captures":
         """Read captures and edits for a prompt in a text of at most `length`. Raise RequestError."""
         names = points.find(capture, "capture")
         edits = tuple(edits)
         placed = place(edits, points, num_prompt, length)
         first = min((one.first for several in placed.values() for one in several), default=length)
         wanted = frozenset(source for name in names for source in points.sources(name))
-        inputs = [(layer, one) for (kind, layer), several in placed.items() if kind == "resid_pre" for one in several]
+        inputs = [
+            (layer, one)
+            for (kind, layer), several in placed.items()
+            if kind == "resid_pre"
+            for one in several
+        ]
         needs_all = names or any(edit.function is not None for edit in edits)  # functions see real rows
         set_from = [(layer, one.first) for layer, one in inputs if not needs_all and one.sets_all(length)]
         begin = max(set_from, default=(0, 0))

@@ -55,7 +55,9 @@ class Edit:
                 raise invalid(name, getattr(self, name), allowed) from None
         is_plain = self.keep.size == 1 and self.keep == 1 and not self.value.any()
         if (self.function is not None) + (self.project_out is not None) + (not is_plain) > 1:
-            raise RequestError("is given next to another change: make an edit of each.", "function or project_out")
+            raise RequestError(
+                "is given next to another change: make an edit of each.", "function or project_out"
+            )
 
     @property
     def key(self) -> tuple:
@@ -159,7 +161,11 @@ class PlacedEdit:
         except (ValueError, IndexError):
             return None
         fits = len(positions) > 0 and min(positions[0], positions[-1]) >= 0
-        return cls(edit, positions, has_axis) if fits and not (has_axis and len(edit.value) != len(positions)) else None
+        return (
+            cls(edit, positions, has_axis)
+            if fits and not (has_axis and len(edit.value) != len(positions))
+            else None
+        )
 
     @property
     def first(self) -> int:
@@ -211,7 +217,9 @@ def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: in
             kind, layer = points.places[name]
             if kind not in points.changed:
                 instead = ", ".join(map(repr, points.changed))
-                raise RequestError(f"is {name!r}, which cannot be changed here: {instead} can.", f"edits[{i}].name")
+                raise RequestError(
+                    f"is {name!r}, which cannot be changed here: {instead} can.", f"edits[{i}].name"
+                )
             one = PlacedEdit.of(edit, points.shape(kind, length), num_prompt)
             if one is None:
                 shape = points.shape(kind, length)
@@ -248,12 +256,16 @@ class ControlVector:
         file = followed(Path(path))
         container = read_gguf(file)
         if container.metadata.get(ARCHITECTURE) != KIND:
-            raise CheckpointError(f"{file} holds {container.metadata.get(ARCHITECTURE)!r} and must hold {KIND!r}.")
+            raise CheckpointError(
+                f"{file} holds {container.metadata.get(ARCHITECTURE)!r} and must hold {KIND!r}."
+            )
         found = {}
         for name, tensor in container.tensors.items():
             match = DIRECTION.fullmatch(name)
             if match is None or len(tensor.shape) != 1 or not tensor.is_floating:
-                raise CheckpointError(f"{file} holds {name} {tensor.shape} and must hold vectors direction.1, ...")
+                raise CheckpointError(
+                    f"{file} holds {name} {tensor.shape} and must hold vectors direction.1, ..."
+                )
             found[int(match[1])] = tensor.float32().copy()
         if len({vector.size for vector in found.values()}) != 1:
             raise CheckpointError(f"{file} must hold vectors of one length, and at least one.")
@@ -265,9 +277,13 @@ class ControlVector:
         from ..weights.families.gguf import ARCHITECTURE  # rarely needed
 
         if min(self.directions) < 1:
-            raise CheckpointError("a control vector's file has directions from layer 1 on, and none of layer 0.")
+            raise CheckpointError(
+                "a control vector's file has directions from layer 1 on, and none of layer 0."
+            )
         keys = {ARCHITECTURE: KIND, f"{KIND}.model_hint": "gpt2", f"{KIND}.layer_count": len(self.directions)}
-        return write_tensors(Path(path), keys, {f"direction.{i}": vector for i, vector in self.directions.items()})
+        return write_tensors(
+            Path(path), keys, {f"direction.{i}": vector for i, vector in self.directions.items()}
+        )
 
     def edits(self, alpha: float = 1.0, layers: Iterable[int] | None = None) -> list[Edit]:
         """Return edits that add alpha times the directions, of these layers alone, to all positions."""

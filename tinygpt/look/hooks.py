@@ -83,18 +83,29 @@ class HookPoints:
             if pattern in self.places:  # a hundred times as fast
                 found.add(pattern)
                 continue
-            matching = [name for name, of in self._aliases.items() if any(fnmatchcase(one, pattern) for one in of)]
+            matching = [
+                name for name, of in self._aliases.items() if any(fnmatchcase(one, pattern) for one in of)
+            ]
             if not matching:
                 every = sorted(set().union(*self._aliases.values()))
-                hint = suggest(pattern, every) or ': names are as "blocks.0.hook_resid_pre", or "z" for every layer'
-                raise RequestError(f"has no point {pattern!r} in this model{hint}.".replace("?.", "?"), field, pattern)
+                hint = (
+                    suggest(pattern, every)
+                    or ': names are as "blocks.0.hook_resid_pre", or "z" for every layer'
+                )
+                raise RequestError(
+                    f"has no point {pattern!r} in this model{hint}.".replace("?.", "?"), field, pattern
+                )
             found.update(matching)
         return [name for name in self.places if name in found]
 
     def sources(self, name: str) -> list[tuple[str, int]]:
         """Return the places that a point is computed from, or its own if the backend shows it."""
         kind, layer = self.places[name]
-        return [(kind, layer)] if kind in self.seen else [(source, layer) for source in SOURCES.get(kind, (kind,))]
+        return (
+            [(kind, layer)]
+            if kind in self.seen
+            else [(source, layer) for source in SOURCES.get(kind, (kind,))]
+        )
 
     def shape(self, kind: str, length: int) -> tuple[int, ...]:
         """Return the shape of one position's values, in a text of this length."""
@@ -120,7 +131,9 @@ class HookPoints:
             return False
         if kind in SOURCES and kind not in self.seen and not self.seen.issuperset(SOURCES[kind]):
             return False
-        if (kind == "pos_embed" and config.has_alibi) or (kind.startswith("ln_final") and not config.final_norm):
+        if (kind == "pos_embed" and config.has_alibi) or (
+            kind.startswith("ln_final") and not config.final_norm
+        ):
             return False
         return kind in SOURCES or kind in self.seen
 

@@ -32,10 +32,14 @@ class Lens:
 
     def rows(self) -> list[list[str]]:
         """Return a table: a token's candidates are below each other, in a column for each stream."""
-        rows = [["token", "bits", *(name.removeprefix("blocks.").replace("hook_", "") for name in self.names)]]
+        rows = [
+            ["token", "bits", *(name.removeprefix("blocks.").replace("hook_", "") for name in self.names)]
+        ]
         for t, (token, surprisal) in enumerate(self._positions()):
             for k in range(self.probs.shape[-1]):
-                cells = [f"{self.probs[i, t, k]:4.0%} {self.texts[i][t][k]!r}" for i in range(len(self.names))]
+                cells = [
+                    f"{self.probs[i, t, k]:4.0%} {self.texts[i][t][k]!r}" for i in range(len(self.names))
+                ]
                 rows.append([*(("", "") if k else (repr(token), surprisal)), *cells])
         return rows
 
@@ -46,7 +50,9 @@ class Lens:
             cells = "".join(self._cell(i, t) for i in range(len(self.names)))
             rgb = color(self.surprisals[t - 1]) if t else None
             shown = f"{STYLE[1]}; color: rgb{rgb}" if rgb else STYLE[1]
-            lines.append(f'<tr><th style="{shown}">{escape(repr(token))}</th><td>{surprisal}</td>{cells}</tr>')
+            lines.append(
+                f'<tr><th style="{shown}">{escape(repr(token))}</th><td>{surprisal}</td>{cells}</tr>'
+            )
         return f'<table style="{STYLE[0]}"><tr>{head}</tr>{"".join(lines)}</table>'
 
     def _cell(self, i: int, t: int) -> str:
@@ -81,7 +87,9 @@ class Attention:
         for q, token in enumerate(self.tokens):
             keys = np.argsort(-pattern[q, : q + 1], kind="stable")[:NUM_KEYS]
             title = "\n".join([repr(token), *(f"{pattern[q, k]:7.2%} {self.tokens[k]!r}" for k in keys)])
-            rows.append(f'<path d="M0 {q}h{size}v1h-{size}" opacity="0"><title>{escape(title)}</title></path>')
+            rows.append(
+                f'<path d="M0 {q}h{size}v1h-{size}" opacity="0"><title>{escape(title)}</title></path>'
+            )
         frame = 'style="border: 1px solid #8884; margin: 2px; width: 150px; height: 150px"'
         marks = f"{''.join(paths)}{''.join(rows)}"
         return f'<svg viewBox="0 0 {size} {size}" {frame} aria-label="head {head}">{marks}</svg>'

@@ -26,7 +26,9 @@ class LookMethods:
     _run: Any
     generate: Any
 
-    def run_with_cache(self, prompts: Prompts, names: Any = None, edits: Any = ()) -> "tuple[Any, ActivationCache]":
+    def run_with_cache(
+        self, prompts: Prompts, names: Any = None, edits: Any = ()
+    ) -> "tuple[Any, ActivationCache]":
         """Return logits (B, T, V) of B prompts and their activations, as TransformerLens does; no BOS is prepended.
 
         names: of points as "blocks.0.hook_resid_pre", with *, or short as "z" for every layer's; a function of a name;
@@ -74,7 +76,9 @@ class LookMethods:
         self.engine.check_open()
         check_pooling(pooling)
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        vectors = [self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given]  # (C,) each
+        vectors = [
+            self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given
+        ]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def logit_lens(self, stream: Any) -> np.ndarray:
@@ -96,7 +100,12 @@ class LookMethods:
         return {name: mask for name, mask in masks.items() if mask.any()}
 
     def causal_trace(
-        self, clean: PromptType, corrupted: PromptType, answer: PromptType, kind: str = "resid_pre", edits: Any = ()
+        self,
+        clean: PromptType,
+        corrupted: PromptType,
+        answer: PromptType,
+        kind: str = "resid_pre",
+        edits: Any = (),
     ) -> np.ndarray:
         """Return the answer's log probability (L, T) after the corrupted prompt, by the activation that is restored.
 
@@ -107,10 +116,14 @@ class LookMethods:
         """
         from .edits import Edit
 
-        clean_ids, ids, answer_ids = (self._read_ids("a trace", prompt) for prompt in (clean, corrupted, answer))
+        clean_ids, ids, answer_ids = (
+            self._read_ids("a trace", prompt) for prompt in (clean, corrupted, answer)
+        )
         edits = SamplingParams(edits=edits).edits
         if len(clean_ids) != len(ids):
-            reason = f"has {len(ids)} tokens and the clean prompt {len(clean_ids)}: their positions are compared."
+            reason = (
+                f"has {len(ids)} tokens and the clean prompt {len(clean_ids)}: their positions are compared."
+            )
             raise RequestError(reason, "corrupted")
         score = partial(self._inputs.scoring_requests, ids, [answer_ids], None, None)
         first = score(edits)
@@ -156,7 +169,9 @@ class LookMethods:
         is_plain = what == "logits" and not edits
         sizes = [(len(ids), len(ids), len(given)) for ids in given]
         looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]
-        logits = [self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)]
+        logits = [
+            self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)
+        ]
         return logits, [one and one.activations(ids) for ids, one in zip(given, looks, strict=True)]
 
 
@@ -177,5 +192,7 @@ def _tensor(opened: tuple, name: str) -> np.ndarray:
     """Return a parameter of the checkpoint, opened anew: the engine keeps packed weights alone."""
     checkpoint = ModelSource.open(*opened).checkpoint
     if isinstance(checkpoint, PackedCheckpoint):
-        raise RequestError(f"{name} is packed in this converted checkpoint: load the one that it was made from.")
+        raise RequestError(
+            f"{name} is packed in this converted checkpoint: load the one that it was made from."
+        )
     return checkpoint.tensor(name)

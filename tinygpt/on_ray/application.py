@@ -54,7 +54,8 @@ class Replica:
     def __serve_build_asgi_app__(self) -> FastAPI:
         a = self._arguments
         config = ServerConfig(
-            served_model_names=(a.served_model_name or a.model,), api_keys=() if a.api_key is None else (a.api_key,)
+            served_model_names=(a.served_model_name or a.model,),
+            api_keys=() if a.api_key is None else (a.api_key,),
         )
         app = create_app(self._llm, config)
         self._metrics = app.state.api.metrics
@@ -81,5 +82,7 @@ def build(arguments: Arguments) -> Application:
     )
     room = arguments.max_num_seqs + arguments.max_queue + 1  # the replica refuses one more, in OpenAI's form
     options = {"num_cpus": arguments.threads}
-    deployment = Replica.options(max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options)
+    deployment = Replica.options(
+        max_ongoing_requests=room, autoscaling_config=scaling, ray_actor_options=options
+    )
     return deployment.bind(arguments)

@@ -40,7 +40,9 @@ def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
     sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
     soft_prompts = arguments["soft_prompts"]
     split = arguments["split_special_tokens"]
-    inputs = InputProcessor(source.config, sizes, source.checkpoint, soft_prompts, split, lora_modules=tuple(adapters))
+    inputs = InputProcessor(
+        source.config, sizes, source.checkpoint, soft_prompts, split, lora_modules=tuple(adapters)
+    )
     arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
     for name in ("model", "lora", "draft_model"):
         arguments[name] = _whole_path(arguments[name])
@@ -96,7 +98,9 @@ def outputs_on_ray(
             ray.shutdown()
 
 
-def _outputs(ray: Any, count: int, arguments: dict[str, Any], requests: list[Request]) -> Iterator[tuple[int, Any]]:
+def _outputs(
+    ray: Any, count: int, arguments: dict[str, Any], requests: list[Request]
+) -> Iterator[tuple[int, Any]]:
     longest_first = sorted(requests, key=_num_tokens, reverse=True)
     rows = [{"request": pickle.dumps(request)} for request in longest_first]
     batch_size = ROUNDS * arguments["max_num_seqs"]
@@ -147,14 +151,18 @@ def _join(ray: Any, count: int, threads: int) -> None:
             socket.create_connection((host.strip("[]"), int(port)), SECONDS_TO_ANSWER).close()
         ray.init(address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:  # depends on the address
-        raise TinyGPTError(f"RAY_ADDRESS is {address!r}, and no cluster answers: {_last_line(error)}") from error
+        raise TinyGPTError(
+            f"RAY_ADDRESS is {address!r}, and no cluster answers: {_last_line(error)}"
+        ) from error
     hosts = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]  # CPUs of each
     room = sum(cpus // threads for cpus in hosts)
     has = f"the Ray cluster at {address} has {sum(hosts)} CPUs on {counted(len(hosts), 'host')}, room for {room}"
     if not room:
         raise RequestError(f"--threads is {threads} and {has} actors: give fewer threads.")
     if room < count:
-        log(f"--ray {count} needs {count * threads} CPUs and {has}: the other actors wait until it adds hosts")
+        log(
+            f"--ray {count} needs {count * threads} CPUs and {has}: the other actors wait until it adds hosts"
+        )
 
 
 def _last_line(error: Exception) -> str:

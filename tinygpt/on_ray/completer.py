@@ -31,7 +31,9 @@ class Completer:
 
     def __init__(self, params: Mapping[str, Any] | None = None, **arguments: Any):
         if arguments.get("max_queue") is not None:
-            raise RequestError("max_queue is for callers who can come again, and a batch waits: leave it out.")
+            raise RequestError(
+                "max_queue is for callers who can come again, and a batch waits: leave it out."
+            )
         self._params = _with_fields(SamplingParams(), params or {})
         self._llm = LLM(**arguments)
 
@@ -55,14 +57,18 @@ class Completer:
 
 def _with_fields(params: SamplingParams, fields: Mapping[str, Any]) -> SamplingParams:
     if not isinstance(fields, Mapping):
-        raise RequestError(f"sampling_params is {fields!r} and must be fields of SamplingParams and their values.")
+        raise RequestError(
+            f"sampling_params is {fields!r} and must be fields of SamplingParams and their values."
+        )
     given = {str(name): _plain(value) for name, value in fields.items() if value is not None}
     if isinstance(given.get("logit_bias"), dict):  # Arrow has texts as keys, and the keys of all rows
         bias = given["logit_bias"].items()
         given["logit_bias"] = {_token_id(key): value for key, value in bias if value is not None}
     params = replace(params, **given)
     if params.n > 1:
-        raise RequestError(f"n is {params.n} and a row has room for one sample: leave n at 1, and repeat the row.")
+        raise RequestError(
+            f"n is {params.n} and a row has room for one sample: leave n at 1, and repeat the row."
+        )
     return params
 
 

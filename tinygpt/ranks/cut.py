@@ -107,7 +107,9 @@ def run_groups(
             if step < steps:
                 # If the logits were not finite, the token is 0 and is discarded.
                 given = np.maximum(tokens[step - 1, rows], 0) if step else batch.token_ids[rows]
-                waits[i] = begin(_decode(given, batch.positions[rows] + np.int32(step), batch.slots[rows]), rows.start)
+                waits[i] = begin(
+                    _decode(given, batch.positions[rows] + np.int32(step), batch.slots[rows]), rows.start
+                )
     return tokens
 
 

@@ -66,7 +66,14 @@ def plan_size(sizes: EngineConfig) -> int:
 def put_batch(plan: np.ndarray, command: Command, batch: Batch) -> None:
     """Write a batch without its embeds."""
     plan[:4] = command, batch.token_ids.size, batch.slots.size, batch.logit_rows.size
-    arrays = batch.token_ids, batch.positions, batch.seq_starts, batch.slots, batch.context_lens, batch.logit_rows
+    arrays = (
+        batch.token_ids,
+        batch.positions,
+        batch.seq_starts,
+        batch.slots,
+        batch.context_lens,
+        batch.logit_rows,
+    )
     whole = np.concatenate(arrays)
     plan[HEAD : HEAD + whole.size] = whole
 
@@ -153,7 +160,9 @@ def rank_threads(threads: int | None, world: World) -> int:
     return max(physical_cores() // world.local_size, 1) if threads is None else threads
 
 
-def load_together(world: World, opening: LoadCommand, source: ModelSource | None = None) -> RankModel | TinyGPTError:
+def load_together(
+    world: World, opening: LoadCommand, source: ModelSource | None = None
+) -> RankModel | TinyGPTError:
     """Load this rank's part. Return it, or on all ranks the first error of any.
 
     Ranks compare their files' checksums. source: already open on rank 0.
@@ -165,10 +174,14 @@ def load_together(world: World, opening: LoadCommand, source: ModelSource | None
         source = source or ModelSource.open(*opening.source)
         checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
-        model = RankModel(world, layout, allgather, source, opening.sizes, rank_threads(opening.threads, world))
+        model = RankModel(
+            world, layout, allgather, source, opening.sizes, rank_threads(opening.threads, world)
+        )
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait
-        error = caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
+        error = (
+            caught if isinstance(caught, TinyGPTError) else TinyGPTError(f"{type(caught).__name__}: {caught}")
+        )
     found = world.gather_objects((error, about, weights, world.host))
     return world.broadcast_object(None if found is None else _first_failure(found)) or model
 
@@ -179,7 +192,11 @@ def _first_failure(found: list[tuple]) -> TinyGPTError | None:
         place = f"rank {rank} of {len(found)}, on {host}"
         if error is not None:
             kinds = CheckpointError, RequestError, TinyGPTError
-            return error if rank == 0 else next(kind for kind in kinds if isinstance(error, kind))(f"{place}: {error}")
+            return (
+                error
+                if rank == 0
+                else next(kind for kind in kinds if isinstance(error, kind))(f"{place}: {error}")
+            )
         if (about, weights) != (first_about, first_weights):
             what = "another model" if about != first_about else "other weights"
             return CheckpointError(f"{place}, has {what} than rank 0: give all hosts the same files.")

@@ -26,7 +26,13 @@ class RankModel:
     """
 
     def __init__(
-        self, world: World, layout: Layout, allgather: Any, source: ModelSource, sizes: EngineConfig, threads: int
+        self,
+        world: World,
+        layout: Layout,
+        allgather: Any,
+        source: ModelSource,
+        sizes: EngineConfig,
+        threads: int,
     ):
         self._world = world
         self._layout = layout
@@ -63,7 +69,10 @@ class RankModel:
         for part in micro_batches(batch, self._layout.pipeline_size):
             rows = part.logit_rows if self.part.is_last else NO_ROWS
             logits = self._backend.forward(
-                self._params, replace(self._with_input(part), logit_rows=rows), self._kv_cache, self._workspace
+                self._params,
+                replace(self._with_input(part), logit_rows=rows),
+                self._kv_cache,
+                self._workspace,
             )
             self._pass_on(part)
             self._deliver(logits, None if found is None else found[row : row + len(logits)])
@@ -101,11 +110,16 @@ class RankModel:
         found = self._world.gather_objects(mine)
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
-    def write_positions(self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+    def write_positions(
+        self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> None:
         """Write keys and values (L, H, n, D) of rank 0 into a slot, each rank its share."""
         shares = None
         if whole is not None:
-            cuts = [(slice(p.layers.start, p.layers.stop), slice(p.heads.start, p.heads.stop)) for p in self._parts]
+            cuts = [
+                (slice(p.layers.start, p.layers.stop), slice(p.heads.start, p.heads.stop))
+                for p in self._parts
+            ]
             shares = [[np.ascontiguousarray(array[cut]) for array in whole] for cut in cuts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 

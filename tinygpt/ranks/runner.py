@@ -97,7 +97,9 @@ class ParallelRunner(ModelRunner):
             self._params = None
             self._lead.close_model()
 
-    def _run(self, command: Command, *numbers: int, batch: Batch | None = None, here: Sequence[Any] = ()) -> Any:
+    def _run(
+        self, command: Command, *numbers: int, batch: Batch | None = None, here: Sequence[Any] = ()
+    ) -> Any:
         """Run a command on all ranks. here: rank 0's further arguments."""
         with self._order() as model:
             self._lead.tell(command, *numbers, batch=batch)

@@ -104,15 +104,23 @@ class Api:
     def outbox(self) -> ChunkQueue:
         return ChunkQueue(self.llm)
 
-    def checked(self, handle: Callable[[Any, Request], Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
+    def checked(
+        self, handle: Callable[[Any, Request], Awaitable[Response]]
+    ) -> Callable[..., Awaitable[Response]]:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
 
         @wraps(handle)
         async def answer(form: Any, request: Request) -> Response:
             self.check_model(form.model)
             if form.model in self.llm.lora_modules and isinstance(form, protocol.NOT_GENERATING):
-                raise ApiError(400, f"the adapter {form.model!r} only generates: ask {self.model_name!r}.", "model")
-            if getattr(form, "add_special_tokens", None) is False and self.names.has_tokenizer and self.encode(""):
+                raise ApiError(
+                    400, f"the adapter {form.model!r} only generates: ask {self.model_name!r}.", "model"
+                )
+            if (
+                getattr(form, "add_special_tokens", None) is False
+                and self.names.has_tokenizer
+                and self.encode("")
+            ):
                 message = "add_special_tokens is false, but this tokenizer adds tokens to each text: send token ids."
                 raise ApiError(400, message, "add_special_tokens")
             for field in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -139,7 +147,9 @@ class Api:
         params = await self._params(form, request, **others)
         shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
         first = await self._first_logprobs() if shows_first else None
-        job = Completion(self._head("cmpl-", "text_completion", form), form, prompts, params, self.names, first)
+        job = Completion(
+            self._head("cmpl-", "text_completion", form), form, prompts, params, self.names, first
+        )
         chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
         if max_tokens and (form.stream or not chooses):
             return await self._answer(job, request)
@@ -152,7 +162,8 @@ class Api:
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
         messages = [
-            {"role": each.role, "content": protocol.text_of(each)} | ({} if each.name is None else {"name": each.name})
+            {"role": each.role, "content": protocol.text_of(each)}
+            | ({} if each.name is None else {"name": each.name})
             for each in form.messages
         ]
         prompts = await self._conversation(messages, form, request)
@@ -161,7 +172,9 @@ class Api:
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
         kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        return await self._answer(Chat(self._head("chatcmpl-", kind, form), form, prompts, params, self.names), request)
+        return await self._answer(
+            Chat(self._head("chatcmpl-", kind, form), form, prompts, params, self.names), request
+        )
 
     async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
@@ -171,7 +184,9 @@ class Api:
         head = self._head("resp_", "response", form)
         return await self._answer(Responses(head, form, prompts, params, self.names), request)
 
-    async def _conversation(self, messages: list[dict[str, str]], form: Any, request: Request) -> list[Prompt]:
+    async def _conversation(
+        self, messages: list[dict[str, str]], form: Any, request: Request
+    ) -> list[Prompt]:
         if self.chat_template is None:
             how = "start the server with --chat-template plain, or a file, or use /v1/completions"
             raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
@@ -195,7 +210,9 @@ class Api:
             fields = ("prompt_logprobs", "top_logprobs", "logprobs")
             field = next(name for name in fields if getattr(job.form, name, None) is not None)
             asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
-            raise ApiError(400, f"{asked}; this server gives at most {limit} in a reply: split the request.", field)
+            raise ApiError(
+                400, f"{asked}; this server gives at most {limit} in a reply: split the request.", field
+            )
         if job.params.capture or job.params.edits:
             if run is not None:
                 message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
@@ -219,14 +236,18 @@ class Api:
     async def _best_before_suffix(self, job: Completion, request: Request) -> list[RequestOutput]:
         prompts, params = job.prompts, job.params
         [suffix] = await self._prompts([job.form.suffix], job.form, request, "suffix")
-        total = max(len(prompt.token_ids) for prompt in prompts) + params.max_tokens + len(suffix.token_ids) + 1
+        total = (
+            max(len(prompt.token_ids) for prompt in prompts) + params.max_tokens + len(suffix.token_ids) + 1
+        )
         if total > (limit := self.llm.max_model_len):
             message = f"this model's context has {limit} tokens; prompt, max_tokens and suffix take {total}."
             raise ApiError(400, message, "suffix", "context_length_exceeded")
         all_of_them = replace(params, n=params.best_of, best_of=None)
         candidates = await self._run([(prompt, all_of_them) for prompt in prompts], request)
         reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = [(Prompt(None, ids), reading) for ids in with_suffix(candidates, suffix, params.stop, self.encode)]
+        texts = [
+            (Prompt(None, ids), reading) for ids in with_suffix(candidates, suffix, params.stop, self.encode)
+        ]
         return ranked(candidates, await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
@@ -241,7 +262,9 @@ class Api:
         sizes = self.llm.engine.engine_config
         count = sum(params.best_of or params.n for _, params in requests)
         if sizes.max_queue is not None and count > (room := sizes.max_queue + sizes.max_num_seqs):
-            raise ApiError(400, f"the request asks for {count} samples; this server takes {room} at most: split it.")
+            raise ApiError(
+                400, f"the request asks for {count} samples; this server takes {room} at most: split it."
+            )
         work = RunningRequest(self.llm, self.outbox)
         self._works.add(work)
         await work.submit(requests, stream, len(request._body) > LARGE)
@@ -271,7 +294,9 @@ class Api:
         """Return the token ids of a text whose special tokens are plain text."""
         return encode(text, self.llm.tokenizer, self.llm.config.vocab_size, split_special_tokens=True)
 
-    async def _prompts(self, given: list[Any], form: Any, request: Request, field: str = "prompt") -> list[Prompt]:
+    async def _prompts(
+        self, given: list[Any], form: Any, request: Request, field: str = "prompt"
+    ) -> list[Prompt]:
         """field: name of the prompts in the request."""
         self.check_open()
         is_split = form.split_special_tokens is not False
@@ -291,7 +316,9 @@ class Api:
 
         params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
         await request.state.reading.aclose()
-        request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None  # a digest
+        request.state.notes["edits"] = (
+            f"{salt_of(params.edits, 0):016x}" if params.edits else None
+        )  # a digest
         return params
 
     def _max_tokens(self, form: Any, prompts: list[Prompt], given: int | None, most: int) -> int:
@@ -413,7 +440,9 @@ class Api:
         second = second.astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
-        cosines = np.clip(np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1)  # (N,)
+        cosines = np.clip(
+            np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1
+        )  # (N,)
         data = ({"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist()))
         return await self._list(form, data, count_1 + count_2, "score-")
 
@@ -427,7 +456,9 @@ class Api:
     async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
         """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
         is_split = form.split_special_tokens is not False
-        score = partial(self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split)
+        score = partial(
+            self.llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split
+        )
         await request.state.reading.aclose()
         found = await self._in_turn([partial(score, [each]) for each in form.continuations])
         return await json_large({"scores": (record_to_json(each) for [each] in found)})

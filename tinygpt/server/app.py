@@ -133,7 +133,9 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     path = ascii(request.url.path)[1:-1]
     paths = [route.path for route in request.app.routes if "{" not in route.path]
     hint = suggest(path, paths) if error.status_code == 404 else ""
-    return respond(HTTPException(error.status_code, f"{request.method} {path}: {error.detail}{hint}", error.headers))
+    return respond(
+        HTTPException(error.status_code, f"{request.method} {path}: {error.detail}{hint}", error.headers)
+    )
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -195,12 +197,18 @@ class Gate:
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
         host = headers.get("host", "").lower()
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]  # without the port
+        name = (
+            host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        )  # without the port
         if self._hosts is not None and name not in self._hosts:
             listed = ", ".join(sorted(self._hosts))
-            return respond(ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed"))
+            return respond(
+                ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
+            )
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]  # constant time
+        matches = [
+            secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys
+        ]  # constant time
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))

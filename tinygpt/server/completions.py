@@ -53,7 +53,9 @@ class Job:
         self._is_padded = options.include_obfuscation
         self._num_made = 0
         has_logprobs = self.form.logprobs is not None and self.form.logprobs is not False
-        self._tells_all = self._tells_usage or self.form.return_token_ids or has_logprobs  # also tokens without a text
+        self._tells_all = (
+            self._tells_usage or self.form.return_token_ids or has_logprobs
+        )  # also tokens without a text
         params = self.params
         of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
         num_samples = params.best_of or params.n
@@ -122,7 +124,9 @@ def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
     """Return the token ids, and pairs of id and log probabilities."""
     if isinstance(made, CompletionOutput):
         return made.token_ids, zip(made.token_ids, made.logprobs or (), strict=False)
-    return [] if made.token_id is None else [made.token_id], [(made.token_id, made.logprobs)] if made.logprobs else []
+    return [] if made.token_id is None else [made.token_id], [
+        (made.token_id, made.logprobs)
+    ] if made.logprobs else []
 
 
 class Chat(Job):
@@ -132,7 +136,9 @@ class Chat(Job):
             content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
         else:
             content = {"delta": {"content": made.text}}
-        logprobs = chat_logprobs(self.names, self.form.top_logprobs or 0, tokens) if self.form.logprobs else None
+        logprobs = (
+            chat_logprobs(self.names, self.form.top_logprobs or 0, tokens) if self.form.logprobs else None
+        )
         return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
 
     def end_of_reply(self, outputs: list[RequestOutput]) -> dict[str, Any]:
@@ -148,9 +154,14 @@ class Completion(Job):
     """first: log probabilities of all tokens after BOS alone, which `echo` shows for the first token of a prompt."""
 
     first: Logprobs | None = None
-    _found: dict[int, list[Logprobs | None]] = field(default_factory=dict)  # of prompts, as soon as they are known
+    _found: dict[int, list[Logprobs | None]] = field(
+        default_factory=dict
+    )  # of prompts, as soon as they are known
     _lists: dict[int, CompletionLogprobs] = field(default_factory=dict)  # of choices that have begun
-    _described: tuple[int, list[dict[str, Any] | None]] = (-1, [])  # of the latest prompt, for all of its samples
+    _described: tuple[int, list[dict[str, Any] | None]] = (
+        -1,
+        [],
+    )  # of the latest prompt, for all of its samples
     _held: list[PromptChunk] = field(default_factory=list)
 
     def choice(self, i: int, made: Made) -> dict[str, Any]:
@@ -165,7 +176,9 @@ class Completion(Job):
             self._lists[index] = CompletionLogprobs(self.names, form.logprobs or 0, *options)
         if is_first and form.echo:
             all_bytes = b"".join(map(self.names.bytes_of, prompt.token_ids))
-            text = (all_bytes.decode("utf-8", errors="replace") if prompt.text is None else prompt.text) + text
+            text = (
+                all_bytes.decode("utf-8", errors="replace") if prompt.text is None else prompt.text
+            ) + text
             given = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
             tokens = chain(zip(given, [self.first, *self._found.get(i, [])[1:]], strict=False), tokens)
         logprobs = None if form.logprobs is None else self._lists[index].add(tokens)
@@ -186,7 +199,9 @@ class Completion(Job):
     def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
         """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
         if self.params.prompt_logprobs is not None:
-            self._found |= {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
+            self._found |= {
+                i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None
+            }
             chunks = self._held + chunks
             self._held = [pair for pair in chunks if pair[0] not in self._found]
             chunks = [pair for pair in chunks if pair[0] in self._found]
@@ -263,5 +278,7 @@ def ranked(candidates: list[RequestOutput], readings: list[RequestOutput], n: in
             pairs = zip(reading.prompt_token_ids[start:], reading.prompt_logprobs[start:], strict=True)
             means.append(sum(found[i] for i, found in pairs) / (len(reading.prompt_token_ids) - start))
         best = sorted(zip(output.outputs, means, strict=True), key=itemgetter(1), reverse=True)[:n]
-        outputs.append(replace(output, outputs=[replace(sample, index=i) for i, (sample, _) in enumerate(best)]))
+        outputs.append(
+            replace(output, outputs=[replace(sample, index=i) for i, (sample, _) in enumerate(best)])
+        )
     return outputs

@@ -35,7 +35,9 @@ class InfoRoutes:
     async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
         if (highest := max(form.tokens, default=0)) >= (size := self._llm.config.vocab_size):
-            raise ApiError(400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens")
+            raise ApiError(
+                400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens"
+            )
         decode = partial(self._llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
         return json_reply({"prompt": await read_apart(request, decode)})
 

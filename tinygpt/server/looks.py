@@ -45,7 +45,9 @@ def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
     """Return each layer's best token, by the logit lens, and (L, H, T) of the last token's attention."""
     _, cache = llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
     layers = range(llm.config.n_layer)
-    logprobs = numbers.log_softmax(llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers])))  # (L, V)
+    logprobs = numbers.log_softmax(
+        llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers]))
+    )  # (L, V)
     pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
     best = [{"token": names.name(i), "logprob": row[i].item()} for i, row in pairs]
     attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
@@ -54,8 +56,13 @@ def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
 
 def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return each array as little-endian float32 in base64, with its shape."""
-    data = {name: base64.b64encode(np.asarray(array, "<f4").tobytes()).decode() for name, array in activations.items()}
-    return {name: {"dtype": "float32", "shape": [*activations[name].shape], "data": data[name]} for name in data}
+    data = {
+        name: base64.b64encode(np.asarray(array, "<f4").tobytes()).decode()
+        for name, array in activations.items()
+    }
+    return {
+        name: {"dtype": "float32", "shape": [*activations[name].shape], "data": data[name]} for name in data
+    }
 
 
 def _edit(field: str, form: Any) -> Edit:

@@ -2,7 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -48,13 +55,16 @@ class Metrics:
         self.own = CollectorRegistry()  # own: series that also have vLLM's names
         label, own = ["model_name"], self.own
         self._counters = {
-            name: Counter(OURS + name, text, label, registry=own).labels(model_name) for name, text in COUNTERS.items()
+            name: Counter(OURS + name, text, label, registry=own).labels(model_name)
+            for name, text in COUNTERS.items()
         }
         self._histograms = {
             name: Histogram(OURS + name, text, label, registry=own, buckets=bounds).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        ended = Counter(f"{OURS}request_success", "Requests that ended", [*label, "finished_reason"], registry=own)
+        ended = Counter(
+            f"{OURS}request_success", "Requests that ended", [*label, "finished_reason"], registry=own
+        )
         self._count_end = lambda reason: ended.labels(model_name, reason).inc()
         scheduler = llm.engine.scheduler
         num_slots = llm.engine.engine_config.max_num_seqs
@@ -65,9 +75,13 @@ class Metrics:
         }
         for name, (text, read) in gauges.items():
             Gauge(OURS + name, text, label, registry=own).labels(model_name).set_function(read)
-        http = Counter(f"{OURS}http_requests", "HTTP requests", [*label, "path", "status"], registry=self._registry)
+        http = Counter(
+            f"{OURS}http_requests", "HTTP requests", [*label, "path", "status"], registry=self._registry
+        )
         self.count_http = lambda path, status: http.labels(model_name, path, str(status)).inc()
-        info = Gauge(f"{OURS}build_info", "Version and dtype", [*label, "version", "dtype"], registry=self._registry)
+        info = Gauge(
+            f"{OURS}build_info", "Version and dtype", [*label, "version", "dtype"], registry=self._registry
+        )
         info.labels(model_name, tinygpt.__version__, llm.dtype).set(1)
         self._registry.register(_TwoNames(own))
         ProcessCollector(registry=self._registry)

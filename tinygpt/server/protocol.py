@@ -11,7 +11,15 @@ from operator import or_
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from typing_extensions import TypeAliasType
 
 from ..aliases import OURS, renamed
@@ -72,7 +80,12 @@ _Ids = Field(max_length=MAX_IDS, fail_fast=True)
 TokenIds = Annotated[list[TokenId], Field(min_length=1), _Ids, BeforeValidator(_whole_numbers)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-Prompts = str | TokenIds | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)] | IdLists
+Prompts = (
+    str
+    | TokenIds
+    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    | IdLists
+)
 Schema = dict[str, Any] | Pattern
 Pooling = Literal["last", "mean", "sum"]
 
@@ -183,7 +196,9 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     logit_bias: Biases | None = None
-    dry_sequence_breakers: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    dry_sequence_breakers: (
+        Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None
+    ) = None
     bad_words: Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -198,12 +213,17 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
-        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()} | others
+        given = {
+            name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()
+        } | others
         guides = self.guides()
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
-        given |= {"seed": None if self.seed in (None, -1) else self.seed % 2**64, "best_of": self.best_of or None}
+        given |= {
+            "seed": None if self.seed in (None, -1) else self.seed % 2**64,
+            "best_of": self.best_of or None,
+        }
         given |= {"logit_bias": self._biases(encode)} | dict(guides.values())
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:
@@ -228,11 +248,24 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
         found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
         if (given := self.structured_outputs) is not None:
-            values = {"json": given.json_, "regex": given.regex, "choice": given.choice, "grammar": given.grammar}
-            found |= {f"structured_outputs.{name}": (f"guided_{name}", value) for name, value in values.items()}
-            found["structured_outputs.json_object"] = ("guided_json", ANY_OBJECT if given.json_object else None)
+            values = {
+                "json": given.json_,
+                "regex": given.regex,
+                "choice": given.choice,
+                "grammar": given.grammar,
+            }
+            found |= {
+                f"structured_outputs.{name}": (f"guided_{name}", value) for name, value in values.items()
+            }
+            found["structured_outputs.json_object"] = (
+                "guided_json",
+                ANY_OBJECT if given.json_object else None,
+            )
         if isinstance(self.response_format, SchemaFormat):
-            found["response_format.json_schema.schema"] = ("guided_json", self.response_format.json_schema.schema_)
+            found["response_format.json_schema.schema"] = (
+                "guided_json",
+                self.response_format.json_schema.schema_,
+            )
         elif self.response_format is not None and self.response_format.type == "json_object":
             found["response_format"] = ("guided_json", ANY_OBJECT)
         return {name: pair for name, pair in found.items() if pair[1] is not None}
@@ -305,7 +338,11 @@ class ChatMessage(Strict):
 
 def text_of(message: Any) -> str:
     """Return the text of a message, or of its parts."""
-    return message.content if isinstance(message.content, str) else "".join(part.text for part in message.content)
+    return (
+        message.content
+        if isinstance(message.content, str)
+        else "".join(part.text for part in message.content)
+    )
 
 
 class ChatRequest(LookFields):
@@ -361,7 +398,11 @@ class ResponsesRequest(SamplingFields):
 
     def messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]
-        given = [("user", self.input)] if isinstance(self.input, str) else [(m.role, text_of(m)) for m in self.input]
+        given = (
+            [("user", self.input)]
+            if isinstance(self.input, str)
+            else [(m.role, text_of(m)) for m in self.input]
+        )
         return [{"role": role, "content": text} for role, text in first + given]
 
     def name_of(self, field: str) -> str | None:

@@ -26,7 +26,12 @@ LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has
 DONE = "data: [DONE]\n\n"
 PING = ": ping\n\n"
 RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
-TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
 TYPES |= {500: "server_error", 503: "server_error"}
 RETRY = {"retry-after": "1"}  # seconds
 MAX_SHOWN = 100  # characters of a field name that the client made up
@@ -49,7 +54,9 @@ def json_parts(value: Any) -> Iterator[str]:
         for start in range(0, len(value), BLOCK):
             yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
         yield "]"
-    elif isinstance(value, dict) and any(isinstance(each, list | dict | GeneratorType) for each in value.values()):
+    elif isinstance(value, dict) and any(
+        isinstance(each, list | dict | GeneratorType) for each in value.values()
+    ):
         separator = "{"
         for name, each in value.items():
             yield f"{separator}{to_json(name)}:"
@@ -98,7 +105,9 @@ def counted(num_read: int, num_made: int) -> dict[str, Any]:
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
     counts = counted(sum(len(output.prompt_token_ids) for output in outputs), num_made)
-    return counts | {"prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}}
+    return counts | {
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
+    }
 
 
 class TokenNames:
@@ -147,7 +156,9 @@ class CompletionLogprobs:
             top = logprobs and _best(logprobs, self._num_top, token_id)
             lists["tokens"].append(self._name(token_id))
             lists["token_logprobs"].append(logprobs and max(logprobs[token_id], LOWEST))
-            lists["top_logprobs"].append(top and {self._name(i): max(value, LOWEST) for i, value in top.items()})
+            lists["top_logprobs"].append(
+                top and {self._name(i): max(value, LOWEST) for i, value in top.items()}
+            )
             lists["text_offset"].append(self._offset)
             if self._with_ids:
                 lists["top_token_ids"].append(top and {self._name(i): i for i in top})
@@ -157,13 +168,23 @@ class CompletionLogprobs:
 
 def chat_logprobs(names: TokenNames, num_top: int, tokens: Iterable[tuple[int, Logprobs]]) -> dict[str, list]:
     def named(token_id: int, value: float) -> dict[str, Any]:
-        return {"token": names.name(token_id), "logprob": max(value, LOWEST), "bytes": list(names.bytes_of(token_id))}
+        return {
+            "token": names.name(token_id),
+            "logprob": max(value, LOWEST),
+            "bytes": list(names.bytes_of(token_id)),
+        }
 
     tops = ((i, found[i], islice(found.items(), num_top)) for i, found in tokens)
-    return {"content": [named(i, value) | {"top_logprobs": [named(*pair) for pair in top]} for i, value, top in tops]}
+    return {
+        "content": [
+            named(i, value) | {"top_logprobs": [named(*pair) for pair in top]} for i, value, top in tops
+        ]
+    }
 
 
-def described(names: TokenNames, num_top: int, token_id: int, logprobs: Logprobs | None) -> dict[str, Any] | None:
+def described(
+    names: TokenNames, num_top: int, token_id: int, logprobs: Logprobs | None
+) -> dict[str, Any] | None:
     """Return vLLM's entry of prompt_logprobs. The rank is known of the most probable tokens only."""
     if logprobs is None:
         return None
@@ -182,7 +203,9 @@ def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
 class ApiError(HTTPException):
     """A refused request. param: the wrong field; code: a word that programs can compare."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
+    ):
         super().__init__(status, message, headers)
         self.param, self.code = param, code
 
@@ -241,7 +264,9 @@ def _path(place: tuple[str | int, ...], given: Any) -> list[str]:
     """Return the names and positions in the body: pydantic also lists the types of a union that it tried."""
     path = []
     for part in place:
-        is_there = part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+        is_there = (
+            part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+        )
         if is_there or part == place[0]:
             path.append(text if len(text := str(part)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
             given = given[part] if is_there else None

@@ -47,7 +47,9 @@ class Responses(Job):
         status = "incomplete" if sample.finish_reason == "length" else "completed"
         return self._response(status, [self._item(status, [_part(sample.text or "")])], outputs)
 
-    def _response(self, status: str, items: list, outputs: list[RequestOutput] | None = None) -> dict[str, Any]:
+    def _response(
+        self, status: str, items: list, outputs: list[RequestOutput] | None = None
+    ) -> dict[str, Any]:
         return {
             "id": self.head["id"],
             "object": "response",
@@ -66,7 +68,13 @@ class Responses(Job):
         }
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+        return {
+            "id": self._item_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
 
     def _of_item(self) -> dict[str, Any]:
         return {"item_id": self._item_id, **OF_TEXT}
@@ -79,7 +87,10 @@ class Responses(Job):
 def _counts(outputs: list[RequestOutput]) -> dict[str, Any]:
     found = usage(outputs)
     counts = {f"{name}_tokens": found[f"{other}_tokens"] for other, name in COUNTS.items()}
-    details = {"input_tokens_details": found["prompt_tokens_details"], "output_tokens_details": {"reasoning_tokens": 0}}
+    details = {
+        "input_tokens_details": found["prompt_tokens_details"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
     return counts | details
 
 

@@ -32,11 +32,17 @@ from .completions import Job
 from .replies import BUG, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
 
 log = logging.getLogger("tinygpt.server")
-SSE = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
+SSE = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 # Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
 HUGE, HUGE_PER_SECOND = 2**16, 2**26
 UNREAD_SECONDS = 5.0
-MAX_UNREAD = 10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
+MAX_UNREAD = (
+    10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
+)
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
 Requests = list[tuple[Prompt, SamplingParams]]
@@ -97,7 +103,9 @@ class RunningRequest:
         try:
             if any(params.guidance is not None for _, params in requests):
                 await self._outbox.in_grammar_thread(partial(self._submit, requests, stream))
-            elif in_thread or any(params.dry_multiplier for _, params in requests):  # the first decodes all tokens
+            elif in_thread or any(
+                params.dry_multiplier for _, params in requests
+            ):  # the first decodes all tokens
                 await asyncio.to_thread(self._submit, requests, stream)
             else:
                 self._submit(requests, stream)
@@ -107,7 +115,9 @@ class RunningRequest:
 
     async def outputs(self) -> list[RequestOutput]:
         try:
-            await asyncio.gather(*(asyncio.wrap_future(future) for future in self.futures if not future.done()))
+            await asyncio.gather(
+                *(asyncio.wrap_future(future) for future in self.futures if not future.done())
+            )
             return [future.result() for future in self.futures]
         except (asyncio.CancelledError, CancelledError):
             if reason := self._outbox.stopped or self._late:
@@ -117,7 +127,9 @@ class RunningRequest:
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
         """Yield all chunks that have come, until the last request has ended; None for a ping."""
         num_left = len(self.futures)
-        ping_later = partial(asyncio.get_running_loop().call_later, PING_SECONDS, self._queue.put_nowait, None)
+        ping_later = partial(
+            asyncio.get_running_loop().call_later, PING_SECONDS, self._queue.put_nowait, None
+        )
         pinging = ping_later()
         try:
             while num_left:
@@ -150,7 +162,9 @@ class RunningRequest:
                 continue
             output = future.result()
             num_new = sum(len(sample.token_ids) for sample in output.outputs)
-            progress = Progress(len(output.prompt_token_ids), output.num_cached_tokens, num_new, output.metrics)
+            progress = Progress(
+                len(output.prompt_token_ids), output.num_cached_tokens, num_new, output.metrics
+            )
             found.append((progress, [sample.finish_reason for sample in output.outputs]))
         return found
 
@@ -175,9 +189,13 @@ class RunningRequest:
             now = time.perf_counter()
             if chunk.token_id is not None:
                 self._times.setdefault((i, chunk.index), []).append(now)
-            is_late = self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
+            is_late = (
+                self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
+            )
             if is_late and self._late is None:
-                self._late = ApiError(400, f"{MAX_UNREAD} tokens of the stream were not read: read it faster.")
+                self._late = ApiError(
+                    400, f"{MAX_UNREAD} tokens of the stream were not read: read it faster."
+                )
                 self.cancel()
         self._outbox.post(self._queue, i, chunk)
 
@@ -195,12 +213,16 @@ class JsonRoute(APIRoute):
             body = await _read_body(request)
             async with AsyncExitStack() as request.state.reading:
                 if len(body) > HUGE:
-                    await while_connected(request.receive, request.state.reading.enter_async_context(api.huge))
+                    await while_connected(
+                        request.receive, request.state.reading.enter_async_context(api.huge)
+                    )
                     api.check_open()
                     await asyncio.sleep(len(body) / HUGE_PER_SECOND)
                 ignores = api.config.ignores_unknown_fields
                 # FastAPI reads it from here.
-                request._body = _known_fields(self.body_field.field_info.annotation, body) if ignores else body
+                request._body = (
+                    _known_fields(self.body_field.field_info.annotation, body) if ignores else body
+                )
                 return await handle(request)
 
         return answer

@@ -27,7 +27,9 @@ KEEP_ALIVE_SECONDS = 30
 UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 END_SECONDS = 5.0  # after that, for threads to end
-SWITCH_SECONDS = 0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
+SWITCH_SECONDS = (
+    0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
+)
 BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
 OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
 LOG_SECONDS = 60.0  # asyncio's, and how often it is told
@@ -102,10 +104,14 @@ def allow_all_descriptors() -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket: clients that connect before the model is loaded wait. RequestError if it is taken."""
     try:
-        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
     except (OSError, OverflowError) as error:
         why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
-        message = f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
+        message = (
+            f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
+        )
         raise RequestError(message) from None
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux's; a reply of 70 MB would wait for ever
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
@@ -122,7 +128,11 @@ def configure_logging(form: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(Seldom())
     handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    for name, level in (("tinygpt.server", logging.INFO), ("uvicorn", logging.WARNING), ("asyncio", logging.WARNING)):
+    for name, level in (
+        ("tinygpt.server", logging.INFO),
+        ("uvicorn", logging.WARNING),
+        ("asyncio", logging.WARNING),
+    ):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.level = level
@@ -154,7 +164,9 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", {}).items()
-        return " ".join([super().formatMessage(record), *(f"{n}={_unbroken(v)}" for n, v in fields if v is not None)])
+        return " ".join(
+            [super().formatMessage(record), *(f"{n}={_unbroken(v)}" for n, v in fields if v is not None)]
+        )
 
 
 class JsonLines(logging.Formatter):

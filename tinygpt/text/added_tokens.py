@@ -16,8 +16,12 @@ class AddedTokenSplitter:
 
     def __init__(self, tokens: Iterable[Token]):
         self._by_content = {token["content"]: token for token in tokens}
-        contents = sorted(self._by_content, key=len, reverse=True)  # re takes the first alternative that matches
-        passes = [[c for c in contents if self._by_content[c]["normalized"] is flag] for flag in (False, True)]
+        contents = sorted(
+            self._by_content, key=len, reverse=True
+        )  # re takes the first alternative that matches
+        passes = [
+            [c for c in contents if self._by_content[c]["normalized"] is flag] for flag in (False, True)
+        ]
         self._patterns = [re.compile("|".join(map(re.escape, group))) for group in passes if group]
 
     def split(self, text: str, split_special_tokens: bool) -> list[str | int]:
@@ -27,7 +31,9 @@ class AddedTokenSplitter:
         """
         parts: list[str | int] = [text] if text else []
         for pattern in self._patterns:
-            split = (self._split(pattern, p, split_special_tokens) if isinstance(p, str) else [p] for p in parts)
+            split = (
+                self._split(pattern, p, split_special_tokens) if isinstance(p, str) else [p] for p in parts
+            )
             parts = [*chain.from_iterable(split)]
         return parts
 

@@ -61,8 +61,12 @@ def open_template(given: str | os.PathLike[str] | None, folder: Path) -> Templat
     try:
         from .chat_template import ChatTemplate
     except ImportError:
-        raise RequestError(f"a chat template needs jinja2, which comes with: {how_to_install('serve')}.") from None
-    names = [name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))]
+        raise RequestError(
+            f"a chat template needs jinja2, which comes with: {how_to_install('serve')}."
+        ) from None
+    names = [
+        name for name, value in options.items() if name.endswith("_token") and isinstance(value, (str, dict))
+    ]
     try:
         return ChatTemplate(source, {name: content_of(options[name]) for name in names})
     except CheckpointError as error:
@@ -156,14 +160,21 @@ def chat_ids(
         raise RequestError("holds messages, which have a field of their own.", "chat_template_kwargs")
     texts = _texts(options)
     if len(texts) > MAX_TEXTS:
-        raise RequestError(f"holds {len(texts)} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs")
-    for field, given in (("messages", [each["content"] for each in messages]), ("chat_template_kwargs", texts)):
+        raise RequestError(
+            f"holds {len(texts)} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs"
+        )
+    for field, given in (
+        ("messages", [each["content"] for each in messages]),
+        ("chat_template_kwargs", texts),
+    ):
         if (count := sum(map(len, given))) > MAX_CHARACTERS:
             raise RequestError(f"holds {count} characters; at most {MAX_CHARACTERS} are taken.", field)
     if isinstance(template, PlainTemplate):
         return tokenizer.encode(template.render(messages), True)
     if tokenizer.encode(""):
-        raise RequestError("is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages")
+        raise RequestError(
+            "is not possible with a tokenizer that adds tokens to each text: use token ids.", "messages"
+        )
     marks = Marks(tokenizer.decode([token_id]) for token_id in tokenizer.special_ids)
     try:
         options = marks.guard(options) | {"add_generation_prompt": add_generation_prompt}
@@ -188,4 +199,8 @@ def conversations(messages: Any) -> list[list[Mapping[str, Any]]]:
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("role") in ROLES and isinstance(message.get("content"), str)
+    return (
+        isinstance(message, Mapping)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+    )

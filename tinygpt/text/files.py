@@ -48,19 +48,29 @@ def pairs_of(merges: list[Any], path: Path) -> list[Pair]:
     """Return merges, "left right" or [left, right], as pairs. Raise CheckpointError."""
     split = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
     pairs = [tuple(parts) if isinstance(parts, list) else () for parts in split]
-    if {*map(len, pairs)} - {2} or {*map(type, chain.from_iterable(pairs))} - {str} or "" in chain.from_iterable(pairs):
-        is_pair = [len(pair) == 2 and all(isinstance(token, str) and token for token in pair) for pair in pairs]
+    if (
+        {*map(len, pairs)} - {2}
+        or {*map(type, chain.from_iterable(pairs))} - {str}
+        or "" in chain.from_iterable(pairs)
+    ):
+        is_pair = [
+            len(pair) == 2 and all(isinstance(token, str) and token for token in pair) for pair in pairs
+        ]
         wrong = merges[is_pair.index(False)]
         raise CheckpointError(f"the merge {wrong!r} in {path} must be two tokens; {how_to_replace(path)}.")
     return pairs
 
 
-def check_none_is_missing(path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]) -> None:
+def check_none_is_missing(
+    path: Path, pairs: Collection[Pair], vocab: Mapping[str, int], added: Iterable[str]
+) -> None:
     num_longer = len(vocab) - [*map(len, vocab)].count(1)
     if num_longer - len(pairs) <= FEW:  # each merge makes one token
         return
     made = {*map("".join, pairs), *added}
-    unmade = [token for token in filterfalse(made.__contains__, vocab) if len(token.removesuffix(END_OF_WORD)) > 1]
+    unmade = [
+        token for token in filterfalse(made.__contains__, vocab) if len(token.removesuffix(END_OF_WORD)) > 1
+    ]
     lacking = [token for token in unmade if len(token) <= MAX_CHARACTERS and _is_two(token, vocab)]
     if len(lacking) > max(FEW, NEARLY_ALL * len(unmade)):
         raise CheckpointError(
@@ -135,7 +145,9 @@ def checked_spec(spec: dict[str, Any], path: Path, options: dict[str, Any]) -> d
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         spec.setdefault(name, None)
         if spec[name] is not None and not (isinstance(spec[name], dict) and "type" in spec[name]):
-            raise CheckpointError(f"the {name} in {path} is {spec[name]!r} and must be an object with a type.")
+            raise CheckpointError(
+                f"the {name} in {path} is {spec[name]!r} and must be an object with a type."
+            )
     if model["type"] != "Unigram":  # which the library checks
         _check_vocabulary(model.get("vocab"), path)
         _check_merges(model.get("merges") or [], model["vocab"], path)
@@ -195,14 +207,24 @@ def _from_vocab_txt(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     return _spec(model, options, normalizer, {"type": "BertPreTokenizer"}, decoder, *ends)
 
 
-def _bert_normalizer(chinese: bool = True, strip_accents: bool | None = None, lowercase: bool = True) -> dict[str, Any]:
+def _bert_normalizer(
+    chinese: bool = True, strip_accents: bool | None = None, lowercase: bool = True
+) -> dict[str, Any]:
     cases = {"strip_accents": strip_accents, "lowercase": lowercase}
     return {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": chinese, **cases}
 
 
-def _spec(model: Any, options: Any, normalizer: Any, splitter: Any, decoder: Any, before=None, after=None) -> dict:
+def _spec(
+    model: Any, options: Any, normalizer: Any, splitter: Any, decoder: Any, before=None, after=None
+) -> dict:
     """Return a tokenizer.json that puts a token before and after each text, or neither."""
-    spec = {"version": "1.0", "model": model, "normalizer": normalizer, "pre_tokenizer": splitter, "decoder": decoder}
+    spec = {
+        "version": "1.0",
+        "model": model,
+        "normalizer": normalizer,
+        "pre_tokenizer": splitter,
+        "decoder": decoder,
+    }
     spec["added_tokens"] = read_added_tokens(spec, options)
     ids = {entry["content"]: entry["id"] for entry in spec["added_tokens"]}
     names = [content_of(token) if token else None for token in (before, after)]
@@ -221,15 +243,21 @@ def _check_vocabulary(vocab: Any, path: Path) -> None:
     if not isinstance(vocab, dict) or not vocab:
         raise CheckpointError(f"the tokenizer in {path} has no vocabulary; {how_to_replace(path)}.")
     if set(map(type, vocab.values())) != {int} or min(vocab.values()) < 0:
-        raise CheckpointError(f"the vocabulary in {path} must give every token a whole number from 0 as its id.")
+        raise CheckpointError(
+            f"the vocabulary in {path} must give every token a whole number from 0 as its id."
+        )
     if len(set(vocab.values())) != len(vocab):
-        raise CheckpointError(f"the vocabulary in {path} gives one id to several tokens; {how_to_replace(path)}.")
+        raise CheckpointError(
+            f"the vocabulary in {path} gives one id to several tokens; {how_to_replace(path)}."
+        )
 
 
 def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -> None:
     used = chain(chain.from_iterable(pairs), map("".join, pairs))
     if (lacking := next(filterfalse(vocab.__contains__, used), None)) is not None:
-        raise CheckpointError(f"the vocabulary in {path} lacks {lacking!r}, which a merge of another tokenizer uses.")
+        raise CheckpointError(
+            f"the vocabulary in {path} lacks {lacking!r}, which a merge of another tokenizer uses."
+        )
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:

@@ -32,7 +32,9 @@ def token_ranks(pairs: Sequence[Pair], alphabet: Mapping[str, int]) -> dict[str,
     if not parts:
         return ranks
     left, right = parts  # (M,) each
-    if (np.maximum(left, right) >= np.arange(NUM_BYTES, NUM_BYTES + len(pairs))).any() or _is_any_crossed(left, right):
+    if (np.maximum(left, right) >= np.arange(NUM_BYTES, NUM_BYTES + len(pairs))).any() or _is_any_crossed(
+        left, right
+    ):
         raise UnlikeGPT2("its merges are not in a trainer's order")
     return ranks
 
@@ -74,7 +76,13 @@ WORDS = (
 # Parts that begin as a word does: a list of a million ids would hold the GIL for tenths of a second.
 PARTS = re.compile(r".{65536}.*?\S(?= \S)|.+", re.DOTALL)
 
-OTHER_OPTIONS = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+OTHER_OPTIONS = (
+    "dropout",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+    "byte_fallback",
+    "ignore_merges",
+)
 MAX_TEMPLATE = 1000  # tokens on either side of a text
 MAX_ADDED = 20_000  # characters of added tokens, which `re` may all try at each place of a text
 # GPT-2 writes an unprintable byte as a character from 256 on.
@@ -111,7 +119,9 @@ def tokens_to_bytes(tokens: Collection[str]) -> list[bytes]:
 
 def no_token_for(characters: Sequence[str]) -> RequestError:
     named = ", ".join(map(repr, characters[:10]))
-    return RequestError(f"the tokenizer of this checkpoint has no token for {named}; leave it out of the text.")
+    return RequestError(
+        f"the tokenizer of this checkpoint has no token for {named}; leave it out of the text."
+    )
 
 
 class Vocabulary(NamedTuple):
@@ -160,7 +170,9 @@ class ByteLevelBPE(ByteTokens):
         self._bytes |= {token_id: token_to_bytes(content) for token_id, content in self._added.items()}
         self.vocab_size = 1 + max(self._bytes)
         self.num_tokens = len(self._bytes)
-        self.eos_token_id = next((token["id"] for token in added if token["content"] == spec["eos_token"]), None)
+        self.eos_token_id = next(
+            (token["id"] for token in added if token["content"] == spec["eos_token"]), None
+        )
         self.special_ids = frozenset(token["id"] for token in added if token["special"])
         self._splitter = AddedTokenSplitter(added)
         self._prefix_space = spec["pre_tokenizer"]["add_prefix_space"]
@@ -206,7 +218,9 @@ def _check_pipeline(spec: dict[str, Any]) -> None:
         and spec.get("normalizer") is None
         and _type(spec.get("pre_tokenizer")) == _type(spec.get("decoder")) == "ByteLevel"
         and spec["pre_tokenizer"].get("use_regex", True)
-        and not any(entry[flag] for entry in spec["added_tokens"] for flag in ("single_word", "lstrip", "rstrip"))
+        and not any(
+            entry[flag] for entry in spec["added_tokens"] for flag in ("single_word", "lstrip", "rstrip")
+        )
         and sum(len(entry["content"]) for entry in spec["added_tokens"]) <= MAX_ADDED
     )
     if not is_like_gpt2:
@@ -228,7 +242,9 @@ def _template_ids(processor: dict[str, Any] | None) -> list[list[int]]:
         if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise ValueError(f"the template's ids of {piece['SpecialToken']['id']!r} are no token ids")
         if len(sides[is_after]) + len(ids) > MAX_TEMPLATE:
-            raise CheckpointError(f"the tokenizer's post_processor puts more than {MAX_TEMPLATE} tokens around a text.")
+            raise CheckpointError(
+                f"the tokenizer's post_processor puts more than {MAX_TEMPLATE} tokens around a text."
+            )
         sides[is_after] += ids
     return sides
 

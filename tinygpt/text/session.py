@@ -94,7 +94,9 @@ class Session:
     def _prompt(self) -> Prompt:
         return self._llm.read_prompt(self._token_ids)
 
-    def _stream(self, chunks: Iterator[StreamChunk], before: list[int], prompt: list[int]) -> Iterator[StreamChunk]:
+    def _stream(
+        self, chunks: Iterator[StreamChunk], before: list[int], prompt: list[int]
+    ) -> Iterator[StreamChunk]:
         try:
             self._check_unchanged(before)
             self._token_ids = mine = list(prompt)
@@ -110,12 +112,16 @@ class Session:
         self._check_open()
         params = SamplingParams() if params is None else params
         if isinstance(params, SamplingParams) and params.n != 1:
-            raise RequestError(f"n is {params.n} and a session goes on with one sample: set n to 1, or fork it.")
+            raise RequestError(
+                f"n is {params.n} and a session goes on with one sample: set n to 1, or fork it."
+            )
         return params
 
     def _check_unchanged(self, token_ids: list[int]) -> None:
         if self._token_ids is not token_ids:
-            raise RequestError("the session was changed while it streamed: read the stream first, or close it.")
+            raise RequestError(
+                "the session was changed while it streamed: read the stream first, or close it."
+            )
 
     def _check_open(self) -> None:
         if self._is_closed:

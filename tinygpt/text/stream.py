@@ -56,7 +56,11 @@ class TextStream:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stop: Sequence[str], is_stop_included: bool = False, min_tokens: int = 0
+        self,
+        detokenizer: Detokenizer,
+        stop: Sequence[str],
+        is_stop_included: bool = False,
+        min_tokens: int = 0,
     ):
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop, is_stop_included)

@@ -99,7 +99,9 @@ class LibraryTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         if not self._is_byte_level:
-            raise RequestError("the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them.")
+            raise RequestError(
+                "the tokens of this checkpoint's tokenizer are not bytes, as guided texts need them."
+            )
         return token_to_bytes(self._tokenizer.id_to_token(token_id) or "")
 
     def detokenizer(self) -> ByteDetokenizer | PrefixDetokenizer:
@@ -143,15 +145,21 @@ class Tokenizer:
         Raise NoTokenizerError if none runs, CheckpointError if it is damaged.
         """
         folder = Path(path)
-        return cls._made_of(lambda: read_prepared(folder) or _load(read_tokenizer(folder)), path, split_special_tokens)
+        return cls._made_of(
+            lambda: read_prepared(folder) or _load(read_tokenizer(folder)), path, split_special_tokens
+        )
 
     @classmethod
-    def from_spec(cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False) -> "Tokenizer":
+    def from_spec(
+        cls, spec: dict[str, Any], path: str | Path, split_special_tokens: bool = False
+    ) -> "Tokenizer":
         """Return a tokenizer from a tokenizer.json, found in `path`."""
         return cls._made_of(lambda: _load(checked_spec(spec, Path(path), {})), path, split_special_tokens)
 
     @classmethod
-    def _made_of(cls, load: Callable[[], TokenizerModel], path: str | Path, split_special_tokens: bool) -> "Tokenizer":
+    def _made_of(
+        cls, load: Callable[[], TokenizerModel], path: str | Path, split_special_tokens: bool
+    ) -> "Tokenizer":
         read_field("split_special_tokens", split_special_tokens, BOOLEAN)
         try:
             return cls(load(), split_special_tokens)
@@ -194,7 +202,9 @@ class Tokenizer:
             _check_token_id(token_id, position)
         return self._model.decode(ids, skip_special_tokens)
 
-    def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
+    def batch_decode(
+        self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False
+    ) -> list[str]:
         """Return the text of each sequence of token ids, as `decode` does."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
@@ -264,4 +274,6 @@ def _load(spec: dict[str, Any]) -> TokenizerModel:
 
 def _check_token_id(token_id: Any, position: int) -> None:
     if isinstance(token_id, bool) or not hasattr(token_id, "__index__") or token_id < 0:
-        raise RequestError(f"a token id must be a whole number from 0; {token_id!r} was given at position {position}.")
+        raise RequestError(
+            f"a token id must be a whole number from 0; {token_id!r} was given at position {position}."
+        )

@@ -79,7 +79,9 @@ def refuse_adapter(path: Path, given: str) -> None:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     if (folder / CONFIG).stat().st_size > MAX_CONFIG:
-        raise CheckpointError(f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter needs: refused.")
+        raise CheckpointError(
+            f"{folder / CONFIG} has more than {MAX_CONFIG} bytes, which no adapter needs: refused."
+        )
     return read_json_object(folder / CONFIG)
 
 
@@ -94,7 +96,9 @@ def existing_path(given: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # no permission, a ~name without a home, a zero byte
         raise CheckpointError(f"{given} cannot be read: {error}.") from error
     if not isinstance(given, str) or "/" not in given or looks_local(given):
-        raise CheckpointError(f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'.")
+        raise CheckpointError(
+            f"there is no {given}: check the path, or give a Hub id such as 'owner/adapter'."
+        )
     from ..hub import download_adapter  # rarely needed
 
     return download_adapter(given)

@@ -45,7 +45,8 @@ class _Model:
         """Return modules' names. In an adapter of a model without a head, `stored` may lack the prefix."""
         root = max((name.removesuffix(self.layout.short_name(name)) for name in stored), key=len, default="")
         return {
-            name: ("" if part.name == name else root) + name.rpartition(".")[0] for name, part in self.parts.items()
+            name: ("" if part.name == name else root) + name.rpartition(".")[0]
+            for name, part in self.parts.items()
         }
 
 
@@ -75,7 +76,9 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
         stored[HEAD] = stored[EMBEDDING]
         names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
         shared = [name for name in names if name not in contents.saved]
-        replaced = replaced | {name: replaced[one] for one in shared[::-1] if one in replaced for name in shared}
+        replaced = replaced | {
+            name: replaced[one] for one in shared[::-1] if one in replaced for name in shared
+        }
         one, other = map(replaced.get, names)
         tied = one == other and updates.keys().isdisjoint(names)
     for parameter in {parts[name].parameter for name in (*replaced, *updates)}:
@@ -105,7 +108,9 @@ def read_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathL
 
 def _is_plain(name: str, model: _Model) -> bool:
     parameter = model.parts[name].parameter
-    is_one = model.rules[parameter].transform in (AS_IS, TRANSPOSED) and len(model.rules[parameter].sources) == 1
+    is_one = (
+        model.rules[parameter].transform in (AS_IS, TRANSPOSED) and len(model.rules[parameter].sources) == 1
+    )
     return is_one and is_transposed(parameter) and ".experts." not in parameter
 
 
@@ -136,7 +141,9 @@ def _changed(
 ) -> Tensor:
     names = rule.sources
     if not replaced.keys().isdisjoint(names):
-        tensor = rule.transform.of(tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names))
+        tensor = rule.transform.of(
+            tuple(replaced.get(name) or LazyTensor(parts[name].array, ()) for name in names)
+        )
     if not updates.keys().isdisjoint(names):
         found = (updates.get(name) or DefaultTensor(parts[name].shape, zeros) for name in names)
         tensor = LazyTensor(iadd, (rule.transform.of(tuple(found)), tensor))
@@ -144,13 +151,17 @@ def _changed(
 
 
 def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
-    stored = {name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)}
+    stored = {
+        name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)
+    }
     modules = model.modules(stored)
     shapes = {name: part.shape for name, part in model.parts.items()}
     # PEFT adapts linear layers and embeddings alone.
     targets = [name for name, shape in shapes.items() if len(shape) == 2 and lora.is_target(modules[name])]
     has_own_rows = POSITIONS in model.rules and model.rules[POSITIONS].transform is not AS_IS
-    if has_own_rows and (own := [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]):
+    if has_own_rows and (
+        own := [modules[name] for name in targets if model.parts[name].parameter == POSITIONS]
+    ):
         raise CheckpointError(
             f"{files.path} adapts {listed(own)}, whose rows PEFT looks up by the attention mask and not by their "
             "positions, so that merged it is another model: train an adapter without."
@@ -226,5 +237,7 @@ def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str],
 
 
 def _trained_biases(modules: Mapping[str, str], targets: Iterable[str], bias: str) -> frozenset[str]:
-    adapted = {"all": set(modules.values()), "lora_only": {modules[name] for name in targets}, "none": set()}[bias]
+    adapted = {"all": set(modules.values()), "lora_only": {modules[name] for name in targets}, "none": set()}[
+        bias
+    ]
     return frozenset(name for name, module in modules.items() if name.endswith(".bias") and module in adapted)

@@ -17,7 +17,14 @@ BIASES = ("none", "all", "lora_only")
 # Initializations that leave the base model's weights alone.
 INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
 # Of training and origin. PEFT stores the factors in the same way for both values of fan_in_fan_out.
-WITHOUT_EFFECT = {"base_model_name_or_path", "peft_type", "peft_version", "revision", "task_type", "auto_mapping"}
+WITHOUT_EFFECT = {
+    "base_model_name_or_path",
+    "peft_type",
+    "peft_version",
+    "revision",
+    "task_type",
+    "auto_mapping",
+}
 WITHOUT_EFFECT |= {"corda_config", "eva_config", "loftq_config", "lora_ga_config"}  # of initializations
 WITHOUT_EFFECT |= {"lora_dropout", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size"}
 WITHOUT_EFFECT |= {"fan_in_fan_out"}
@@ -58,7 +65,9 @@ class LoraConfig:
         if not values.get("target_modules"):
             problems.append("target_modules is empty and must name the modules that are adapted")
         if isinstance(values.get("target_modules"), str) and values.get("layers_to_transform"):
-            problems.append("layers_to_transform needs a list of names as target_modules, not a regular expression")
+            problems.append(
+                "layers_to_transform needs a list of names as target_modules, not a regular expression"
+            )
         if problems:
             raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}.")
         known: dict[str, Any] = {name: values[name] for name in CHECKS if name in values}
@@ -120,7 +129,9 @@ class LoraConfig:
 def _not_implemented(values: dict[str, Any]) -> list[str]:
     known = WITHOUT_EFFECT | CHECKS.keys() | {"init_lora_weights"}
     problems = [
-        f"{name} is {shown(value)} and not implemented" for name, value in values.items() if name not in known and value
+        f"{name} is {shown(value)} and not implemented"
+        for name, value in values.items()
+        if name not in known and value
     ]
     start = values.get("init_lora_weights", True)
     if not isinstance(start, bool) and start not in INITIALIZATIONS:

@@ -74,12 +74,16 @@ def _nemo_table(path: Path, task: str) -> np.ndarray:
     tables = {match[1]: tensor for match, tensor in found if match}
     task = next(iter(tables)) if len(tables) == 1 else task
     if task not in tables:
-        raise CheckpointError(f"{path} holds prompts of {listed([*tables]) or 'no task'}: name the soft prompt so.")
+        raise CheckpointError(
+            f"{path} holds prompts of {listed([*tables]) or 'no task'}: name the soft prompt so."
+        )
     settings = read_yaml_object(f"{path}: {NEMO_CONFIG}", container.archive_members[NEMO_CONFIG].text())
     templates = [one for one in settings.get("task_templates") or () if isinstance(one, dict)]
     splits = next((one.get("virtual_token_splits") for one in templates if one.get("taskname") == task), None)
     if isinstance(splits, list) and len(splits) > 1:
-        raise CheckpointError(f"{path} cuts {task} into {len(splits)} places of a text: all must stand before it.")
+        raise CheckpointError(
+            f"{path} cuts {task} into {len(splits)} places of a text: all must stand before it."
+        )
     return check_floating(path, {task: tables[task]})[task].float32()
 
 
@@ -88,7 +92,9 @@ def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
     from ..containers.ranks import ft_sections
 
     lengths = (
-        one.get("prompt_length", "") for one in ft_sections(path.parent).values() if one.get("task_name") == task
+        one.get("prompt_length", "")
+        for one in ft_sections(path.parent).values()
+        if one.get("task_name") == task
     )
     length = next(lengths, "")
     file = MappedFile(followed(path))
@@ -97,7 +103,9 @@ def _ft_table(path: Path, task: str, config: ModelConfig) -> np.ndarray:
     dtype = {P * C * 4: "float32", P * C * 2: "float16"}.get(len(file)) if P else None
     if dtype is None:
         wanted = f"as many rows of {C} as its prompt_length in config.ini, in float32 or float16"
-        raise CheckpointError(f"{path} has {len(file)} bytes, prompt_length is {length!r}, and it must hold {wanted}.")
+        raise CheckpointError(
+            f"{path} has {len(file)} bytes, prompt_length is {length!r}, and it must hold {wanted}."
+        )
     return StoredTensor(file, dtype, (P, C), (C, 1), 0).float32()
 
 
@@ -108,7 +116,9 @@ def _soft_prompt(path: Path, array: np.ndarray, config: ModelConfig) -> SoftProm
     D = config.head_size
     if array.ndim != 2 or array.shape[1] not in (C, 2 * L * C):
         widths = f"{C} (prompt tuning, p-tuning) or {2 * L * C} (prefix tuning)"
-        raise CheckpointError(f"{path} holds {TENSOR} of shape {array.shape}, and this model's widths are {widths}.")
+        raise CheckpointError(
+            f"{path} holds {TENSOR} of shape {array.shape}, and this model's widths are {widths}."
+        )
     P = len(array)
     if not 0 < P < config.n_positions:
         raise CheckpointError(

@@ -78,7 +78,9 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         files = files or sorted(folder.glob(pattern))
     if len(files) > 1:
         names = listed([file.name for file in files], NAMED)
-        raise CheckpointError(f"{folder} holds several files that may be weights: {names}. Name the one to load.")
+        raise CheckpointError(
+            f"{folder} holds several files that may be weights: {names}. Name the one to load."
+        )
     return (files[0], reader_of(files[0])) if files else None
 
 
@@ -90,7 +92,9 @@ def reader_of(file: Path) -> Reader:
     is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # a damaged one
     is_beside_them = any((file.parent / name).is_file() for name in ("config.json", *FILES))
     if is_beside_them and not is_of_weights:
-        raise CheckpointError(f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}.")
+        raise CheckpointError(
+            f"{file} is a file of a checkpoint, and not its weights: give the folder, {file.parent}."
+        )
     found = f"it begins with {peek.head[:8]!r}" if peek.head else "it is empty"
     raise CheckpointError(
         f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
@@ -128,7 +132,9 @@ def shard_of_each_tensor(index: Path) -> dict[str, str]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} has no 'weight_map' of tensor names to shards: download it again.")
-    strange = [shard for shard in weight_map.values() if not isinstance(shard, str) or not _is_plain_name(shard)]
+    strange = [
+        shard for shard in weight_map.values() if not isinstance(shard, str) or not _is_plain_name(shard)
+    ]
     if strange:
         raise CheckpointError(
             f"{index} names the shard {shown(strange[0])}, which is no file name in its own folder: download the "

@@ -56,7 +56,9 @@ class BlockTensor(StoredTensor):
 
     def float32(self) -> np.ndarray:
         values = np.empty(self.shape, np.float32)
-        blocks = np.ndarray((values.size // self.block_values, self.block_bytes), np.uint8, self.file.data, self.offset)
+        blocks = np.ndarray(
+            (values.size // self.block_values, self.block_bytes), np.uint8, self.file.data, self.offset
+        )
         flat = values.reshape(-1, self.block_values)  # (blocks, values of a block)
         for start in range(0, len(blocks), AT_ONCE):
             flat[start : start + AT_ONCE] = decode(self.kind, blocks[start : start + AT_ONCE])
@@ -100,7 +102,9 @@ class _Reader:
         self._need(num_keys, 13)  # bytes at least: lengths, a type and a byte
         metadata = dict(self._named(num_keys, lambda: self._value(self._number("I"))))
         if metadata.get("split.count", 0) not in (0, 1):
-            self._refuse(f"one of {shown(metadata['split.count'])} parts: join them with `llama-gguf-split --merge`")
+            self._refuse(
+                f"one of {shown(metadata['split.count'])} parts: join them with `llama-gguf-split --merge`"
+            )
         self._need(num_tensors, 24)
         places = dict(self._named(num_tensors, self._place_of_tensor))
         alignment = metadata.get("general.alignment", ALIGNMENT)

@@ -41,7 +41,9 @@ def parsing(path: Path, kind: str, *damage: type[Exception]) -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, OverflowError, struct.error, *damage) as error:
-        raise CheckpointError(f"{path} is a damaged {kind} ({str(error)[:MAX_SHOWN]}): download it again.") from error
+        raise CheckpointError(
+            f"{path} is a damaged {kind} ({str(error)[:MAX_SHOWN]}): download it again."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def read_onnx(path: Path) -> Container:
     try:
         import onnx
     except ImportError as error:
-        raise CheckpointError(f"{path} is an ONNX file, which needs onnx: {how_to_install('onnx')}.") from error
+        raise CheckpointError(
+            f"{path} is an ONNX file, which needs onnx: {how_to_install('onnx')}."
+        ) from error
     file = MappedFile(path)
     with parsing(path, "ONNX file", Exception):  # protobuf's errors differ with its implementation
         model = onnx.load_model_from_string(file.data[:])
@@ -114,7 +116,10 @@ class _Reader:
                 raise ValueError(f"two initializers {shown(tensor.name)}")
             self.graph.tensors[str(tensor.name)] = self._tensor(tensor)
         for info in graph.input:
-            sizes = [size.dim_value if size.HasField("dim_value") else None for size in info.type.tensor_type.shape.dim]
+            sizes = [
+                size.dim_value if size.HasField("dim_value") else None
+                for size in info.type.tensor_type.shape.dim
+            ]
             self.graph.inputs.setdefault(str(info.name), tuple(sizes))
         for node in graph.node:
             self._read_node(node)
@@ -134,7 +139,9 @@ class _Reader:
                 attributes[attribute.name] = attribute.s.decode("utf-8", "replace")
             for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 self.read_graph(graph)
-        self.graph.nodes.append(Node(str(node.op_type), inputs, outputs, attributes, node.domain not in DOMAINS))
+        self.graph.nodes.append(
+            Node(str(node.op_type), inputs, outputs, attributes, node.domain not in DOMAINS)
+        )
 
     def _tensor(self, proto: Any) -> StoredTensor:
         shape = tuple(proto.dims)
@@ -160,7 +167,9 @@ class _Reader:
     def _external(self, name: str, external: dict[str, str], size: int) -> tuple[MappedFile, int, int]:
         location = external.get("location", "")
         path = PurePosixPath(location)
-        is_relative = location and not (path.is_absolute() or PureWindowsPath(location).drive or "\\" in location)
+        is_relative = location and not (
+            path.is_absolute() or PureWindowsPath(location).drive or "\\" in location
+        )
         if not is_relative or ".." in path.parts:
             raise CheckpointError(
                 f"{self.file.path} keeps weights in {shown(location)}, which is no file of its folder: refused. Export "

@@ -76,7 +76,9 @@ def latest(folder: Path, tracker: str) -> Path:
     if tracker == MEGATRON_TRACKER and name.isdecimal() and len(name) < 10:
         name = f"iter_{int(name):07}"
     if not re.fullmatch(r"[\w-]{1,200}", name) or not (folder / name).is_dir():
-        raise CheckpointError(f"{folder / tracker} names no folder beside it: give the folder of an iteration.")
+        raise CheckpointError(
+            f"{folder / tracker} names no folder beside it: give the folder of an iteration."
+        )
     with parsing(folder / name, "folder"):
         check_inside(folder / name, folder)
     return folder / name
@@ -96,7 +98,9 @@ def read_megatron(folder: Path) -> Container:
 
 def _megatron_files(folder: Path) -> dict[str, Path]:
     return {
-        rank.name: next((rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0])
+        rank.name: next(
+            (rank / name for name in MEGATRON_FILES if (rank / name).is_file()), rank / MEGATRON_FILES[0]
+        )
         for rank in rank_folders(folder)
     }
 
@@ -126,8 +130,14 @@ def read_deepspeed(folder: Path) -> Container:
 
 
 def _deepspeed_files(folder: Path) -> dict[str, Path]:
-    files = {match[1]: path for path in folder.glob("mp_rank_*") if (match := SHARED_RANK_FILE.fullmatch(path.name))}
-    files |= {rank.name: rank / SHARED_FILE for rank in rank_folders(folder) if (rank / SHARED_FILE).is_file()}
+    files = {
+        match[1]: path
+        for path in folder.glob("mp_rank_*")
+        if (match := SHARED_RANK_FILE.fullmatch(path.name))
+    }
+    files |= {
+        rank.name: rank / SHARED_FILE for rank in rank_folders(folder) if (rank / SHARED_FILE).is_file()
+    }
     if files and any(PIPELINE_FILE.fullmatch(path.name) for path in folder.glob("layer_*")):
         raise CheckpointError(
             f"{folder} holds a file for each layer of a pipeline, which is not implemented: save it without one."
@@ -151,7 +161,9 @@ def read_nemo(path: Path) -> Container:
         for kind, name, data in _tar_members(MappedFile(path)):
             name = name.removeprefix("./")
             if name in members or kind not in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE):
-                raise CheckpointError(f"{path} has a member {name!r} that is a link, or a second one: refused.")
+                raise CheckpointError(
+                    f"{path} has a member {name!r} that is a link, or a second one: refused."
+                )
             if kind != tarfile.DIRTYPE:
                 members[name] = Member(path, data)
     return _nemo(path, members)
@@ -190,8 +202,12 @@ def read_unpacked_nemo(folder: Path) -> Container:
 
 def _nemo(path: Path, members: dict[str, Member]) -> Container:
     if NEMO_CONFIG not in members:
-        raise CheckpointError(f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file.")
-    weights = {name.rpartition("/")[0]: member for name, member in members.items() if name.endswith(NEMO_WEIGHTS)}
+        raise CheckpointError(
+            f"{path} is an archive without {NEMO_CONFIG}: it is not NeMo's. Give another file."
+        )
+    weights = {
+        name.rpartition("/")[0]: member for name, member in members.items() if name.endswith(NEMO_WEIGHTS)
+    }
     others = {name: member for name, member in members.items() if not name.endswith(NEMO_WEIGHTS)}
     if not weights:
         raise CheckpointError(f"{path} holds no {NEMO_WEIGHTS}: download it again.")
@@ -233,7 +249,8 @@ def read_ft_folder(folder: Path) -> Container:
     """Return tensors of one dimension and, as metadata, the sections of config.ini."""
     sections = ft_sections(folder)
     given = next(
-        (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section), "fp32"
+        (section["weight_data_type"] for section in sections.values() if "weight_data_type" in section),
+        "fp32",
     )
     if given not in FT_DTYPES:
         raise CheckpointError(
@@ -244,6 +261,8 @@ def read_ft_folder(folder: Path) -> Container:
         file = MappedFile(path)
         count, rest = divmod(len(file), ITEMSIZE[dtype])
         if rest:
-            raise CheckpointError(f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again.")
+            raise CheckpointError(
+                f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again."
+            )
         tensors[path.stem] = StoredTensor(file, dtype, (count,), (1,), 0)
     return Container(FT_FOLDER, tensors, sections)

@@ -72,13 +72,17 @@ class Float8Tensor(StoredTensor):
 def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return each float8 tensor with its scales. Raise CheckpointError if they are absent or do not fit."""
     scaled = {name for name, tensor in tensors.items() if tensor.dtype == IN_FILES}
-    joined = {name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}}
+    joined = {
+        name: tensor for name, tensor in tensors.items() if name.removesuffix(SCALE) not in scaled - {name}
+    }
     for name in scaled:
         codes = tensors[name]
         scales = tensors.get(name + SCALE)
         fits = scales is not None and scales.dtype == "float32" and len(scales.shape) == len(codes.shape)
         if not fits or not all(n in (1, size) for n, size in zip(scales.shape, codes.shape, strict=True)):
-            raise CheckpointError(f"{path} holds {name} as float8 without its scales: convert the checkpoint again.")
+            raise CheckpointError(
+                f"{path} holds {name} as float8 without its scales: convert the checkpoint again."
+            )
         joined[name] = Float8Tensor(codes.file, NAME, codes.shape, codes.strides, codes.offset, scales)
     return joined
 
@@ -86,7 +90,13 @@ def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, St
 MAX_HEADER = 100_000_000  # bytes, the library's bound
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 # The format's name, and bytes of an element.
-WRITTEN = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "U8": ("U8", 1), NAME: (IN_FILES, 1)}
+WRITTEN = {
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "U8": ("U8", 1),
+    NAME: (IN_FILES, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +135,9 @@ def read_safetensors(path: Path) -> Container:
     return Container("safetensors", tensors, metadata)
 
 
-def write_tensors(path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], boundary: int = 8) -> None:
+def write_tensors(
+    path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], boundary: int = 8
+) -> None:
     """Write a safetensors file, tensor by tensor, and flush it. The data begins at a multiple of `boundary`."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0

@@ -62,7 +62,9 @@ def find_tf_index(folder: Path) -> Path | None:
 def read_tf_bundle(path: Path) -> Container:
     """Return the variables of a bundle, given its index. Raise CheckpointError if a file is damaged or too new."""
     if find_spec("google_crc32c") is None:
-        raise CheckpointError(f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}.")
+        raise CheckpointError(
+            f"{path} is TensorFlow's, whose checksums need google-crc32c: {how_to_install('tf')}."
+        )
     with parsing(path, "index of TensorFlow's"):
         variables = _read_index(path)
     places: dict[MappedFile, list[range]] = {}
@@ -118,9 +120,13 @@ def _num_shards(path: Path, header: bytes) -> int:
     fields = dict(_fields(header))
     num_shards = fields.get(1, 0)
     if not isinstance(num_shards, int):  # SavedTensorSliceMeta, in the place of the header
-        raise CheckpointError(f"{path} is in TensorFlow's first format, from before 2017: save it again in the second.")
+        raise CheckpointError(
+            f"{path} is in TensorFlow's first format, from before 2017: save it again in the second."
+        )
     if fields.get(2) == BIG_ENDIAN:
-        raise CheckpointError(f"{path} was saved on a big-endian machine: save it again on a little-endian one.")
+        raise CheckpointError(
+            f"{path} was saved on a big-endian machine: save it again on a little-endian one."
+        )
     consumer = dict(_fields(fields.get(3, b""))).get(2, 0)
     if consumer not in (0, 1) or not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"{num_shards} data files, for readers of version {consumer}")
@@ -177,7 +183,9 @@ def _records_of(data: bytes, start: int, size: int) -> Iterator[tuple[bytes, byt
     stop -= 4 + 4 * int.from_bytes(data[stop - 4 : stop], "little")
     key = b""
     while start < stop:
-        shared, rest, length, start = _varints(data, 3, start, stop)  # of the key before, this key and the value
+        shared, rest, length, start = _varints(
+            data, 3, start, stop
+        )  # of the key before, this key and the value
         if shared > len(key) or shared + rest > MAX_KEY or rest + length > stop - start:
             raise ValueError("a record reaches outside its block, or has too long a key")
         key = key[:shared] + data[start : start + rest]

@@ -48,7 +48,9 @@ def is_torch(peek: Peek) -> bool:
 def read_torch(path: Path) -> Container:
     """Return the tensors of a state dict. Raise CheckpointError if the file is damaged, hostile or holds more."""
     file, format, structure, storages = _open(path, has_stubs=False)
-    others = [str(k) for k, v in structure.items() if not isinstance(k, str) or not isinstance(v, StridedView)]
+    others = [
+        str(k) for k, v in structure.items() if not isinstance(k, str) or not isinstance(v, StridedView)
+    ]
     if others:
         raise CheckpointError(
             f"{path} must hold a state dict (tensors by name) and holds something else under: {listed(others)}. Save "
@@ -74,7 +76,9 @@ def read_training_checkpoint(path: Path, part: range | None = None) -> Container
             raise CheckpointError(f"{path} has {len(file)} bytes and names of more: it is hostile.")
     views = {name: value for name, value in found.items() if isinstance(value, StridedView)}
     unreadable = {
-        name: StoredTensor(file, stub.name, (), (), 0) for name, stub in found.items() if isinstance(stub, Stub)
+        name: StoredTensor(file, stub.name, (), (), 0)
+        for name, stub in found.items()
+        if isinstance(stub, Stub)
     }
     return Container(format, {**_tensors(file, views, storages), **unreadable}, fields_of(structure))
 
@@ -91,11 +95,15 @@ def _open(
     return file, "torch zip" if is_zip else "torch legacy", structure, storages
 
 
-def _flat(structure: dict, path: tuple[str, ...], visits: Iterator[int]) -> Iterator[tuple[str, StridedView | Stub]]:
+def _flat(
+    structure: dict, path: tuple[str, ...], visits: Iterator[int]
+) -> Iterator[tuple[str, StridedView | Stub]]:
     """Yield the tensors in nested dictionaries, and Stubs of unreadable ones. A pickle may contain itself."""
     for key, value in structure.items():
         if next(visits) > MAX_VISITS:
-            raise CheckpointError("a torch file holds dictionaries in dictionaries without end: it is hostile.")
+            raise CheckpointError(
+                "a torch file holds dictionaries in dictionaries without end: it is hostile."
+            )
         name = (*path, str(key))
         is_unreadable = isinstance(value, Stub) and UNREADABLE.search(value.name.rpartition(".")[2])
         if isinstance(value, StridedView) or is_unreadable:
@@ -140,7 +148,9 @@ def _read_zip(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Archive
         raise CheckpointError(f"{file.path} is a zip archive without data.pkl: no torch.save wrote it.")
     if "byteorder" in entries and entries["byteorder"].read() != b"little":
         raise CheckpointError(f"{file.path} was saved on a big-endian machine: convert it to safetensors.")
-    storages = {name.removeprefix("data/"): entry for name, entry in entries.items() if name.startswith("data/")}
+    storages = {
+        name.removeprefix("data/"): entry for name, entry in entries.items() if name.startswith("data/")
+    }
     return load_pickle(io.BytesIO(entries["data.pkl"].read()), file.path, has_stubs)[0], storages
 
 
@@ -150,7 +160,9 @@ def _zip_entries(file: MappedFile) -> dict[str, ArchiveMember]:
     with parsing(file.path, "zip archive", zipfile.BadZipFile, NotImplementedError, EOFError):
         with zipfile.ZipFile(cast(Any, file.data)) as archive:
             infos = archive.infolist()
-        has_checksums = any(info.CRC for info in infos)  # torch.serialization.set_crc32_options(False): all are 0
+        has_checksums = any(
+            info.CRC for info in infos
+        )  # torch.serialization.set_crc32_options(False): all are 0
         for info in infos:
             name = info.filename.partition("/")[2]
             is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
@@ -183,7 +195,9 @@ def _read_legacy(file: MappedFile, has_stubs: bool) -> tuple[Any, dict[str, Arch
     keys, _ = load()
     unknown = sorted({storage.dtype for storage in named.values()} - set(ITEM_BYTES))
     if unknown:  # the next ones' begin is not known
-        raise CheckpointError(f"{file.path} holds {listed(unknown)}, which are not implemented: save it without them.")
+        raise CheckpointError(
+            f"{file.path} holds {listed(unknown)}, which are not implemented: save it without them."
+        )
     if not isinstance(keys, list) or any(type(key) is not str or key not in named for key in keys):
         raise CheckpointError(f"{file.path} lists storages that no tensor uses: download it again.")
     storages, position = {}, file.data.tell()

@@ -156,7 +156,9 @@ class TorchUnpickler(pickle._Unpickler):
         if type(storage) is not Storage or type(shape) is not tuple or type(strides) is not tuple:
             raise ValueError("a tensor without a storage, sizes and strides")
         if len(shape) != len(strides) or not all(map(is_possible_shape, ([offset], shape, strides))):
-            raise ValueError(f"a tensor of an impossible shape, {len(shape)} sizes and {len(strides)} strides")
+            raise ValueError(
+                f"a tensor of an impossible shape, {len(shape)} sizes and {len(strides)} strides"
+            )
         return StridedView(storage, offset, shape, strides)
 
 
@@ -186,4 +188,8 @@ def read_plain_pickle(path: Path) -> Any:
 def fields_of(value: Any) -> dict[str, Any]:
     """Return the items of a dict, or an object's attributes (argparse's Namespace), whose names are texts."""
     fields = value.state if isinstance(value, Stub) else value
-    return {name: field for name, field in fields.items() if isinstance(name, str)} if isinstance(fields, dict) else {}
+    return (
+        {name: field for name, field in fields.items() if isinstance(name, str)}
+        if isinstance(fields, dict)
+        else {}
+    )

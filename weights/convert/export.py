@@ -42,7 +42,9 @@ class NamedTensor:
 
 def write_safetensors(folder: Path, checkpoint: Checkpoint, dtype: str) -> Path:
     """Write model.safetensors as transformers' save_pretrained does."""
-    entries = {part.name: Entry(dtype, part.shape, partial(_read, part, dtype)) for part in parts_of(checkpoint)}
+    entries = {
+        part.name: Entry(dtype, part.shape, partial(_read, part, dtype)) for part in parts_of(checkpoint)
+    }
     write_tensors(folder / SAFETENSORS, entries, {"format": "pt"})
     return folder / SAFETENSORS
 
@@ -85,7 +87,9 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
         shape = rule.transform.stored_shape(shapes[name], count)
         for i, source in enumerate(rule.sources):
             array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
-            yield NamedTensor(layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED))
+            yield NamedTensor(
+                layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED)
+            )
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:

@@ -38,9 +38,13 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
     config = checkpoint.config
     check_gguf(checkpoint, dtype)
     keys = _keys(config, dtype, checkpoint.path.stem) | _tokenizer_keys(config, tokenizer)
-    shapes = {name: shape for name, shape in parameter_shapes(config).items() if name != HEAD or not checkpoint.tied}
+    shapes = {
+        name: shape for name, shape in parameter_shapes(config).items() if name != HEAD or not checkpoint.tied
+    }
     # Norms, biases and positions stay float32.
-    dtypes = {name: "float32" if len(shape) == 1 or name == POSITIONS else dtype for name, shape in shapes.items()}
+    dtypes = {
+        name: "float32" if len(shape) == 1 or name == POSITIONS else dtype for name, shape in shapes.items()
+    }
     named = {NAMES.of(name): (shape, dtypes[name]) for name, shape in shapes.items()}
     return _write(folder / FILE, keys, named, (_bytes(checkpoint, name, dtypes[name]) for name in shapes))
 
@@ -51,14 +55,18 @@ def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.
     return _write(path, keys, shapes, (np.asarray(array, "<f4").tobytes() for array in tensors.values()))
 
 
-def _write(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]) -> Path:
+def _write(
+    path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]
+) -> Path:
     """tensors: shapes and dtypes."""
     out = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))]
     offset = 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]
     for name, (shape, dtype) in tensors.items():
         kind, _, values, size = TYPES[dtype]
-        out.append(_string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset))
+        out.append(
+            _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
+        )
         offset += _padded(math.prod(shape) // values * size)
     with path.open("wb") as file:
         file.write(_with_padding(b"".join(out)))
@@ -118,7 +126,9 @@ def _keys(config: ModelConfig, dtype: str, name: str) -> dict[str, Any]:
 def _tokenizer_keys(config: ModelConfig, tokenizer: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a token for each row of the vocabulary: without a text, an unused token."""
     ends = {"bos_token_id": config.bos_token_id, "eos_token_id": next(iter(config.eos_token_ids), None)}
-    keys = {f"tokenizer.ggml.{key}": i for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size}
+    keys = {
+        f"tokenizer.ggml.{key}": i for key, i in ends.items() if i is not None and 0 <= i < config.vocab_size
+    }
     if tokenizer is None:
         size = f"{_architecture_of(config)}.vocab_size"
         return {**keys, "tokenizer.ggml.model": "none", size: config.vocab_size}

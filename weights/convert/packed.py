@@ -46,7 +46,9 @@ class PackedCheckpoint:
         file = path / PACKED_FILE
         for name in FILES:
             if (path / name).exists():
-                raise CheckpointError(f"{path} holds both {PACKED_FILE} and {name}: move one to another folder.")
+                raise CheckpointError(
+                    f"{path} holds both {PACKED_FILE} and {name}: move one to another folder."
+                )
         config = read_config(path)
         try:
             packed = read_safetensors(file)
@@ -108,7 +110,9 @@ def write_packed(folder: Path, arrays: Mapping[str, np.ndarray], metadata: Mappi
 
 def _check_metadata(file: Path, metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is a safetensors file that was not made by tinygpt's convert: {CONVERT_AGAIN}")
+        raise CheckpointError(
+            f"{file} is a safetensors file that was not made by tinygpt's convert: {CONVERT_AGAIN}"
+        )
     if metadata.get("version") != VERSION:
         raise CheckpointError(
             f"{file} is in version {metadata.get('version')} of its format and this tinygpt reads version {VERSION}: "
@@ -125,7 +129,9 @@ def _differences(stored: Mapping[str, StoredTensor], layout: Layout) -> Iterable
         (shape, dtype), tensor = layout[name], stored[name]
         if tensor.shape != shape or tensor.dtype != STORED[dtype.name]:
             yield f"{name} is {tensor.dtype} {tensor.shape} and should be {STORED[dtype.name]} {shape}"
-        elif tensor.offset % (BOUNDARY if dtype.itemsize * np.prod(shape) % BOUNDARY == 0 else dtype.itemsize):
+        elif tensor.offset % (
+            BOUNDARY if dtype.itemsize * np.prod(shape) % BOUNDARY == 0 else dtype.itemsize
+        ):
             yield f"{name} does not start on its boundary"
 
 

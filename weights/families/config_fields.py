@@ -44,7 +44,9 @@ def checked_config(
     return ModelConfig(**fields, **structure, eos_token_ids=_as_tuple(values["eos_token_id"]))
 
 
-def written_config(model_type: str, architecture: str, config: ModelConfig, names: Mapping[str, str]) -> dict[str, Any]:
+def written_config(
+    model_type: str, architecture: str, config: ModelConfig, names: Mapping[str, str]
+) -> dict[str, Any]:
     """Return the fields of a config.json. names: ModelConfig's names by the written ones."""
     ids = list(config.eos_token_ids)
     fields = {theirs: getattr(config, ours) for theirs, ours in names.items()}
@@ -93,9 +95,15 @@ CHECKS: Checks = {
     "scale_attn_by_inverse_layer_idx": BOOLEAN,
     "reorder_and_upcast_attn": BOOLEAN,
     "tie_word_embeddings": BOOLEAN,
-    "layer_norm_epsilon": (lambda value: is_number(value) and 0 <= value <= sys.float_info.max, "a number from 0 up"),
+    "layer_norm_epsilon": (
+        lambda value: is_number(value) and 0 <= value <= sys.float_info.max,
+        "a number from 0 up",
+    ),
     "bos_token_id": (lambda value: value is None or is_whole(value), "a token id or null"),
-    "eos_token_id": (lambda value: all(map(is_whole, _as_tuple(value))), "a token id, a list of token ids or null"),
+    "eos_token_id": (
+        lambda value: all(map(is_whole, _as_tuple(value))),
+        "a token id, a list of token ids or null",
+    ),
 }
 
 
@@ -122,7 +130,11 @@ def config_of_parts(
     values = {"bos_token_id": end, "eos_token_id": end, **guessed, **beside, **seen, **said}
     if values.get("n_head") is None:
         width = values.get("n_embd")
-        heads = f'{{"n_head": {width // 64}}} if they have 64 columns' if is_whole(width) and width >= 64 else "n_head"
+        heads = (
+            f'{{"n_head": {width // 64}}} if they have 64 columns'
+            if is_whole(width) and width >= 64
+            else "n_head"
+        )
         place = source.folder / "config.json"
         raise source.error(f"does not say how many heads its model has: write {place} with {heads}.")
     refuse_other_heads(source, values["n_head"])
@@ -133,7 +145,9 @@ def config_of_parts(
 def refuse_other_heads(source: Source, n_head: Any) -> None:
     """Raise CheckpointError if the files' n_head is not that of a config.json: shapes fit either."""
     if (beside := (source.config_json or {}).get("n_head")) not in (None, n_head):
-        raise source.error(f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one.")
+        raise source.error(
+            f"has n_head {shown(n_head)}, and config.json beside it {shown(beside)}: correct that one."
+        )
 
 
 class Shapes:
@@ -150,12 +164,16 @@ class Shapes:
     def size(self, name: str, axis: int) -> int:
         """Raise CheckpointError if the tensor or the axis is absent."""
         if name not in self._shapes or len(self._shapes[name]) <= axis:
-            raise self._source.error(f"holds no tensor {name} of {axis + 1} dimensions or more, which shows a size.")
+            raise self._source.error(
+                f"holds no tensor {name} of {axis + 1} dimensions or more, which shows a size."
+            )
         return self._shapes[name][axis]
 
     def sizes(self, embedding: str, positions: str, inner: tuple[str, int], layer: str) -> dict[str, int]:
         """Return ModelConfig's sizes. inner: a tensor and its axis; layer: the names' beginning before the number."""
-        numbers = [int(found[1]) for name in self._shapes if (found := re.match(rf"{layer}(\d{{1,9}})[./]", name))]
+        numbers = [
+            int(found[1]) for name in self._shapes if (found := re.match(rf"{layer}(\d{{1,9}})[./]", name))
+        ]
         return {
             "vocab_size": self.size(embedding, 0),
             "n_embd": self.size(embedding, 1),

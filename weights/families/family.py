@@ -104,7 +104,9 @@ def as_is(axis: int | None = None) -> Transform:
 
 
 AS_IS = as_is()
-TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])  # (in, out)
+TRANSPOSED = Transform(
+    lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T]
+)  # (in, out)
 
 
 def qkv_by_heads(order: str, head_size: int) -> Transform:
@@ -114,7 +116,9 @@ def qkv_by_heads(order: str, head_size: int) -> Transform:
 
     def of_part(array: np.ndarray) -> np.ndarray:
         rest = array.shape[1:]
-        ordered = array.reshape(*sizes, *rest).transpose(*axes, *range(3, 3 + len(rest)))  # (3, heads, head size, ...)
+        ordered = array.reshape(*sizes, *rest).transpose(
+            *axes, *range(3, 3 + len(rest))
+        )  # (3, heads, head size, ...)
         return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
 
     def of_whole(array: np.ndarray) -> np.ndarray:

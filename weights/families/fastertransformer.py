@@ -37,7 +37,11 @@ _ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {
 _INSTANCE = "ft_instance_hyperparameter"
 _VARIANTS: dict[str, dict[str, str]] = {
     "opt-pre": {"activation_type": "relu"},
-    "opt-post": {"activation_type": "relu", "layernorm_type": "post_layernorm", "has_post_decoder_layernorm": "false"},
+    "opt-post": {
+        "activation_type": "relu",
+        "layernorm_type": "post_layernorm",
+        "has_post_decoder_layernorm": "false",
+    },
     "bloom-pre": {
         "has_positional_encoding": "false",
         "use_attention_linear_bias": "true",
@@ -108,7 +112,9 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     has_bias = found["use_attention_linear_bias"] == "true"
     if has_bias != (found["has_positional_encoding"] == "false"):
         wrong += ["has_positional_encoding", "use_attention_linear_bias"]
-    if has_bias and "norm_placement" in structure:  # BLOOM's residual from after its layer norm is not implemented
+    if (
+        has_bias and "norm_placement" in structure
+    ):  # BLOOM's residual from after its layer norm is not implemented
         wrong += ["layernorm_type", "use_attention_linear_bias"]
     if wrong:
         named = "; ".join(
@@ -170,7 +176,9 @@ FAMILY = Family(
     rules=_rules,
     named=_named,
     is_ignored=lambda name: (  # soft prompts, and int8 copies
-        "model.prompt_table." in name or ".int8" in name or name.endswith((".scale", ".scale_inter", ".scale_out"))
+        "model.prompt_table." in name
+        or ".int8" in name
+        or name.endswith((".scale", ".scale_inter", ".scale_out"))
     ),
     parts=_parts,
     quirks=_quirks,

@@ -34,12 +34,16 @@ def _config(source: Source) -> ModelConfig:
     metadata = source.container.metadata
     name = next((name for name in ARCHITECTURES if name == metadata[ARCHITECTURE]), None)
     if name is None:
-        raise source.error(f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'.")
+        raise source.error(
+            f"holds the architecture {shown(metadata[ARCHITECTURE])} and must hold 'gpt2' or 'bloom'."
+        )
     said = {field: metadata[key.format(name)] for field, key in KEYS.items() if key.format(name) in metadata}
     seen = {"vocab_size": Shapes(source).size(NAMES.of(EMBEDDING), 0)}
     config = config_of_parts(source, "its header", _FIXED[name], seen, said, ARCHITECTURES[name])
     if name == "bloom" and config.inner_size != 4 * config.n_embd:
-        raise source.error(f"is a BLOOM with MLPs of {config.inner_size}, which must be 4 times {config.n_embd}.")
+        raise source.error(
+            f"is a BLOOM with MLPs of {config.inner_size}, which must be 4 times {config.n_embd}."
+        )
     return config
 
 

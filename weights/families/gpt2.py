@@ -17,7 +17,9 @@ ALIASES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
-_CHECKS = {"add_cross_attention": (lambda value: not value, "false, because cross-attention is not implemented")}
+_CHECKS = {
+    "add_cross_attention": (lambda value: not value, "false, because cross-attention is not implemented")
+}
 # Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
 _CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
@@ -61,7 +63,9 @@ def _rules(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 def config_json(config: ModelConfig) -> dict[str, Any]:
-    names = {name: name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE)}
+    names = {
+        name: name for name in ModelConfig.__dataclass_fields__ if name not in ("eos_token_ids", *STRUCTURE)
+    }
     return written_config("gpt2", "GPT2LMHeadModel", config, names)
 
 
@@ -87,7 +91,11 @@ FAMILY = Family(
 
 # OpenAI's files: TensorFlow's variables (openai/gpt-2, src/model.py), and hparams.json next to them.
 
-_HPARAMS = {"n_ctx": "n_positions", "n_vocab": "vocab_size", **{name: name for name in ("n_embd", "n_head", "n_layer")}}
+_HPARAMS = {
+    "n_ctx": "n_positions",
+    "n_vocab": "vocab_size",
+    **{name: name for name in ("n_embd", "n_head", "n_layer")},
+}
 WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array: array[0].T)
 # Variables of further training: the optimizer's averages, and counts of steps.
 _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")

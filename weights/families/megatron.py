@@ -50,7 +50,9 @@ NAMES = Names("layers", {**_TOP, "ln_f": "final_layernorm"}, ATTENTION + MLP)
 
 
 def has_names(source: Source) -> bool:
-    return any(name.endswith("word_embeddings.weight") and "embedding." in name for name in source.container.tensors)
+    return any(
+        name.endswith("word_embeddings.weight") and "embedding." in name for name in source.container.tensors
+    )
 
 
 def rank_of(name: str) -> tuple[int, int, str]:
@@ -71,7 +73,9 @@ def named(source: Source) -> Iterable[NamedTensor]:
     local = 1 + max((int(layer[1]) for layer in layers if layer), default=-1)
     for rank, pipeline, name, file_name, tensor in found:
         model = _MODEL.match(name)
-        virtual = int(model[1] or 0) if model else 0  # `model1` is the second of the parts that alternate on a GPU
+        virtual = (
+            int(model[1] or 0) if model else 0
+        )  # `model1` is the second of the parts that alternate on a GPU
         yield NamedTensor(name_of(name, (virtual * stages + pipeline) * local), file_name, tensor, rank)
 
 
@@ -141,7 +145,9 @@ def _first_rank(source: Source) -> Mapping[str, Any]:
 
 def _version_of(source: Source) -> int:
     """Return checkpoint_version; without one, the last for Megatron core and NeMo, or the first."""
-    is_new = source.container.archive_members or any(".linear_qkv." in name for name in source.container.tensors)
+    is_new = source.container.archive_members or any(
+        ".linear_qkv." in name for name in source.container.tensors
+    )
     version = _first_rank(source).get("checkpoint_version", 3 if is_new else 0)
     if type(version) not in (int, float) or version not in _ROW_ORDERS:
         raise source.error(f"is of checkpoint_version {shown(version)}, which is not implemented.")
@@ -164,7 +170,8 @@ def config_of(
     given = {
         ours: _number(value)
         for theirs, ours in _SIZES.items()
-        if (value := settings.get(theirs)) is not None and not (isinstance(value, str) and value.startswith("${"))
+        if (value := settings.get(theirs)) is not None
+        and not (isinstance(value, str) and value.startswith("${"))
     }
     # The one model that was published without settings has 16 heads.
     heads = 16 if not settings and seen["n_embd"] == 1024 else None
@@ -208,7 +215,9 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
         for axis, name in enumerate(("tensor_model_parallel_size", "pipeline_model_parallel_size"))
     )
     if len(ranks) != tp * pp or any(t >= tp or p >= pp for t, p in ranks):
-        raise source.error(f"holds {len(ranks)} of {tp} x {pp} ranks (tensor x pipeline): give the whole folder.")
+        raise source.error(
+            f"holds {len(ranks)} of {tp} x {pp} ranks (tensor x pipeline): give the whole folder."
+        )
 
 
 # The axis of the parameter along which GPUs have shared it.
@@ -265,7 +274,9 @@ def _without_bias(source: Source) -> tuple[str, ...]:
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
     quirks = [f"checkpoint_version {_version_of(source)}: queries, keys and values brought into one order"]
     if not settings_of(source):
-        quirks.append(f"{config.n_head} heads and {config.activation_function}, as the files have no settings")
+        quirks.append(
+            f"{config.n_head} heads and {config.activation_function}, as the files have no settings"
+        )
     return quirks
 
 
@@ -280,7 +291,9 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     try:
         ids = json.loads(vocab.text())
     except (ValueError, RecursionError) as error:
-        raise source.error("has a vocabulary that is not valid JSON: download it again, or give token ids.") from error
+        raise source.error(
+            "has a vocabulary that is not valid JSON: download it again, or give token ids."
+        ) from error
     lines = merges.text().removesuffix("\n").split("\n")
     end = "<|endoftext|>"
     has_end = isinstance(ids, dict) and type(ids.get(end)) is int
@@ -338,14 +351,18 @@ def _config_of_experts(source: Source) -> ModelConfig:
     gates = {int(found[1]): one.tensor.shape for one in tensors if (found := _IN_GATE.fullmatch(one.name))}
     numbers = {shape[0] for shape in gates.values() if len(shape) == 2}
     if len(numbers) != 1:
-        raise source.error(f"has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number.")
+        raise source.error(
+            f"has layers of {listed(sorted(map(str, numbers)))} experts: it must be one number."
+        )
     (num_experts,) = numbers
     per_token = settings.get("topk", 1)
     # The list of missing tensors has to be in proportion to the files.
     found = sum(".mlp.experts." in one.name for one in tensors)
     wanted = num_experts * len(gates)
     if found < wanted:
-        raise source.error(f"has gates for {wanted} experts and {found} tensors of experts: give the whole folder.")
+        raise source.error(
+            f"has gates for {wanted} experts and {found} tensors of experts: give the whole folder."
+        )
     if type(per_token) is not int or not 1 <= per_token <= num_experts:
         raise source.error(f"has topk {shown(per_token)} of {num_experts} experts.")
     structure = {

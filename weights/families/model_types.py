@@ -32,7 +32,9 @@ class ModelType:
     defaults: Fields
     fields: Mapping[str, str]
     structure: Callable[[Fields], dict[str, Any]]
-    rule: Callable[[str, TensorRule, ModelConfig, Fields], TensorRule] = lambda parameter, usual, config, fields: usual
+    rule: Callable[[str, TensorRule, ModelConfig, Fields], TensorRule] = (
+        lambda parameter, usual, config, fields: usual
+    )
     aliases: Mapping[str, str] = field(default_factory=dict)
     computed: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     checks: Checks = field(default_factory=dict)
@@ -47,7 +49,12 @@ class ModelType:
         """Return the configuration. Raise one CheckpointError for all impossible or unknown fields."""
         aliased = {ours: value for ours, value in renamed(fields, self.aliases).items() if value is not None}
         fields = {**self.defaults, **fields, **aliased}
-        inner = {f"{k}.{name}": v for k, one in fields.items() if isinstance(one, Mapping) for name, v in one.items()}
+        inner = {
+            f"{k}.{name}": v
+            for k, one in fields.items()
+            if isinstance(one, Mapping)
+            for name, v in one.items()
+        }
         values = {**fields, **inner, **self.computed(fields), **renamed(fields, self.fields)}
         return checked_config(values, generation, self.checks, structure=self.structure(fields))
 
@@ -74,7 +81,9 @@ class ModelType:
             name=self.family_name,
             described_by="config.json",
             detect=lambda source: source.model_type == self.name,
-            config=lambda source: self.model_config(source.config_json or {}, source.json("generation_config.json")),
+            config=lambda source: self.model_config(
+                source.config_json or {}, source.json("generation_config.json")
+            ),
             rules=lambda source, config: self.rules(config, source.config_json or {}),
             named=partial(named_by, self._short_name),
             is_ignored=lambda name: name in self.ignored or is_ignored(name),
@@ -88,13 +97,24 @@ class ModelType:
 
 # GPT-1 (Radford et al., 2018): GPT-2 with its layer norms after the blocks.
 
-_GPT1_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "swish"}  # as its code computes them
+_GPT1_ACTIVATIONS = {
+    "gelu": "gelu_new",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "swish",
+}  # as its code computes them
 OPENAI_GPT = ModelType(
     "openai-gpt",
     "GPT-1",
     prefix="transformer.",
     names=Names("h", {"wte": "tokens_embed", "wpe": "positions_embed", "lm_head": "lm_head"}),
-    defaults={"vocab_size": 40478, "n_positions": 512, "afn": "gelu", "bos_token_id": None, "eos_token_id": None},
+    defaults={
+        "vocab_size": 40478,
+        "n_positions": 512,
+        "afn": "gelu",
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     aliases=ALIASES,
     fields={},
     computed=lambda fields: {
@@ -112,7 +132,14 @@ OPENAI_GPT = ModelType(
 _BLOOM_ATTENTION = ("input_layernorm", "self_attention.query_key_value", "self_attention.dense")
 _BLOOM_MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _BLOOM_FIELDS = {"hidden_size": "n_embd", "seq_length": "n_positions"}
-_BLOOM_WRITTEN = ("vocab_size", "n_layer", "n_head", "layer_norm_epsilon", "tie_word_embeddings", "bos_token_id")
+_BLOOM_WRITTEN = (
+    "vocab_size",
+    "n_layer",
+    "n_head",
+    "layer_norm_epsilon",
+    "tie_word_embeddings",
+    "bos_token_id",
+)
 _BLOOM_SIZES = {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "seq_length": 2048}
 
 

@@ -17,11 +17,21 @@ from .family import NO_BIAS, Family, NamedTensor, Source, TensorRule, named_by
 from .gpt2 import canonical_name, is_causal_mask, named
 from .tokenizers import character_tokenizer
 
-_ARGUMENTS = {"block_size": "n_positions", **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")}}
+_ARGUMENTS = {
+    "block_size": "n_positions",
+    **{name: name for name in ("vocab_size", "n_layer", "n_head", "n_embd")},
+}
 _BESIDE = "beside the model: "
 _PLAIN_NAME = re.compile(r"\w[\w.-]*")
 # minGPT's config.json may name one of its sizes instead of giving numbers: the heads of each.
-_MINGPT_HEADS = {"gpt2": 12, "openai-gpt": 12, "gpt2-medium": 16, "gpt2-large": 20, "gpt2-xl": 25, "gopher-44m": 16}
+_MINGPT_HEADS = {
+    "gpt2": 12,
+    "openai-gpt": 12,
+    "gpt2-medium": 16,
+    "gpt2-large": 20,
+    "gpt2-xl": 25,
+    "gopher-44m": 16,
+}
 _MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
 
 
@@ -38,7 +48,9 @@ def _is_mingpt(source: Source) -> bool:
 
 
 def _named_model(source: Source) -> Iterable[NamedTensor]:
-    return named_by(lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source)
+    return named_by(
+        lambda name: canonical_name(name) if name.startswith("model.") else _BESIDE + name, source
+    )
 
 
 def _nanogpt_config(source: Source) -> ModelConfig:
@@ -54,7 +66,9 @@ def _mingpt_config(source: Source) -> ModelConfig:
     heads = model.get("n_head") or _MINGPT_HEADS.get(str(model.get("model_type")))
     seen = shapes.sizes("wte.weight", "wpe.weight", ("h.0.mlp.c_fc.weight", 0), r"h\.")
     seen["tie_word_embeddings"] = HEAD not in shapes
-    return config_of_parts(source, "the checkpoint", {"n_head": heads, "activation_function": "gelu_new"}, seen)
+    return config_of_parts(
+        source, "the checkpoint", {"n_head": heads, "activation_function": "gelu_new"}, seen
+    )
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
@@ -64,7 +78,9 @@ def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
     if not isinstance(has_bias, bool):
         stored = set(map(canonical_name, source.container.tensors))
         has_bias = any(name in stored for name in names if name.endswith(".bias"))
-    return {name: NO_BIAS if name.endswith(".bias") and not has_bias else TensorRule((name,)) for name in names}
+    return {
+        name: NO_BIAS if name.endswith(".bias") and not has_bias else TensorRule((name,)) for name in names
+    }
 
 
 def _tokenizer(source: Source) -> dict[str, Any] | None:

@@ -20,7 +20,13 @@ _NAME = re.compile(
     r"h\.\d{1,6}\.(?:ln_[12]|attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.(?:weight|bias))(?:_merged_\d+)?"
 )
 _QUANTIZED = re.compile(r".*(_quantized|_scale|_zero_point|_Q4|_Q4G\d*)")
-_QUANTIZED_NODES = {"MatMulNBits", "QAttention", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "MatMulInteger"}
+_QUANTIZED_NODES = {
+    "MatMulNBits",
+    "QAttention",
+    "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat",
+    "MatMulInteger",
+}
 _ACTIVATIONS = {"Tanh": "gelu_new", "FastGelu": "gelu_new", "Erf": "gelu", "BiasGelu": "gelu", "Relu": "relu"}
 _UNUSED = "of the graph: "
 _MAX_CONSTANT = 1  # elements of a constant that is no weight
@@ -33,7 +39,9 @@ def _named(source: Source) -> Iterable[NamedTensor]:
         found = _NAME.fullmatch(name)
         if found and found[1] not in seen:
             seen.add(found[1])
-            is_table = found[1] == HEAD and head is not None  # an embedding that was merged with its tied head
+            is_table = (
+                found[1] == HEAD and head is not None
+            )  # an embedding that was merged with its tied head
             yield NamedTensor(EMBEDDING if is_table else found[1], name, tensor)
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)
@@ -52,7 +60,11 @@ def _head(source: Source) -> str | None:
     shape = tensors[tables[0]].shape[::-1]
     nodes = reversed(source.container.graph.nodes)
     products = (node for node in nodes if node.kind in PRODUCTS and len(node.inputs) > 1)
-    heads = (node.inputs[1] for node in products if node.inputs[1] in tensors and node.inputs[1] not in names.values())
+    heads = (
+        node.inputs[1]
+        for node in products
+        if node.inputs[1] in tensors and node.inputs[1] not in names.values()
+    )
     return next((name for name in heads if tensors[name].shape == shape and tensors[name].is_floating), None)
 
 
@@ -80,15 +92,21 @@ def _refuse(source: Source, graph: Graph) -> None:
     quantized = sorted({node.kind for node in graph.nodes} & _QUANTIZED_NODES)
     quantized += [name for name in names if _QUANTIZED.fullmatch(name)]
     if quantized:
-        raise source.error(f"is quantized ({listed(quantized, 3)}): export it without, and give --dtype int8.")
+        raise source.error(
+            f"is quantized ({listed(quantized, 3)}): export it without, and give --dtype int8."
+        )
     matrices = {name for name, tensor in graph.tensors.items() if len(tensor.shape) > 1}
     foreign = {node.kind for node in graph.nodes if node.is_foreign and not matrices.isdisjoint(node.inputs)}
     if foreign:
         own = listed(sorted(foreign), 3)
-        raise source.error(f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner.")
+        raise source.error(
+            f"gives weights to functions or operations of its own ({own}): inline them by onnx.inliner."
+        )
     if not any(found and found[1].startswith("h.") for found in map(_NAME.fullmatch, names)):
         there = listed(names, 3)
-        raise source.error(f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded.")
+        raise source.error(
+            f"has no weights by the names of GPT-2's layers ({there}): export with constants unfolded."
+        )
 
 
 def _seen(source: Source) -> dict[str, Any]:

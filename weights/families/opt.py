@@ -87,7 +87,13 @@ OPT = ModelType(
     prefix="model.decoder.",
     wrappers="model|decoder|module|_orig_mod",
     names=names("final_layer_norm", project_in="project_in", project_out="project_out"),
-    defaults={**_OPT_SIZES, "activation_function": "relu", "bos_token_id": 2, "eos_token_id": 2, **_OPT_SWITCHES},
+    defaults={
+        **_OPT_SIZES,
+        "activation_function": "relu",
+        "bos_token_id": 2,
+        "eos_token_id": 2,
+        **_OPT_SWITCHES,
+    },
     fields={**ALIASES, "ffn_dim": "n_inner"},
     computed=_epsilon,
     checks={**dict.fromkeys(_OPT_SWITCHES, BOOLEAN), "word_embed_proj_dim": or_null(size_to(LARGEST))},
@@ -126,7 +132,12 @@ def _xglm_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: F
 _XGLM_SIZES = {"vocab_size": 256008, "d_model": 1024, "ffn_dim": 4096, "max_position_embeddings": 2048}
 _XGLM_SIZES |= {"num_layers": 24, "attention_heads": 16}
 _XGLM_ENDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-_XGLM_FIELDS = {"d_model": "n_embd", "num_layers": "n_layer", "attention_heads": "n_head", "ffn_dim": "n_inner"}
+_XGLM_FIELDS = {
+    "d_model": "n_embd",
+    "num_layers": "n_layer",
+    "attention_heads": "n_head",
+    "ffn_dim": "n_inner",
+}
 XGLM = ModelType(
     "xglm",
     "XGLM",
@@ -134,7 +145,11 @@ XGLM = ModelType(
     wrappers="model|module|_orig_mod",
     names=names("layer_norm"),
     defaults={**_XGLM_SIZES, "activation_function": "gelu", "scale_embedding": True, **_XGLM_ENDS},
-    aliases={"hidden_size": "d_model", "num_hidden_layers": "num_layers", "num_attention_heads": "attention_heads"},
+    aliases={
+        "hidden_size": "d_model",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "attention_heads",
+    },
     fields={**_XGLM_FIELDS, "max_position_embeddings": "n_positions"},
     computed=_epsilon,
     checks={
@@ -152,7 +167,12 @@ XGLM = ModelType(
 
 # BioGPT. transformers does not read its layer_norm_eps: norms have 1e-5.
 
-_BIOGPT_SIZES = {"vocab_size": 42384, "hidden_size": 1024, "intermediate_size": 4096, "max_position_embeddings": 1024}
+_BIOGPT_SIZES = {
+    "vocab_size": 42384,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "max_position_embeddings": 1024,
+}
 _BIOGPT_SIZES |= {"num_hidden_layers": 24, "num_attention_heads": 16}
 _BIOGPT_OTHERS = {"hidden_act": "gelu", "scale_embedding": True, "bos_token_id": 0, "eos_token_id": 2}
 BIOGPT = ModelType(

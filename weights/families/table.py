@@ -53,4 +53,6 @@ def model_type_of(fields: Mapping[str, Any]) -> ModelType:
     if isinstance(found, str) and found in MODEL_TYPES:
         return MODEL_TYPES[found]
     allowed = ", ".join(map(repr, ("gpt2", *MODEL_TYPES)))
-    raise CheckpointError(f"config.json cannot be used: model_type is {found!r} and must be one of {allowed}.")
+    raise CheckpointError(
+        f"config.json cannot be used: model_type is {found!r} and must be one of {allowed}."
+    )

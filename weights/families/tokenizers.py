@@ -51,13 +51,21 @@ def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
 
 def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
     """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
-    if any(len(character) != 1 or type(token_id) is not int or token_id < 0 for character, token_id in ids.items()):
+    if any(
+        len(character) != 1 or type(token_id) is not int or token_id < 0
+        for character, token_id in ids.items()
+    ):
         raise CheckpointError(f"{place} must give each character a whole number from 0.")
     return {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False},
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": "[UNK]"},
@@ -69,7 +77,10 @@ def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
     ends = [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
     lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
     return (
-        all(isinstance(values, list) and all(type(value) is kind for value in values) for values, kind in lists)
+        all(
+            isinstance(values, list) and all(type(value) is kind for value in values)
+            for values, kind in lists
+        )
         and len(about.get("token_type", tokens)) == len(tokens)
         and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
     )
@@ -84,7 +95,9 @@ def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise NoTokenizerError(f"{path} has a tokenizer {kind}, which is not implemented: give token ids.")
     tokens = about["tokens"]
     kinds = about.get("token_type") or [NORMAL] * len(tokens)
-    used = [(i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED]
+    used = [
+        (i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED
+    ]
     begin = about.get("bos_token_id") if about.get("add_bos_token") else None
     end = about.get("eos_token_id")
     added = [

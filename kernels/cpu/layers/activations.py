@@ -26,7 +26,14 @@ QUICK = np.float32(1.702)
 
 # NumPy scalars: Numba compiles anew for each Python constant.
 NONE, GELU_TANH, GELU, QUICK_GELU, RELU, SILU, TANH = np.arange(7)
-ACTIVATIONS = {"gelu_tanh": GELU_TANH, "gelu": GELU, "quick_gelu": QUICK_GELU, "relu": RELU, "silu": SILU, "tanh": TANH}
+ACTIVATIONS = {
+    "gelu_tanh": GELU_TANH,
+    "gelu": GELU,
+    "quick_gelu": QUICK_GELU,
+    "relu": RELU,
+    "silu": SILU,
+    "tanh": TANH,
+}
 
 
 @kernel

@@ -28,7 +28,9 @@ class LowRank(NamedTuple):
     factors: tuple[Factors, ...]  # by C_ATTN, ATTN_PROJ, ...
 
 
-def with_adapters(params: Any, config: Any, adapters: list[dict[str, tuple]], num_slots: int) -> tuple[Any, np.ndarray]:
+def with_adapters(
+    params: Any, config: Any, adapters: list[dict[str, tuple]], num_slots: int
+) -> tuple[Any, np.ndarray]:
     """Return Params with adapters, and `of_slot`.
 
     adapters: of each {name of a linear layer: (down (r, K), up (N, r))}.
@@ -43,7 +45,9 @@ def with_adapters(params: Any, config: Any, adapters: list[dict[str, tuple]], nu
         }
         shapes = [(down.shape[1], up.shape[0], len(down)) for down, up in found.values()]
         k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
-        of_kind = Factors(*(np.zeros((len(adapters), config.n_layer, *s), np.float32) for s in ((k, r), (r, n))))
+        of_kind = Factors(
+            *(np.zeros((len(adapters), config.n_layer, *s), np.float32) for s in ((k, r), (r, n)))
+        )
         for (a, layer), (down, up) in found.items():
             of_kind.down[a, layer, :, : len(down)] = down.T
             of_kind.up[a, layer, : len(down)] = up.T

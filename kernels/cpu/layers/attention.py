@@ -42,7 +42,9 @@ def padded_head(head_size: int) -> int:
 
 
 def scratch_size(head_size: int) -> int:
-    return ROW_TILE * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
+    return (
+        ROW_TILE * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
+    )
 
 
 @kernel
@@ -66,7 +68,9 @@ def write_kv(team, k_cache, v_cache, qkv, positions, token_slots, tiles):
 def _has_sequence(tile, tiles, token_slots):
     first, last = tiles[tile], tiles[tile + 1]
     slot = token_slots[first]
-    return (first == 0 or token_slots[first - 1] != slot) and (last == token_slots.size or token_slots[last] != slot)
+    return (first == 0 or token_slots[first - 1] != slot) and (
+        last == token_slots.size or token_slots[last] != slot
+    )
 
 
 @kernel
@@ -117,14 +121,18 @@ def attend(team, out, qkv, k_cache, v_cache, positions, token_slots, tiles, scal
             if _has_sequence(tile, tiles, token_slots):
                 _write_tile(first, last, h, k_cache, v_cache, qkv, positions, token_slots)
             after = _block(k_cache, slot, h + 1, 0) if h + 1 < stop else following
-            _attend_tile(first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch)
+            _attend_tile(
+                first, last, slot, h, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch
+            )
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
 
 
 @inline
-def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch):
+def _attend_tile(
+    first, last, slot, head, out, qkv, k_cache, v_cache, positions, scale, alibi, after, scratch
+):
     rows = last - first
     steps = steps_of_key(k_cache)
     columns = v_cache.shape[4]
@@ -152,7 +160,13 @@ def _attend_tile(first, last, slot, head, out, qkv, k_cache, v_cache, positions,
         keys = _block(k_cache, slot, head, block)
         values = _block(v_cache, slot, head, block)
         visible = min(KEY_BLOCK, newest + 1 - first_key)
-        ahead = after + block * stride if blocks <= NEAR_BLOCKS else keys + stride if block + 1 < blocks else after
+        ahead = (
+            after + block * stride
+            if blocks <= NEAR_BLOCKS
+            else keys + stride
+            if block + 1 < blocks
+            else after
+        )
         where = keys, KEY_STEP_BYTES, steps, scores, SCORE_BYTES, ahead, LINE_BYTES
         panel_tile(k_cache, rows, (visible + LANES - 1) // LANES, q, q_bytes, *where)
         for r in range(rows):
@@ -314,7 +328,9 @@ def _bytes_of_widened(cache):
 
 # put_query writes scale * x, of a query x (D,), as the left side of a tile.
 _put_rounded, _rounded_bytes = (
-    (_put_steps_bfloat16, _bytes_as_they_lie) if TARGET.multiplies_bfloat16 else (_put_steps_widened, _bytes_of_widened)
+    (_put_steps_bfloat16, _bytes_as_they_lie)
+    if TARGET.multiplies_bfloat16
+    else (_put_steps_widened, _bytes_of_widened)
 )
 put_query = overload_by_dtype(
     {types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: int8_cache.put_query}

@@ -98,7 +98,9 @@ def expert_linear(team, out, x, linears, first_layer, bounds, segments, activati
             tile = Tile(min(height, stop - row), row, panel)
             prefetch_tile(out, tile)
             products(weight, x, tile, first_layer + expert, segments, team.scratch)
-            epilogue(out, tile, linears, first_layer + expert, segments, activation, REPLACE, columns, team.scratch)
+            epilogue(
+                out, tile, linears, first_layer + expert, segments, activation, REPLACE, columns, team.scratch
+            )
         complete(team, items)
         item = claim(team, items)
     finish_phase(team)
@@ -144,8 +146,12 @@ def expert_block(team, experts, params, layer, x, buffers):
     choose_experts(team, b, experts, place, n)  # (N, k)
     sort_by_expert(team, b, n)  # (N k,)
     put_rows(team, b.pairs, b.normed.values, b.order[: n * b.chosen.shape[1]])  # (N k, C)
-    expert_linear(team, b.inner, b.pairs, experts.c_fc, first, bounds, params.embd_segments, activation, inner)
-    expert_linear(team, b.outputs, b.inner, experts.mlp_proj, first, bounds, params.inner_segments, NONE, width)
+    expert_linear(
+        team, b.inner, b.pairs, experts.c_fc, first, bounds, params.embd_segments, activation, inner
+    )
+    expert_linear(
+        team, b.outputs, b.inner, experts.mlp_proj, first, bounds, params.inner_segments, NONE, width
+    )
     add_experts(team, x, b)
 
 

@@ -27,7 +27,9 @@ ONE = np.int64(1)
 class Hooks(NamedTuple):
     call: np.ndarray  # (1,) int64: the address of a C function of a point and a layer
     wanted: np.ndarray  # (points, L + 1) int8: whether it is called there
-    first: np.ndarray  # (1,) int64: the layer to begin with. A team's steps of the same arguments have the same.
+    first: (
+        np.ndarray
+    )  # (1,) int64: the layer to begin with. A team's steps of the same arguments have the same.
     inner: np.ndarray  # (N, F) float32: input and output of the activation
 
 
@@ -83,7 +85,9 @@ def activate_rows(team, x, kind):
 
 
 @inline
-def _in_parts(team, looking, low_rank, slots, inner, out, x, linears, no_factors, row, layer, segments, activation):
+def _in_parts(
+    team, looking, low_rank, slots, inner, out, x, linears, no_factors, row, layer, segments, activation
+):
     linear(team, inner, x, Linear(linears.weight, linears.bias, no_factors), row, segments, NONE, REPLACE)
     add_low_rank(team, inner, x.values, low_rank, C_FC, layer, slots)
     look(team, looking, INNER, layer)
@@ -94,12 +98,16 @@ def _in_parts(team, looking, low_rank, slots, inner, out, x, linears, no_factors
 
 def _seen(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
     inner = looking.inner[: slots.size]
-    _in_parts(team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation)
+    _in_parts(
+        team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation
+    )
 
 
 def _adapted(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
     inner = out.values[: slots.size]
-    _in_parts(team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation)
+    _in_parts(
+        team, looking, low_rank, slots, inner, out, x, linears, factors, row, layer, segments, activation
+    )
 
 
 def _at_once(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
@@ -107,7 +115,9 @@ def _at_once(team, looking, low_rank, slots, out, x, linears, factors, row, laye
 
 
 def _unseen(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation):
-    _adapted_or_at_once(team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation)
+    _adapted_or_at_once(
+        team, looking, low_rank, slots, out, x, linears, factors, row, layer, segments, activation
+    )
 
 
 _adapted_or_at_once = overload_by_dtype({LowRank: _adapted}, otherwise=_at_once, argument=2)

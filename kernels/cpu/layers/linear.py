@@ -81,7 +81,9 @@ def linear(team, out, x, linears, layer, segments, activation, add):
 
 
 def _linear_to_array(team, out, x, linears, layer, segments, activation, rows):
-    for_each_tile(team, out.values, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1])
+    for_each_tile(
+        team, out.values, x, linears, layer, segments, activation, REPLACE, rows, linears.bias.shape[1]
+    )
 
 
 def _linear_to_operand(team, out, x, linears, layer, segments, activation, rows):
@@ -89,7 +91,9 @@ def _linear_to_operand(team, out, x, linears, layer, segments, activation, rows)
 
 
 # `linear` into rows of an operand, quantized tile by tile.
-linear_to_operand = overload_by_dtype({Float32Operand: _linear_to_array}, otherwise=_linear_to_operand, argument=1)
+linear_to_operand = overload_by_dtype(
+    {Float32Operand: _linear_to_array}, otherwise=_linear_to_operand, argument=1
+)
 
 
 @kernel
@@ -198,7 +202,8 @@ STEP = OUT_TILE * STEP_BYTES
 ALONE = 1 if IN_STRIPS else ROW_TILE
 UNITS = {dtype: Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k, dtype in ((1, "float32"), (2, "bfloat16"))}
 UNITS |= {
-    dtype: Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1) for dtype, size in GROUP_BYTES.items()
+    dtype: Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1)
+    for dtype, size in GROUP_BYTES.items()
 }
 if TARGET.has_amx:
     UNITS |= {dtype: UNITS[dtype]._replace(alone=ROW_BLOCK, rows=ROW_BLOCK) for dtype in ("bfloat16", "int8")}
@@ -229,7 +234,9 @@ def _add_plain(weight, x, tile, layer, first, units, b, c, ahead, spacing):
     lda = x.values.shape[1] * x.values.itemsize
     step = STEP_BYTES // weight.panels.itemsize * x.values.itemsize
     a = address(x.values) + tile.row * lda + first * step
-    panel_add(weight.panels, tile.rows, a, lda, b, OUT_TILE * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing)
+    panel_add(
+        weight.panels, tile.rows, a, lda, b, OUT_TILE * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing
+    )
 
 
 def _add_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing):

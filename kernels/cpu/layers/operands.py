@@ -101,7 +101,9 @@ def _put_int8(operand, row, first, values):
     rest = values.size - whole * SCALE_GROUP
     if rest:  # zeros fill the group
         done = whole * SCALE_GROUP
-        quantize_part(like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES)
+        quantize_part(
+            like, address(values) + done * 4, rest, target + done * size, scales + whole * SCALES_BYTES
+        )
 
 
 # put stores float32 values (n,) from column `first`, a multiple of SCALE_GROUP.
@@ -156,8 +158,12 @@ def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, 
 
         def row(i, _):
             values = load_row(builder, at(builder, x, i, SCALE_GROUP * 4))
-            values = [builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)]
-            place, scale = (builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride)))
+            values = [
+                builder.fadd(builder.fmul(v, f), s) for v, f, s in zip(values, factors, summands, strict=True)
+            ]
+            place, scale = (
+                builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride))
+            )
             _quantize(builder, values, kind, place, scale)
             return []
 
@@ -178,9 +184,13 @@ def quantize_part(typingctx, like, x, count, target, scales):
         counts = broadcast(builder, builder.trunc(count, I32))
         values = []
         for i, place in enumerate(_vectors_at(builder, x)):
-            is_given = builder.icmp_signed("<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts)
+            is_given = builder.icmp_signed(
+                "<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts
+            )
             place = builder.inttoptr(place, FLOATS.as_pointer())
-            values.append(builder.call(load_some, [place, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)]))
+            values.append(
+                builder.call(load_some, [place, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)])
+            )
         _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
@@ -194,7 +204,9 @@ def _vectors_at(builder, start):
 def _quantize(builder, values, kind, target, scales) -> None:
     # Sizes are in the order of their bits: infinity and NaN are larger than all others.
     sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
-    largest_bits = fold(builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int)
+    largest_bits = fold(
+        builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int
+    )
     largest = builder.bitcast(largest_bits, F32)
     zero = ir.Constant(F32, 0.0)
     limit = ir.Constant(F32, 127.0)

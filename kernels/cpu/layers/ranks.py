@@ -82,7 +82,9 @@ def take_rows(team, x, ranks):
     while first >= 0:
         for n in range(first, last):
             row = float32_at(address(x) + n * columns * 4, columns)
-            found = float32_at(address(ranks.gathered) + (ranks.owners[n] * x.size + n * columns) * 4, columns)
+            found = float32_at(
+                address(ranks.gathered) + (ranks.owners[n] * x.size + n * columns) * 4, columns
+            )
             for c in range(columns):
                 row[c] = found[c]
         complete_rows(team, x.shape[0])
@@ -101,11 +103,15 @@ def share_rows(team, x, ranks):
 
 
 @intrinsic
-def call_allgather(typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator):
+def call_allgather(
+    typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator
+):
     """Call MPI_Allgather at an address. Its handles, an int or a pointer, fit in 64 bits."""
 
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(I32, [ir.IntType(64)] * 7)
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), ir.IntType(64))
+        return builder.sext(
+            builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), ir.IntType(64)
+        )
 
     return types.int64(*[types.int64] * 8), codegen

@@ -109,7 +109,9 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
             panel = token_ids[n] // OUT_TILE
             column = token_ids[n] % OUT_TILE
             for c in range(x.shape[1]):
-                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(wpe, positions[n], c)
+                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(
+                    wpe, positions[n], c
+                )
         complete_rows(team, token_ids.size)
         first, last = claim_rows(team, token_ids.size)
     finish_phase(team)
@@ -147,7 +149,9 @@ def _int8_at(weight, panel, k, column):
     return np.float32(level) * weight.scales[0, panel * OUT_TILE + column]
 
 
-weight_at = overload_by_dtype({Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at})
+weight_at = overload_by_dtype(
+    {Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at}
+)
 
 
 @kernel
@@ -157,7 +161,9 @@ def embed_rows(team, project_in, params, x, step, b):
         embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)
     else:
         rows = b.embedded.values
-        embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None)  # (N, E)
+        embed_tokens(
+            team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None
+        )  # (N, E)
         put_rows(team, b.to_project, rows, b.every[: x.shape[0]])  # (N, E)
         linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)
         add_positions(team, x, step.positions, p.wpe)
@@ -171,5 +177,7 @@ def score_tokens(team, project_out, params, logits, b):
         linear(team, logits, b.final, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)
     else:
         rows = logits.shape[0]
-        linear_to_operand(team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows)
+        linear_to_operand(
+            team, b.to_score, b.final, project_out.linear, ONE_LAYER, project_out.segments, NONE, rows
+        )
         linear(team, logits, b.to_score, params.lm_head, ONE_LAYER, segments, NONE, REPLACE)

@@ -94,7 +94,9 @@ class RankShare:
             array = getattr(weight, field)
             if layout is None:
                 if columns is not None:
-                    array = take_columns(array.reshape(len(array), -1, OUT_TILE), 2, columns).reshape(len(array), -1)
+                    array = take_columns(array.reshape(len(array), -1, OUT_TILE), 2, columns).reshape(
+                        len(array), -1
+                    )
                 cut[field] = array
                 continue
             per_index, axis = layout
@@ -108,7 +110,11 @@ class RankShare:
 
     def values(self, name: str, array: np.ndarray) -> np.ndarray:
         columns = self.columns(name)
-        return array if columns is None else np.concatenate([array[:, c.start : c.stop] for c in columns], axis=1)
+        return (
+            array
+            if columns is None
+            else np.concatenate([array[:, c.start : c.stop] for c in columns], axis=1)
+        )
 
     def factors(self, name: str, array: np.ndarray) -> np.ndarray:
         inputs = self.inputs(name)

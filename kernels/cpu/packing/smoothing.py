@@ -106,7 +106,9 @@ def rounded(factors: np.ndarray) -> np.ndarray:
     return np.ldexp(np.rint(digits * 2**BITS) / 2**BITS, exponents).astype(np.float32)
 
 
-def bias_correction(weight: np.ndarray, factors: np.ndarray, packed: np.ndarray, means: np.ndarray) -> np.ndarray:
+def bias_correction(
+    weight: np.ndarray, factors: np.ndarray, packed: np.ndarray, means: np.ndarray
+) -> np.ndarray:
     """Return (N,) to add to a bias. `packed` (N, K) is weight (N, K) * factors (K,) by `unpack`."""
     return ((weight * factors - packed) @ (means / factors)).astype(np.float32)
 

@@ -153,7 +153,12 @@ def head_dtype_of(dtype: str) -> str:
 
 
 def pack_layers(
-    checkpoint, names, dtype: str, packers: Executor, factors_of: Callable | None = None, keep: Callable | None = None
+    checkpoint,
+    names,
+    dtype: str,
+    packers: Executor,
+    factors_of: Callable | None = None,
+    keep: Callable | None = None,
 ) -> tuple[tuple, np.ndarray]:
     """Pack weights (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
     n, k = checkpoint.tensor(names[0]).shape

@@ -78,7 +78,9 @@ def amx_int8(typingctx, rows, a, lda, scales, lds, b, groups, c):
         sums = _scratch(builder, BLOCK_BYTES)
 
         def take(row, first, count, height, ask):
-            a_row, scales_row = (builder.add(x, builder.mul(row, stride)) for x, stride in ((a, lda), (scales, lds)))
+            a_row, scales_row = (
+                builder.add(x, builder.mul(row, stride)) for x, stride in ((a, lda), (scales, lds))
+            )
 
             def group(i, _):
                 number = builder.add(first, i)
@@ -92,10 +94,19 @@ def amx_int8(typingctx, rows, a, lda, scales, lds, b, groups, c):
                     place = at(builder, builder.add(scales_row, builder.mul(r, lds)), number, SCALES_BYTES)
                     scale = broadcast(builder, load(builder, place, F32, 4))
                     first_sum = broadcast(builder, load(builder, at(builder, place, 4), I32, 4))
-                    for v, total in enumerate(row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))):
-                        found = load(builder, at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES), INTS, 64)
+                    for v, total in enumerate(
+                        row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))
+                    ):
+                        found = load(
+                            builder, at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES), INTS, 64
+                        )
                         whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
-                        store(builder, multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4)), total, 4)
+                        store(
+                            builder,
+                            multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4)),
+                            total,
+                            4,
+                        )
                     return []
 
                 repeat(builder, height, fold, [])
@@ -122,7 +133,9 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
 
     def ask_part(block, number):
         part = at(builder, at(builder, block, CHUNK_BYTES), builder.mul(number, lines), LINE_BYTES)
-        return repeat(builder, lines, lambda i, _: ask_ahead(builder, part, _number(LINE_BYTES), i, 1) or [], [])
+        return repeat(
+            builder, lines, lambda i, _: ask_ahead(builder, part, _number(LINE_BYTES), i, 1) or [], []
+        )
 
     def take_chunk(i, _):
         before = times(builder, i, CHUNK)
@@ -142,7 +155,13 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
             repeat(builder, builder.udiv(at(builder, blocks, CHUNK - 1), _number(CHUNK)), take_chunk, [])
         with builder.if_then(has_rest):
             _configure(builder, rest, height)
-            take(times(builder, whole, AMX_ROWS), first, blocks, rest, lambda block: ask_part(block, _number(0)))
+            take(
+                times(builder, whole, AMX_ROWS),
+                first,
+                blocks,
+                rest,
+                lambda block: ask_part(block, _number(0)),
+            )
 
 
 def _configure(builder, rows, height) -> None:
@@ -152,7 +171,12 @@ def _configure(builder, rows, height) -> None:
     for register in range(B[-1] + 1):
         size = times(builder, height, 4) if register == A else _number(VECTOR_BYTES)
         store(builder, builder.trunc(size, I16), at(builder, config, 16 + 2 * register), 2)
-        store(builder, builder.trunc(height if register in B else rows, I8), at(builder, config, 48 + register), 1)
+        store(
+            builder,
+            builder.trunc(height if register in B else rows, I8),
+            at(builder, config, 48 + register),
+            1,
+        )
     _call(builder, "ldtilecfg", _pointer(builder, config))
 
 

@@ -98,7 +98,8 @@ def _multiply_longs(builder, rows, j, quad, sums):
     for i, name in ((2 * j + 1, "bfmlalt"), (2 * j, "bfmlalb")):  # high half first: the chain's order
         function = declare(builder, f"llvm.aarch64.neon.{name}", FLOAT_QUAD, [FLOAT_QUAD, BFLOATS, BFLOATS])
         sums = [
-            builder.call(function, [total, quad, lane(builder, row, i)]) for row, total in zip(rows, sums, strict=True)
+            builder.call(function, [total, quad, lane(builder, row, i)])
+            for row, total in zip(rows, sums, strict=True)
         ]
     return sums
 
@@ -113,7 +114,10 @@ LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtyp
 def add_dot(builder, total, quad, a, is_signed: bool):
     """Add four products to each of 4 sums: a quad's bytes by 4 signed bytes of A."""
     function = declare(
-        builder, f"llvm.aarch64.neon.{'sdot' if is_signed else 'usdot'}.v4i32.v16i8", INT_QUAD, [INT_QUAD, BYTES, BYTES]
+        builder,
+        f"llvm.aarch64.neon.{'sdot' if is_signed else 'usdot'}.v4i32.v16i8",
+        INT_QUAD,
+        [INT_QUAD, BYTES, BYTES],
     )
     return builder.call(function, [total, builder.bitcast(quad, BYTES), a])
 
@@ -178,10 +182,14 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
             def take(k, count: int, sums):
                 a_k = times(builder, k, step.bytes)
                 a_places = [builder.add(start, a_k) for start in a_starts]
-                a_rows = [load_register(builder, place, step.register, count * step.bytes) for place in a_places]
+                a_rows = [
+                    load_register(builder, place, step.register, count * step.bytes) for place in a_places
+                ]
                 for j in range(count):
                     k_j = at(builder, k, j)
-                    ask_ahead(builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip)
+                    ask_ahead(
+                        builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip
+                    )
                     b_row = builder.add(b_strip, builder.mul(k_j, ldb))
                     new = []
                     for q in quads:
@@ -190,13 +198,20 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
                     sums = new
                 return sums
 
-            places = [at(builder, builder.add(row, columns), q, REGISTER_BYTES) for q in quads for row in c_starts]
-            sums = [load(builder, place, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None) for place in places]
+            places = [
+                at(builder, builder.add(row, columns), q, REGISTER_BYTES) for q in quads for row in c_starts
+            ]
+            sums = [
+                load(builder, place, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None)
+                for place in places
+            ]
             done = ir.Constant(I64, 0)
             if together > 1:
                 whole = builder.udiv(steps, ir.Constant(I64, together))
                 done = times(builder, whole, together)
-                sums = repeat_any(builder, whole, lambda i, s: take(times(builder, i, together), together, s), sums)
+                sums = repeat_any(
+                    builder, whole, lambda i, s: take(times(builder, i, together), together, s), sums
+                )
             rest = builder.sub(steps, done)
             sums = repeat_any(builder, rest, lambda i, s: take(builder.add(done, i), 1, s), sums)
             store_each(builder, sums, places)
@@ -352,7 +367,9 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), longs) for start in a_rows]
         for j in range(2):
             mask = ir.Constant(eights, [j, 2 + j])
-            both = [builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs]
+            both = [
+                builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs
+            ]
             row = at(builder, times(builder, i, 4), 2 * j)
             b_rows = [row_at(row), row_at(at(builder, row, 1))]
             new = []
@@ -361,7 +378,10 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
                 half, place = divmod(place, QUADS)
                 columns = load_quad(builder, b_rows[half], vector * QUADS + place)
                 totals = sums[n * count : (n + 1) * count]
-                new += [add_matrix(builder, total, columns, pair) for total, pair in zip(totals, both, strict=True)]
+                new += [
+                    add_matrix(builder, total, columns, pair)
+                    for total, pair in zip(totals, both, strict=True)
+                ]
             sums = new
         return sums
 
@@ -381,7 +401,11 @@ def _alternating(builder, first, second):
 def _rows_of(builder, sums, rows: int):
     pairs = len(sums) // 2
     masks = [ir.Constant(INT_QUAD, list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
-    found = [builder.shuffle_vector(sums[p], sums[pairs + p], masks[second]) for p in range(pairs) for second in (0, 1)]
+    found = [
+        builder.shuffle_vector(sums[p], sums[pairs + p], masks[second])
+        for p in range(pairs)
+        for second in (0, 1)
+    ]
     return found[:rows]
 
 

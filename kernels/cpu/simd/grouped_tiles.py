@@ -115,7 +115,8 @@ def _make_code(dtype: str):
                         for r in range(rows):
                             a_k = broadcast(builder, load(builder, builder.add(a_rows[r], k), I32, 4))
                             new += [
-                                integer.multiply(builder, a_k, taken[v][j], sums[r * strip + v]) for v in range(strip)
+                                integer.multiply(builder, a_k, taken[v][j], sums[r * strip + v])
+                                for v in range(strip)
                             ]
                         sums = new
                     return sums
@@ -140,7 +141,9 @@ def _make_code(dtype: str):
             return []
 
         def take_strips(first_part, count):
-            return repeat(builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count), [])
+            return repeat(
+                builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count), []
+            )
 
         every = times(builder, groups, parts)
         if keeps_totals:
@@ -219,7 +222,9 @@ def make_expand(dtype: str):
                         store(builder, part, place(target, first, j, v), 64)
                 return []
 
-            repeat(builder, times(builder, groups, GROUP_BYTES[dtype] // ROW_BYTES // together), expand_rows, [])
+            repeat(
+                builder, times(builder, groups, GROUP_BYTES[dtype] // ROW_BYTES // together), expand_rows, []
+            )
             return context.get_dummy_value()
 
         return types.void(*[types.intp] * 3), codegen

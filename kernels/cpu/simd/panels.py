@@ -27,7 +27,9 @@ ROW_BYTES = PANEL_VECTORS * VECTOR_BYTES  # of a panel: a step of all its column
 SCALE_GROUP = 64  # values of K that share an activation's scale
 WEIGHT_GROUP = 32  # values of K that share an int4 weight's scale and offset
 SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales
-WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
+WEIGHT_SCALES_BYTES = (
+    2 * PANEL_VECTORS * LANES * 2
+)  # of a panel's WEIGHT_GROUP: bfloat16 scales, then offsets
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:

@@ -176,7 +176,9 @@ def shorts_of(builder, vector):
     zeros = ir.Constant(EIGHTS, None)
     zero, shorts = 4 * LANES, []
     for first in (0, 2):
-        places = [place for lane in range(LANES) for place in (4 * lane + first, zero, 4 * lane + first + 1, zero)]
+        places = [
+            place for lane in range(LANES) for place in (4 * lane + first, zero, 4 * lane + first + 1, zero)
+        ]
         mask = ir.Constant(ir.VectorType(I32, 4 * LANES), places)
         shorts.append(builder.bitcast(builder.shuffle_vector(fours, zeros, mask), INTS))
     return shorts

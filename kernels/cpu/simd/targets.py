@@ -79,7 +79,9 @@ define float @{feature}(float %x) {{
 
 
 def _calls(function: binding.ValueRef) -> bool:
-    return any(instruction.opcode == "call" for block in function.blocks for instruction in block.instructions)
+    return any(
+        instruction.opcode == "call" for block in function.blocks for instruction in block.instructions
+    )
 
 
 PAIRS = "vdpbf16ps"  # two bfloat16

@@ -109,13 +109,17 @@ def _make_code(vectors: int, adds: bool, wide: int, parts):
                     for r in range(rows):
                         a_at = at(builder, builder.add(a_rows[r], a_step), part.a_offset)
                         a_k = broadcast(builder, load(builder, a_at, I32, 4))
-                        new += [part.multiply(builder, a_k, taken[v], sums[r * strip + v]) for v in range(strip)]
+                        new += [
+                            part.multiply(builder, a_k, taken[v], sums[r * strip + v]) for v in range(strip)
+                        ]
                     sums = new
                 return sums
 
             c_rows = rows_at(builder, c_strip, ldc, rows)
             places = [at(builder, c_row, v, VECTOR_BYTES) for c_row in c_rows for v in range(strip)]
-            start = [load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places]
+            start = [
+                load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places
+            ]
             store_each(builder, repeat(builder, steps, step, start), places)
             return []
 

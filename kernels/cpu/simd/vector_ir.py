@@ -91,7 +91,11 @@ def make_reduction(start: float, combine, combine_lanes):
             x, vectors = args
 
             def step(i, accumulators):
-                return [combine(builder, accumulators[0], load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4))]
+                return [
+                    combine(
+                        builder, accumulators[0], load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4)
+                    )
+                ]
 
             (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
             return fold(builder, total, combine_lanes)
@@ -165,7 +169,13 @@ def _make_view(dtype):
             itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
             data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())
             populate_array(
-                result, data=data, shape=[args[1]], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
+                result,
+                data=data,
+                shape=[args[1]],
+                strides=[itemsize],
+                itemsize=itemsize,
+                meminfo=None,
+                parent=None,
             )
             return result._getvalue()
 
@@ -175,7 +185,8 @@ def _make_view(dtype):
 
 
 float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
-    _make_view(dtype) for dtype in (types.float32, types.uint8, types.int16, types.uint16, types.int32, types.uint32)
+    _make_view(dtype)
+    for dtype in (types.float32, types.uint8, types.int16, types.uint16, types.int32, types.uint32)
 )
 
 

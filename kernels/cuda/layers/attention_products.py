@@ -110,7 +110,11 @@ def _bfloat16_products(size: int, rows: int) -> Products:
     @device_function
     def load_pairs(v_cache, start, block, step, lane):
         # A pair of positions is a word of an operand. A lane reads 4 dims of two pairs, for products 4 dims apart.
-        at = start + int64(int32((lane & 3) * 2 * size + (lane >> 2) * 8)) + (step * 16 * size + block * 2 * DIM_BLOCK)
+        at = (
+            start
+            + int64(int32((lane & 3) * 2 * size + (lane >> 2) * 8))
+            + (step * 16 * size + block * 2 * DIM_BLOCK)
+        )
         return load_cached(v_cache, at), load_cached(v_cache, at + 8 * size)
 
     @device_function

@@ -45,7 +45,9 @@ class Epilogue(NamedTuple):
 def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
     is_float32 = dtype == "float32"
     if epilogue == QKV:
-        locate, find, put = (function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads))
+        locate, find, put = (
+            function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads)
+        )
         return Epilogue(locate, find, _biased, _nothing, put)
     if epilogue == LOGITS:
         return Epilogue(_locate_logit, _find, _biased, _nothing, _put_float32)
@@ -131,7 +133,11 @@ def _find_in_heads(is_float32: bool):
             return int64(token) * (heads.num_heads * heads.padded_head) + offset
         position = heads.positions[uint32(token)]
         slot = int64(layer * heads.num_slots + heads.token_slots[uint32(token)])
-        at = slot * (heads.num_heads * heads.padded_len * heads.padded_head) + position * heads.padded_head + offset
+        at = (
+            slot * (heads.num_heads * heads.padded_len * heads.padded_head)
+            + position * heads.padded_head
+            + offset
+        )
         if part == 2 and not is_float32:
             at += int32(position & 1) * (1 - heads.padded_head)
         return at
@@ -191,4 +197,11 @@ def tanh(x):
     return math.tanh(x)
 
 
-ACTIVATIONS = {"gelu_tanh": gelu_tanh, "gelu": gelu, "quick_gelu": quick_gelu, "relu": relu, "silu": silu, "tanh": tanh}
+ACTIVATIONS = {
+    "gelu_tanh": gelu_tanh,
+    "gelu": gelu,
+    "quick_gelu": quick_gelu,
+    "relu": relu,
+    "silu": silu,
+    "tanh": tanh,
+}

@@ -168,7 +168,9 @@ def _copy_inputs_function(dtype: str, tile: Tile):
             return
         token = thread // int32(row_copies)
         chunk = thread % int32(row_copies)
-        to = stage + uint32((token * int32(row_copies) + (chunk ^ token % 2 * int32(exchange))) * int32(COPY_BYTES))
+        to = stage + uint32(
+            (token * int32(row_copies) + (chunk ^ token % 2 * int32(exchange))) * int32(COPY_BYTES)
+        )
         start = int32(((first + token) * num_steps + step) * int32(STEP) + chunk * int32(copy_size))
         for i in range(rounds):
             if first + token + int32(i * tokens_at_once) < count:
@@ -197,7 +199,11 @@ def _copy_weights_function(dtype: str, tile: Tile):
         part = thread % int32(panel_copies)
         to = stage + uint32(input_bytes + thread * int32(COPY_BYTES))
         first_panel = first_feature // int32(OUT_TILE)
-        start = first_weight(weights, layer, first_panel + panel) + step * int32(STEP_SIZE) + part * int32(copy_size)
+        start = (
+            first_weight(weights, layer, first_panel + panel)
+            + step * int32(STEP_SIZE)
+            + part * int32(copy_size)
+        )
         for i in range(rounds):
             further = int32(i * panels_at_once)
             if panel + further < tile_panels and first_panel + panel + further < weights.num_panels:
@@ -266,7 +272,9 @@ def _bfloat16_functions(dtype: str, tile: Tile):
         warp = int32(cuda.threadIdx.x) // int32(WARP)
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
-        start = token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
+        start = (
+            token * int32(row_size) + warp % int32(feature_warps) * int32(panels * OUT_TILE) + q * int32(2)
+        )
         for t in range(token_tiles):
             for p in range(panels):
                 i = (t * panels + p) * 4
@@ -347,7 +355,11 @@ def _float32_functions(dtype: str, tile: Tile):
         lane = int32(cuda.threadIdx.x) % int32(WARP)
         warp = int32(cuda.threadIdx.x) // int32(WARP)
         token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(16)
-        return token, warp % int32(feature_warps) * int32(4 * columns) + lane // int32(4) % int32(4), lane % int32(4)
+        return (
+            token,
+            warp % int32(feature_warps) * int32(4 * columns) + lane // int32(4) % int32(4),
+            lane % int32(4),
+        )
 
     def multiply(sums, stage):
         words = cuda.local.array(words_size, float32)
@@ -355,7 +367,9 @@ def _float32_functions(dtype: str, tile: Tile):
         row = stage + uint32(token * int32(row_bytes) + q * int32(COPY_BYTES))
         panel = feature // int32(OUT_TILE)
         column = feature % int32(OUT_TILE)
-        weights_at = stage + uint32(input_bytes + panel * int32(panel_bytes) + (4 * column + q) * int32(COPY_BYTES))
+        weights_at = stage + uint32(
+            input_bytes + panel * int32(panel_bytes) + (4 * column + q) * int32(COPY_BYTES)
+        )
         for part in range(int32(0), int32(4)):
             for c in range(columns):
                 at = part * int32(part_bytes) + int32(c // 2 * panel_bytes + c % 2 * (part_bytes // 2))

@@ -192,7 +192,9 @@ def _store_functions(dtype: str, octets: int, epilogue: str):
     def find_own(target, layer, width, first, count, place):
         if not IS_ONE:
             return int64(0), float32(-0.0)
-        token = min(int32(first + int32(uint32(cuda.threadIdx.x) // uint32(OUT_TILE))), int32(count - int32(1)))
+        token = min(
+            int32(first + int32(uint32(cuda.threadIdx.x) // uint32(OUT_TILE))), int32(count - int32(1))
+        )
         at = find(target, layer, width, token, place)
         return at, read(target, at)
 
@@ -248,7 +250,9 @@ def _first_lane_weight_function(dtype: str):
     lane_size = LANE_SIZE[dtype]
 
     def first_lane_weight(weights, layer, panel, step, lane):
-        return first_weight(weights, layer, panel) + int64(int32(step * int32(STEP_SIZE) + lane * int32(lane_size)))
+        return first_weight(weights, layer, panel) + int64(
+            int32(step * int32(STEP_SIZE) + lane * int32(lane_size))
+        )
 
     return device_function(first_lane_weight)
 
@@ -285,7 +289,9 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
     tiles = -(-octets // 2)
     IS_PAIRED = octets > 1
     most = 1 if in_shared else max(HELD_OCTETS // octets, 1)
-    halves = max(n for n in range(1, most + 1) if 2 * ahead % n == 0)  # of a step, whose inputs are loaded together
+    halves = max(
+        n for n in range(1, most + 1) if 2 * ahead % n == 0
+    )  # of a step, whose inputs are loaded together
     turns = 2 * ahead // halves
     held_words = halves * octets * 4
     sums_size = tiles * 4
@@ -336,7 +342,9 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
             held[i] = uint32(0)
         for octet in range(octets):
             token = min(int32(first + octet * int32(ROWS) + g), int32(count - int32(1)))
-            row = int32(token * int32(num_steps * int32(STEP) + int32(row_pad)) + step * int32(STEP) + q * int32(8))
+            row = int32(
+                token * int32(num_steps * int32(STEP) + int32(row_pad)) + step * int32(STEP) + q * int32(8)
+            )
             rows[octet] = row_type(row)
         while step < stop:
             for turn in range(turns):
@@ -353,7 +361,9 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
                     if int32(step + half // 2) < stop:
                         multiply(sums, held, i, weights_of(words, half // 2, half % 2))
                         if half % 2 == 1 and int32(step + half // 2 + ahead) < stop:
-                            load_step(words, half // 2 * step_words, weights.panels, further + half // 2 * STEP_SIZE)
+                            load_step(
+                                words, half // 2 * step_words, weights.panels, further + half // 2 * STEP_SIZE
+                            )
             step = int32(step + ahead)
             further = further + ahead * STEP_SIZE
             for octet in range(octets):

@@ -199,7 +199,9 @@ def embed_kernel(dtype: str):
                     weight = float32(wte[start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8])
                     value = rounded_product(weight, scales[token])  # not fused with the sum
                 else:
-                    value = bits_to_float32(uint32(wte[start + k // 32 * 256 + g * 32 + k % 32]) << uint32(16))
+                    value = bits_to_float32(
+                        uint32(wte[start + k // 32 * 256 + g * 32 + k % 32]) << uint32(16)
+                    )
             x[n * columns + c] = value + wpe[at + c]
 
     return kernel(embed)

@@ -67,7 +67,9 @@ class Device:
             try:
                 array = self._cuda.device_array(size, dtype, stream=self._stream)
             except CudaAPIError as error:
-                raise MemoryError(f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}") from error
+                raise MemoryError(
+                    f"the GPU cannot give {size * np.dtype(dtype).itemsize} bytes: {error}"
+                ) from error
             device_memset(array, 0, array.nbytes, self._stream)
         weakref.finalize(array, self._cuda.current_context)  # the thread that frees it may have no context
         return array

@@ -116,7 +116,9 @@ def need_capability(capability: tuple, dtype: str = "float32") -> None:
     """Raise DeviceError if a GPU is too old for the kernels of a dtype."""
     if tuple(capability[:2]) < OLDEST[dtype]:
         found, needed = (".".join(map(str, pair[:2])) for pair in (capability, OLDEST[dtype]))
-        raise DeviceError(f"dtype {dtype!r} needs compute capability {needed} or more, and the GPU has {found}.")
+        raise DeviceError(
+            f"dtype {dtype!r} needs compute capability {needed} or more, and the GPU has {found}."
+        )
 
 
 def need_compilers() -> None:

@@ -26,7 +26,9 @@ def read_bandwidth(size: int = READ_BYTES) -> float:
     rounds = max(size // (16 * LOADS * threads), 1)
     words = device.zeros((rounds * LOADS * 4 * threads,), np.uint32)
     out = device.zeros((threads,), np.uint32)
-    seconds = _best_seconds(lambda: device.launch(read_kernel(LOADS), blocks, PEAK_THREADS, out, words, rounds))
+    seconds = _best_seconds(
+        lambda: device.launch(read_kernel(LOADS), blocks, PEAK_THREADS, out, words, rounds)
+    )
     return words.nbytes / seconds
 
 

@@ -82,18 +82,24 @@ def pack_bfloat16(typing_context, low, high):
 
 @intrinsic
 def bits_to_float32(typing_context, bits):
-    return float32(uint32), lambda context, builder, signature, arguments: builder.bitcast(arguments[0], FLOAT)
+    return float32(uint32), lambda context, builder, signature, arguments: builder.bitcast(
+        arguments[0], FLOAT
+    )
 
 
 @intrinsic
 def float32_to_bits(typing_context, value):
-    return uint32(float32), lambda context, builder, signature, arguments: builder.bitcast(arguments[0], INT32)
+    return uint32(float32), lambda context, builder, signature, arguments: builder.bitcast(
+        arguments[0], INT32
+    )
 
 
 @intrinsic
 def rounded_product(typing_context, a, b):
     """Return a product that is never fused with a sum."""
-    return _instruction(float32(float32, float32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", FLOAT, side_effect=False)
+    return _instruction(
+        float32(float32, float32), "mul.rn.f32 $0, $1, $2;", "=f,f,f", FLOAT, side_effect=False
+    )
 
 
 @intrinsic
@@ -123,9 +129,8 @@ def mma_bfloat16(typing_context, a, b, c):
     b: rows 2q and 2q + 1, then 2q + 8 and 2q + 9, of column g
     c: row g at columns 2q and 2q + 1, then row g + 8 at the same
     """
-    asm = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
+    instruction = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    asm = f"{instruction} {{$0,$1,$2,$3}}, {{$4,$5,$6,$7}}, {{$8,$9}}, {{$10,$11,$12,$13}};"
     constraints = "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f"
     signature = types.UniTuple(float32, 4)(a, b, c)
     return _instruction(signature, asm, constraints, FOUR_FLOATS, side_effect=False, is_convergent=True)
@@ -161,7 +166,9 @@ def store_shared(typing_context, address, word):
 
 @intrinsic
 def copy_async(typing_context, address, array, index):
-    return _instruction(types.void(uint32, array, index), "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}")
+    return _instruction(
+        types.void(uint32, array, index), "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}"
+    )
 
 
 @intrinsic
@@ -194,7 +201,9 @@ def wait_for_kernel_before(typing_context):
 def prefetch_run(typing_context, array, index, size):
     """Prefetch `size` bytes, 16 n, by one thread."""
     signature = types.void(array, index, types.int32)
-    return _instruction(signature, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}", since=HOPPER)
+    return _instruction(
+        signature, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}", since=HOPPER
+    )
 
 
 @intrinsic
@@ -232,7 +241,9 @@ def _instruction(
                 operands.append(builder.ptrtoint(builder.gep(array.data, [index]), INT64))
             elif isinstance(kind, types.BaseTuple):
                 operands += [builder.extract_value(arguments[i], k) for k in range(len(kind))]
-            elif not isinstance(kind, types.IntegerLiteral) and not (i and isinstance(kinds[i - 1], types.Array)):
+            elif not isinstance(kind, types.IntegerLiteral) and not (
+                i and isinstance(kinds[i - 1], types.Array)
+            ):
                 operands.append(arguments[i])
         function_type = ir.FunctionType(result, [operand.type for operand in operands])
         function = ir.InlineAsm(function_type, asm, constraints, side_effect)
@@ -240,7 +251,9 @@ def _instruction(
         if result is VOID:
             return context.get_dummy_value()
         if isinstance(result, ir.LiteralStructType):
-            return cgutils.pack_array(builder, [builder.extract_value(found, k) for k in range(len(result.elements))])
+            return cgutils.pack_array(
+                builder, [builder.extract_value(found, k) for k in range(len(result.elements))]
+            )
         return found
 
     return signature, generate

@@ -71,7 +71,9 @@ def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
     base = int64(rows[r]) * int64(vocab_size)
     length = int32((vocab_size + pieces - 1) // pieces)
     key = int64(-1)
-    for i in range(int32(piece * length + thread), min(vocab_size, int32((piece + 1) * length)), cuda.blockDim.x):
+    for i in range(
+        int32(piece * length + thread), min(vocab_size, int32((piece + 1) * length)), cuda.blockDim.x
+    ):
         key = max(key, _greatest_key(logits[base + i], i))
     key = block_greatest(key, cuda.shared.array(MAX_WARPS, int64))
     if thread >= WARP:
@@ -197,7 +199,10 @@ def _keep_from(row, border, first_tie):
 def _cut_off(row, greatest, inverse_total, threshold):
     for i in range(int32(cuda.threadIdx.x), row.size, cuda.blockDim.x):
         score = row.scores[row.start + i]
-        if float32(-math.inf) < score < greatest and probability_of(score, greatest, inverse_total) < threshold:
+        if (
+            float32(-math.inf) < score < greatest
+            and probability_of(score, greatest, inverse_total) < threshold
+        ):
             row.scores[row.start + i] = float32(-math.inf)
     cuda.syncthreads()
 

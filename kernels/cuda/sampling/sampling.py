@@ -108,7 +108,9 @@ def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> Sampl
 
 
 def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
-    arrays = (math.prod(shape) * np.dtype(kind).itemsize for shape, kind in _shapes(config, max_shape).values())
+    arrays = (
+        math.prod(shape) * np.dtype(kind).itemsize for shape, kind in _shapes(config, max_shape).values()
+    )
     return sum(arrays) + _parts(max_shape).num_bytes
 
 
@@ -122,7 +124,9 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     token_ids = w.device.read(w.sampling.token_ids[:count])
     if rare.size:
         columns = (np.asarray(column)[rare] for column in (seeds, sample_indices, positions))
-        token_ids[rare] = reference.sample(logits[rare].copy(), [column[rare] for column in warpers], *columns)
+        token_ids[rare] = reference.sample(
+            logits[rare].copy(), [column[rare] for column in warpers], *columns
+        )
     return token_ids
 
 
@@ -167,7 +171,9 @@ def _parts(max_shape: MaxShape) -> PackedArrays:
     r = max_shape.logits
     kinds = {"settings": np.float64, "seeds": np.uint64, "sample_indices": np.uint64}
     kinds |= {"rows": np.int32, "positions": np.int32}
-    return PackedArrays({name: (r * (NUM_SETTINGS if name == "settings" else 1), kind) for name, kind in kinds.items()})
+    return PackedArrays(
+        {name: (r * (NUM_SETTINGS if name == "settings" else 1), kind) for name, kind in kinds.items()}
+    )
 
 
 def _shapes(config: Any, max_shape: MaxShape) -> dict[str, tuple[tuple[int, ...], Any]]:
@@ -208,7 +214,9 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
     values = {
         "rows": rows.astype(np.int32),
         "num_prompt_tokens": p.num_prompt_tokens.astype(np.int32),
-        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1).astype(np.float32),
+        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1).astype(
+            np.float32
+        ),
         "token_bounds": p.token_ids.bounds.astype(np.int32),
         "token_ids": p.token_ids.values.astype(np.int32),
         "bias_bounds": p.bias_ids.bounds.astype(np.int32),

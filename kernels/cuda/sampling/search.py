@@ -51,7 +51,9 @@ def key_of(value):
 
 @device_function
 def value_of(key):
-    return bits_to_float32(uint32(key ^ uint32(SIGN)) if key >= uint32(SIGN) else uint32(key ^ uint32(ALL_ONES)))
+    return bits_to_float32(
+        uint32(key ^ uint32(SIGN)) if key >= uint32(SIGN) else uint32(key ^ uint32(ALL_ONES))
+    )
 
 
 @device_function

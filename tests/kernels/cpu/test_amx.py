@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.kernel_tools import as_float32, operand_of, packed, random_values, same_bits, solo_team, unwritten
+from support.kernel_tools import (
+    as_float32,
+    operand_of,
+    packed,
+    random_values,
+    same_bits,
+    solo_team,
+    unwritten,
+)
 from tinygpt.kernels.cpu import jit as jit_module
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.activations import NONE
@@ -19,7 +27,9 @@ from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import address
 
 F32 = np.float32
-needs_amx = pytest.mark.skipif(not targets.TARGET.has_amx, reason="this CPU has no AMX, or the system refuses it")
+needs_amx = pytest.mark.skipif(
+    not targets.TARGET.has_amx, reason="this CPU has no AMX, or the system refuses it"
+)
 ROWS = (1, 5, 16, 17, 33, 48)
 
 
@@ -48,7 +58,9 @@ def vnni_tiles(rows, a, scales, b, c):
 
 def in_amx_order(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """c (M, N) + a (M, K) @ b (N, K).T, by blocks of 32 of K: a chain of the even k and one of the odd."""
-    a, b = (x.astype(np.longdouble).reshape(len(x), 1, -1, 2) for x in (a, b))  # a product and a sum, rounded once
+    a, b = (
+        x.astype(np.longdouble).reshape(len(x), 1, -1, 2) for x in (a, b)
+    )  # a product and a sum, rounded once
     for first in range(0, a.shape[2], 16):
         even_odd = np.zeros((2, *c.shape), F32)
         for k in range(first, min(first + 16, a.shape[2])):
@@ -113,7 +125,9 @@ def test_a_process_that_is_refused_amx_loads_no_kernels_that_use_it(monkeypatch)
 @needs_amx
 @pytest.mark.parametrize("rows", [1, 3])
 def test_few_rows_of_int8_have_the_bits_that_they_have_among_more(rows):
-    weight = Linear(packed(random_values(OUT_TILE, 130), "int8"), random_values(1, OUT_TILE, seed=1), NO_FACTORS)
+    weight = Linear(
+        packed(random_values(OUT_TILE, 130), "int8"), random_values(1, OUT_TILE, seed=1), NO_FACTORS
+    )
     found = []
     for count in (rows, LEAST_AMX):
         x = operand_of(random_values(LEAST_AMX, 130, seed=2)[:count], "int8")

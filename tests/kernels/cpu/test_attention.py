@@ -64,8 +64,12 @@ def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values, (S, H, T, D) float32."""
     k, v = in_positions(cache)
     if cache.k.dtype == np.uint8:
-        scales = (k[..., first : first + 4].copy().view(np.float32) for first in (k.shape[-1] - 8, k.shape[-1] - 4))
-        return tuple((x[..., :size].astype(np.float32) - 128) * scale for x, scale in zip((k, v), scales, strict=True))
+        scales = (
+            k[..., first : first + 4].copy().view(np.float32) for first in (k.shape[-1] - 8, k.shape[-1] - 4)
+        )
+        return tuple(
+            (x[..., :size].astype(np.float32) - 128) * scale for x, scale in zip((k, v), scales, strict=True)
+        )
     return tuple(as_float32(x[..., :size]) for x in (k, v))
 
 
@@ -255,7 +259,9 @@ def test_the_reference_rounds_the_weights_of_an_int8_cache_to_14_bits():
     squares = [(v[:, start : start + 64] ** 2).sum(1) for start in (0, 64, 128)]  # (H, D) each
     # A rounding to whole numbers has variance 1/12.
     variance = sum(level[..., None] ** 2 * square / 12 for level, square in zip(levels, squares, strict=True))
-    error = reference.attend_int8(q, k, v, positions, scale) - reference.attend(q, k, v, positions, scale)  # (N, H, D)
+    error = reference.attend_int8(q, k, v, positions, scale) - reference.attend(
+        q, k, v, positions, scale
+    )  # (N, H, D)
     assert 0.85 < np.sqrt((error**2 / variance).mean()) < 1.15
 
 

@@ -109,7 +109,9 @@ def test_int8_weights(shape, size):
     largest = np.abs(weight).max(axis=1)  # (N,)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, F32(127) / largest, F32(0))
-    codes = np.rint(weight * inverse[:, None])  # float32: the product is rounded, then its nearest whole number
+    codes = np.rint(
+        weight * inverse[:, None]
+    )  # float32: the product is rounded, then its nearest whole number
     same_bits(record.scales[0, : len(weight)].copy(), largest / F32(127))
     np.testing.assert_array_equal(levels_of(record)[: len(weight), :k], codes)
     assert not levels_of(record)[len(weight) :].any()
@@ -190,7 +192,9 @@ def test_int4_weights(shape, size):
     error = (missed**2).sum(axis=2)
     for share in SHARES:
         other_scale, other_offset = plain_scales(groups, share)
-        other = np.abs(nearest_levels(groups, other_scale, other_offset) * other_scale + other_offset - groups)
+        other = np.abs(
+            nearest_levels(groups, other_scale, other_offset) * other_scale + other_offset - groups
+        )
         assert (error <= (other**2).sum(axis=2) * (1 + 1e-4)).all()
 
 
@@ -289,7 +293,9 @@ class Grouped:
         a = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}")
         expanded = aligned(np.repeat(b, EXPANSION[self.dtype]))
         where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
-        GROUPED[self.dtype](self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where)
+        GROUPED[self.dtype](
+            self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where
+        )
         assert np.isnan(c[self.rows]).all()
         return c[: self.rows].copy()
 
@@ -348,7 +354,15 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
         c = unwritten(rows + 1, OUT_TILE)
         left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, OUT_TILE).transpose(0, 2, 1))
-        where = (left.ctypes.data, left.strides[0], pairs.ctypes.data, OUT_TILE * 4, steps, c.ctypes.data, c.strides[0])
+        where = (
+            left.ctypes.data,
+            left.strides[0],
+            pairs.ctypes.data,
+            OUT_TILE * 4,
+            steps,
+            c.ctypes.data,
+            c.strides[0],
+        )
         bf16_tile(pairs, rows, vectors, *where)
         exact_a = from_bits(a_bits).astype(float)
         exact_b = from_bits(b_bits).astype(float)

@@ -64,7 +64,9 @@ def can_run(name: str) -> bool:
     return name != "AVX2 VNNI" or bool(binding.get_host_cpu_features().get("avxvnni"))
 
 
-pytestmark = pytest.mark.skipif(not is_able(), reason="this CPU has no AVX-512: its kernels are the fallback already")
+pytestmark = pytest.mark.skipif(
+    not is_able(), reason="this CPU has no AVX-512: its kernels are the fallback already"
+)
 
 
 # In the process that is restricted.
@@ -165,7 +167,9 @@ def computed_on(name: str, dtype: str, folder: Path) -> tuple[np.ndarray, np.nda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [(name, dtype) for name in TARGETS for dtype in TARGETS[name].dtypes])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in TARGETS for dtype in TARGETS[name].dtypes]
+)
 def test_a_cpu_without_avx512(name, dtype, tmp_path):
     if not can_run(name):
         pytest.skip("this CPU has no AVX-VNNI")

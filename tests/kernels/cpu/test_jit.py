@@ -65,7 +65,9 @@ def run(folder: Path, code: str = RUN, **environment: str) -> str:
     paths = os.pathsep.join(map(str, (folder, ROOT, ROOT / "tests")))
     environment = kept | {"NUMBA_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": paths} | environment
     command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_fingerprint_changes_with_settings_that_change_code(tmp_path, monkeypatch):
@@ -168,7 +170,9 @@ def counted(n):
 def test_a_changed_source_is_compiled_anew(folder):
     """Here one outside of the package, whose sources name the folder."""
     assert run(folder) == "15 1"
-    (folder / "tiny.py").write_text(MODULE.replace("x + 1", "x + 20"))  # of another size, which Python looks at
+    (folder / "tiny.py").write_text(
+        MODULE.replace("x + 1", "x + 20")
+    )  # of another size, which Python looks at
     assert run(folder) == "72 1"
 
 

@@ -17,7 +17,15 @@ BACKENDS = pytest.mark.parametrize(
 )
 LENGTH = 3 * KEY_BLOCK
 CONFIG = ModelConfig(n_layer=2, n_head=3, n_embd=45, n_positions=LENGTH, vocab_size=50)
-RANGES = [(0, 1), (0, KEY_BLOCK), (5, 9), (KEY_BLOCK - 1, KEY_BLOCK + 1), (3, 2 * KEY_BLOCK + 7), (0, LENGTH), (9, 9)]
+RANGES = [
+    (0, 1),
+    (0, KEY_BLOCK),
+    (5, 9),
+    (KEY_BLOCK - 1, KEY_BLOCK + 1),
+    (3, 2 * KEY_BLOCK + 7),
+    (0, LENGTH),
+    (9, 9),
+]
 
 
 def filled_cache(backend, dtype):
@@ -109,4 +117,7 @@ def test_what_an_int8_cache_takes():
     """Of a position 64 + 4 bytes for a key and as many for a value, where heads have whole steps and lanes."""
     config = ModelConfig(n_layer=2, n_head=3, n_embd=192, n_positions=LENGTH, vocab_size=50)
     assert cpu.kv_cache_bytes(config, 5, LENGTH, "int8") == 2 * 5 * 3 * LENGTH * 2 * 68
-    assert sum(array.nbytes for array in cpu.new_kv_cache(config, 5, LENGTH, "int8")) == 2 * 5 * 3 * LENGTH * 2 * 68
+    assert (
+        sum(array.nbytes for array in cpu.new_kv_cache(config, 5, LENGTH, "int8"))
+        == 2 * 5 * 3 * LENGTH * 2 * 68
+    )

@@ -33,7 +33,15 @@ from tinygpt.kernels.cpu.sampling_rows import SCAN_BLOCK, greatest
 from tinygpt.kernels.cpu.simd import tiles
 from tinygpt.kernels.cpu.simd.panels import add_rows, put_rows, sum_2_segments, sum_4_segments
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import LANES, address, float32_at, fma, max_lanes, sum_lanes, sum_squares_lanes
+from tinygpt.kernels.cpu.simd.vector_ir import (
+    LANES,
+    address,
+    float32_at,
+    fma,
+    max_lanes,
+    sum_lanes,
+    sum_squares_lanes,
+)
 from tinygpt.kernels.cpu.workspace import new_operand
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import layers as reference
@@ -144,7 +152,9 @@ def test_exp():
 def test_tanh_and_erf(name):
     function = getattr(activations, name)
     exact = getattr(math, name)
-    x = np.concatenate([np.linspace(-12, 12, 10001), np.linspace(-1, 1, 10001), [1e4, -1e4]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-12, 12, 10001), np.linspace(-1, 1, 10001), [1e4, -1e4]]).astype(
+        np.float32
+    )
     actual = np.array([function(v) for v in x])
     expected = np.array([exact(v) for v in x])
     check(name, actual, expected, np.maximum(np.abs(expected), EPS) if name == "tanh" else 1)
@@ -155,12 +165,19 @@ def test_tanh_and_erf(name):
 
 @ACTIVATIONS
 def test_activate(name, kind):
-    x = np.concatenate([np.linspace(-15, 15, 9997), [0, 1e-6, -1e-6, 300, -300, 1e4, -1e4]]).astype(np.float32)
+    x = np.concatenate([np.linspace(-15, 15, 9997), [0, 1e-6, -1e-6, 300, -300, 1e4, -1e4]]).astype(
+        np.float32
+    )
     y = x.copy()
     activations.activate(y, kind)
     expected = reference.ACTIVATIONS[name](x.astype(np.float64)) if name != "none" else x
     check("activation", y, expected, np.maximum(np.abs(x), 1))
-    for start, stop in ((0, 1), (5, 22), (9990, 10004), (1, 10003)):  # other places in a vector, another remainder
+    for start, stop in (
+        (0, 1),
+        (5, 22),
+        (9990, 10004),
+        (1, 10003),
+    ):  # other places in a vector, another remainder
         part = x[start:stop].copy()
         activations.activate(part, kind)
         same_bits(part, y[start:stop])
@@ -216,7 +233,9 @@ def test_layer_norm_into_an_operand(dtype):
     rows = np.array([3, 0, 12, 12], np.int32)
     operand = new_operand(dtype, len(rows), 97)
     normalize(operand, x, rows, weight, bias)
-    for array, expected in zip(operand, operand_of(run_layer_norm(x, rows, weight, bias), dtype), strict=True):
+    for array, expected in zip(
+        operand, operand_of(run_layer_norm(x, rows, weight, bias), dtype), strict=True
+    ):
         np.testing.assert_array_equal(array.view(np.uint8), expected.view(np.uint8))
 
 
@@ -373,4 +392,6 @@ def same_numbers(found: np.ndarray, expected: np.ndarray) -> None:
     """To the bit, but for which NaN it is."""
     np.testing.assert_array_equal(found, expected)
     if found.dtype == np.float32:
-        np.testing.assert_array_equal(np.signbit(found[~np.isnan(found)]), np.signbit(expected[~np.isnan(expected)]))
+        np.testing.assert_array_equal(
+            np.signbit(found[~np.isnan(found)]), np.signbit(expected[~np.isnan(expected)])
+        )

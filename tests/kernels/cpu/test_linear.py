@@ -48,7 +48,9 @@ ONLY = np.int64(0)  # the one layer of these weights
 def test_pack(shape, dtype):
     weight, (n, k) = random_values(*shape), shape
     record = packed(weight, dtype)
-    for array, from_transposed in zip(record, packed(np.ascontiguousarray(weight.T), dtype, True), strict=True):
+    for array, from_transposed in zip(
+        record, packed(np.ascontiguousarray(weight.T), dtype, True), strict=True
+    ):
         np.testing.assert_array_equal(array.view(np.uint8), from_transposed.view(np.uint8))
     values = unpacked(record, dtype)
     assert np.isfinite(values).all()
@@ -63,7 +65,9 @@ def test_pack(shape, dtype):
 def test_pack_multiplies_by_the_factors(dtype):
     weight = random_values(7, 70)
     factors = np.exp2(np.random.default_rng(0).integers(-3, 4, 70)).astype(np.float32)
-    for array, expected in zip(packed(weight, dtype, factors=factors), packed(weight * factors, dtype), strict=True):
+    for array, expected in zip(
+        packed(weight, dtype, factors=factors), packed(weight * factors, dtype), strict=True
+    ):
         np.testing.assert_array_equal(array, expected)
 
 
@@ -164,7 +168,9 @@ def random_layer(m: int, k: int, n: int, has_bias: bool = True) -> Layer:
     return Layer(random_values(m, k, seed=1), random_values(n, k, seed=2), bias, random_values(m, n, seed=4))
 
 
-def run_linear(layer: Layer, dtype="float32", kind=activations.NONE, add=REPLACE, segments=None) -> np.ndarray:
+def run_linear(
+    layer: Layer, dtype="float32", kind=activations.NONE, add=REPLACE, segments=None
+) -> np.ndarray:
     out = layer.before.copy() if add else unwritten(*layer.before.shape)
     segments = whole(layer.x.shape[1]) if segments is None else segments
     linears = Linear(packed(layer.weight, dtype), layer.bias[None], NO_FACTORS)
@@ -201,7 +207,9 @@ def check_linear(m: int, k: int, n: int, has_bias: bool, dtype: str) -> None:
 def test_linear_takes_the_layer_it_is_told():
     first = random_layer(3, 7, 5)
     layers = [first, first._replace(weight=random_values(5, 7, seed=9), bias=random_values(5, seed=8))]
-    weight = type(packed(layers[0].weight))(aligned(np.concatenate([packed(layer.weight).panels for layer in layers])))
+    weight = type(packed(layers[0].weight))(
+        aligned(np.concatenate([packed(layer.weight).panels for layer in layers]))
+    )
     linears = Linear(weight, np.stack([layer.bias for layer in layers]), NO_FACTORS)
     for i, layer in enumerate(layers):
         out = unwritten(3, 5)
@@ -243,7 +251,9 @@ def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
     both = type(weight)(*(aligned(np.repeat(array, 2, axis=0)) for array in weight))
     linears = Linear(both, layer.bias[None].repeat(2, 0), factors)
     out = new_operand(dtype, 11, n)
-    run_linear_to_operand(solo_team(), out, operand_of(layer.x, dtype), linears, np.int64(1), whole(35), kind, 11)
+    run_linear_to_operand(
+        solo_team(), out, operand_of(layer.x, dtype), linears, np.int64(1), whole(35), kind, 11
+    )
     assert_same_operand(out, operand_of(run_linear(layer, dtype, kind) * factors[1, :n], dtype))
 
 

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import packed, random_values, unpacked
-from tinygpt.kernels.cpu.packing.smoothing import BITS, Smoothing, bias_correction, rounded, smoothing_factors, unpack
+from tinygpt.kernels.cpu.packing.smoothing import (
+    BITS,
+    Smoothing,
+    bias_correction,
+    rounded,
+    smoothing_factors,
+    unpack,
+)
 from tinygpt.kernels.reference.layers import ACTIVATIONS
 from tinygpt.weights.checkpoint import open_random
 from tinygpt.weights.config import ModelConfig
@@ -52,9 +59,15 @@ def test_sizes_of_activations_are_told_by_the_weights(activation):
 
 def test_sizes_of_values_are_told_by_the_weights():
     model = Tensors()
-    qkv = model.inputs("ln_1") @ model.tensor("h.0.attn.c_attn.weight").T + model.tensor("h.0.attn.c_attn.bias")
-    np.testing.assert_allclose(Smoothing(model, "int8")._value_sizes(0), root_mean_square(qkv[:, 48:]), rtol=0.02)
-    assert model.released == ["h.0.attn.c_attn.weight"]  # else a checkpoint is in memory whole while it is packed
+    qkv = model.inputs("ln_1") @ model.tensor("h.0.attn.c_attn.weight").T + model.tensor(
+        "h.0.attn.c_attn.bias"
+    )
+    np.testing.assert_allclose(
+        Smoothing(model, "int8")._value_sizes(0), root_mean_square(qkv[:, 48:]), rtol=0.02
+    )
+    assert model.released == [
+        "h.0.attn.c_attn.weight"
+    ]  # else a checkpoint is in memory whole while it is packed
 
 
 def test_a_channel_of_the_inputs_takes_its_share_of_the_size():

@@ -48,12 +48,17 @@ def test_a_cpu_gets_what_is_fastest_on_it(features, cpu, expected):
 
 
 def test_amx_is_taken_for_bfloat16_and_int8_together():
-    chosen = [choose((VNNI | amx).__contains__, "") for amx in ({"amx-bf16", "amx-int8"}, {"amx-int8"}, set())]
+    chosen = [
+        choose((VNNI | amx).__contains__, "") for amx in ({"amx-bf16", "amx-int8"}, {"amx-int8"}, set())
+    ]
     assert [target.has_amx for target in chosen] == [True, False, False]
 
 
 def test_vectors_are_as_wide_as_the_features_allow():
-    sizes = {name: choose(has.__contains__, "").vector_bytes for name, has in (("512", VNNI), ("2", AVX2), ("", set()))}
+    sizes = {
+        name: choose(has.__contains__, "").vector_bytes
+        for name, has in (("512", VNNI), ("2", AVX2), ("", set()))
+    }
     assert sizes == {"512": 64, "2": 32, "": 16}
 
 

@@ -23,7 +23,9 @@ LENGTH = 70
 # Where answers are compared: at ends of chunks and of blocks, and in between. All of them would be long to keep.
 PLACES = [0, 1, 15, 16, 32, 33, 40, 41, 63, 64, 68, 69]
 KINDS = [(reference, "float32", 1e-4), (cpu, "float32", 1e-4), (cpu, "bfloat16", 0.15), (cpu, "int8", 0.15)]
-BACKENDS = pytest.mark.parametrize(("backend", "dtype", "tolerance"), KINDS, ids=["reference", "cpu", "bf16", "int8"])
+BACKENDS = pytest.mark.parametrize(
+    ("backend", "dtype", "tolerance"), KINDS, ids=["reference", "cpu", "bf16", "int8"]
+)
 
 
 @recorded
@@ -81,7 +83,8 @@ def test_trace(case, backend, dtype, tolerance):
     ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
     traces = [
-        trace(partial(backend.forward, params, batch, cache, workspace), batch, FIELDS["n_layer"]) for batch in parts
+        trace(partial(backend.forward, params, batch, cache, workspace), batch, FIELDS["n_layer"])
+        for batch in parts
     ]
     hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
     hidden = np.concatenate([hidden, backend.final_norm(params, hidden[-1:])])
@@ -108,7 +111,9 @@ def test_embeds_stand_for_negative_ids(case, backend, dtype, tolerance):
         backend.forward(params, Batch.of([mixed[a:b]], [a], [0], "all", embeds), cache, workspace).copy()
         for a, b in ((0, 33), (33, 70))
     ]
-    np.testing.assert_allclose(np.concatenate(parts)[PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_allclose(
+        np.concatenate(parts)[PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max()
+    )
 
 
 class OutlierGains:
@@ -122,7 +127,11 @@ class OutlierGains:
 
     def tensor(self, name: str) -> np.ndarray:
         values = self._checkpoint.tensor(name)
-        return values * np.where(np.arange(48) % 16 == 3, np.float32(30), np.float32(1)) if "ln_f" in name else values
+        return (
+            values * np.where(np.arange(48) % 16 == 3, np.float32(30), np.float32(1))
+            if "ln_f" in name
+            else values
+        )
 
 
 def test_the_last_hidden_state_is_free_of_smoothing(case):

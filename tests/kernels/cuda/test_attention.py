@@ -11,7 +11,12 @@ import pytest
 
 from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from support.ptx_machine import simulate
-from tinygpt.kernels.cuda.layers.attention import TILE_BLOCKS, TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.attention import (
+    TILE_BLOCKS,
+    TILE_WARPS,
+    attend_decode_kernel,
+    attend_prefill_kernel,
+)
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.shapes import QUERY_TILE
 from tinygpt.kernels.reference import model as reference
@@ -94,7 +99,9 @@ class Attention:
         """Return the arguments that both kernels share, then positions and token_slots."""
         q = np.concatenate([self.stored(tokens.q[start:stop]) for tokens, start, stop in step])
         positions = np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in step])
-        token_slots = np.concatenate([np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step])
+        token_slots = np.concatenate(
+            [np.full(stop - start, tokens.row, np.int32) for tokens, start, stop in step]
+        )
         return q.ravel(), *self.caches(step), LAYER, ROWS, self.positions, positions, token_slots
 
     def unwritten_result(self, count: int) -> np.ndarray:
@@ -177,7 +184,8 @@ def test_decode(heads, size, dtype):
 
 
 @pytest.mark.parametrize(
-    ("heads", "size", "dtype"), [(2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")]
+    ("heads", "size", "dtype"),
+    [(2, 16, "float32"), (1, 80, "float32"), (1, 64, "bfloat16"), (2, 80, "bfloat16")],
 )
 def test_a_mixed_step(heads, size, dtype):
     """Whole prompts, the end of one, and single tokens."""

@@ -65,7 +65,19 @@ def embed_arguments(dtype: str) -> tuple:
 def attention_arguments(kernel: str, dtype: str) -> tuple:
     values = FLOATS if dtype == "float32" else HALVES
     return {
-        "decode": (values, INTS, FLOATS, *[values] * 3, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1), 1),
+        "decode": (
+            values,
+            INTS,
+            FLOATS,
+            *[values] * 3,
+            *NUMBERS,
+            INTS,
+            INTS,
+            INTS,
+            *NUMBERS,
+            np.float32(1),
+            1,
+        ),
         "prefill": (*[values] * 4, *NUMBERS, INTS, INTS, INTS, *NUMBERS, np.float32(1)),
     }[kernel]
 
@@ -79,13 +91,25 @@ def kernels() -> dict[str, tuple]:
         "advance": (advance, ADVANCE_THREADS, INTS, INTS, INTS, INTS, INTS, INTS, 8),
         "embed": (embed_kernel("int8"), EMBED_THREADS, *embed_arguments("int8")),
         "layer_norm": (layer_norm_kernel("bfloat16", 1600), NORM_WARPS * WARP, *norm_arguments("bfloat16")),
-        "linear float32": (linear_kernel("float32", 1, QKV, 1), LINEAR_THREADS, *linear_arguments("float32", QKV)),
+        "linear float32": (
+            linear_kernel("float32", 1, QKV, 1),
+            LINEAR_THREADS,
+            *linear_arguments("float32", QKV),
+        ),
     }
     for direction in (COPY, READ, WRITE):
         found[f"move {direction}"] = _move_kernel(direction, True), MOVE_THREADS, HALVES, HALVES, *[1] * 8
-    found["gemm float32"] = gemm_kernel("float32", MIDDLE, QKV), MIDDLE.threads, *linear_arguments("float32", QKV)
+    found["gemm float32"] = (
+        gemm_kernel("float32", MIDDLE, QKV),
+        MIDDLE.threads,
+        *linear_arguments("float32", QKV),
+    )
     for dtype in ("bfloat16", "int8"):
-        found[f"linear {dtype}"] = linear_kernel(dtype, 8, QKV, 2), LINEAR_THREADS, *linear_arguments(dtype, QKV)
+        found[f"linear {dtype}"] = (
+            linear_kernel(dtype, 8, QKV, 2),
+            LINEAR_THREADS,
+            *linear_arguments(dtype, QKV),
+        )
         normed = normed_linear_kernel(dtype, 1600, QKV)
         found[f"normed_linear {dtype}"] = normed, LINEAR_THREADS, *normed_arguments(dtype, QKV)
         gemm = gemm_kernel(dtype, LARGEST, QKV)
@@ -199,7 +223,9 @@ TILES_REGISTERS = dict(zip(TILES, (80, 128, 248), strict=True))
     ("tile", "epilogue"), [*((tile, QKV) for tile in TILES), (MIDDLE, ADD), (LARGEST, "gelu_tanh")]
 )
 def test_tiles_stay_in_registers(dtype, tile, epilogue):
-    compiled = fitting(TILES_REGISTERS[tile], gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue))
+    compiled = fitting(
+        TILES_REGISTERS[tile], gemm_kernel(dtype, tile, epilogue), *linear_arguments(dtype, epilogue)
+    )
     assert compiled.ptx.count("mma.sync") == 4 * tile.token_tiles * tile.panels  # those of a step, once
     assert "cp.async.cg.shared.global" in compiled.ptx
 

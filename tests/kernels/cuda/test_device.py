@@ -45,9 +45,24 @@ def test_the_compilers_here_will_do():
 @pytest.mark.parametrize(
     ("module", "name", "answer", "message"),
     [
-        ("numba.cuda.cudadrv.nvvm", "is_available", missing, "libNVVM, which compiles kernels, is not found: pip inst"),
-        ("numba.cuda.cudadrv.libs", "get_libdevice", lambda: None, r"libdevice\.10\.bc, .* is not found: pip install"),
-        ("cuda.bindings.nvjitlink", "version", missing, "nvJitLink, which links kernels, is not found: pip install"),
+        (
+            "numba.cuda.cudadrv.nvvm",
+            "is_available",
+            missing,
+            "libNVVM, which compiles kernels, is not found: pip inst",
+        ),
+        (
+            "numba.cuda.cudadrv.libs",
+            "get_libdevice",
+            lambda: None,
+            r"libdevice\.10\.bc, .* is not found: pip install",
+        ),
+        (
+            "cuda.bindings.nvjitlink",
+            "version",
+            missing,
+            "nvJitLink, which links kernels, is not found: pip install",
+        ),
     ],
 )
 def test_a_missing_compiler_is_refused_in_a_sentence(monkeypatch, module, name, answer, message):
@@ -96,7 +111,10 @@ def test_what_a_launch_asks_for_is_granted_beside_what_the_kernel_has_of_its_own
     kernel = Kernel()
     for shared_bytes in (0, 33 << 10):
         device.launch(kernel, 3, 64, 7, shared_bytes=shared_bytes)
-    assert kernel.launches == [((3,), 64, "stream", 0, np.int32(7)), ((3,), 64, "stream", 33 << 10, np.int32(7))]
+    assert kernel.launches == [
+        ((3,), 64, "stream", 0, np.int32(7)),
+        ((3,), 64, "stream", 33 << 10, np.int32(7)),
+    ]
     assert [(granted, size) for granted, _, size in device.grants] == [(kernel, 33 << 10)]
 
 
@@ -114,8 +132,12 @@ def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(mon
         return (ok, *edges, count) if size else (ok, [], [], [], count)
 
     monkeypatch.setattr(driver, "cuGraphGetEdges", get)
-    monkeypatch.setattr(driver, "cuGraphRemoveDependencies", lambda *given: calls.append(("remove", *given)) or (ok,))
-    monkeypatch.setattr(driver, "cuGraphAddDependencies", lambda *given: calls.append(("add", *given)) or (ok,))
+    monkeypatch.setattr(
+        driver, "cuGraphRemoveDependencies", lambda *given: calls.append(("remove", *given)) or (ok,)
+    )
+    monkeypatch.setattr(
+        driver, "cuGraphAddDependencies", lambda *given: calls.append(("add", *given)) or (ok,)
+    )
     let_kernels_begin_early("graph")
     if not count:
         assert calls == []
@@ -125,7 +147,9 @@ def test_a_graphs_kernels_depend_on_one_another_so_that_each_may_begin_early(mon
     assert added == ["add", "graph", *edges[:2]]
     assert old is plain
     assert size == len(new) == count
-    assert {(edge.type, edge.from_port, edge.to_port) for edge in new} == {(1, 1, 0)}  # cuda.h: both PROGRAMMATIC
+    assert {(edge.type, edge.from_port, edge.to_port) for edge in new} == {
+        (1, 1, 0)
+    }  # cuda.h: both PROGRAMMATIC
 
 
 @pytest.mark.toolchain
@@ -218,7 +242,9 @@ def kernels():
     yield from (gemm_kernel("float32", tile, epilogue) for tile in TILES for epilogue in EPILOGUES)
     for dtype in ("float32", "bfloat16"):
         yield from (layer_norm_kernel(dtype, columns) for columns in (768, 1024))
-        yield from (make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel))
+        yield from (
+            make(size, dtype) for size in (64, 96) for make in (attend_decode_kernel, attend_prefill_kernel)
+        )
 
 
 def test_each_kernel_has_a_description_of_its_own():
@@ -234,7 +260,9 @@ def test_a_description_is_the_same_in_another_process():
         "from tinygpt.kernels.cuda.runtime.jit import describe;"
         "print(describe(gemm_kernel('int8', next(iter(TILES)), 'relu').py_func))"
     )
-    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == describe(gemm_kernel("int8", next(iter(TILES)), "relu").py_func)
 
 

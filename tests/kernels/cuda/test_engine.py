@@ -38,13 +38,30 @@ CASES = {
     "to the end": {"ignore_eos": True, "max_tokens": 18},
     "drawn": {"temperature": 1.3, "seed": 5, "n": 2},
     "warped": {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "seed": 6},
-    "rare warpers": {"temperature": 1.1, "typical_p": 0.7, "eta_cutoff": 0.01, "top_p": 0.9, "top_p_rule": "openai"},
+    "rare warpers": {
+        "temperature": 1.1,
+        "typical_p": 0.7,
+        "eta_cutoff": 0.01,
+        "top_p": 0.9,
+        "top_p_rule": "openai",
+    },
     "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-    "edited": {"logit_bias": {3: 2.0}, "suppress_tokens": [4], "no_repeat_ngram_size": 2, "bad_words_ids": [[5, 6]]},
+    "edited": {
+        "logit_bias": {3: 2.0},
+        "suppress_tokens": [4],
+        "no_repeat_ngram_size": 2,
+        "bad_words_ids": [[5, 6]],
+    },
     "banned": {"logit_bias": {5: -1.0}, "suppress_tokens": [4], "min_tokens": 3, "bad_words_ids": [[6]]},
     "decaying": {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.8, "top_p_min": 0.2, "seed": 8},
     "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7},
-    "processed logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7, "top_k": 4, "logprobs_mode": "processed"},
+    "processed logprobs": {
+        "logprobs": 3,
+        "temperature": 0.9,
+        "seed": 7,
+        "top_k": 4,
+        "logprobs_mode": "processed",
+    },
     "prompt logprobs": {"prompt_logprobs": 2},
     "own processor": {"logits_processors": [double], "temperature": 0.8, "seed": 9},
     "beams": {"num_beams": 2, "n": 2},
@@ -65,7 +82,10 @@ SMOKE = ("greedy", "warped")
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "fields",
-    [pytest.param(fields, marks=pytest.mark.smoke if name in SMOKE else (), id=name) for name, fields in CASES.items()],
+    [
+        pytest.param(fields, marks=pytest.mark.smoke if name in SMOKE else (), id=name)
+        for name, fields in CASES.items()
+    ],
 )
 def test_tokens_are_the_references_on_a_gpu(model, fields):
     check_tokens(model, fields)
@@ -97,12 +117,19 @@ def test_a_gpu_has_the_memory_back_of_a_model_that_was_never_asked(model):
 @pytest.mark.gpu
 def test_two_models_run_in_two_threads_on_a_gpu():
     params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=1.0, seed=2)
-    with LLM("demo", device="cuda", dtype="bfloat16") as one, LLM("demo", device="cuda", dtype="int8") as other:
+    with (
+        LLM("demo", device="cuda", dtype="bfloat16") as one,
+        LLM("demo", device="cuda", dtype="int8") as other,
+    ):
         alone = [llm.generate(["Once", "The king said"], params) for llm in (one, other)]
         with ThreadPoolExecutor(2) as pool:
-            together = list(pool.map(lambda llm: llm.generate(["Once", "The king said"], params), (one, other)))
+            together = list(
+                pool.map(lambda llm: llm.generate(["Once", "The king said"], params), (one, other))
+            )
     for before, after in zip(alone, together, strict=True):
-        assert [output.outputs[0].token_ids for output in before] == [output.outputs[0].token_ids for output in after]
+        assert [output.outputs[0].token_ids for output in before] == [
+            output.outputs[0].token_ids for output in after
+        ]
 
 
 def check_tokens(model: str, fields: dict) -> None:
@@ -186,7 +213,9 @@ def test_a_machine_without_a_gpu_is_refused(model, monkeypatch):
 
 def test_a_gpu_without_tensor_cores_computes_in_float32(model, device):
     device.capability = (7, 5)
-    with pytest.raises(RequestError, match=r"'int8' needs compute capability 8\.0 or more, and the GPU has 7\.5"):
+    with pytest.raises(
+        RequestError, match=r"'int8' needs compute capability 8\.0 or more, and the GPU has 7\.5"
+    ):
         load(model, dtype="int8")
     with load(model, dtype="float32") as llm:
         assert llm.generate([[3]], SamplingParams(max_tokens=1))
@@ -195,10 +224,22 @@ def test_a_gpu_without_tensor_cores_computes_in_float32(model, device):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "int4"}, "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
-        ({"kv_cache_dtype": "bfloat16"}, "must be one of 'auto', 'float32' for float32 weights on device 'cuda'"),
-        ({"dtype": "int8", "kv_cache_dtype": "float32"}, "must be one of 'auto', 'bfloat16' for int8 weights"),
-        ({"dtype": "int8", "kv_cache_dtype": "int8"}, "kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'"),
+        (
+            {"dtype": "int4"},
+            "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only",
+        ),
+        (
+            {"kv_cache_dtype": "bfloat16"},
+            "must be one of 'auto', 'float32' for float32 weights on device 'cuda'",
+        ),
+        (
+            {"dtype": "int8", "kv_cache_dtype": "float32"},
+            "must be one of 'auto', 'bfloat16' for int8 weights",
+        ),
+        (
+            {"dtype": "int8", "kv_cache_dtype": "int8"},
+            "kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'",
+        ),
     ],
 )
 def test_what_a_gpu_does_not_compute_is_refused(model, options, message):

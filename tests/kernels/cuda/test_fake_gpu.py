@@ -13,7 +13,13 @@ FILES = ("tests/kernels/cuda/test_engine.py", "tests/scripts/test_first_contact.
 # First requests, graphs, and each dtype. The models of other tests take too long.
 FEW = "says_what_it_is or memory_back or greedy or warped or graph or small_model"
 ALL = "not two_models"
-CASES = [("9.0", FEW), ("7.5", "greedy or warped or graph or float32"), ("8.0", FEW), ("8.9", FEW), ("10.0", FEW)]
+CASES = [
+    ("9.0", FEW),
+    ("7.5", "greedy or warped or graph or float32"),
+    ("8.0", FEW),
+    ("8.9", FEW),
+    ("10.0", FEW),
+]
 CASES += [(capability, ALL) for capability in ("8.6", "9.0", "12.0")]
 
 
@@ -29,7 +35,18 @@ def folder(tmp_path_factory) -> Path:
 def test_the_tests_of_a_gpu_pass(folder, request, capability, chosen):
     if (capability, chosen) != CASES[0] and not request.config.getoption("--slow"):
         pytest.skip("slow: run with --slow")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "support.fake_gpu", "-p", "no:cacheprovider", "-m", "gpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "support.fake_gpu",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+    ]
     environment = fake_gpu.environment(folder, capability)
     command += [*FILES, "-k", chosen]
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

@@ -50,7 +50,9 @@ def case(count: int, features: int, k: int, dtype: str):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("count", "features", "k"), [(1, 3, 40), (17, 19, 552), (65, 35, 136), (130, 11, 648)])
+@pytest.mark.parametrize(
+    ("count", "features", "k"), [(1, 3, 40), (17, 19, 552), (65, 35, 136), (130, 11, 648)]
+)
 def test_the_bits_are_those_of_the_linear_kernel(dtype, count, features, k):
     width = features + 2
     target = normal(count * width, seed=1)
@@ -156,7 +158,9 @@ def test_many_tokens_have_tiles_from_capability_8_0_on(capability, tokens, name)
 
     device = SimpleNamespace(**vars(H200) | {"capability": capability}, launch=launch)
     weights = packed(normal(1, 8, 64), normal(1, 8), "float32")
-    params = SimpleNamespace(dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8))
+    params = SimpleNamespace(
+        dtype="float32", linears={"attn_proj": weights}, config=SimpleNamespace(n_embd=8)
+    )
     workspace = SimpleNamespace(device=device, inputs=SimpleNamespace(sizes=None))
     linear(params, "attn_proj", 0, None, None, StepShape(tokens, 1, 1, 0), workspace, ADD)
     assert launched == [name]

@@ -40,7 +40,9 @@ def test_a_sequence_has_the_same_bits_alone_or_not_on_a_gpu(dtype):
 
 @on_a_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "limit"), [pytest.param("bfloat16", 0.3, marks=pytest.mark.smoke), ("int8", 1.1)])
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [pytest.param("bfloat16", 0.3, marks=pytest.mark.smoke), ("int8", 1.1)]
+)
 def test_smaller_weights_are_near_float32_on_a_gpu(dtype, limit):
     with LLM("demo", device="cuda") as llm, LLM("demo", dtype=dtype, device="cuda") as smaller:
         ids = np.random.default_rng(1).integers(EOS, size=100).tolist()

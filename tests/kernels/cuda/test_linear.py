@@ -61,7 +61,9 @@ def test_linear_adds_to_the_residual_stream(dtype, count, features, k, octets):
 def test_logits_have_no_bias(dtype):
     x, weight = normal(2, 70), normal(1, 13, 70)
     out = np.full(26, np.nan, np.float32)
-    run_linear(out, stored(x, dtype), packed(weight, np.zeros(0, np.float32), dtype), 0, 13, 2, dtype, 1, LOGITS)
+    run_linear(
+        out, stored(x, dtype), packed(weight, np.zeros(0, np.float32), dtype), 0, 13, 2, dtype, 1, LOGITS
+    )
     expected = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64)
     np.testing.assert_allclose(out.reshape(2, 13), expected, atol=3e-5, rtol=0)
 
@@ -142,12 +144,16 @@ def test_layer_norm(dtype, columns):
     normed = stored(np.zeros((6, columns), np.float32), dtype)
     arguments = x.ravel(), rows, weight.ravel(), bias.ravel(), layer, padded, np.float32(1e-5)
     sizes = np.array([9, 5], np.int32)
-    simulate(layer_norm_kernel(dtype, columns), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1)
+    simulate(
+        layer_norm_kernel(dtype, columns), -(-6 // NORM_WARPS), NORM_WARPS * 32, normed, *arguments, sizes, 1
+    )
     names = {"ln.weight": weight[layer], "ln.bias": bias[layer]}
     params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
     expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
     result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, padded)
-    np.testing.assert_allclose(result[:5, :columns], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6)
+    np.testing.assert_allclose(
+        result[:5, :columns], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6
+    )
     assert not result[5].any()
     assert not result[:, columns:].any()
 
@@ -191,6 +197,8 @@ def test_embedding(dtype):
     sizes = np.array([3], np.int32)
     tables = panels, scales, wpe.ravel(), 70, step_count(70), sizes
     simulate(embed_kernel(dtype), 4, EMBED_THREADS, x, token_ids, positions, embeds.ravel(), *tables)
-    expected = np.stack([seen_weights(wte, dtype)[20], seen_weights(wte, dtype)[3], embeds[1]]) + wpe[[4, 0, 1]]
+    expected = (
+        np.stack([seen_weights(wte, dtype)[20], seen_weights(wte, dtype)[3], embeds[1]]) + wpe[[4, 0, 1]]
+    )
     np.testing.assert_allclose(x.reshape(4, 70)[:3], expected, rtol=1e-6, atol=1e-6)
     assert np.isnan(x.reshape(4, 70)[3]).all()  # past sizes[0]

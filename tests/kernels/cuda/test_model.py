@@ -35,7 +35,12 @@ class Random:
         shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
         shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}
         for i in range(self.config.n_layer):
-            linears = {"attn.c_attn": (3 * c, c), "attn.c_proj": (c, c), "mlp.c_fc": (f, c), "mlp.c_proj": (c, f)}
+            linears = {
+                "attn.c_attn": (3 * c, c),
+                "attn.c_proj": (c, c),
+                "mlp.c_fc": (f, c),
+                "mlp.c_proj": (c, f),
+            }
             for name, shape in {**linears, "ln_1": (c,), "ln_2": (c,)}.items():
                 shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[:1]}
         generator = np.random.default_rng(0)
@@ -84,7 +89,9 @@ def test_steps_of_every_kind(dtype):
         ([token_ids(1, 6)], [n + 13], [2]),
     ):
         expected = oracle.forward(chunks, starts, slots)
-        np.testing.assert_allclose(ours.forward(chunks, starts, slots), expected, atol=TOLERANCE[dtype], rtol=0)
+        np.testing.assert_allclose(
+            ours.forward(chunks, starts, slots), expected, atol=TOLERANCE[dtype], rtol=0
+        )
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -216,7 +223,9 @@ def test_what_is_not_given_is_zero():
 
 def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):
     launched, launch = [], device.launch
-    monkeypatch.setattr(device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b))
+    monkeypatch.setattr(
+        device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b)
+    )
     checkpoint = Random(n_embd=64, n_layer=1)
     logits = []
     for shared_bytes in (227 << 10, 1 << 10):

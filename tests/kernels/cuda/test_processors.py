@@ -81,7 +81,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case))
 def test_each_processor_equals_the_reference(case):
     logits = random_logits(3)
-    processors = processors_of([{"row": 2, "token_ids": HISTORY, **case}, {"row": 0, "token_ids": [5], **case}])
+    processors = processors_of(
+        [{"row": 2, "token_ids": HISTORY, **case}, {"row": 0, "token_ids": [5], **case}]
+    )
     assert_as_the_reference(logits, processors)
     assert not np.array_equal(process(logits, processors)[2], logits[2])
 
@@ -89,7 +91,9 @@ def test_each_processor_equals_the_reference(case):
 def test_penalties_of_a_prompt_without_output_change_nothing():
     logits = random_logits(1)
     case = {"frequency_penalty": 1.1, "presence_penalty": 0.7, "num_prompt_tokens": len(HISTORY)}
-    np.testing.assert_array_equal(process(logits, processors_of([{"row": 0, "token_ids": HISTORY, **case}])), logits)
+    np.testing.assert_array_equal(
+        process(logits, processors_of([{"row": 0, "token_ids": HISTORY, **case}])), logits
+    )
 
 
 IDS = st.integers(0, 6) | st.integers(0, V - 1)

@@ -84,9 +84,15 @@ def test_product_of_a_warp():
     value = from_bfloat16
     for lane in range(32):
         g, q = lane // 4, lane % 4
-        a[g, 2 * q : 2 * q + 2], a[g + 8, 2 * q + 8 : 2 * q + 10] = value(words_a[lane, :2]), value(words_a[lane, 2:4])
+        a[g, 2 * q : 2 * q + 2], a[g + 8, 2 * q + 8 : 2 * q + 10] = (
+            value(words_a[lane, :2]),
+            value(words_a[lane, 2:4]),
+        )
         a[g + 8, 2 * q : 2 * q + 2] = a[g, 2 * q + 8 : 2 * q + 10] = lane, 1
-        b[2 * q : 2 * q + 2, g], b[2 * q + 8 : 2 * q + 10, g] = value(words_b[lane, :2]), value(words_b[lane, 2:4])
+        b[2 * q : 2 * q + 2, g], b[2 * q + 8 : 2 * q + 10, g] = (
+            value(words_b[lane, :2]),
+            value(words_b[lane, 2:4]),
+        )
     np.testing.assert_allclose(out.reshape(16, 8), a @ b, rtol=1e-6)
 
 
@@ -247,7 +253,10 @@ def test_a_kernel_of_a_graph_waits_for_the_one_before(kernel, message):
 
 
 def exact_sums(*given: np.ndarray) -> list[Fraction]:
-    return [Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(*map(np.ndarray.tolist, given), strict=True)]
+    return [
+        Fraction(x) * Fraction(y) + Fraction(z)
+        for x, y, z in zip(*map(np.ndarray.tolist, given), strict=True)
+    ]
 
 
 def test_sums_of_products_are_rounded_once():

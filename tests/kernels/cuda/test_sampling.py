@@ -81,7 +81,9 @@ def assert_as_the_reference(logits, warpers, seed=0, threads=THREADS):
         wanted = reference.sample(logits, warpers, *draws)
         np.testing.assert_array_equal(token_ids, wanted)
         for r in np.flatnonzero((wanted >= 0) & (warpers.temperature > 0)):
-            filtered = reference.filter_logits(logits[r : r + 1], Warpers(*(field[r : r + 1] for field in warpers)))
+            filtered = reference.filter_logits(
+                logits[r : r + 1], Warpers(*(field[r : r + 1] for field in warpers))
+            )
             np.testing.assert_array_equal(scores[r], filtered[0])
 
 
@@ -155,7 +157,9 @@ USUAL += [{"min_p": 0.05}, {"min_p": 1.0}, {"temperature": 0.7, "top_k": 9, "top
 
 
 @pytest.mark.parametrize("vocab", [5, 37, 130, 257])
-@pytest.mark.parametrize("setting", USUAL, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items()))
+@pytest.mark.parametrize(
+    "setting", USUAL, ids=lambda setting: " ".join(f"{k}={v}" for k, v in setting.items())
+)
 def test_tokens_and_filtered_scores_are_the_references(setting, vocab):
     rows = ROWS if vocab < 130 else [random_row, tied_row, masked_row]
     logits = np.stack([make_row(vocab, len(setting)) for make_row in rows])
@@ -226,7 +230,9 @@ def test_any_settings_give_the_references_tokens(data):
         return np.array([data.draw(st.sampled_from(values)) for _ in range(3)], np.float64)
 
     vocab = data.draw(st.integers(1, 150))
-    logits = np.stack([data.draw(st.sampled_from(ROWS))(vocab, data.draw(st.integers(0, 99))) for _ in range(3)])
+    logits = np.stack(
+        [data.draw(st.sampled_from(ROWS))(vocab, data.draw(st.integers(0, 99))) for _ in range(3)]
+    )
     warpers = warpers_of(
         3,
         temperature=of_rows(1, 0, 0.7, 2),
@@ -241,7 +247,9 @@ def test_any_settings_give_the_references_tokens(data):
     device = SimulatedDevice()
     max_shape = MaxShape(3, 3, 3, 8)
     sampling = new_sampling_buffers(device, SimpleNamespace(vocab_size=vocab), max_shape)
-    workspace = SimpleNamespace(device=device, logits=logits.ravel().copy(), sampling=sampling, max_shape=max_shape)
+    workspace = SimpleNamespace(
+        device=device, logits=logits.ravel().copy(), sampling=sampling, max_shape=max_shape
+    )
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     draws = rng.integers(0, 2**64, 3, np.uint64), rng.integers(0, 5, 3), rng.integers(0, 1024, 3)
     with np.errstate(all="ignore"):

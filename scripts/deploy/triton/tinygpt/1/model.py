@@ -40,7 +40,9 @@ class TritonPythonModel:
             tensors = [
                 pb_utils.Tensor("text_output", np.array([chunk.text.encode()], np.object_)),
                 pb_utils.Tensor("index", np.array([chunk.index], np.int32)),
-                pb_utils.Tensor("finish_reason", np.array([(chunk.finish_reason or "").encode()], np.object_)),
+                pb_utils.Tensor(
+                    "finish_reason", np.array([(chunk.finish_reason or "").encode()], np.object_)
+                ),
             ]
             sender.send(pb_utils.InferenceResponse(output_tensors=tensors))
 
