@@ -14,7 +14,7 @@ NAT = 1 / math.log(2)  # bits
 MIN_BITS, RED_BITS = 1.0, 8.0  # between them a terminal's colors change
 MAX_BITS = 12.5  # the page's
 AMBER, RED = (192, 138, 46), (228, 81, 47)  # the page's in its dark scheme, readable on white, too
-PAGE = Path(__file__).with_name("server") / "page.html"
+PAGE = Path(__file__).parents[1] / "server" / "page.html"
 SHARED = "/* Notebooks have these lines, too. */"  # of the page's style, up to an empty line
 
 
