@@ -119,7 +119,7 @@ def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
     lead = RankZeroDriver(running(threads, follow))
-    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
+    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda layout: Ranks(lead, layout))
     sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
     try:
         with LLM(model, **{**OPTIONS, **sizes, **options}) as llm:

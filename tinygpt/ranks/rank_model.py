@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import EngineConfig, ModelSource
+from ..engine.model_source import ModelSource
 from ..errors import TinyGPTError
 from ..kernels.batch import Batch
 from ..kernels.cpu.workspace import new_workspace, share_embedding
+from ..llm_args import EngineConfig
 from ..look.captures import trace
 from .cut import micro_batches, part_of_rank
 from .launch import Layout

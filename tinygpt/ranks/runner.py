@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..engine.model_runner import ModelRunner
-from ..engine.model_source import EngineConfig, ModelSource
-from ..hardware import thread_count
+from ..engine.model_source import ModelSource
 from ..kernels.batch import Batch
+from ..llm_args import EngineConfig, LLMArgs
 from .cut import check_cut, run_groups
 from .driver import (
     Command,
@@ -42,8 +42,8 @@ class ParallelRunner(ModelRunner):
         self._backend = source.backend
         self._source = source
         self._lead = lead
-        self._threads = rank_threads(opening.threads, lead.world)
-        self._stages = opening.layout.pipeline_size
+        self._threads = rank_threads(opening.args.threads, lead.world)
+        self._stages = opening.args.pipeline_parallel_size
         self._workspace = None
         self._kv_cache = None
         self._file = source.file
@@ -119,14 +119,12 @@ class Ranks:
     lead: RankZeroDriver
     layout: Layout
 
-    def threads(self, threads: Any) -> int:
-        return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
+    def threads(self, threads: int | None) -> int:
+        return rank_threads(threads, self.lead.world)
 
-    def new_runner(
-        self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
-    ) -> ParallelRunner:
-        check_cut(self.layout, source.config, source.dtype, arguments[2])
-        return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
+    def new_runner(self, source: ModelSource, args: LLMArgs, sizes: EngineConfig) -> ParallelRunner:
+        check_cut(self.layout, source.config, source.dtype, args.device)
+        return ParallelRunner(self.lead, source, LoadCommand(args, sizes))
 
 
 def join(layout: Layout, world: World) -> Ranks:
@@ -137,15 +135,9 @@ def join(layout: Layout, world: World) -> Ranks:
     return Ranks(driver_of(world), layout)
 
 
-def open_sources(
-    model: str,
-    dtypes: Sequence[str],
-    ranks: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    kv_cache_dtype: str = "auto",
-) -> list[ModelSource]:
-    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size."""
-    sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
+def open_sources(args: LLMArgs, dtypes: Sequence[str]) -> list[ModelSource]:
+    """Return the checkpoint, opened once, in each dtype."""
+    sources = ModelSource.open_all(args, dtypes)
     for source in sources:
-        check_cut(Layout(*ranks), source.config, source.dtype, device)
+        check_cut(args.layout, source.config, source.dtype, args.device)
     return sources
