@@ -296,7 +296,7 @@ def test_closing_resolves_every_future_if_the_backend_cannot_be_closed(small_dem
     assert wait(futures, SECONDS).not_done == set()
 
 
-@pytest.mark.parametrize("part", ["_write_prefix", "add"])
+@pytest.mark.parametrize("part", ["_prepare_slot", "add"])
 def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, part):
     scheduler = llm.engine.scheduler
     embeds = np.zeros((1, llm.config.n_embd))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
-from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix
+from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
@@ -20,7 +20,7 @@ def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None)
     """One whose prompt begins like no other, or like those with the same `begin`."""
     prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(prompt, params, 0, 0, frozenset({EOS}), text=None)
+    return Sequence(Sample(prompt, params, 0, 0, frozenset({EOS})))
 
 
 class Cache:
@@ -51,7 +51,7 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
         cache_of(scheduler).write(chunk.sequence, chunk.count)
         chunk.sequence.num_cached += chunk.count
         if reaches_end:
-            chunk.sequence.take(SampledToken(token_id))
+            chunk.sequence.append(SampledToken(token_id))
     for sequence in scheduler.finished:
         scheduler.remove(sequence)
     return [(chunk.sequence, chunk.count) for chunk in chunks]

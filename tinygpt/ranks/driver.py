@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import ModelSource
+from ..engine.model_runner import ModelSource
 from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..hardware import physical_cores
 from ..kernels.batch import Batch
@@ -32,15 +32,21 @@ class Command(IntEnum):
     COPY_POSITIONS = 3  # source slot, target slot, start, stop
     READ_POSITIONS = 4  # slot, start, stop
     WRITE_POSITIONS = 5  # slot, start; an object follows: keys and values
-    CLOSE = 6
-    OPEN = 7  # an object follows: a LoadCommand
-    END = 8
+    FINAL_NORM = 6  # an object follows: rows
+    CLOSE = 7
+    OPEN = 8  # an object follows: a LoadCommand
+    END = 9
 
     def run(self, model: RankModel, *arguments: Any) -> Any:
         return getattr(model, self.name.lower())(*arguments)
 
 
-NUMBERS = {Command.COPY_POSITIONS: 4, Command.READ_POSITIONS: 3, Command.WRITE_POSITIONS: 2}  # that follow
+NUMBERS = {  # that follow
+    Command.COPY_POSITIONS: 4,
+    Command.READ_POSITIONS: 3,
+    Command.WRITE_POSITIONS: 2,
+    Command.FINAL_NORM: 0,
+}
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelRunner
-from ..engine.model_source import ModelSource
+from ..engine.model_runner import ModelRunner, ModelSource
+from ..errors import RequestError
+from ..kernels.backend import Hooks
 from ..kernels.batch import Batch
 from ..llm_args import EngineConfig, LLMArgs
 from .cut import check_cut, run_groups
@@ -57,8 +58,18 @@ class ParallelRunner(ModelRunner):
             raise loaded
         self._params = loaded
 
-    def forward(self, batch: Batch) -> Any:
-        return self._run(Command.FORWARD, batch=batch)
+    def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
+        """Run one step. `look` sees streams and queries, after the step, and changes nothing."""
+        if look is None:
+            return self._run(Command.FORWARD, batch=batch)
+        if look.changes:
+            raise RequestError("need an LLM of one process, without ranks or Ray.", "edits")
+        for (kind, layer), rows in self._run(Command.TRACE, batch=batch).items():
+            look(kind, layer, rows)
+        return None
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        return self._run(Command.FINAL_NORM, here=[x])
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -79,9 +90,6 @@ class ParallelRunner(ModelRunner):
 
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
-
-    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        return self._run(Command.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._run(Command.COPY_POSITIONS, source_slot, target_slot, start, stop)
