@@ -354,15 +354,6 @@ def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:
     return [slots.take(prompt)[0] for prompt in prompts]
 
 
-def test_a_prompt_that_goes_on_takes_the_kept_slot():
-    slots = SlotTable(2, 2)
-    a, b = take_all(slots, [1, 2], [5])
-    slots.release(a, [1, 2, 3])
-    slots.release(b, [1, 9])
-    assert slots.take([1, 2, 3, 4]) == (a, 3)
-    assert (kept(slots), slots.num_free) == ([[1, 9]], 1)
-
-
 def test_the_least_recently_used_goes_first():
     slots = SlotTable(4, 2)
     a, b, c = take_all(slots, [1], [2], [3])

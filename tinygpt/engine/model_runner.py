@@ -203,7 +203,6 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
 class ModelRunner:
     """Weights, KV cache and buffers of a model, and the functions of `kernels.backend.Backend` on them."""
 
-    shares_layers = False  # with other processes, for which there are other kernels
     adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):

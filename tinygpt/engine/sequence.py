@@ -1,7 +1,7 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from .sampler import PromptLogprobs, SamplingState
 
 FinishReason = Literal["stop", "length"]
-Breakers = Mapping[
-    int, list[tuple[int, ...]]
-]  # first token -> the others of each text of dry_sequence_breakers
+# First token -> the others of each text of dry_sequence_breakers.
+Breakers = Mapping[int, list[tuple[int, ...]]]
 
 
 class SampledToken(NamedTuple):
@@ -254,10 +253,9 @@ class Sequence:
 
     def _give(self, text: str, token: SampledToken | None) -> None:
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
+        is_first = len(self.new_token_ids) == (token is not None)
         prompt_logprobs = None
-        if self.prompt_logprobs is not None and len(self.new_token_ids) == (
-            token is not None
-        ):  # the first chunk
+        if self.prompt_logprobs is not None and is_first:
             reported = self.prompt_logprobs.reported
             prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         chunk = StreamChunk(
@@ -314,9 +312,7 @@ class Request:
             outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
             metrics=self._metrics(),
             prompt_logprobs=None if wanted is None else wanted.reported,
-            prompt_cumulative_logprob=sum(wanted.logprobs)
-            if wanted is not None and wanted.is_complete
-            else None,
+            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )
@@ -333,12 +329,8 @@ class Request:
         return max(first.num_reused - len(first.sample.soft_prompt or ()), 0)
 
     def _metrics(self) -> RequestMetrics:
-        scheduled = min(
-            (s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None
-        )
-        first_token = min(
-            (s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None
-        )
+        scheduled = _earliest(s.scheduled_time for s in self.sequences)
+        first_token = _earliest(s.first_token_time for s in self.sequences)
         ends = [s.finished_time for s in self.sequences]
         finished = time.perf_counter() if None in ends else max(ends)
         num_steps = max(len(s.new_token_ids) for s in self.sequences)
@@ -352,9 +344,12 @@ class Request:
             return self.sequences * self.params.n
         if len(self.sequences) == self.params.n:
             return self.sequences
-        return sorted(self.sequences, key=_mean_logprob, reverse=True)[
-            : self.params.n
-        ]  # stable: the lowest index
+        best = sorted(self.sequences, key=_mean_logprob, reverse=True)  # stable: the lowest index
+        return best[: self.params.n]
+
+
+def _earliest(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 def _mean_logprob(sequence: Sequence) -> float:
@@ -396,9 +391,7 @@ def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
         return False
     longest = min(detection.max_pattern_size, length // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
-        first = (
-            length - (detection.min_count - 1) * size
-        )  # from here on, each token equals the one `size` before
+        first = length - (detection.min_count - 1) * size  # from here on, tokens equal those `size` before
         if all(new_token_ids[i] == new_token_ids[i - size] for i in range(length - 1, first - 1, -1)):
             return True
     return False
