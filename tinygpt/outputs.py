@@ -29,9 +29,8 @@ class CompletionOutput:
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the tokens' scores over length**length_penalty
     seed: int  # repeats the request
-    activations: Mapping[str, Any] | None = (
-        None  # of `capture`: name -> (T + new - 1, ...), the last token never ran
-    )
+    # Of `capture`: name -> (T + new - 1, ...). The last token never ran.
+    activations: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
@@ -229,9 +228,16 @@ class RequestOutput(_Shown):
 
     def _repr_html_(self) -> str:
         """Return the texts for a notebook: with `logprobs`, tokens have colors and their candidates as titles."""
-        from .look.surprise import html
+        from .look.surprise import html, marks
 
-        return html(self, getattr(self, "tokenizer", None))
+        tokenizer = getattr(self, "tokenizer", None)
+        prompt = self.prompt
+        if prompt is None:
+            prompt = "" if tokenizer is None else tokenizer.decode(self.prompt_token_ids)
+        samples = [
+            marks(s.token_ids, s.text or str(s.token_ids), s.logprobs, tokenizer) for s in self.outputs
+        ]
+        return html(marks(self.prompt_token_ids, prompt, self.prompt_logprobs, tokenizer), samples)
 
 
 class StreamChunk(NamedTuple):
@@ -245,9 +251,8 @@ class StreamChunk(NamedTuple):
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0  # among the request's n samples
     logprobs: dict[int, float] | None = None  # of this token, whose text may come later
-    prompt_logprobs: list[dict[int, float] | None] | None = (
-        None  # RequestOutput's: in the first chunk of sample 0
-    )
+    # RequestOutput's: in the first chunk of sample 0.
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
     activations: Mapping[str, Any] | None = None  # so, too
 

@@ -315,7 +315,7 @@ with LLM(sys.argv[1], threads=2) as llm:
     print(["Hooks(" in str(types) for types in take_steps.overloads])
     llm.run_with_cache([1, 2, 3], "resid_pre")
     print(["Hooks(" in str(types) for types in take_steps.overloads])
-print([name for name in ("cache", "edits", "hooks") if f"tinygpt.look.{name}" in sys.modules])
+print([name for name in ("captures", "edits", "hooks") if f"tinygpt.look.{name}" in sys.modules])
 """
 
 
@@ -323,4 +323,4 @@ def test_kernels_with_looks_are_made_for_looks_alone(folder):
     found = subprocess.run(
         [sys.executable, "-c", KERNELS, folder], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert found.stdout.splitlines() == ["[False]", "[False, True]", "['cache', 'edits', 'hooks']"]
+    assert found.stdout.splitlines() == ["[False]", "[False, True]", "['captures', 'edits', 'hooks']"]

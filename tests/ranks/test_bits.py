@@ -119,7 +119,7 @@ def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
     lead = RankZeroDriver(running(threads, follow))
-    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
+    monkeypatch.setattr(tinygpt.llm, "_ranks", lambda layout: Ranks(lead, layout))
     sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
     try:
         with LLM(model, **{**OPTIONS, **sizes, **options}) as llm:
@@ -256,6 +256,14 @@ def test_a_draft_model_is_rank_0s_alone(monkeypatch, folders):
         before = threads.num_broadcasts
         assert llm.generate([[5, 6, 7]], params)[0].outputs[0].token_ids == expected
         assert threads.num_broadcasts - before < 5
+
+
+def test_a_stream_that_is_given_is_refused_and_the_ranks_go_on(monkeypatch, folders, alone):
+    expected = alone("five", "float32")["logits"]
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
+        with pytest.raises(RequestError, match="edits need an LLM of one process"):
+            llm.logit_lens(np.zeros((1, llm.config.n_embd)))
+        assert digest(llm.logits([i * 7 % 101 for i in range(70)])) == expected
 
 
 def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone):

@@ -1,31 +1,28 @@
 """InputProcessor: from a caller's prompt and params to a checked Request."""
 
-import logging
-import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..outputs import ContinuationScore, StreamChunk
 from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
-from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
-from ..weights.checkpoint import Checkpoint
 from ..weights.config import ModelConfig
-from ..weights.convert.packed import PackedCheckpoint
-from .beam_search import Beams, beam_rules
-from .model_source import EngineConfig, load_tokenizer
+from .model_runner import ModelSource, load_tokenizer
 from .prompts import (
     Fitted,
     Prompt,
+    Prompts,
+    PromptType,
     VirtualTokens,
     check_ids,
     describe_positions,
@@ -36,9 +33,7 @@ from .prompts import (
 )
 from .sampler import PromptLogprobs
 from .scheduler import SINGLE_USE_IDS
-from .sequence import Breakers, Request, Sequence, copied
-
-logger = logging.getLogger(__name__)
+from .sequence import Breakers, Request, Sample, Sequence, copied
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40
@@ -46,7 +41,9 @@ MAX_REST = 20
 NUM_BREAKERS = 64
 if TYPE_CHECKING:
     from ..look.captures import Captures
-    from ..look.hooks import HookPoints
+    from ..look.edits import EditsType
+    from ..look.hooks import HookPoints, Names
+    from ..weights.adapters.soft_prompt import SoftPrompt
     from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
@@ -57,28 +54,24 @@ class InputProcessor:
 
     def __init__(
         self,
-        config: ModelConfig,
+        source: ModelSource,
+        args: LLMArgs,
         engine_config: EngineConfig,
-        checkpoint: Checkpoint | PackedCheckpoint,
-        soft_prompts: Mapping | None,
-        split_special_tokens: bool,
         points: "Callable[[], HookPoints] | None" = None,
-        lora_modules: tuple[str, ...] = (),
     ):
-        self._config = config
+        self._config = source.config
         self._engine_config = engine_config
         self._points = points
-        self._soft_prompts = SoftPrompts(soft_prompts, config)
-        self._lora_modules = lora_modules
+        self._soft_prompts = SoftPrompts(args.soft_prompts or {}, source.config)
+        self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
-        self.note: str | None = None  # logged with the first request
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
         self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
         self._find_breaker = lru_cache(NUM_BREAKERS)(self._token_sequences)
         try:
-            self._tokenizer = load_tokenizer(checkpoint, split_special_tokens)
+            self._tokenizer = load_tokenizer(source.checkpoint, args.split_special_tokens)
         except CheckpointError as error:  # token ids work without one
             self._tokenizer_error = type(error)(str(error))  # without frames, which would keep all weights
 
@@ -89,13 +82,11 @@ class InputProcessor:
         return self._tokenizer
 
     def close(self) -> None:
-        self._tokenizer = None
-        self._tokenizer_error = CheckpointError("this LLM has been closed.")
         if self._guidance is not None:
             self._guidance.close()
         self._guidance = None
 
-    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+    def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token."""
         if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
             raise invalid("split_special_tokens", split_special_tokens, "True or False")
@@ -120,7 +111,7 @@ class InputProcessor:
             token_ids = [config.bos_token_id]
         return Prompt(given if isinstance(given, str) else None, token_ids)
 
-    def read_ids(self, what: str, given: Any) -> list[int]:
+    def read_ids(self, what: str, given: PromptType) -> list[int]:
         """Return the ids of a prompt that nothing follows. what: the result, such as "logits"."""
         given = text_or_ids(given)
         if not given:
@@ -133,19 +124,18 @@ class InputProcessor:
             )
         return token_ids
 
-    def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
+    def request(self, prompt: PromptType, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
         arrival = time.perf_counter()
         prompt, virtual, fitted = self._fit(prompt, params)
-        if self.note is not None:
-            logger.warning(self.note)
-            self.note = None
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
+            from .beam_search import Beams, beam_rules  # rarely needed
+
             rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
             Beams(sequences, rules, partial(self._text_stream, fitted.params))
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
-    def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
+    def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams) -> int:
         return self._fit(prompt, params)[2].num_truncated
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
@@ -153,11 +143,11 @@ class InputProcessor:
 
     def scoring_requests(
         self,
-        prompt: Any,
-        continuations: Any,
+        prompt: PromptType,
+        continuations: Prompts,
         soft_prompt: str | None,
         split_special_tokens: bool | None,
-        edits: Any = (),
+        edits: "EditsType" = (),
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
         virtual = self._soft_prompts.find(soft_prompt)
@@ -212,24 +202,15 @@ class InputProcessor:
             )
         token_ids = context + continuation[:-1]
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
-        looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
-        sequence = Sequence(
-            token_ids,
-            params,
-            0,
-            0,
-            frozenset(),
-            text=None,
-            soft_prompt=virtual,
-            prompt_logprobs=wanted,
-            looks=looks,
-        )
+        captures = self.captures((), params.edits, len(context), len(token_ids)) if params.edits else None
+        sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
+        sequence = Sequence(sample, prompt_logprobs=wanted, captures=captures)
         return Request(Prompt(None, token_ids), params, [sequence])
 
     def _describe_positions(self) -> str:
         return describe_positions(self._engine_config.max_model_len, self._config.n_positions)
 
-    def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
+    def _fit(self, prompt: PromptType, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         prompt = self.read_prompt(prompt)
         check_vocabulary(params, self._config.vocab_size)
         if params.stop and self._tokenizer is None:
@@ -274,47 +255,53 @@ class InputProcessor:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
-        breakers = self._breakers(params) if params.dry_multiplier else {}
-        looks = self._looks(params, len(fitted.token_ids), count)
+        captures = self._captures_of(params, len(fitted.token_ids), count)
+        sample = Sample(
+            fitted.token_ids,
+            params,
+            seed,
+            eos_token_ids,
+            deadline=None if params.max_time is None else arrival + params.max_time,
+            window=fitted.window,
+            on_chunk=on_chunk,
+            soft_prompt=virtual,
+            adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
+            dry_breakers=self._breakers(params) if params.dry_multiplier else {},
+        )
         return [
             Sequence(
-                prompt_token_ids=fitted.token_ids,
-                params=params,
-                seed=seed,
-                index=index,
-                eos_token_ids=eos_token_ids,
+                sample,
+                index,
                 text=self._text_stream(params),
-                deadline=None if params.max_time is None else arrival + params.max_time,
-                window=fitted.window,
-                on_chunk=on_chunk,
-                soft_prompt=virtual,
-                prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
-                adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
-                dry_breakers=breakers,
-                looks=None if looks is None else looks.copy(),
+                prompt_logprobs=None if index else wanted,
+                captures=None if captures is None else captures.copy(),
             )
             for index in range(count)
         ]
 
-    def _looks(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
+    def _captures_of(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
         if not (params.capture or params.edits):
             return None
-        return self.looks(params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count)
+        return self.captures(
+            params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count
+        )
 
-    def looks(self, capture: Any, edits: Any, num_prompt: int, length: int, count: int = 1) -> "Captures":
-        """Return the looks of `count` texts of `length` positions. Raise RequestError."""
+    def captures(
+        self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
+    ) -> "Captures":
+        """Return the captures of `count` texts of `length` positions. Raise RequestError."""
         from ..look.captures import Captures, check_size  # rarely needed
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
-        looks = Captures.of(capture, edits, self._points(), num_prompt, length)
+        captures = Captures.of(capture, edits, self._points(), num_prompt, length)
         most = self._engine_config.max_model_len
-        for one in chain(*looks.edits.values()):
+        for one in chain(*captures.edits.values()):
             if one.first >= most:
                 raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
-        check_size(looks, length, count, self._engine_config.max_capture_bytes)
-        return looks
+        check_size(captures, length, count, self._engine_config.max_capture_bytes)
+        return captures
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
@@ -368,20 +355,21 @@ class InputProcessor:
 class SoftPrompts:
     """The soft prompts of a model by name. No two share a virtual token id: the prefix cache tells them apart."""
 
-    def __init__(self, sources: Mapping[str, str | os.PathLike[str]] | None, config: ModelConfig):
+    def __init__(self, sources: Mapping[str, PathOrId], config: ModelConfig):
         self._config = config
         self._next_id = -1
         self._lock = threading.Lock()
-        sources = {} if sources is None else sources
-        if not isinstance(sources, Mapping) or not all(isinstance(name, str) and name for name in sources):
-            raise invalid("soft_prompts", sources, "a dict from names to folders or files")
-        self._named = {
-            name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()
-        }
+        self._named: dict[str, VirtualTokens] = {}
+        for name, source in sources.items():
+            from ..weights.adapters.soft_prompt import read_soft_prompt  # rarely needed
+
+            self._named[name] = self._add(read_soft_prompt(source, config, name))
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
         if embeds is not None:
+            from ..weights.adapters.soft_prompt import SoftPrompt
+
             if embeds.shape[1] != (width := self._config.embedding_size):
                 raise RequestError(
                     f"has shape {embeds.shape} and this model's embeddings are {width} wide: give an array of shape "
@@ -393,7 +381,7 @@ class SoftPrompts:
             raise _unknown("soft_prompt", name, self._named, "soft_prompts")
         return self._named.get(name)
 
-    def _add(self, prompt: SoftPrompt) -> VirtualTokens:
+    def _add(self, prompt: "SoftPrompt") -> VirtualTokens:
         with self._lock:  # requests come from any thread
             first = self._next_id
             self._next_id = self._next_id - len(prompt)

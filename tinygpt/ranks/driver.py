@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import EngineConfig, ModelSource
+from ..engine.model_runner import ModelSource
 from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..hardware import physical_cores
 from ..kernels.batch import Batch
-from .launch import Layout
+from ..llm_args import EngineConfig, LLMArgs
 from .mpi import World, end_all
 from .rank_model import RankModel
 
@@ -32,25 +32,29 @@ class Command(IntEnum):
     COPY_POSITIONS = 3  # source slot, target slot, start, stop
     READ_POSITIONS = 4  # slot, start, stop
     WRITE_POSITIONS = 5  # slot, start; an object follows: keys and values
-    CLOSE = 6
-    OPEN = 7  # an object follows: a LoadCommand
-    END = 8
+    FINAL_NORM = 6  # an object follows: rows
+    CLOSE = 7
+    OPEN = 8  # an object follows: a LoadCommand
+    END = 9
 
     def run(self, model: RankModel, *arguments: Any) -> Any:
         return getattr(model, self.name.lower())(*arguments)
 
 
-NUMBERS = {Command.COPY_POSITIONS: 4, Command.READ_POSITIONS: 3, Command.WRITE_POSITIONS: 2}  # that follow
+NUMBERS = {  # that follow
+    Command.COPY_POSITIONS: 4,
+    Command.READ_POSITIONS: 3,
+    Command.WRITE_POSITIONS: 2,
+    Command.FINAL_NORM: 0,
+}
 
 
 @dataclass(frozen=True)
 class LoadCommand:
     """A model that all ranks load."""
 
-    source: tuple  # arguments of ModelSource.open
-    layout: Layout
+    args: LLMArgs
     sizes: EngineConfig
-    threads: int | None
 
 
 HEAD = 8  # integers before a batch
@@ -167,15 +171,15 @@ def load_together(
 
     Ranks compare their files' checksums. source: already open on rank 0.
     """
-    layout = opening.layout
+    layout = opening.args.layout
     allgather = world.allgather(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
     model = about = weights = error = None
     try:
-        source = source or ModelSource.open(*opening.source)
+        source = source or ModelSource.open(opening.args)
         checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
         model = RankModel(
-            world, layout, allgather, source, opening.sizes, rank_threads(opening.threads, world)
+            world, layout, allgather, source, opening.sizes, rank_threads(opening.args.threads, world)
         )
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait

@@ -44,8 +44,8 @@ def _number(name: str) -> int:
     return int(value) if value.isdecimal() else 0
 
 
-MAX_TENSOR_SIZE = 4  # kernels sum four segments of K
-MAX_PIPELINE_SIZE = 1024
+TENSOR_SIZE = integer(1, 4)  # kernels sum four segments of K
+PIPELINE_SIZE = integer(1, 1024)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Layout:
     pipeline_size: int = 1
 
     def __post_init__(self):
-        read_field("tensor_parallel_size", self.tensor_size, integer(1, MAX_TENSOR_SIZE))
-        read_field("pipeline_parallel_size", self.pipeline_size, integer(1, MAX_PIPELINE_SIZE))
+        read_field("tensor_parallel_size", self.tensor_size, TENSOR_SIZE)
+        read_field("pipeline_parallel_size", self.pipeline_size, PIPELINE_SIZE)
 
     @property
     def size(self) -> int:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import EngineConfig, ModelSource
+from ..engine.model_runner import ModelSource
 from ..errors import TinyGPTError
 from ..kernels.batch import Batch
 from ..kernels.cpu.workspace import new_workspace, share_embedding
-from ..look.captures import trace
+from ..llm_args import EngineConfig
+from ..look.captures import Place, captured
 from .cut import micro_batches, part_of_rank
 from .launch import Layout
 from .mpi import World
@@ -85,21 +85,37 @@ class RankModel:
 
         return finish
 
-    def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
+    def trace(self, batch: Batch) -> dict[Place, np.ndarray] | None:
+        """Run a step. Return the streams (N, C) and queries (N, H, D) on rank 0."""
+        layers = range(len(self.part.layers))
+        places = [(kind, layer) for layer in layers for kind in ("resid_pre", "q", "resid_post")]
         given = replace(self._with_input(batch), logit_rows=NO_ROWS)
-        forward = partial(self._backend.forward, self._params, given, self._kv_cache, self._workspace)
-        hidden, queries = trace(forward, batch, len(self.part.layers))
+        on = self._params, given, self._kv_cache, self._workspace
+        rows = captured(lambda _, look: self._backend.forward(*on, look), [batch], places)
         self._pass_on(batch)
-        if self.part.is_last:
-            hidden = np.concatenate([hidden, self._backend.final_norm(self._params, hidden[-1:])])
-        else:
-            hidden = hidden[:-1]
-        found = self._world.gather_objects((hidden if self._tensor_rank == 0 else None, queries))
+        found = self._world.gather_objects(
+            {
+                (kind, layer + self.part.layers.start): each
+                for (kind, layer), each in zip(places, rows, strict=True)
+            }
+        )
         if found is None:
             return None
-        hidden = [part for part, _ in found if part is not None]
-        return np.concatenate(hidden), self._joined([queries for _, queries in found], 2)
+        shares: dict[Place, list[np.ndarray]] = {}
+        for of_rank in found:
+            for place, each in of_rank.items():
+                shares.setdefault(place, []).append(each)
+        return {
+            place: np.concatenate(each, axis=1) if place[0] == "q" else each[0]
+            for place, each in shares.items()
+        }
+
+    def final_norm(self, x: np.ndarray | None = None) -> np.ndarray | None:
+        """Return ln_f of rank 0's rows (N, C) on rank 0, from the last stage, which has its weights."""
+        x = self._world.broadcast_object(x)
+        mine = self._backend.final_norm(self._params, x) if self.part.is_last else None
+        found = self._world.gather_objects(mine)
+        return None if found is None else found[-1]
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelRunner
-from ..engine.model_source import EngineConfig, ModelSource
-from ..hardware import thread_count
+from ..engine.model_runner import ModelRunner, ModelSource
+from ..errors import RequestError
+from ..kernels.backend import Hooks
 from ..kernels.batch import Batch
+from ..llm_args import EngineConfig, LLMArgs
 from .cut import check_cut, run_groups
 from .driver import (
     Command,
@@ -42,8 +43,8 @@ class ParallelRunner(ModelRunner):
         self._backend = source.backend
         self._source = source
         self._lead = lead
-        self._threads = rank_threads(opening.threads, lead.world)
-        self._stages = opening.layout.pipeline_size
+        self._threads = rank_threads(opening.args.threads, lead.world)
+        self._stages = opening.args.pipeline_parallel_size
         self._workspace = None
         self._kv_cache = None
         self._file = source.file
@@ -57,8 +58,18 @@ class ParallelRunner(ModelRunner):
             raise loaded
         self._params = loaded
 
-    def forward(self, batch: Batch) -> Any:
-        return self._run(Command.FORWARD, batch=batch)
+    def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
+        """Run one step. `look` sees streams and queries, after the step, and changes nothing."""
+        if look is None:
+            return self._run(Command.FORWARD, batch=batch)
+        if look.changes:
+            raise RequestError("need an LLM of one process, without ranks or Ray.", "edits")
+        for (kind, layer), rows in self._run(Command.TRACE, batch=batch).items():
+            look(kind, layer, rows)
+        return None
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        return self._run(Command.FINAL_NORM, here=[x])
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -79,9 +90,6 @@ class ParallelRunner(ModelRunner):
 
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
-
-    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        return self._run(Command.TRACE, batch=batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._run(Command.COPY_POSITIONS, source_slot, target_slot, start, stop)
@@ -119,14 +127,12 @@ class Ranks:
     lead: RankZeroDriver
     layout: Layout
 
-    def threads(self, threads: Any) -> int:
-        return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
+    def threads(self, threads: int | None) -> int:
+        return rank_threads(threads, self.lead.world)
 
-    def new_runner(
-        self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
-    ) -> ParallelRunner:
-        check_cut(self.layout, source.config, source.dtype, arguments[2])
-        return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
+    def new_runner(self, source: ModelSource, args: LLMArgs, sizes: EngineConfig) -> ParallelRunner:
+        check_cut(self.layout, source.config, source.dtype, args.device)
+        return ParallelRunner(self.lead, source, LoadCommand(args, sizes))
 
 
 def join(layout: Layout, world: World) -> Ranks:
@@ -137,15 +143,9 @@ def join(layout: Layout, world: World) -> Ranks:
     return Ranks(driver_of(world), layout)
 
 
-def open_sources(
-    model: str,
-    dtypes: Sequence[str],
-    ranks: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    kv_cache_dtype: str = "auto",
-) -> list[ModelSource]:
-    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size."""
-    sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
+def open_sources(args: LLMArgs, dtypes: Sequence[str]) -> list[ModelSource]:
+    """Return the checkpoint, opened once, in each dtype."""
+    sources = ModelSource.open_all(args, dtypes)
     for source in sources:
-        check_cut(Layout(*ranks), source.config, source.dtype, device)
+        check_cut(args.layout, source.config, source.dtype, args.device)
     return sources

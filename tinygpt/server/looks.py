@@ -38,7 +38,7 @@ def check_size(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> None:
     """Raise RequestError if the captures of all samples together are larger than max_capture_bytes."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     count = len(prompts) * (params.best_of or params.n)
-    llm._inputs.looks(params.capture, (), longest, longest + params.max_tokens - 1, count)
+    llm._inputs.captures(params.capture, (), longest, longest + params.max_tokens - 1, count)
 
 
 def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
