@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from .containers.mapped_file import FILES
 from .errors import CheckpointError, listed
 from .files import ADAPTER_CONFIG, ADAPTER_FILES, CONFIG_FILES, SUFFIXES, TENSOR_NAMES, TOKENIZER_FILES
+from .tensor import FILES
 
 URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
 # owner/name@revision/path:quant, or of a page, owner/name/tree/revision/path?query.

@@ -11,13 +11,12 @@ import numpy as np
 from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
-from .containers.mapped_file import StoredTensor
 from .errors import CheckpointError, listed, of_any_layer
 from .families.family import Family, NamedTensor, Source, TensorRule
 from .families.gpt2 import is_other_head
 from .families.table import family_of
 from .files import TENSOR_NAMES
-from .tensor import DefaultTensor, Tensor
+from .tensor import DefaultTensor, StoredTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
@@ -63,6 +62,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         partial(family.tokenizer, source),
         {one.name: one.tensor for one in tensors if is_other_head(one.name)},
+        family.layout,
     )
 
 

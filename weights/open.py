@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
-from .adapters.files import refuse_adapter
+from .adapters.peft import refuse_adapter
 from .checkpoint import Checkpoint, is_random, open_random
-from .containers.mapped_file import FILES
 from .convert.packed import PackedCheckpoint
 from .errors import CheckpointError, describe, listed
 from .files import PACKED_FILE, looks_local
+from .tensor import FILES
 
 DEMO = Path(__file__).resolve().parent / "demo"
 

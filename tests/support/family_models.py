@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support.golden_models import golden_array
+from tinygpt.weights.families.nanogpt import character_tokenizer
 
 V = 61
 T = 40
@@ -103,17 +104,8 @@ CHARACTERS = (string.ascii_letters + string.digits)[: V - 1] + " "  # of token i
 
 def write_characters(folder: Path) -> Path:
     """A tokenizer.json beside a model: each token is a character."""
-    splitter = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(CHARACTERS)}, "unk_token": "[UNK]"}
-    steps = {
-        "normalizer": None,
-        "pre_tokenizer": splitter,
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-    }
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": [], **steps, "model": model})
-    )
+    spec = character_tokenizer({character: i for i, character in enumerate(CHARACTERS)}, "")
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
     return folder
 
 

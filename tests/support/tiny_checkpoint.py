@@ -28,8 +28,10 @@ CONFIG = {
     "n_embd": C,
     "n_inner": F,
     "n_layer": LAYERS,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-CONFIG |= {"n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def shapes_of(
@@ -42,9 +44,10 @@ def shapes_of(
         "ln_1.bias": (C,),
         "attn.c_attn.weight": (C, 3 * C),
         "attn.c_attn.bias": (3 * C,),
-    }
-    layer |= {"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)}
-    layer |= {
+        "attn.c_proj.weight": (C, C),
+        "attn.c_proj.bias": (C,),
+        "ln_2.weight": (C,),
+        "ln_2.bias": (C,),
         "mlp.c_fc.weight": (C, F),
         "mlp.c_fc.bias": (F,),
         "mlp.c_proj.weight": (F, C),

@@ -13,12 +13,12 @@ from support.processes import Result
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, random_tensors
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.adapters.peft import read_soft_prompt
 from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.mapped_file import Container
 from tinygpt.weights.families.family import Source
 from tinygpt.weights.families.fastertransformer import _settings, _structure
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.tensor import Container
 
 TENSORS = random_tensors(prefix="")
 
@@ -49,8 +49,9 @@ BLOOM = {
     "model_variant": "bloom-pre",
     "has_positional_encoding": "False",
     "has_pre_decoder_layernorm": "True",
+    "use_attention_linear_bias": "True",
+    "has_post_decoder_layernorm": "True",
 }
-BLOOM |= {"use_attention_linear_bias": "True", "has_post_decoder_layernorm": "True"}
 
 
 @pytest.mark.parametrize(

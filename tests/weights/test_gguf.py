@@ -100,8 +100,9 @@ def write_bloom(folder, path, **others):
         "block_count": config.n_layer,
         "context_length": config.n_positions,
         "embedding_length": config.n_embd,
+        "feed_forward_length": config.inner_size,
+        "attention.head_count": heads,
     }
-    sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
     keys = {
         "general.architecture": (8, "bloom"),
         **{f"bloom.{name}": (4, size) for name, size in sizes.items()},

@@ -10,7 +10,7 @@ from support.paths import DEMO
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.weights.config import parameter_shapes
-from tinygpt.weights.families.tokenizers import byte_level_tokenizer
+from tinygpt.weights.families.gpt2 import byte_level_tokenizer
 from tinygpt.weights.open import open_checkpoint
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama.cpp: pip install llama-cpp-python")

@@ -17,7 +17,7 @@ from ..outputs import ContinuationScore, StreamChunk
 from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
-from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
+from ..weights.adapters.peft import SoftPrompt, read_soft_prompt
 from ..weights.checkpoint import Checkpoint
 from ..weights.config import ModelConfig
 from ..weights.convert.packed import PackedCheckpoint

@@ -16,9 +16,9 @@ from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
 from ..weights.config import STORAGE_DTYPE, ModelConfig
-from ..weights.containers.mapped_file import MappedFile
 from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
+from ..weights.tensor import MappedFile
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 # Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.

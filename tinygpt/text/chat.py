@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from ..errors import CheckpointError, RequestError, how_to_install, invalid
 from ..weights.files import read_json_object
-from .added_tokens import content_of
-from .files import read_text
+from .files import content_of, read_text
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it needs Jinja

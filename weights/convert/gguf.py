@@ -13,8 +13,8 @@ from ..checkpoint import Checkpoint
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from ..containers.gguf import ALIGNMENT, ARRAY, FLOAT32, MAGIC, STRING
 from ..errors import CheckpointError, how_to_install
-from ..families.gguf import ARCHITECTURE, ARCHITECTURES, KEYS, NAMES
-from ..families.tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED, is_blooms_kind
+from ..families.gguf import ARCHITECTURE, ARCHITECTURES, CONTROL, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
+from ..families.gpt2 import is_blooms_kind
 from ..files import sync
 from .export import rounded
 
