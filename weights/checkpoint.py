@@ -54,7 +54,7 @@ class Checkpoint:
 
     @property
     def auto_dtype(self) -> str:
-        """The dtype of "auto": bfloat16 loses little of float8 with its scales."""
+        """Return the dtype of "auto": bfloat16 loses little of float8 with its scales."""
         return "bfloat16" if self.is_float8 else "float32"
 
     def tensor(self, name: str) -> np.ndarray:

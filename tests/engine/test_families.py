@@ -13,6 +13,7 @@ from support.moe_models import E, moe_arrays, write_moe
 from support.oracles import TOLERANCE, family_greedy_of, family_logits_of, moe_logits_of
 from support.processes import Result
 from support.recorded import needs_transformers
+from support.tiny_checkpoint import convert
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.weights.open import open_checkpoint
@@ -151,10 +152,10 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
-    assert Result(capsys, "convert", [folder, str(tmp_path / "packed"), "--dtype", dtype]).code == 0
+def test_converted_checkpoints(folder, dtype, tmp_path):
+    packed = convert(folder, tmp_path / "packed", "--dtype", dtype)
     ids = golden_ids(30, "dtypes", V)
-    with LLM(folder, dtype) as llm, LLM(str(tmp_path / "packed")) as packed:
+    with LLM(folder, dtype) as llm, LLM(packed) as packed:
         np.testing.assert_array_equal(llm.logits(ids), packed.logits(ids))
 
 

@@ -248,7 +248,7 @@ def _write_onnx(folder: Path, name: str, arrays: Arrays, written: list) -> Path:
     return folder
 
 
-_WRITERS = (
+_WRITERS: tuple[Callable[[Path, Arrays], Path], ...] = (
     hugging_face,
     nanogpt,
     nanogpt_legacy,
@@ -259,5 +259,6 @@ _WRITERS = (
     nemo,
     fastertransformer,
     onnx,
+    onnx_external,
 )
-WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {w.__name__: w for w in (*_WRITERS, onnx_external)}
+WRITERS = {writer.__name__: writer for writer in _WRITERS}

@@ -93,7 +93,7 @@ class Marks:
     """
 
     def __init__(self, special_tokens: Iterable[str]):
-        """special_tokens: their texts. An object is for one conversation."""
+        """Take the texts of special tokens. An object is for one conversation."""
         tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
         self._tokens = sorted(tokens)

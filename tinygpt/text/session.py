@@ -18,18 +18,18 @@ class Session:
     """
 
     def __init__(self, llm: Any, token_ids: list[int]):
-        """llm: the LLM that `session` was called on."""
+        """Begin with these tokens. llm: the LLM that `session` was called on."""
         self._llm = llm
         self._tokens: list[int] | None = token_ids  # replaced by each change but a stream's; None: closed
 
     @property
     def token_ids(self) -> list[int]:
-        """A copy of all tokens so far, with tokens that ended samples."""
+        """Return a copy of all tokens so far, with tokens that ended samples."""
         return list(self._open_tokens())
 
     @property
     def text(self) -> str:
-        """The text of all tokens so far, with stop strings and without special tokens."""
+        """Return the text of all tokens so far, with stop strings and without special tokens."""
         return self._llm.tokenizer.decode(self.token_ids, skip_special_tokens=True)
 
     def __repr__(self) -> str:

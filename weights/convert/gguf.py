@@ -58,7 +58,7 @@ def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.
 def _write(
     path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]
 ) -> Path:
-    """tensors: shapes and dtypes."""
+    """Write a GGUF file. tensors: shapes and dtypes by name, in the order of `contents`."""
     out = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))]
     offset = 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]

@@ -153,7 +153,7 @@ _PARAMETER = re.compile(r"h\.(\d+)\.(.+)\.(\w+)")
 
 
 def split_name(parameter: str) -> tuple[str | None, str, str]:
-    """h.3.ln_1.bias is 3, ln_1, bias."""
+    """Return the layer, the module and the kind: h.3.ln_1.bias is 3, ln_1, bias."""
     found = _PARAMETER.fullmatch(parameter)
     return found.groups() if found else (None, *parameter.rsplit(".", 1))
 
@@ -167,7 +167,7 @@ class Names:
     in_layer: tuple[str, ...] = MODULES
 
     def of(self, parameter: str) -> str:
-        """h.3.ln_1.bias may be layers.3.input_layernorm.bias."""
+        """Return the family's name: h.3.ln_1.bias may be layers.3.input_layernorm.bias."""
         layer, module, kind = split_name(parameter)
         if layer is None:
             return f"{self.others[module]}.{kind}"
@@ -271,7 +271,7 @@ def one_of(allowed: Mapping[str, Any]) -> tuple[Callable[[Any], bool], str]:
 
 
 def size_to(most: int, least: int = 1) -> tuple[Callable[[Any], bool], str]:
-    """Beyond `most`, config.json is damaged or an attack on memory."""
+    """Return the check of a size: beyond `most`, config.json is damaged or an attack on memory."""
     return lambda value: is_whole(value) and least <= value <= most, f"a whole number from {least} to {most}"
 
 

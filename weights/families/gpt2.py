@@ -46,7 +46,7 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 
 
 def canonical_name(name: str) -> str:
-    """module.transformer.wte.weight is wte.weight."""
+    """Return the name without wrappers: module.transformer.wte.weight is wte.weight."""
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
@@ -59,12 +59,12 @@ def is_other_head(canonical_name: str) -> bool:
 
 
 def is_ignored(canonical_name: str) -> bool:
-    """Of causal masks, and heads of other tasks."""
+    """Return whether the tensor is a causal mask or of a head for another task."""
     return is_causal_mask(canonical_name) or is_other_head(canonical_name)
 
 
 def is_gpt2(fields: Mapping[str, Any]) -> bool:
-    """GPT-2's first files have no model_type."""
+    """Return whether a config.json is GPT-2's: the first ones have no model_type."""
     return fields.get("model_type", "gpt2") == "gpt2"
 
 
@@ -115,7 +115,7 @@ _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_
 
 
 def tf_name(parameter: str) -> str:
-    """h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
+    """Return OpenAI's name: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
     if parameter in (EMBEDDING, POSITIONS):
         return f"model/{parameter.removesuffix('.weight')}"
     *path, kind = parameter.split(".")
@@ -137,7 +137,7 @@ def _openai_config(source: Source) -> ModelConfig:
 
 
 def _openai_rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Matrices were convolutions of width 1: (1, in, out). The head is the embedding."""
+    """Return the rules: matrices were convolutions of width 1, (1, in, out), and the head is the embedding."""
     return {
         name: TensorRule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
         for name in parameter_shapes(config)
@@ -189,7 +189,7 @@ def is_blooms_kind(spec: Mapping[str, Any]) -> bool:
 
 
 def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
-    """trim_offsets: changes no token."""
+    """Return BLOOM's cut into words. trim_offsets: changes no token."""
     words = {"type": "Split", "pattern": {"Regex": _BLOOM_WORDS}, "behavior": "Isolated", "invert": False}
     byte_level = {**_BYTE_LEVEL, "trim_offsets": trim_offsets, "use_regex": False}
     return {"type": "Sequence", "pretokenizers": [words, byte_level]}

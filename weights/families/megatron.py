@@ -192,7 +192,7 @@ def config_of(
 
 
 def _number(value: Any) -> Any:
-    """YAML takes 1e-5 for a text."""
+    """Return the number of a text, as YAML takes 1e-5 for one."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:

@@ -64,7 +64,7 @@ def _named_model(source: Source) -> Iterable[NamedTensor]:
 
 
 def _nanogpt_config(source: Source) -> ModelConfig:
-    """Before May 2023, nanoGPT's GELU was gelu_new, which config.json may say."""
+    """Return the configuration. Before May 2023, nanoGPT's GELU was gelu_new, which config.json may say."""
     inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
     guessed = {"n_inner": inner, "activation_function": "gelu"}
     return config_of_parts(source, "model_args", guessed, said=renamed(_arguments(source), _ARGUMENTS))
@@ -82,7 +82,7 @@ def _mingpt_config(source: Source) -> ModelConfig:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """A model that was trained without biases has none anywhere, nor have its layer norms."""
+    """Return the rules. A model that was trained without biases has none in its layer norms either."""
     names = parameter_shapes(config)
     has_bias = _arguments(source).get("bias")
     if not isinstance(has_bias, bool):

@@ -147,7 +147,7 @@ def _activation(node: Node) -> str | None:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
+    """Return the rules: matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
     rules = {}

@@ -268,7 +268,7 @@ def embed_scale(fields: Fields, width: Any) -> dict[str, float]:
 
 
 def _epsilon(fields: Fields) -> dict[str, float]:
-    """layer_norm_epsilon is no field of these models."""
+    """Return the epsilon of models without such a field."""
     return {"layer_norm_epsilon": 1e-5}
 
 
