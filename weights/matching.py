@@ -51,18 +51,18 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         raise CheckpointError(_explain(source.path, family, problems))
     stored = {name: found.parameter(rule, shapes[name]) for name, rule in rules.items()}
     return Checkpoint(
-        source.path,
-        source.container.format,
-        family.name,
-        config,
-        stored,
-        config.tie_word_embeddings and _head_is_embedding(stored),
-        tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
-        (*_made_up(rules), *family.quirks(source, config)),
-        tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
-        partial(family.tokenizer, source),
-        {one.name: one.tensor for one in tensors if is_other_head(one.name)},
-        family.layout,
+        path=source.path,
+        container=source.container.format,
+        family=family.name,
+        config=config,
+        stored=stored,
+        tied=config.tie_word_embeddings and _head_is_embedding(stored),
+        ignored=tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
+        quirks=(*_made_up(rules), *family.quirks(source, config)),
+        files=tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
+        read_tokenizer=partial(family.tokenizer, source),
+        heads={one.name: one.tensor for one in tensors if is_other_head(one.name)},
+        layout=family.layout,
     )
 
 
