@@ -156,13 +156,6 @@ class TestDamage:
             assert gpt2_bpe.read_prepared(folder) is None
         assert_equal(Tokenizer.from_folder(folder), library(), TEXT)
 
-    @pytest.mark.parametrize("size", [0, 1, 64, 65, 66, -1])
-    def test_cut_short(self, folder, size):
-        content = (folder / PREPARED_FILE).read_bytes()
-        (folder / PREPARED_FILE).write_bytes(content[:size])
-        assert gpt2_bpe.read_prepared(folder) is None
-        assert_equal(Tokenizer.from_folder(folder), library(), TEXT)
-
     def test_what_is_written_again_as_it_was_is_whole(self, folder):
         rewrite(folder, lambda content: None)
         assert gpt2_bpe.read_prepared(folder) is not None

@@ -15,7 +15,7 @@ from support.foreign import GGUF_KEYS, gguf_name, linear
 from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
-from support.tiny_checkpoint import assert_refused, assert_same, assert_same_files, convert, random_tensors
+from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
@@ -108,16 +108,6 @@ def write_bloom(folder, path, **others):
         **{f"bloom.{name}": (4, size) for name, size in sizes.items()},
     }
     path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)} | others, tensors))
-
-
-def test_bloom(tmp_path):
-    """Of the same tensors as Hugging Face's file."""
-    write_bloom(write_family(tmp_path, "bloom-6"), tmp_path / "x.gguf")
-    expected = open_checkpoint(tmp_path)
-    found = open_checkpoint(tmp_path / "x.gguf")
-    assert (found.family, found.config.n_head) == ("BLOOM of GGUF", 6)
-    assert found.config.structure == expected.config.structure
-    assert_same(found, expected)
 
 
 def test_a_bloom_of_gguf_becomes_hugging_faces(tmp_path):
