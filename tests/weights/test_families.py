@@ -34,9 +34,9 @@ from support.tiny_checkpoint import (
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_source import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights import matching
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.config import HEAD, ModelConfig, is_transposed, parameter_shapes
-from tinygpt.weights.families import table
 from tinygpt.weights.families.family import (
     AS_IS,
     TRANSPOSED,
@@ -456,8 +456,8 @@ SPLIT = Family(
 @pytest.fixture
 def split(monkeypatch):
     """The module families/split.py, and its row in the table."""
-    monkeypatch.setitem(sys.modules, f"{table.__package__}.split", SimpleNamespace(SPLIT=SPLIT))
-    monkeypatch.setattr(table, "OTHERS", ((SPLIT.detect, ("split.SPLIT",)), *table.OTHERS))
+    monkeypatch.setitem(sys.modules, "tinygpt.weights.families.split", SimpleNamespace(SPLIT=SPLIT))
+    monkeypatch.setattr(matching, "OTHERS", ((SPLIT.detect, ("split.SPLIT",)), *matching.OTHERS))
 
 
 def split_tensors():

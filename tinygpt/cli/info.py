@@ -105,8 +105,7 @@ def describe(path: Path) -> dict[str, Any]:
     from ..weights.containers.formats import read_weights
     from ..weights.containers.safetensors import read_safetensors
     from ..weights.families.family import Source
-    from ..weights.families.table import family_of
-    from ..weights.matching import match
+    from ..weights.matching import family_of, match
     from ..weights.tensor import Container
 
     refused: list[str] = []
