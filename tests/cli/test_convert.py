@@ -25,7 +25,7 @@ from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
 from tinygpt.kernels.cpu import packed
 from tinygpt.kernels.cpu import params as load
-from tinygpt.text.prepared import PREPARED_FILE
+from tinygpt.text.gpt2_bpe import PREPARED_FILE
 from tinygpt.text.tokenizer import Tokenizer
 from tinygpt.weights.config import DTYPES
 from tinygpt.weights.containers.safetensors import read_safetensors

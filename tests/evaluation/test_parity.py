@@ -33,7 +33,7 @@ from support.parity import (
 from support.paths import DEMO
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
-from tinygpt.weights.families.config_fields import BOOLEAN, CHECKS
+from tinygpt.weights.families.family import BOOLEAN, CHECKS
 
 DEVICES = ("cpu", "reference")
 

@@ -240,9 +240,9 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 def _folder_for_transformers(model: str) -> Path:
     from ..weights.containers.formats import INDEX
-    from ..weights.containers.mapped_file import FILES
     from ..weights.convert.packed import PackedCheckpoint
     from ..weights.open import open_checkpoint, resolve
+    from ..weights.tensor import FILES
 
     path = resolve(model)
     checkpoint = open_checkpoint(model)

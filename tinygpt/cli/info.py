@@ -103,11 +103,10 @@ def describe(path: Path) -> dict[str, Any]:
     refused: why the checkpoint, or its tokenizer, cannot be loaded. size: bytes in the file, 0 for unknown formats.
     """
     from ..weights.containers.formats import read_weights
-    from ..weights.containers.mapped_file import Container
     from ..weights.containers.safetensors import read_safetensors
     from ..weights.families.family import Source
-    from ..weights.families.table import family_of
-    from ..weights.matching import match
+    from ..weights.matching import family_of, match
+    from ..weights.tensor import Container
 
     refused: list[str] = []
     unread: list[str] = []

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ..look.captures import Captures
     from ..look.edits import EditsType
     from ..look.hooks import HookPoints, Names
-    from ..weights.adapters.soft_prompt import SoftPrompt
+    from ..weights.adapters.peft import SoftPrompt
     from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
@@ -361,14 +361,14 @@ class SoftPrompts:
         self._lock = threading.Lock()
         self._named: dict[str, VirtualTokens] = {}
         for name, source in sources.items():
-            from ..weights.adapters.soft_prompt import read_soft_prompt  # rarely needed
+            from ..weights.adapters.peft import read_soft_prompt  # rarely needed
 
             self._named[name] = self._add(read_soft_prompt(source, config, name))
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
         if embeds is not None:
-            from ..weights.adapters.soft_prompt import SoftPrompt
+            from ..weights.adapters.peft import SoftPrompt
 
             if embeds.shape[1] != (width := self._config.embedding_size):
                 raise RequestError(

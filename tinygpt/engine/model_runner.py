@@ -20,9 +20,9 @@ from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
 from ..weights.config import STORAGE_DTYPE, ModelConfig
-from ..weights.containers.mapped_file import MappedFile
 from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
+from ..weights.tensor import MappedFile
 
 logger = logging.getLogger(__name__)
 

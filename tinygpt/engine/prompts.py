@@ -11,7 +11,7 @@ from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
     from ..text.tokenizer import Tokenizer
-    from ..weights.adapters.soft_prompt import SoftPrompt
+    from ..weights.adapters.peft import SoftPrompt
 
 
 @dataclass(frozen=True)
