@@ -26,7 +26,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tinygpt import LLM, RemoteLLM
-from tinygpt.bench.study_runs import served
+from tinygpt.bench.sweep import served
 from tinygpt.errors import QueueFullError, RequestError
 
 THREADS = 64

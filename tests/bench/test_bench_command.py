@@ -10,8 +10,7 @@ import pytest
 from support.bench_records import LIMITS
 from support.family_models import write_family
 from support.paths import ROOT
-from tinygpt.bench import study_runs, sweep
-from tinygpt.bench.measure import run_case
+from tinygpt.bench import sweep
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
 
@@ -112,6 +111,7 @@ def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, b
         ("--kv-cache-dtype int4", "is 'int4' and must be one of"),
         ("--preset cpu-study --threads 1,2", "a preset runs with one"),
         ("--preset onnx-study --text a --output a", "--output a is also read"),
+        ("--preset onnx-study --text no-such-file", "--text no-such-file cannot be read"),
         ("--compare a b --output ./tests/../a", "is also read"),
         ("--compare a b --repetitions 2 --model x", "measures nothing: omit --model, --repetitions"),
         ("--output no/such/file", "--output no/such/file"),
@@ -122,8 +122,8 @@ def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, b
 )
 def test_impossible_flags_are_refused_before_any_work(arguments, message, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    for module, name in ((sweep, "LLM"), (study_runs, "LLM"), (sweep, "measure_limits")):
-        monkeypatch.setattr(module, name, lambda *arguments, **names: pytest.fail("work has begun"))
+    for name in ("LLM", "measure_limits"):
+        monkeypatch.setattr(sweep, name, lambda *arguments, **names: pytest.fail("work has begun"))
     assert cli.main(["bench", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (ROOT / "x.png").exists()
@@ -151,9 +151,10 @@ def test_an_interruption_leaves_what_was_measured(no_limits, capsys, monkeypatch
     def interrupted(llm, case, repetitions, meter):
         if case.batch_size == 2:
             raise KeyboardInterrupt
-        return run_case(llm, case, repetitions, meter)
+        return measure(llm, case, repetitions, meter)
 
-    monkeypatch.setattr(sweep, "run_case", interrupted)
+    measure = sweep.measure
+    monkeypatch.setattr(sweep, "measure", interrupted)
     assert cli.main([*QUICK.split(), "--json"]) == 130
     assert [record["test"] for record in json.loads(capsys.readouterr().out)] == ["pp4", "tg3 @ d4"]
 
@@ -182,8 +183,8 @@ def test_a_preset_that_stops_midway_leaves_what_was_measured(capsys, monkeypatch
             raise KeyboardInterrupt
         return llm(model, dtype, **options)
 
-    llm = study_runs.LLM
-    monkeypatch.setattr(study_runs, "LLM", load)
+    llm = sweep.LLM
+    monkeypatch.setattr(sweep, "LLM", load)
     command = "bench --preset cpu-study --small --random tiny --dtype int8,float32 --threads 1 --repetitions 1 --format"
     assert cli.main([*command.split(), form]) == 130
     out = capsys.readouterr().out

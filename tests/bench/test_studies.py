@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tinygpt import LLM
-from tinygpt.bench import study_runs
+from tinygpt.bench import studies, sweep
 from tinygpt.bench.measure import random_prompts
-from tinygpt.bench.studies import ABSENT, STUDIES
-from tinygpt.bench.study_runs import Options, run_study, study_text
+from tinygpt.bench.studies import ABSENT, STUDIES, Options, study_text
+from tinygpt.bench.sweep import run_study
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.tasks import perplexity
 
@@ -19,16 +19,14 @@ KEYS |= {"avg_ns", "stddev_ns", "samples_ns", "first_token_ns", "num_steps", "pe
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """Each study runs once, with fewer tokens: study, options, records and text by name."""
-    text_file = tmp_path_factory.mktemp("studies") / "text.txt"
-    text_file.write_text(TEXT, encoding="utf-8")
     runs = {}
     for name, study in STUDIES.items():
         short = tuple({replace(case, new_tokens=min(case.new_tokens, 8)): None for case in study.small})
         study = replace(study, small=short)
         dtypes = ("int8", "auto") if name in ("fastertransformer", "onnx-study") else ("int8",)
-        text = text_file if name == "onnx-study" else None
+        text = TEXT if name == "onnx-study" else None
         options = Options("demo", dtypes, threads=2, repetitions=2, small=True, text=text)
         records = []
         notes = run_study(study, options, records)
@@ -58,10 +56,10 @@ def test_a_study_runs_to_its_end(name, found):
 @pytest.mark.parametrize("name", STUDIES)
 def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    drawn, draw = [], study_runs.draw
-    monkeypatch.setattr(study_runs, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
+    drawn, draw = [], studies.draw
+    monkeypatch.setattr(studies, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
     study, options, records, _ = found[name]
-    study_runs.draw_study(study, options, records, tmp_path / "picture.png")
+    studies.draw_study(study, options, records, tmp_path / "picture.png")
     (_, title, (panel,), note) = drawn[0]
     assert (title, note) == (f"{name}, demo", f"Published: {study.source}.")
     assert panel.lines
@@ -134,7 +132,8 @@ def test_the_perplexity_is_that_of_each_dtype(found):
 
 def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
-    monkeypatch.setattr(study_runs, "_run_local", lambda study, options, dtype, case: {"case": case})
+    monkeypatch.setattr(sweep, "run", lambda plan, dtype, threads: plan.cases)
+    monkeypatch.setattr(sweep, "_local_record", lambda study, plan, case: {"case": case})
     records = []
     (note,) = run_study(study, Options("demo", small=True), records)  # 512 positions
     assert note.startswith(
@@ -151,17 +150,16 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     [
         (
             "cpu-study",
-            {"text": "setup.cfg"},
+            {"text": TEXT},
             "--text is for the perplexity of onnx-study and cpu-study has none",
         ),
         ("cpu-study", {"remote": True}, "--remote is for batch-inference"),
         ("cpu-study", {"repetitions": 0}, "--repetitions is 0"),
-        ("onnx-study", {"text": "no-such-file"}, "--text no-such-file cannot be read"),
-        ("onnx-study", {"text": __file__}, "--text needs a tokenizer and random:tiny has none"),
+        ("onnx-study", {"text": TEXT}, "--text needs a tokenizer and random:tiny has none"),
     ],
 )
 def test_impossible_options_are_refused(name, options, message, monkeypatch):
-    monkeypatch.setattr(study_runs, "LLM", lambda *arguments, **names: pytest.fail("work has begun"))
+    monkeypatch.setattr(sweep, "LLM", lambda *arguments, **names: pytest.fail("work has begun"))
     with pytest.raises(RequestError, match=message):
         run_study(STUDIES[name], Options("random:tiny", threads=1, small=True, **options), [])
 
@@ -185,7 +183,7 @@ def test_the_model_in_another_process_generates_as_much(monkeypatch):
 def test_a_server_that_does_not_start_is_an_error():
     with (
         pytest.raises(RequestError, match="the server did not start"),
-        study_runs.served("no-such-model", "int8", {}),
+        sweep.served("no-such-model", "int8", {}),
     ):
         pass
 

@@ -298,7 +298,7 @@ def test_lambada_names_each_protocol(run, rows_file):
         (["lambada", "TEXT"], "is not a row of LAMBADA"),
         (["ppl", "MISSING"], "cannot be read"),
         (["ppl", "EMPTY"], "is empty"),
-        (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
+        (["ppl", "BYTES"], "is not UTF-8 text: see its byte 1"),
         (["ppl", "UTF16"], "and must be UTF-8 text"),
         (["ppl", "BINARY"], "and must be UTF-8 text"),
         (["ppl", "TEXT", "--stride", "0"], "stride is 0 and must be from 1 to 512"),
