@@ -145,25 +145,6 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
         run_study(long, Options("demo", small=True), [])
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "cpu-study",
-            {"text": TEXT},
-            "--text is for the perplexity of onnx-study and cpu-study has none",
-        ),
-        ("cpu-study", {"remote": True}, "--remote is for batch-inference"),
-        ("cpu-study", {"repetitions": 0}, "--repetitions is 0"),
-        ("onnx-study", {"text": TEXT}, "--text needs a tokenizer and random:tiny has none"),
-    ],
-)
-def test_impossible_options_are_refused(name, options, message, monkeypatch):
-    monkeypatch.setattr(sweep, "LLM", lambda *arguments, **names: pytest.fail("work has begun"))
-    with pytest.raises(RequestError, match=message):
-        run_study(STUDIES[name], Options("random:tiny", threads=1, small=True, **options), [])
-
-
 def test_the_model_in_another_process_generates_as_much(monkeypatch):
     pytest.importorskip("uvicorn", reason="needs a server: pip install -e '.[serve]'")
     case = replace(STUDIES["batch-inference"].small[1], new_tokens=4)

@@ -43,24 +43,6 @@ def test_a_later_dtype_is_refused_before_the_first_is_measured(tmp_path):
         planned(model=folder, ranks=(2, 1), dtypes=["float32", "bfloat16"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"batch_sizes": [1, 0]}, "--batch-sizes gives 0 and must give 1 or more"),
-        ({"prompt_lengths": [-1]}, "--prompt-lengths gives -1"),
-        ({"new_tokens": [1]}, "--new-tokens gives 1 and must give 2 or more, or 0"),
-        ({"repetitions": 0}, "--repetitions gives 0"),
-        ({"threads": [0]}, "threads is 0"),
-        ({"dtypes": ["float16"]}, "dtype is 'float16'"),
-        ({"prompt_lengths": [1000], "new_tokens": [25]}, "1000 tokens and 25 after it take 1025 positions"),
-        ({"prompt_lengths": [1024], "new_tokens": [0]}, "1024 tokens and 1 after it take 1025 positions"),
-    ],
-)
-def test_impossible_plans_are_refused(changes, message):
-    with pytest.raises(RequestError, match=message):
-        planned(**changes)
-
-
 def test_shares_are_of_the_best_limits_of_a_number_of_threads(monkeypatch):
     bandwidths = {(1, "float32"): [3e9, 9e9], (1, "int8"): [5e9, 4e9]}
     bandwidths |= {(2, "float32"): [2e9] * 2, (2, "int8"): [1e9] * 2}

@@ -117,17 +117,6 @@ def test_tensors_that_are_not_the_configs(capsys, tmp_path):
     assert "transformer.wpe.weight" in report["tensors"]
 
 
-@pytest.mark.parametrize("text", ["Once upon a time there was a king.", "", None])
-def test_what_is_no_checkpoint(capsys, tmp_path, text):
-    path = tmp_path if text is None else tmp_path / "story.txt"
-    if text is not None:
-        path.write_text(text)
-    assert cli.main(["info", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"{path} is {'no checkpoint' if text is None else 'in no format of weights'}" in err
-
-
 def test_hashes(capsys, folder):
     before = info(capsys, folder)
     content = (folder / "model.safetensors").read_bytes()
@@ -177,16 +166,6 @@ def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):
     report = info(capsys, target)
     assert "is damaged" in report["refused"][0]
     assert report["tensors"]
-
-
-def test_text_groups_what_layers_share(capsys, folder):
-    lines = text(capsys, "info", folder)
-    tensors = {
-        "transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B",
-        "transformer.ln_f.bias float32 (8,) 32 B",
-    }
-    assert tensors | {"head tied to wte", "n_embd 8", "converted_to none"} <= {*lines}
-    assert lines[-2:] == ["refused", "nothing"]
 
 
 FORMS = {

@@ -193,9 +193,8 @@ def run_study(study: Study, options: Options, records: list[Record]) -> list[str
     for dtype in caches:
         found = {"perplexity": _perplexity(options, dtype)} if study.name == "onnx-study" else {}
         for plan in tqdm(plans, unit="case", disable=None):
-            records += [
-                _local_record(study, plan, test) | found for test in run(plan, dtype, plan.threads[0])
-            ]
+            for test in run(plan, dtype, plan.threads[0]):
+                records.append(_local_record(study, plan, test) | found)
         if options.remote:
             records.extend(_run_remote(study, plan, dtype, options.threads) for plan in plans)
     return left_out
