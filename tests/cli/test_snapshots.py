@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parents[1])]
 
-from support import tiny_checkpoint
+from support import foreign, tiny_checkpoint
+from support.gguf_writer import gguf_bytes
 from support.golden_models import write_small_demo
-from support.paths import ROOT
+from support.paths import ROOT, VOCAB_SIZE
 from tinygpt import LLM
 from tinygpt.cli import main as cli
 from tinygpt.weights import open as checkpoints
@@ -30,6 +32,7 @@ VARYING = {  # what differs between runs, folders and releases of Python, and it
     r"\d+\.\d+(?= tokens/s| s\b)": "#",
     r"tinygpt: .*compil.*\n": "",
     r" \(choose from .*\)": "",
+    r"\b[0-9a-f]{64}\b": "HASH",
 }
 
 
@@ -64,13 +67,30 @@ def prepared(files: dict[str, bytes]) -> Iterator[None]:
     for name, data in files.items():
         Path(name).write_bytes(data)
     Path("nothing").mkdir()
-    tiny_checkpoint.write_checkpoint(Path("tiny"))
+    write_checkpoints()
     with pytest.MonkeyPatch.context() as patch:
         Path("demo-folder").mkdir()
         patch.setattr(checkpoints, "DEMO", write_small_demo(Path("demo-folder").resolve()))
         patch.setenv("COLUMNS", "100")
         answer_of("convert tiny int8 --threads 1")
         yield
+
+
+def write_checkpoints() -> None:
+    tensors = tiny_checkpoint.random_tensors()
+    head = tensors["transformer.wte.weight"] + 1
+    mask = np.ones((1, 1, 6, 6), np.int16)
+    more = {"lm_head.weight": head, "transformer.h.0.attn.bias": mask}
+    tiny_checkpoint.write_checkpoint(Path("tiny"))
+    tiny_checkpoint.write_checkpoint(Path("own-head"), tensors | more)
+    del tensors["transformer.ln_f.bias"]
+    tiny_checkpoint.write_checkpoint(Path("unlike"), tensors, n_positions=5)
+    added = {f"<extra {i}>": VOCAB_SIZE + i for i in range(7)}
+    tiny_checkpoint.write_with_demo_tokenizer(Path("added"), added)
+    for form in ("nanogpt", "gguf", "openai_tf", "megatron"):
+        foreign.WRITERS[form](Path(form), tiny_checkpoint.random_tensors(prefix=""))
+    blocks = {"a": ((64,), 2, bytes(36)), "b": ((256,), 14, bytes(210))}
+    Path("blocks.gguf").write_bytes(gguf_bytes(foreign.GGUF_KEYS, blocks))
 
 
 def answer_of(command: str) -> str:
