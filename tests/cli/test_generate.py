@@ -178,20 +178,6 @@ def test_time_that_is_over_before_the_first_token(run):
         assert result.err.startswith("tinygpt: prompt 0 tokens; generation 0 tokens; load ")
 
 
-@pytest.mark.parametrize(
-    ("flags", "allowed"),
-    [
-        (["--guided-choice", "yes", "--guided-choice", "no"], ("yes", "no")),
-        (["--guided-regex", "ab{3}"], ("abbb",)),
-        (["--guided-json", '{"type": "boolean"}'], ("true", "false")),
-        (["--grammar", 'start: "(" /x/ ")"'], ("(x)",)),
-    ],
-)
-def test_a_flag_guides_the_text(run, flags, allowed):
-    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    assert run(["Once upon a time", *flags]).out.removesuffix("\n") in allowed
-
-
 @pytest.mark.parametrize(("how", "count"), [("", 1), ("--json", 1), ("--n 2", 2)])
 def test_a_guided_text_that_a_limit_ends_is_reported(run, how, count):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")

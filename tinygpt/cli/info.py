@@ -420,10 +420,10 @@ def _gpu() -> dict[str, Any]:
             answer += f"; a later GPU is needed for {missing}"
     except DeviceError as error:
         answer = str(error)
-    return {"numba_cuda": _version_of("numba-cuda"), **_driver(), "kernels": answer}
+    return {"numba_cuda": _version_of("numba-cuda"), **driver(), "kernels": answer}
 
 
-def _driver() -> dict[str, Any]:
+def driver() -> dict[str, Any]:
     """Ask the driver's own tool, which may be there without numba-cuda."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     rows = []
