@@ -1,11 +1,10 @@
-"""Live parity with transformers (torch, CPU, float32): logits to 1e-4 and the same greedy tokens."""
+"""Live parity with transformers (torch, CPU, float32) of every form of file: logits to 1e-4."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from support.paths import EOS
 from support.recorded import MISSING
 
 pytest.importorskip("transformers", reason=MISSING)
@@ -16,16 +15,12 @@ from transformers import GPT2LMHeadModel
 from support.parity import (
     DTYPES,
     FORMS,
-    NEW_TOKENS,
     PREFIXES,
-    assert_same_greedy,
     assert_same_logits,
-    greedy,
     make_case,
     recipe,
 )
-from support.paths import DEMO
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -60,22 +55,3 @@ def test_config_json_of_old_checkpoints_and_with_general_names(fields, tmp_path)
     model = GPT2LMHeadModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     with LLM(str(tmp_path)) as llm:
         assert_same_logits(llm, model, made.random_ids(30))
-
-
-@pytest.fixture(scope="module")
-def demo_model() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel.from_pretrained(DEMO, dtype=torch.float32).eval()
-
-
-@pytest.mark.parametrize(("device", "length"), [("cpu", 512), ("reference", 100)])
-def test_demo(device, length, demo_model):
-    text = "Once upon a time, in a dark forest, there lived an old woman who"
-    with LLM("demo", device=device) as llm:
-        prompt = llm.tokenizer.encode(text)
-        expected = greedy(demo_model, prompt, NEW_TOKENS)
-        assert_same_greedy(llm, expected, prompt, SamplingParams(max_tokens=NEW_TOKENS))
-        story = llm.generate(text, SamplingParams(max_tokens=length - len(prompt), ignore_eos=True))[0]
-        assert story.prompt_token_ids == prompt
-        shown = [token_id for token_id in story.outputs[0].token_ids if token_id != EOS]
-        assert story.outputs[0].text == llm.tokenizer.decode(shown)
-        assert_same_logits(llm, demo_model, prompt + story.outputs[0].token_ids)
