@@ -51,7 +51,7 @@ LIBRARIES = {
     "tinygpt.cli.info": {"llvmlite"},
     "tinygpt.hardware": {"llvmlite"},
     "tinygpt.cli.main": {"shtab"},
-    "tinygpt.cli.settings": {"yaml"},
+    "tinygpt.cli.flags": {"yaml"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}

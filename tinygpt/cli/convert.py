@@ -14,7 +14,7 @@ from ..llm_args import CHECKPOINT
 from ..weights.config import DTYPES, STORAGE_DTYPE
 from .flags import CPU_FLAGS, Command, add_flag, add_group
 from .loading import set_thread_pools
-from .streams import log, progress
+from .streams import log, progress, read_plain_text
 
 if TYPE_CHECKING:
     from ..weights.checkpoint import Checkpoint
@@ -195,7 +195,6 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..engine.model_runner import load_tokenizer
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
-    from ..evaluation.texts import read_text
     from ..hardware import thread_count
     from ..kernels.cpu import packed
     from ..kernels.cpu.params import load_params
@@ -205,7 +204,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     if args.act_scales is not None:
         calibration = read_act_scales(args.act_scales, checkpoint, share)
     elif args.calibrate is not None:
-        text = read_text("--calibrate", args.calibrate)
+        text = read_plain_text("--calibrate", args.calibrate)
         token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
         log(f"calibrating on {args.calibrate}")
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
