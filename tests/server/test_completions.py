@@ -9,7 +9,7 @@ from tinygpt import SamplingParams
 from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.engine.prompts import Prompt
 from tinygpt.outputs import CompletionOutput, RequestOutput
-from tinygpt.server.completions import with_suffix
+from tinygpt.server.api import with_suffix
 from tinygpt.server.replies import TokenNames
 from tinygpt.text.tokenizer import Tokenizer
 

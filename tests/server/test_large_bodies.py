@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from support.gate import Gate, Held
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import completions, protocol, replies, running
-from tinygpt.server.completions import MAX_LOGPROBS
+from tinygpt.server import protocol, replies, requests
+from tinygpt.server.api import MAX_LOGPROBS
 from tinygpt.server.protocol import (
     MAX_FIELDS,
     MAX_IDS,
@@ -68,7 +68,7 @@ def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
 
 def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
     """What runs already holds up no other."""
-    monkeypatch.setattr(running, "HUGE", 9000)
+    monkeypatch.setattr(requests, "HUGE", 9000)
     read = llm.read_prompt
     asked = {"max_tokens": 1, "user": "x" * 9000}
     with llm.engine.wrapped(Gate) as gate:
@@ -159,13 +159,13 @@ def test_a_reply_of_too_many_log_probabilities_is_refused_before_any_work(server
 
 
 def test_the_samples_of_a_prompt_share_its_log_probabilities(server, monkeypatch):
-    described, asked = completions.described, []
+    described, asked = replies.described, []
 
     def noted(*given):
         asked.append(given)
         return described(*given)
 
-    monkeypatch.setattr(completions, "described", noted)
+    monkeypatch.setattr(replies, "described", noted)
     reply = server.complete(
         prompt=[[1, 2, 3], [4, 5]], n=3, prompt_logprobs=1, max_tokens=1, temperature=0
     ).json
@@ -236,7 +236,7 @@ def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
             sizes.append(len(part))
             yield part
 
-    for module in (replies, running):
+    for module in (replies, requests):
         monkeypatch.setattr(module, "in_turns", noted)
     assert server.ask(path, body).status == 200
     assert 5 * max(sizes) < sum(sizes)
