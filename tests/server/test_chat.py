@@ -49,15 +49,15 @@ def test_the_template_makes_the_prompt(chat, llm):
 
 def test_a_stream_is_the_reply_in_pieces(chat):
     asked = {**ASKED, "temperature": 1, "seed": 3, "n": 2, "logprobs": True, "top_logprobs": 1}
-    whole = chat(**asked).json
-    events = chat(**asked, stream=True, stream_options={"include_usage": True}).events
-    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {
-        **whole["usage"],
-        "prompt_tokens_details": None,
-    }
-    assert {event["object"] for event in events} == {"chat.completion.chunk"}
-    for choice in whole["choices"]:
-        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+    whole = chat(**asked)
+    stream = chat(**asked, stream=True, stream_options={"include_usage": True})
+    counts, expected = (
+        each["usage"] | {"prompt_tokens_details": None} for each in (stream.events[-1], whole.json)
+    )
+    assert counts == expected
+    assert {event["object"] for event in stream.events} == {"chat.completion.chunk"}
+    for choice in whole.choices:
+        parts = [part for part in stream.parts if part["index"] == choice["index"]]
         assert parts[0]["delta"] == {"role": "assistant", "content": ""}
         assert "".join(part["delta"]["content"] for part in parts) == choice["message"]["content"]
         assert parts[-1]["finish_reason"] == choice["finish_reason"]

@@ -68,25 +68,25 @@ def assert_equal(found: dict, expected: dict) -> None:
 def test_each_choice_has_its_activations(server, llm):
     body = {**ASKED, "prompt": ["Once upon a time", "The dog"], "capture": CAPTURE}
     outputs = llm.generate(body["prompt"], replace(PARAMS, capture=CAPTURE))
-    for choice, output in zip(server.complete(**body).json["choices"], outputs, strict=True):
+    for choice, output in zip(server.complete(**body).choices, outputs, strict=True):
         assert choice["text"] == output.outputs[0].text
         assert_equal(arrays(choice), output.outputs[0].activations)
-    assert "activations" not in server.complete(**ASKED).json["choices"][0]
+    assert "activations" not in server.complete(**ASKED).choices[0]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_the_last_event_of_a_stream_has_them(server, llm, path):
     asked = {"messages": [{"role": "user", "content": "Once"}]} if "chat" in path else {"prompt": "Once"}
     body = {**asked, "max_tokens": 6, "temperature": 0, "capture": "resid_mid"}
-    [whole] = server.ask(path, body).json["choices"]
-    events = server.ask(path, {**body, "stream": True}).events
-    assert [event for event in events if "activations" in event["choices"][0]] == events[-1:]
-    assert_equal(arrays(events[-1]["choices"][0]), arrays(whole))
+    [whole] = server.ask(path, body).choices
+    parts = server.ask(path, {**body, "stream": True}).parts
+    assert [part for part in parts if "activations" in part] == parts[-1:]
+    assert_equal(arrays(parts[-1]), arrays(whole))
 
 
 def test_the_short_form_of_vllm_lens(server):
-    short = server.complete(**ASKED, extra_args={"output_residual_stream": [1, 0]}).json["choices"][0]
-    long = server.complete(**ASKED, capture="resid_post").json["choices"][0]
+    short = server.complete(**ASKED, extra_args={"output_residual_stream": [1, 0]}).choices[0]
+    long = server.complete(**ASKED, capture="resid_post").choices[0]
     assert_equal(arrays(short), arrays(long))
 
 
@@ -108,12 +108,12 @@ def test_edits_are_the_librarys(server, llm, fields, make):
     edit = {"name": "blocks.0.attn.hook_z"} | {
         name: given.get(value, value) if isinstance(value, str) else value for name, value in fields.items()
     }
-    [choice] = server.complete(**ASKED, edits=[edit], capture=CAPTURE).json["choices"]
+    [choice] = server.complete(**ASKED, edits=[edit], capture=CAPTURE).choices
     made = Edit("blocks.0.attn.hook_z", **make(rows))
     sample = llm.generate(ASKED["prompt"], replace(PARAMS, edits=made, capture=CAPTURE))[0].outputs[0]
     assert choice["text"] == sample.text
     assert_equal(arrays(choice), sample.activations)
-    plain = server.complete(**ASKED, capture=CAPTURE).json["choices"][0]
+    plain = server.complete(**ASKED, capture=CAPTURE).choices[0]
     assert not np.array_equal(
         arrays(plain)[CAPTURE[1]][: len(sample.token_ids)], arrays(choice)[CAPTURE[1]][:6]
     )
@@ -121,9 +121,9 @@ def test_edits_are_the_librarys(server, llm, fields, make):
 
 def test_a_named_vector_steers_and_the_log_tells_the_edits(server, llm, vector):
     server.forget()
-    plain = server.complete(**ASKED).json["choices"][0]["text"]
-    steered = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
-    again = server.complete(**ASKED, steer={"happy": 3}).json["choices"][0]["text"]
+    plain = server.complete(**ASKED).choices[0]["text"]
+    steered = server.complete(**ASKED, steer={"happy": 3}).choices[0]["text"]
+    again = server.complete(**ASKED, steer={"happy": 3}).choices[0]["text"]
     other = server.complete(**ASKED, steer={"happy": -3}).status
     assert (
         steered
