@@ -46,8 +46,8 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """,
     "last_words": """
 output_type: loglikelihood
-doc_to_text: "{{text.rstrip().rsplit(' ', 1)[0]}}"
-doc_to_target: "{{' ' + text.rstrip().rsplit(' ', 1)[1]}}"
+doc_to_text: "{{context}}"
+doc_to_target: "{{' ' + endings[label]}}"
 metric_list: [{metric: perplexity}, {metric: acc}]
 """,
     "texts": """
@@ -55,6 +55,12 @@ output_type: loglikelihood_rolling
 doc_to_text: ""
 doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}, {metric: bits_per_byte}]
+""",
+    "sentences": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{context + ' ' + endings[label]}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 """,
     "tales": """
 output_type: generate_until
@@ -129,7 +135,8 @@ def test_results_are_those_of_the_hf_model(ours, theirs, task_manager, task):
 
 
 @pytest.mark.parametrize("num_concurrent", [1, 8])
-@pytest.mark.parametrize("task", TASKS)
+# Over HTTP, the harness cuts long documents elsewhere.
+@pytest.mark.parametrize("task", [name for name in TASKS if name != "texts"])
 def test_results_over_http_are_those_of_the_adapter(server, ours, task_manager, task, num_concurrent):
     arguments = f"{server},num_concurrent={num_concurrent}"
     results, answers = evaluate("local-completions", task, task_manager, model_args=arguments)

@@ -7,9 +7,8 @@ import pytest
 from support.paths import DEMO, VOCAB_SIZE
 from tinygpt import SamplingParams
 from tinygpt.engine.input_processor import InputProcessor
-from tinygpt.engine.prompts import Prompt
-from tinygpt.outputs import CompletionOutput, RequestOutput
-from tinygpt.server.api import with_suffix
+from tinygpt.outputs import CompletionOutput
+from tinygpt.server.api import kept_tokens
 from tinygpt.server.replies import TokenNames
 from tinygpt.text.tokenizer import Tokenizer
 
@@ -301,8 +300,7 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
 )
 def test_a_candidate_is_ranked_without_the_token_that_ended_it(reason, stop, expected):
     sample = CompletionOutput(0, "text", [5, 6, 7], "stop", reason, None, None, None, 0)
-    output = RequestOutput(None, [1], [sample], None, None, None, 0, 0)
-    assert with_suffix([output], Prompt(None, [9]), stop, lambda text: [len(text)]) == [[1, *expected, 9]]
+    assert kept_tokens(sample, stop, lambda text: [len(text)]) == expected
 
 
 def test_no_two_ids_of_a_padded_vocabulary_share_a_name():

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from support.gate import Gate, Held
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import protocol, replies, requests
+from tinygpt.server import answers, protocol, replies, requests
+from tinygpt.server.answers import json_parts, to_json, whole
 from tinygpt.server.api import MAX_LOGPROBS
 from tinygpt.server.protocol import (
     MAX_FIELDS,
@@ -18,7 +19,6 @@ from tinygpt.server.protocol import (
     CompletionRequest,
     ResponsesRequest,
 )
-from tinygpt.server.replies import json_parts, to_json, whole
 
 MANY = 5000
 FEW = 8  # errors: one for each type that a field may have, and for each part of an object
@@ -177,7 +177,7 @@ def test_json_in_parts_is_json():
 
 
 def test_the_loop_turns_between_the_parts_of_replies(monkeypatch):
-    monkeypatch.setattr(replies, "SLICE_SECONDS", -1.0)
+    monkeypatch.setattr(answers, "SLICE_SECONDS", -1.0)
     order = []
 
     def parts(name):
@@ -216,15 +216,15 @@ OF_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True
     ],
 )
 def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
-    monkeypatch.setattr(replies, "SLICE_SECONDS", -1.0)
-    in_turns, sizes = replies.in_turns, []
+    monkeypatch.setattr(answers, "SLICE_SECONDS", -1.0)
+    in_turns, sizes = answers.in_turns, []
 
     async def noted(parts):
         async for part in in_turns(parts):
             sizes.append(len(part))
             yield part
 
-    for module in (replies, requests):
+    for module in (answers, requests):
         monkeypatch.setattr(module, "in_turns", noted)
     assert server.ask(path, body).status == 200
     assert 5 * max(sizes) < sum(sizes)

@@ -8,8 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from itertools import islice
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fastapi import Request
@@ -21,14 +20,14 @@ from ..engine.prompts import Prompt, encode
 from ..errors import CheckpointError, NoTokenizerError, RequestError, TinyGPTError
 from ..llm import LLM
 from ..look.edits import ControlVector, salt_of
-from ..outputs import RequestOutput
+from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat import Template, chat_ids
 from . import protocol
+from .answers import RETRY, ApiError, from_engine, whole
 from .looks import check_size, look_params
 from .metrics import Metrics
-from .refusals import RETRY, ApiError, from_engine
-from .replies import Chat, Completion, Generation, Job, Responses, TokenNames, whole
+from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import (
     SSE,
     ChunkQueue,
@@ -48,6 +47,7 @@ MAX_LOGPROBS = 1_000_000  # of a reply, which has up to 70 bytes for each
 
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 Handler = Callable[[Any, Request], Awaitable[Response]]
+JobKind = TypeVar("JobKind", bound=Job)
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,11 @@ class Api:
         max_tokens = self._max_tokens(form, prompts, form.max_tokens, DEFAULT_MAX_TOKENS)
         counts = [form.prompt_logprobs, form.logprobs if form.echo else None]
         most = max((count for count in counts if count is not None), default=None)
-        params = await self._params(
-            form, request, max_tokens=max(max_tokens, 1), logprobs=form.logprobs, prompt_logprobs=most
-        )
-        shows_first = form.echo and form.logprobs is not None and params.soft_prompt is None
-        first = await self._first_logprobs() if shows_first else None
-        head = self._head("cmpl-", "text_completion", form)
-        job = Completion(head, form, prompts, params, self.names, first)
+        fields = {"max_tokens": max(max_tokens, 1), "logprobs": form.logprobs, "prompt_logprobs": most}
+        job = await self._job(Completion, prompts, form, request, **fields)
+        params = job.params
+        if form.echo and form.logprobs is not None and params.soft_prompt is None:
+            job.first = await self._first_logprobs()
         chooses = form.suffix and (params.best_of or params.n) > params.n and params.temperature > 0
         if max_tokens and (form.stream or not chooses):
             return await self._answer(job, request)
@@ -158,46 +156,52 @@ class Api:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
-        messages = []
-        for each in form.messages:
-            name = {} if each.name is None else {"name": each.name}
-            messages.append({"role": each.role, "content": protocol.text_of(each), **name})
-        prompts = await self._conversation(messages, form, request)
         given = form.max_completion_tokens or form.max_tokens
-        max_tokens = self._max_tokens(form, prompts, given, self.llm.max_model_len)
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
-        params = await self._params(form, request, max_tokens=max_tokens, logprobs=logprobs)
-        kind = "chat.completion.chunk" if form.stream else "chat.completion"
-        head = self._head("chatcmpl-", kind, form)
-        return await self._answer(Chat(head, form, prompts, params, self.names), request)
+        return await self._converse(Chat, given, form, request, logprobs=logprobs)
 
     @route("/v1/responses", "POST")
     async def responses(self, form: protocol.ResponsesRequest, request: Request) -> Response:
         """Answer a text or messages, as /v1/chat/completions does."""
-        prompts = await self._conversation(form.messages(), form, request)
-        max_tokens = self._max_tokens(form, prompts, form.max_tokens, self.llm.max_model_len)
-        params = await self._params(form, request, max_tokens=max_tokens)
-        head = self._head("resp_", "response", form)
-        return await self._answer(Responses(head, form, prompts, params, self.names), request)
-
-    async def _conversation(
-        self, messages: list[dict[str, str]], form: Any, request: Request
-    ) -> list[Prompt]:
-        if self.chat_template is None:
-            how = "start the server with --chat-template plain, or a file, or use /v1/completions"
-            raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
-        options = getattr(form, "chat_template_kwargs", None)
-        tokenizer = self.llm.tokenizer
-        adds_prompt = getattr(form, "add_generation_prompt", True)
-        ids = await asyncio.to_thread(chat_ids, self.chat_template, tokenizer, messages, options, adds_prompt)
-        return await self.read_prompts([ids], form, request)
+        return await self._converse(Responses, form.max_tokens, form, request)
 
     @route("/generate", "POST")
     async def generate(self, form: protocol.GenerateRequest, request: Request) -> Response:
         """Continue one prompt as LLM.submit does, for RemoteLLM."""
         prompts = await self.read_prompts(form.prompt, form, request)
-        params = await self._params(form, request, max_tokens=form.max_tokens, logprobs=form.logprobs)
-        return await self._answer(Generation({}, form, prompts, params, self.names), request)
+        fields = {"max_tokens": form.max_tokens, "logprobs": form.logprobs}
+        return await self._answer(await self._job(Generation, prompts, form, request, **fields), request)
+
+    async def _converse(
+        self, kind: type[Job], max_tokens: int | None, form: Any, request: Request, **fields: Any
+    ) -> Response:
+        """Answer the messages of a form by the chat template."""
+        if self.chat_template is None:
+            how = "start the server with --chat-template plain, or a file, or use /v1/completions"
+            raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
+        options = getattr(form, "chat_template_kwargs", None)
+        adds_prompt = getattr(form, "add_generation_prompt", True)
+        given = self.chat_template, self.llm.tokenizer, form.listed_messages(), options, adds_prompt
+        ids = await asyncio.to_thread(chat_ids, *given)
+        prompts = await self.read_prompts([ids], form, request)
+        max_tokens = self._max_tokens(form, prompts, max_tokens, self.llm.max_model_len)
+        return await self._answer(
+            await self._job(kind, prompts, form, request, max_tokens=max_tokens, **fields), request
+        )
+
+    async def _job(
+        self, kind: type[JobKind], prompts: list[Prompt], form: Any, request: Request, **fields: Any
+    ) -> JobKind:
+        """Return the checked request. fields: of SamplingParams, beside those of the form."""
+        params = await self._params(form, request, **fields)
+        head = {
+            "id": kind.id_prefix + secrets.token_hex(16),
+            "object": kind.event_object if form.stream else kind.reply_object,
+            "created": int(time.time()),
+            "model": form.model or self.model_name,
+            "system_fingerprint": f"tinygpt-{tinygpt.__version__}-{self.llm.dtype}",
+        }
+        return kind(head, form, prompts, params, self.names)
 
     async def _answer(self, job: Job, request: Request, run: Run | None = None) -> Response:
         """run: gives all outputs at once; None runs the prompts."""
@@ -241,9 +245,12 @@ class Api:
         all_of_them = replace(params, n=params.best_of, best_of=None)
         candidates = await self._run([(prompt, all_of_them) for prompt in job.prompts], request)
         reading = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        texts = with_suffix(candidates, suffix, params.stop, self.encode)
-        readings = await self._run([(Prompt(None, ids), reading) for ids in texts], request)
-        return ranked(candidates, readings, params.n)
+        texts = []
+        for output in candidates:
+            for sample in output.outputs:
+                ids = output.prompt_token_ids + kept_tokens(sample, params.stop, self.encode)
+                texts.append((Prompt(None, ids + suffix.token_ids), reading))
+        return best_samples(candidates, await self._run(texts, request), params.n)
 
     async def _run(self, requests: Requests, request: Request) -> list[RequestOutput]:
         work = await self._start(requests, False, request)
@@ -359,15 +366,6 @@ class Api:
         if self.is_draining:  # the next connection may reach another server
             raise ApiError(503, "the server is shutting down: try again later.", **RETRY, connection="close")
 
-    def _head(self, prefix: str, kind: str, form: Any) -> dict[str, Any]:
-        return {
-            "id": prefix + secrets.token_hex(16),
-            "object": kind,
-            "created": int(time.time()),
-            "model": form.model or self.model_name,
-            "system_fingerprint": f"tinygpt-{tinygpt.__version__}-{self.llm.dtype}",
-        }
-
     async def _first_logprobs(self) -> dict[int, float] | None:
         """Return log probabilities of all tokens after BOS alone, computed once; None without a BOS token."""
         bos = self.llm.config.bos_token_id
@@ -409,34 +407,32 @@ def scored(prompt: Prompt, params: SamplingParams, output: RequestOutput) -> Req
     return replace(output, prompt_token_ids=prompt.token_ids, outputs=samples, prompt_logprobs=found)
 
 
-def with_suffix(
-    candidates: list[RequestOutput], suffix: Prompt, stop: Sequence[str], encode: Callable[[str], list[int]]
-) -> list[list[int]]:
-    """Return the tokens of each prompt, candidate and suffix, without the token that ended the candidate."""
-    found = []
-    for output in candidates:
-        for sample in output.outputs:
-            if sample.stop_reason in stop:  # a stop string may cut a token
-                ids = encode(sample.text)
-            else:
-                ids = sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
-            found.append(output.prompt_token_ids + ids + suffix.token_ids)
-    return found
+def kept_tokens(
+    sample: CompletionOutput, stop: Sequence[str], encode: Callable[[str], list[int]]
+) -> list[int]:
+    """Return the tokens of a candidate without the token that ended it."""
+    if sample.stop_reason in stop:  # a stop string may cut a token
+        return encode(sample.text)
+    return sample.token_ids[:-1] if isinstance(sample.stop_reason, int) else sample.token_ids
 
 
-def ranked(candidates: list[RequestOutput], readings: list[RequestOutput], n: int) -> list[RequestOutput]:
+def best_samples(
+    candidates: list[RequestOutput], readings: list[RequestOutput], n: int
+) -> list[RequestOutput]:
     """Return the n samples of each output with the highest mean log probability of sample and suffix.
 
-    readings: the outputs of `with_suffix`'s tokens as prompts, with prompt_logprobs.
+    readings: the outputs of prompt, sample and suffix as a prompt, for each sample, with prompt_logprobs.
     """
-    left, outputs = iter(readings), []
+    outputs = []
+    left = iter(readings)
     for output in candidates:
-        start, means = len(output.prompt_token_ids), []
+        start = len(output.prompt_token_ids)
+        means = []
         for reading in islice(left, len(output.outputs)):
-            pairs = zip(reading.prompt_token_ids[start:], reading.prompt_logprobs[start:], strict=True)
-            means.append(sum(found[i] for i, found in pairs) / (len(reading.prompt_token_ids) - start))
-        best = sorted(zip(output.outputs, means, strict=True), key=itemgetter(1), reverse=True)[:n]
-        outputs.append(
-            replace(output, outputs=[replace(sample, index=i) for i, (sample, _) in enumerate(best)])
-        )
+            ids = reading.prompt_token_ids[start:]
+            logprobs = reading.prompt_logprobs[start:]
+            means.append(sum(found[i] for i, found in zip(ids, logprobs, strict=True)) / len(ids))
+        best = sorted(range(len(means)), key=means.__getitem__, reverse=True)[:n]
+        samples = [replace(output.outputs[j], index=i) for i, j in enumerate(best)]
+        outputs.append(replace(output, outputs=samples))
     return outputs

@@ -17,10 +17,9 @@ import tinygpt
 from ..engine.prompts import Prompt
 from ..wire import record_to_json
 from . import protocol
+from .answers import ApiError, json_reply
 from .api import Api, listed
 from .looks import lens_to_json
-from .refusals import ApiError
-from .replies import json_reply
 from .requests import read_apart, route
 
 
@@ -127,12 +126,22 @@ class InfoRoutes:
         """Return the facts of the tokenizer that evaluation harnesses need."""
         config = self._llm.config
         template = self._api.chat_template
-        ids = next(iter(config.eos_token_ids), None), config.bos_token_id
-        ids = ids if self._api.names.has_tokenizer else (None, None)
-        eos, bos = (None if i is None else self._llm.tokenizer.decode([i]) for i in ids)
-        names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
-        sizes = {"vocab_size": config.vocab_size, "model_max_length": self._llm.max_model_len}
-        return await json_reply(names | sizes | {"chat_template": template.source if template else None})
+
+        def text_of(token_id: int | None) -> str | None:
+            is_known = token_id is not None and self._api.names.has_tokenizer
+            return self._llm.tokenizer.decode([token_id]) if is_known else None
+
+        return await json_reply(
+            {
+                "tokenizer_class": "GPT2Tokenizer",
+                "eos_token": text_of(next(iter(config.eos_token_ids), None)),
+                "bos_token": text_of(config.bos_token_id),
+                "pad_token": None,
+                "vocab_size": config.vocab_size,
+                "model_max_length": self._llm.max_model_len,
+                "chat_template": template.source if template else None,
+            }
+        )
 
     @route("/health", "GET")
     async def health(self) -> Response:
@@ -163,10 +172,17 @@ class InfoRoutes:
         return await json_reply(self._card(model))
 
     def _card(self, name: str) -> dict[str, Any]:
-        sizes = {"max_model_len": self._llm.max_model_len, "max_logprobs": self._config.max_logprobs}
-        card = {"id": name, "object": "model", "created": self._api.started, "owned_by": "tinygpt"}
-        parent = self._api.model_name if name in self._api.llm.lora_modules else None
-        return card | {"root": self._api.model_name, "parent": parent, "look": self._config.look} | sizes
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._api.started,
+            "owned_by": "tinygpt",
+            "root": self._api.model_name,
+            "parent": self._api.model_name if name in self._llm.lora_modules else None,
+            "look": self._config.look,
+            "max_model_len": self._llm.max_model_len,
+            "max_logprobs": self._config.max_logprobs,
+        }
 
     async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
         """Return prompts that nothing follows, and the number of tokens."""

@@ -12,8 +12,8 @@ from ..kernels import numbers
 from ..llm import LLM
 from ..look.edits import Edit
 from ..sampling_params import SamplingParams
+from .answers import ApiError
 from .protocol import Array, LookFields
-from .refusals import ApiError
 
 if TYPE_CHECKING:
     from .replies import TokenNames

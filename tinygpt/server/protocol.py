@@ -203,7 +203,6 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
     takes_adapter = True
-
     n: NumSamples | None = None
     best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
@@ -354,6 +353,13 @@ class ChatRequest(LookFields):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
+    def listed_messages(self) -> list[dict[str, str]]:
+        found = []
+        for message in self.messages:
+            name = {} if message.name is None else {"name": message.name}
+            found.append({"role": message.role, "content": text_of(message), **name})
+        return found
+
     def name_of(self, field: str) -> str | None:
         if field == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
@@ -394,7 +400,7 @@ class ResponsesRequest(SamplingFields):
     prompt_logprobs: None = None
     return_token_ids: None = None
 
-    def messages(self) -> list[dict[str, str]]:
+    def listed_messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]
         if isinstance(self.input, str):
             given = [("user", self.input)]
@@ -443,7 +449,6 @@ class TokenizeRequest(Form):
     """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
 
     takes_adapter = True
-
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
@@ -451,7 +456,6 @@ class TokenizeRequest(Form):
 
 class DetokenizeRequest(Strict):
     takes_adapter = True
-
     model: ModelName | None = None
     tokens: Annotated[list[TokenId], _items(MAX_IDS), BeforeValidator(_whole_numbers)]
     skip_special_tokens: bool | None = None

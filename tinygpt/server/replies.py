@@ -1,17 +1,11 @@
 """Replies and events as JSON: completions, chats, OpenAI's Responses, and the outputs of a RemoteLLM's requests."""
 
-import asyncio
 import codecs
-import json
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, islice
-from types import GeneratorType
 from typing import Any
-
-from starlette.responses import Response
 
 from ..engine.prompts import Prompt
 from ..errors import RequestError
@@ -19,73 +13,19 @@ from ..outputs import CompletionOutput, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
+from .answers import event, json_parts, to_json
 from .looks import activations_to_json
 from .protocol import StreamOptions
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
 OBFUSCATED_SIZE = 64  # bytes
-SLICE_SECONDS, BLOCK = 0.002, 32  # of a turn; elements that are written at once
 # Fields of all of OpenAI's Responses.
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
 ALWAYS |= {"text": {"format": {"type": "text"}}, "tool_choice": "none", "tools": [], "truncation": "disabled"}
-to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 Logprobs = dict[int, float]
 PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
 Made = CompletionOutput | StreamChunk
-
-
-def json_parts(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value; one call would hold the GIL for seconds. A generator is a list."""
-    if isinstance(value, GeneratorType):
-        separator = "["
-        for each in value:
-            yield separator
-            yield from json_parts(each)
-            separator = ","
-        yield "[]" if separator == "[" else "]"
-    elif isinstance(value, list) and len(value) > BLOCK:
-        for start in range(0, len(value), BLOCK):
-            yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
-        yield "]"
-    elif isinstance(value, dict) and any(
-        isinstance(each, list | dict | GeneratorType) for each in value.values()
-    ):
-        separator = "{"
-        for name, each in value.items():
-            yield f"{separator}{to_json(name)}:"
-            yield from json_parts(each)
-            separator = ","
-        yield "}"
-    else:
-        yield to_json(value)
-
-
-async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
-    """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
-    made = []
-    end = time.perf_counter() + SLICE_SECONDS
-    for part in parts:
-        made.append(part)
-        if time.perf_counter() > end:
-            yield "".join(made).encode()
-            await asyncio.sleep(0)
-            made = []
-            end = time.perf_counter() + SLICE_SECONDS
-    if made:
-        yield "".join(made).encode()
-
-
-async def whole(parts: Iterable[str]) -> bytes:
-    return b"".join([part async for part in in_turns(parts)])
-
-
-async def json_reply(value: dict[str, Any]) -> Response:
-    return Response(await whole(json_parts(value)), media_type="application/json")
-
-
-def event(value: dict[str, Any]) -> str:
-    return f"data: {to_json(value)}\n\n"
 
 
 def counted(num_read: int, num_made: int) -> dict[str, Any]:
@@ -200,6 +140,9 @@ class Job:
     prompts: list[Prompt]
     params: SamplingParams
     names: TokenNames
+    id_prefix = ""
+    reply_object = ""
+    event_object = ""
     done = DONE
 
     def __post_init__(self):
@@ -282,6 +225,10 @@ def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
 
 
 class Chat(Job):
+    id_prefix = "chatcmpl-"
+    reply_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
     def choice(self, i: int, made: Made) -> dict[str, Any]:
         if isinstance(made, CompletionOutput):
             content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
@@ -307,6 +254,8 @@ class Chat(Job):
 class Completion(Job):
     """first: log probabilities of all tokens after BOS alone, which `echo` shows for the first token of a prompt."""
 
+    id_prefix = "cmpl-"
+    reply_object = event_object = "text_completion"
     first: Logprobs | None = None
 
     def __post_init__(self):
@@ -379,6 +328,8 @@ class Generation(Job):
 class Responses(Job):
     """The plain form of OpenAI's Responses: one text as the output."""
 
+    id_prefix = "resp_"
+    reply_object = event_object = "response"
     done = ""  # the last event is a response's end
 
     def __post_init__(self):

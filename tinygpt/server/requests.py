@@ -29,8 +29,8 @@ from ..errors import TinyGPTError
 from ..llm import LLM
 from ..outputs import RequestOutput, StreamChunk, ThreadFuture
 from ..sampling_params import SamplingParams
-from .refusals import BUG, ApiError, error_body, from_engine
-from .replies import Job, PromptChunk, event, in_turns
+from .answers import BUG, ApiError, error_body, event, from_engine, in_turns
+from .replies import Job, PromptChunk
 
 log = logging.getLogger("tinygpt.server")
 SSE = {
