@@ -89,6 +89,7 @@ def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
 def test_biases_have_an_end(server):
     reply = server.complete(prompt="a", logit_bias={str(i): 1 for i in range(MAX_WORDS + 1)})
     assert (reply.status, reply.error["param"]) == (400, "logit_bias")
+    assert f"at most {MAX_WORDS} items" in reply.error["message"]
 
 
 @pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias", "suffix"])
