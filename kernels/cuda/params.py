@@ -164,7 +164,9 @@ def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
         by_lane = lanes.transpose(0, 2, 3, 1, 4, 5)  # (P, steps, h, g, q, i)
     else:
         greatest = np.abs(padded).max(1)
-        scales = np.where(greatest > 0, greatest / np.float32(127), np.float32(1)).astype(np.float32)
-        lanes = np.rint(padded / scales[:, None]).astype(np.int8).reshape(panels, OUT_TILE, steps, 2, 4, 8)
+        scales = np.where(greatest == 0, np.float32(1), greatest / np.float32(127))
+        with np.errstate(invalid="ignore"):  # the numbers of a row with a NaN: its scale is NaN
+            rounded = np.rint(padded / scales[:, None]).astype(np.int8)
+        lanes = rounded.reshape(panels, OUT_TILE, steps, 2, 4, 8)
         by_lane = lanes.transpose(0, 2, 1, 4, 3, 5)  # (P, steps, g, q, h, i)
     return np.ascontiguousarray(by_lane).ravel(), scales

@@ -132,6 +132,22 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype):
     assert all((result == results[0]).all() for result in results)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [0xFFFFFFFF, 0x7FFFFFFF, 0x7F800001])
+def test_a_weight_of_nan_spoils_its_feature_and_its_token_alone(dtype, bits):
+    weight = normal(1, 3, 40)
+    weight.view(np.uint32)[0, 1, 7] = bits
+    weights = packed(weight, np.zeros(0, np.float32), dtype)
+    logits = np.zeros(3, np.float32)
+    run_linear(logits, stored(normal(1, 40), dtype), weights, 0, 3, 1, dtype, 1, LOGITS)
+    assert np.isnan(logits).tolist() == [False, True, False]
+    embedded = np.zeros((3, 40), np.float32)
+    tokens = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.zeros(40, np.float32)
+    tables = weights.panels, weights.scales, np.zeros(40, np.float32), 40, 1, np.array([3], np.int32)
+    simulate(embed_kernel(dtype), 3, EMBED_THREADS, embedded.ravel(), *tokens, *tables)
+    assert np.isnan(embedded).any(1).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("columns", [70, 96, 192])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype, columns):
