@@ -13,12 +13,12 @@ from support import ptx_code
 from support.cuda_device import SimulatedDevice
 from support.ptx_code import PtxError
 from support.ptx_machine import simulate
-from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
+from tinygpt.kernels.cuda.jit import (
     ALL_LANES,
     arrive,
     commit_copies,
     copy_async,
+    kernel,
     load_shared,
     load_weights,
     mma_bfloat16,
