@@ -12,8 +12,8 @@ from tinygpt.bench import sweep
 from tinygpt.bench.roofline import MachineLimits, measure_limits
 from tinygpt.cli import main as cli
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime import peak
+from tinygpt.kernels.cuda import device as devices
+from tinygpt.kernels.cuda import peak
 
 KERNELS_OF_A_STEP = 10  # embed; 2 norms, 4 linear layers and attention of a layer; the head and its norm
 KERNELS_OF_A_DECODE_STEP = KERNELS_OF_A_STEP + 2  # one chooses a token, one goes on with it

@@ -79,7 +79,7 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
 )
 def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
     device = SimpleNamespace(capability=capability)
-    monkeypatch.setattr("tinygpt.kernels.cuda.runtime.device.the_device", lambda: device)
+    monkeypatch.setattr("tinygpt.kernels.cuda.device.the_device", lambda: device)
     monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9)
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpu"]["kernels"] == f"they run here {answer}"

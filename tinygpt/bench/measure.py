@@ -58,7 +58,7 @@ class DeviceMeter:
     warmups = 2  # the first run compiles kernels, the second captures a graph
 
     def __init__(self):
-        from ..kernels.cuda.runtime.device import the_device
+        from ..kernels.cuda.device import the_device
 
         self._device = the_device()
         self.gpu, self._free = self._device.name, self._device.free_bytes()

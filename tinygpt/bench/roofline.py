@@ -70,7 +70,7 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
     """Measure the limits of the threads, or of the GPU, in half a second."""
     kinds = sorted({*tiles_of(dtype, device)})
     if device == "cuda":
-        from ..kernels.cuda.runtime import peak
+        from ..kernels.cuda import peak
 
         return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
     from ..hardware import read_bandwidth

@@ -410,13 +410,15 @@ def _size_of(folders: list[Path]) -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    from ..kernels.cuda.runtime.device import the_device
-    from ..kernels.cuda.runtime.jit import OLDEST, DeviceError
+    from ..kernels.backend import DeviceError
+    from ..kernels.cuda.device import the_device
+    from ..kernels.cuda.params import DTYPES
 
+    oldest = {dtype: row.numbers.oldest for dtype, row in DTYPES.items()}
     try:
         capability = the_device().capability
-        answer = "they run here in " + ", ".join(dtype for dtype in OLDEST if capability >= OLDEST[dtype])
-        if missing := ", ".join(dtype for dtype in OLDEST if capability < OLDEST[dtype]):
+        answer = "they run here in " + ", ".join(dtype for dtype in oldest if capability >= oldest[dtype])
+        if missing := ", ".join(dtype for dtype in oldest if capability < oldest[dtype]):
             answer += f"; a later GPU is needed for {missing}"
     except DeviceError as error:
         answer = str(error)
