@@ -79,22 +79,22 @@ def test_an_order_waits_for_another_threads(stage):
         is_begun.wait(PATIENCE)
         with lead.order():
             second.set_result(list(done))
-            lead.tell(Command.READ_POSITIONS)
+            lead.tell(Command.FORWARD)
 
     done = []
     thread = threading.Thread(target=other)
     thread.start()
     with lead.order():
-        lead.tell(Command.COPY_POSITIONS)
+        lead.tell(Command.CALL)
         is_begun.set()
         thread.join(0.05)  # the other would get in here
         assert not second.done()
-        lead.tell(Command.COPY_POSITIONS)
+        lead.tell(Command.CALL)
         done.append("first")
     assert second.result(PATIENCE) == ["first"]
     thread.join(PATIENCE)
     lead.end()
-    names = ["OPEN", "COPY_POSITIONS", "COPY_POSITIONS", "READ_POSITIONS", "CLOSE", "END"]
+    names = ["OPEN", "CALL", "CALL", "FORWARD", "CLOSE", "END"]
     assert [order.name for order in orders(threads, heard)] == names
 
 

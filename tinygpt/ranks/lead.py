@@ -36,22 +36,13 @@ LEAST_GROUP = 8  # sequences: each group reads the weights
 
 
 class Command(IntEnum):
-    """What ranks do together: on an open model, RankModel's method of that name."""
+    """What ranks do together."""
 
     FORWARD = 1  # a batch follows
-    TRACE = 2  # a batch follows
-    COPY_POSITIONS = 3  # source slot, target slot, start, stop
-    READ_POSITIONS = 4  # slot, start, stop
-    WRITE_POSITIONS = 5  # slot, start; an object follows: keys and values
-    CLOSE = 6
-    OPEN = 7  # an object follows: a LoadCommand
-    END = 8
-
-    def run(self, model: RankModel, *arguments: Any) -> Any:
-        return getattr(model, self.name.lower())(*arguments)
-
-
-NUMBERS = {Command.COPY_POSITIONS: 4, Command.READ_POSITIONS: 3, Command.WRITE_POSITIONS: 2}  # that follow
+    CALL = 2  # an object follows: a method of RankModel and its arguments
+    CLOSE = 3
+    OPEN = 4  # an object follows: a LoadCommand
+    END = 5
 
 
 @dataclass(frozen=True)
@@ -70,9 +61,9 @@ def plan_size(sizes: EngineConfig) -> int:
     return HEAD + 2 * tokens + 3 * sequences + 1 + sizes.max_num_logits
 
 
-def put_batch(plan: np.ndarray, command: Command, batch: Batch) -> None:
+def put_batch(plan: np.ndarray, batch: Batch) -> None:
     """Write a batch without its embeds."""
-    plan[:4] = command, batch.token_ids.size, batch.slots.size, batch.logit_rows.size
+    plan[1:4] = batch.token_ids.size, batch.slots.size, batch.logit_rows.size
     *arrays, _ = vars(batch).values()
     whole = np.concatenate(arrays)
     plan[HEAD : HEAD + whole.size] = whole
@@ -115,12 +106,11 @@ class RankZeroDriver:
                 self._has_ended = True
                 end_all(self.world, error)
 
-    def tell(self, command: Command, *numbers: int, batch: Batch | None = None) -> None:
+    def tell(self, command: Command, batch: Batch | None = None) -> None:
         """Broadcast a command, within `order`."""
-        if batch is None:
-            self._plan[: 1 + len(numbers)] = command, *numbers
-        else:
-            put_batch(self._plan, command, batch)
+        self._plan[0] = command
+        if batch is not None:
+            put_batch(self._plan, batch)
         self.world.broadcast(self._plan)
 
     def note_model(self, sizes: EngineConfig) -> None:
@@ -225,14 +215,14 @@ def _take_part(world: World, model: RankModel, sizes: EngineConfig) -> None:
     plan = np.zeros(plan_size(sizes), np.int32)
     while True:
         world.broadcast(plan)
-        command = Command(plan[0])
-        if command == Command.CLOSE:
+        if plan[0] == Command.CLOSE:
             return
         model.check_file()
-        if command in NUMBERS:
-            command.run(model, *plan[1 : 1 + NUMBERS[command]].tolist())
+        if plan[0] == Command.FORWARD:
+            model.forward(batch_of(plan))
         else:
-            command.run(model, batch_of(plan))
+            name, arguments = world.broadcast_object()
+            getattr(model, name)(*arguments)
 
 
 class ParallelRunner(ModelRunner):
@@ -261,7 +251,9 @@ class ParallelRunner(ModelRunner):
         self._params = loaded
 
     def forward(self, batch: Batch) -> Any:
-        return self._run(Command.FORWARD, batch=batch)
+        with self._order() as model:
+            self._lead.tell(Command.FORWARD, batch)
+            return model.forward(batch)
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -273,7 +265,7 @@ class ParallelRunner(ModelRunner):
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
         def begin(model: RankModel, group: Batch, first_row: int) -> Callable[[], np.ndarray]:
-            self._lead.tell(Command.FORWARD, batch=group)
+            self._lead.tell(Command.FORWARD, group)
             return model.begin(group, first_row)
 
         def choose(logits: np.ndarray, rows: slice, step: int) -> np.ndarray:
@@ -284,29 +276,28 @@ class ParallelRunner(ModelRunner):
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
 
     def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        return self._run(Command.TRACE, batch=batch)
+        return self._call("trace", batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        self._run(Command.COPY_POSITIONS, source_slot, target_slot, start, stop)
+        self._call("copy_positions", source_slot, target_slot, start, stop)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._run(Command.READ_POSITIONS, slot, start, stop)
+        return self._call("read_positions", slot, start, stop)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self._run(Command.WRITE_POSITIONS, slot, start, here=[(keys, values)])
+        self._call("write_positions", slot, start, here=(keys, values))
 
     def close(self) -> None:
         if self._params is not None:
             self._params = None
             self._lead.close_model()
 
-    def _run(
-        self, command: Command, *numbers: int, batch: Batch | None = None, here: Sequence[Any] = ()
-    ) -> Any:
-        """Run a command on all ranks. here: rank 0's further arguments."""
+    def _call(self, name: str, *arguments: Any, here: Sequence[Any] = ()) -> Any:
+        """Call a method of RankModel on all ranks. here: rank 0's further arguments."""
         with self._order() as model:
-            self._lead.tell(command, *numbers, batch=batch)
-            return command.run(model, *(numbers if batch is None else [batch]), *here)
+            self._lead.tell(Command.CALL)
+            self._lead.world.broadcast_object((name, arguments))
+            return getattr(model, name)(*arguments, *here)
 
     @contextmanager
     def _order(self) -> Iterator[RankModel]:

@@ -203,19 +203,12 @@ class RankModel:
         found = self._world.gather_objects(mine)
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
-    def write_positions(
-        self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> None:
-        """Write keys and values (L, H, n, D) of rank 0 into a slot, each rank its share."""
+    def write_positions(self, slot: int, start: int, *whole: np.ndarray) -> None:
+        """Write rank 0's `whole`, keys and values (L, H, n, D), into a slot, each rank its share."""
         shares = None
-        if whole is not None:
-            shares = [
-                [
-                    np.ascontiguousarray(array[s.layers.start : s.layers.stop, s.heads.start : s.heads.stop])
-                    for array in whole
-                ]
-                for s in self._shares
-            ]
+        if whole:
+            cuts = [np.ix_(share.layers, share.heads) for share in self._shares]
+            shares = [[array[cut] for array in whole] for cut in cuts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
