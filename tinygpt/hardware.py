@@ -13,6 +13,7 @@ from typing import Any
 from .fields import integer, read_field
 
 MAX_THREADS = 1024
+THREADS = integer(1, MAX_THREADS)
 ROOT = Path("/")
 READ_BYTES = 512 << 20  # far more than any cache
 STATUS = Path("/proc/self/status")
@@ -23,7 +24,7 @@ def thread_count(threads: Any = None) -> int:
     """Return `threads`, or the number of fast cores for None. Raise RequestError."""
     if threads is None:
         return physical_cores()
-    return read_field("threads", threads, integer(1, MAX_THREADS))
+    return read_field("threads", threads, THREADS)
 
 
 def physical_cores() -> int:

@@ -1,6 +1,5 @@
 """LLM: from prompts to text."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +12,14 @@ import numpy as np
 from .engine.engine import Engine, RequestFuture
 from .engine.input_processor import InputProcessor, OnChunk
 from .engine.model_runner import ModelRunner, Probe
-from .engine.model_source import EngineConfig, ModelSource, load_backend
+from .engine.model_source import ModelSource, load_backend
 from .engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
 from .engine.sequence import Request
 from .engine.spec_decode import DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError, invalid
-from .fields import accept_other_names
 from .hardware import thread_count
 from .kernels.numbers import Warpers
+from .llm_args import LLMArgs, takes_fields_of
 from .look.methods import LookMethods, points_of
 from .outputs import (
     Classification,
@@ -31,13 +30,14 @@ from .outputs import (
     as_finished,
     with_bar,
 )
+from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
 from .weights.config import dtype_name
 from .weights.convert.packed import PackedCheckpoint
-from .weights.open import with_revision
 
 if TYPE_CHECKING:  # `generate` has no use for them
+    from .ranks.lead import Ranks
     from .text.chat import Template
     from .text.session import Session
 
@@ -61,115 +61,47 @@ WARMUP_REQUESTS = (
 class LLM(LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
-    model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2" (also id@revision, id/folder,
-        id/file.gguf, id:q8_0, or a URL), or "random:124M" (355M, 774M, 1.5B): random weights of that shape.
-    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
-        converted checkpoint, else float32.
-    device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).
-    threads: None is one for each fast physical core.
-    max_num_seqs: samples that run at once; others wait.
-    max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
-    kv_cache_dtype: "float32", "bfloat16", "int8"; "auto" is float32 for float32 weights, else bfloat16.
-    max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
-        that is more. Fewer shorten other requests' wait for a prompt; more read prompts faster.
-    prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts with
-        the same beginning; with 0 finished requests share nothing.
-    max_queue: submitted samples that may wait; None is any number.
-    draft_model: a smaller checkpoint with the same vocabulary, which drafts num_speculative_tokens for each step: fewer
-        steps, the same results.
-    lora: a folder with a LoRA adapter in PEFT's layout, merged into the weights.
-    lora_modules: {name: folder} of LoRA adapters that are not merged: a request's lora_request names one, and a batch
-        mixes them. Weights are float32, and the device is "cpu" or "reference".
-    soft_prompts: {name: folder in PEFT's layout, or file} of prompt tuning, p-tuning or prefix tuning, for requests'
-        soft_prompt.
-    split_special_tokens: read special tokens such as <|endoftext|> as plain text, for texts of unknown origin.
-    chat_template: a file of Jinja's for `chat`, or "plain": the messages' texts, a line each, which the model
-        continues, for any model. None is the checkpoint's.
-    revision: a commit, branch or tag of a Hub model, as in "gpt2@main".
-    max_capture_bytes: of the activations that a request captures; more are refused.
-    tensor_parallel_size, pipeline_parallel_size: ranks that share each layer, and stages of layers, in a program that
-        `mpiexec -n` has started with the product of both (extra "mpi"). LLM returns in rank 0 alone: the others serve
-        it until it ends. threads are each rank's.
-
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
     Results do not depend on threads, these sizes or other requests, to the last bit. Python threads share the LLM's
     steps; a forked child makes its own LLM.
     """
 
-    @accept_other_names
-    def __init__(
-        self,
-        model: str | os.PathLike[str] = "demo",
-        dtype: str = "auto",
-        device: str = "cpu",
-        threads: int | None = None,
-        max_num_seqs: int = 32,
-        max_model_len: int | None = None,
-        kv_cache_dtype: str = "auto",
-        max_num_batched_tokens: int | None = None,
-        prefix_cache_seqs: int = 4,
-        max_queue: int | None = None,
-        draft_model: str | os.PathLike[str] | None = None,
-        num_speculative_tokens: int = 4,
-        lora: str | os.PathLike[str] | None = None,
-        lora_modules: Mapping[str, str | os.PathLike[str]] | None = None,
-        soft_prompts: Mapping[str, str | os.PathLike[str]] | None = None,
-        split_special_tokens: bool = False,
-        chat_template: str | os.PathLike[str] | None = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        revision: str | None = None,
-        max_capture_bytes: int = 2**30,
-    ):
-        dtype = dtype_name(dtype)
-        kv_cache_dtype = dtype_name(kv_cache_dtype)
-        model = model if revision is None else with_revision(model, revision)
-        ranks = _ranks(tensor_parallel_size, pipeline_parallel_size)
-        num_threads = thread_count(threads) if ranks is None else ranks.threads(threads)
-        limits = max_num_batched_tokens, max_queue, num_speculative_tokens, max_capture_bytes
-        sizes = EngineConfig(max_num_seqs, prefix_cache_seqs, max_model_len, *limits)
-        if ranks is not None and lora_modules:
-            raise RequestError(
-                "is given with ranks that share the model: merge one with lora.", "lora_modules"
-            )
-        source = ModelSource.open(model, dtype, device, kv_cache_dtype, lora, lora_modules)
-        self.lora_modules = tuple(lora_modules or ())
-        engine_config = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
+    @takes_fields_of(LLMArgs)
+    def __init__(self, args: LLMArgs):
+        ranks = _ranks(args.layout)
+        num_threads = thread_count(args.threads) if ranks is None else ranks.threads(args.threads)
+        source = ModelSource.open(args)
+        engine_config = args.sizes(source.config, source.backend.MAX_STEP_TOKENS)
+        self.lora_modules = tuple(args.lora_modules or ())
         self.config = source.config
         self.dtype = source.dtype
         self.max_model_len = engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
-        self._given_template = chat_template
-        if chat_template is not None:
+        self._given_template = args.chat_template
+        if args.chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
-        opened = model, dtype, device, kv_cache_dtype, lora
-        points = cache(partial(points_of, source.backend, source.config, source.kv_cache_dtype, opened))
-        self._inputs = InputProcessor(
-            source.config,
-            engine_config,
-            source.checkpoint,
-            soft_prompts,
-            split_special_tokens,
-            points if ranks is None else None,
-            self.lora_modules,
-        )
+        points = cache(partial(points_of, source, args))
+        self._inputs = InputProcessor(source, args, engine_config, points if ranks is None else None)
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
             from .engine.classifier import read_heads  # rarely needed
 
             self._classifier, self._inputs.note = read_heads(source.checkpoint)
         draft = None
-        if draft_model is not None:
-            draft_source = ModelSource.open(draft_model, dtype, device, source.kv_cache_dtype)
-            check_draft(draft_model, draft_source, source.config)
+        if args.draft_model is not None:
+            drafting = LLMArgs(
+                args.draft_model, args.dtype, args.device, kv_cache_dtype=source.kv_cache_dtype
+            )
+            draft_source = ModelSource.open(drafting)
+            check_draft(args.draft_model, draft_source, source.config)
             draft = DraftModel(draft_source, engine_config, num_threads)
         if ranks is None:
             runner = ModelRunner(source, engine_config, num_threads)
         else:
-            runner = ranks.new_runner(source, opened, engine_config, threads)
+            runner = ranks.new_runner(source, args, engine_config)
         self._probe = Probe(runner, engine_config)
         self.engine = Engine(runner, engine_config, draft, owner=self)
-        self._description = f"{model!r}, dtype={self.dtype!r}, device={device!r}, max_num_seqs={max_num_seqs}"
+        self._description = f"{args.checkpoint!r}, dtype={self.dtype!r}, device={args.device!r}, max_num_seqs={args.max_num_seqs}"
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"
@@ -411,12 +343,11 @@ class LLM(LookMethods):
         return self._inputs.request(_single_prompt(prompt), params, on_chunk)
 
 
-def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
-    if tensor_parallel_size == pipeline_parallel_size == 1:
+def _ranks(layout: Layout) -> "Ranks | None":
+    if layout.size == 1:
         return None
-    from .ranks.mpi import Layout, world_of
+    from .ranks.mpi import world_of
 
-    layout = Layout(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
     from .ranks.lead import join  # which imports the CPU's kernels
 

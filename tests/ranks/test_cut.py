@@ -13,6 +13,7 @@ from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.layers.formats import Norm
 from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
 from tinygpt.kernels.cpu.packing.smoothing import unpack
+from tinygpt.llm_args import LLMArgs
 from tinygpt.ranks.lead import run_groups
 from tinygpt.ranks.mpi import Layout
 from tinygpt.ranks.rank import check_cut, micro_batches, share_of_rank, stage_layers
@@ -63,7 +64,7 @@ def test_stages_are_balanced_by_bytes(config, stages, counts):
 def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     """To the bit, column by column and layer by layer; and a rank of 4 holds about a quarter of it."""
     shape = {"n_embd": 320, "n_head": 5, "n_layer": 3, "vocab_size": 101, "tie_word_embeddings": tied}
-    source = ModelSource.open(str(write_model(tmp_path, **shape)), dtype)
+    source = ModelSource.open(LLMArgs(write_model(tmp_path, **shape), dtype))
     whole = source.load_params(1)
     layout = Layout(4, 2)
     for rank in range(layout.size):
@@ -88,7 +89,7 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
 def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path, name):
     """ALiBi's slopes by heads; a norm behind the embeddings in the first stage alone; no norm before the head;
     embeddings that are multiplied."""
-    source = ModelSource.open(str(write_family(tmp_path, name)), "float32")
+    source = ModelSource.open(LLMArgs(write_family(tmp_path, name), "float32"))
     converted = arrays_of(source.load_params(1))
     layout = Layout(2 if source.config.n_head > 3 else 1, 2)
     has_alibi = source.config.has_alibi

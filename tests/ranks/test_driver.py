@@ -12,8 +12,9 @@ import pytest
 from support.golden_models import write_lora, write_model
 from support.thread_world import Aborted, Threads, running
 from tinygpt.cli.main import main
-from tinygpt.engine.model_source import EngineConfig, ModelSource
+from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import CheckpointError, RequestError, Terminated, TinyGPTError
+from tinygpt.llm_args import LLMArgs
 from tinygpt.ranks.lead import (
     HEAD,
     Command,
@@ -23,10 +24,9 @@ from tinygpt.ranks.lead import (
     follow,
     plan_size,
 )
-from tinygpt.ranks.mpi import Layout
 from tinygpt.weights.config import ModelConfig
 
-SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
+SIZES = LLMArgs(max_num_seqs=2).sizes(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
 PATIENCE = 60  # seconds for another thread
 
 
@@ -186,19 +186,22 @@ def opened(monkeypatch):
     """Opens a model over ranks that are threads, of which the others find what `there` names in its place."""
     leads = []
 
-    def open_model(arguments: tuple, there: tuple | None = None, tensor_size: int = 2) -> ParallelRunner:
-        layout = Layout(tensor_size, 2 // tensor_size)
-        own = ModelSource.open(*arguments)
-        others = there or arguments
+    def open_model(
+        own: dict[str, str], there: dict[str, str] | None = None, tensor_size: int = 2
+    ) -> ParallelRunner:
+        layout = {"tensor_parallel_size": tensor_size, "pipeline_parallel_size": 2 // tensor_size}
+        args, others = (
+            LLMArgs(**given, **layout, threads=1, max_num_seqs=2) for given in (own, there or own)
+        )
+        source = ModelSource.open(args)
         opens = ModelSource.open
 
-        def open_there(*given):
-            return opens(*others) if given == tuple(arguments) else opens(*given)
+        def open_there(given):
+            return opens(others if given == args else given)
 
         monkeypatch.setattr(ModelSource, "open", open_there)
-        leads.append(RankZeroDriver(running(Threads(layout.size), follow)))
-        sizes = EngineConfig(max_num_seqs=2).for_model(own.config, 16)
-        return ParallelRunner(leads[-1], own, LoadCommand(tuple(arguments), layout, sizes, 1))
+        leads.append(RankZeroDriver(running(Threads(2), follow)))
+        return ParallelRunner(leads[-1], source, LoadCommand(args, args.sizes(source.config, 16)))
 
     yield open_model
     for lead in leads:
@@ -225,15 +228,14 @@ def test_a_host_with_one_other_weight_is_refused_by_name(opened, five, tmp_path)
     other = changed(five, "model.safetensors", tmp_path / "other")
     said = "rank 1 of 2, on here, has other weights than rank 0: give all hosts the same files"
     with pytest.raises(CheckpointError, match=said):
-        opened((str(five),), (str(other),))
+        opened({"model": str(five)}, {"model": str(other)})
 
 
 def test_a_host_with_another_adapter_is_refused(opened, five, tmp_path):
     adapter = write_lora(tmp_path / "lora", 3, ["c_attn"], has_head=False, **FIELDS)
     other = changed(adapter, "adapter_model.safetensors", tmp_path / "other")
-    lora = (str(five), "auto", "cpu", "auto")
     with pytest.raises(CheckpointError, match="has other weights than rank 0"):
-        opened((*lora, str(adapter)), (*lora, str(other)))
+        opened(*({"model": str(five), "lora": str(lora)} for lora in (adapter, other)))
 
 
 def test_a_host_whose_converted_weights_are_others_is_refused(opened, five, tmp_path):
@@ -242,24 +244,24 @@ def test_a_host_whose_converted_weights_are_others_is_refused(opened, five, tmp_
     for source, target in zip((five, second), converted, strict=True):
         assert main(["convert", str(source), str(target), "--dtype", "float32"]) == 0
     with pytest.raises(CheckpointError, match="has other weights than rank 0"):
-        opened((str(converted[0]),), (str(converted[1]),))
+        opened(*({"model": str(folder)} for folder in converted))
 
 
 def test_a_host_with_another_model_is_refused(opened, five, tmp_path):
     other = write_model(tmp_path / "other", **{**FIELDS, "n_layer": 3})
     with pytest.raises(CheckpointError, match="rank 1 of 2, on here, has another model than rank 0"):
-        opened((str(five),), (str(other),))
+        opened({"model": str(five)}, {"model": str(other)})
 
 
 def test_the_same_weights_elsewhere_are_the_same(opened, five, tmp_path):
     copy = changed(five, "no file", tmp_path / "copy")
-    assert opened((str(five),), (str(copy),)).config
-    assert opened(("random:tiny",), tensor_size=1).config
+    assert opened({"model": str(five)}, {"model": str(copy)}).config
+    assert opened({"model": "random:tiny"}, tensor_size=1).config
 
 
 def test_each_rank_is_sent_its_share_of_keys_and_values(opened):
     """Two stages of a layer each: half of both goes to the other."""
-    runner = opened(("random:tiny",), tensor_size=1)
+    runner = opened({"model": "random:tiny"}, tensor_size=1)
     keys, values = (np.arange(2 * 2 * 5 * 32, dtype=np.float32).reshape(2, 2, 5, 32) + i for i in (0, 0.5))
     runner.write_positions(1, 3, keys, values)
     found = runner.read_positions(1, 3, 8)

@@ -9,10 +9,10 @@ from support import tiny_checkpoint
 from support.engines import batches_of
 from support.paths import VOCAB_SIZE as V
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.model_source import LOGIT_ROWS
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.errors import TinyGPTError
 from tinygpt.kernels import cpu, reference
+from tinygpt.llm_args import LOGIT_ROWS
 
 PROMPT = np.random.default_rng(0).integers(V, size=200).tolist()
 

@@ -21,6 +21,7 @@ from ..evaluation.tasks import NUM_TOGETHER, perplexity
 from ..evaluation.texts import read_text
 from ..hardware import cpu_name, thread_count
 from ..llm import LLM
+from ..llm_args import LLMArgs
 from ..remote import KEY_VARIABLE, RemoteLLM
 from ..sampling_params import SamplingParams
 from ..weights.open import open_checkpoint
@@ -54,7 +55,7 @@ def run_study(study: Study, options: Options, records: list[Record]) -> list[str
     Raises RequestError or CheckpointError, before any work, if the study cannot run.
     """
     text = _checked_text(study, options)
-    sources = ModelSource.open_all(options.model, options.dtypes, options.device)
+    sources = ModelSource.open_all(LLMArgs(options.model, device=options.device), options.dtypes)
     cases = study.small if options.small else study.cases
     n_positions = sources[0].config.n_positions
     fitting = [case for case in cases if case.length <= n_positions]

@@ -30,6 +30,7 @@ from ..engine.scheduler import WORTH_WAITING
 from ..errors import RequestError
 from ..hardware import cpu_name, thread_count
 from ..llm import LLM
+from ..llm_args import LLMArgs
 from ..ranks.lead import open_sources
 from ..weights.config import ModelConfig
 from . import roofline
@@ -114,7 +115,14 @@ def make_plan(
     _check_numbers("--repetitions", [repetitions], 1)
     _check_numbers("--new-tokens", set(new_tokens) - {0}, 2, ", or 0 for no generation")
     counts = tuple(dict.fromkeys(map(thread_count, threads)))
-    sources = open_sources(model, dtypes, ranks, device, kv_cache_dtype)
+    args = LLMArgs(
+        model,
+        device=device,
+        kv_cache_dtype=kv_cache_dtype,
+        tensor_parallel_size=ranks[0],
+        pipeline_parallel_size=ranks[1],
+    )
+    sources = open_sources(args, dtypes)
     caches = {source.dtype: source.kv_cache_dtype for source in sources}
     config = sources[0].config
     cases = tuple(

@@ -111,14 +111,14 @@ class Run:
         from ..on_ray.batch import outputs_on_ray, setup
 
         started = time.perf_counter()
-        arguments, inputs = setup(self.args)
-        prompts = self._read(arguments["dtype"], inputs.read_prompt, inputs.request)
+        llm_args, inputs = setup(self.args)
+        prompts = self._read(llm_args.dtype, inputs.read_prompt, inputs.request)
         count = min(self.args.ray, len(prompts))
         params = (record.params for record in self.pending)
         with outputs_on_ray(
-            count, arguments, [*zip(range(len(prompts)), prompts, params, strict=False)]
+            count, llm_args, [*zip(range(len(prompts)), prompts, params, strict=False)]
         ) as outputs:
-            num_failed = self._write_all(arguments["dtype"], prompts, outputs)
+            num_failed = self._write_all(llm_args.dtype, prompts, outputs)
         seconds = time.perf_counter() - started
         by = f"{counted(len(prompts), 'prompt')} by {counted(count, 'actor')}"
         log(f"{by} in {seconds:.2f} s; seeds in their records")

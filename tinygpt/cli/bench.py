@@ -7,8 +7,9 @@ from pathlib import Path
 from ..bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
 from ..bench.studies import STUDIES
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
+from ..llm_args import CHECKPOINT
 from . import loading
-from .flags import CHECKPOINT, RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
+from .flags import RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
 from .streams import check_writable, counted, emit, log, table_format, write_results
 
 # A flag that has no meaning next to another is refused.

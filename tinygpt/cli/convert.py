@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TinyGPTError, invalid
+from ..llm_args import CHECKPOINT
 from ..weights.config import DTYPES, STORAGE_DTYPE
-from .flags import CHECKPOINT, CPU_FLAGS, Command, add_flag, add_group
+from .flags import CPU_FLAGS, Command, add_flag, add_group
 from .loading import set_thread_pools
 from .streams import log, progress
 

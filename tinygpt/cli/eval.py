@@ -11,6 +11,7 @@ from ..bench.report import FORMATS, aligned, records_table
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..evaluation.texts import read_articles, read_rows, read_text
 from ..hardware import thread_count
+from ..llm_args import WEIGHTS
 from ..sampling_params import SamplingParams
 from . import flags, streams
 from .loading import set_thread_pools
@@ -90,8 +91,7 @@ def run(args: argparse.Namespace) -> None:
     if len(args.dtype) > 1:  # LLM refuses a single one
         from ..ranks.lead import open_sources
 
-        ranks = args.tensor_parallel_size, args.pipeline_parallel_size
-        open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)
+        open_sources(flags.llm_args(args), args.dtype)
     found: list[list[dict[str, Any]]] = []
     try:
         with work_started_by(found):
@@ -167,7 +167,7 @@ def _show(args: argparse.Namespace, found: list[list[dict[str, Any]]]) -> None:
 
 def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_checkpoint(parser)
-    flags.add_flag(parser, "dtype", default="float32", help=f"{flags.WEIGHTS} (default: float32)")
+    flags.add_flag(parser, "dtype", default="float32", help=f"{WEIGHTS} (default: float32)")
     flags.add_flag(parser, "device")
     flags.add_flag(parser, "threads")
     add = parser.add_argument

@@ -5,12 +5,13 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
 from typing import Any
 
 from ..errors import invalid
+from ..llm_args import LLMArgs
 from ..sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
-from ..weights.config import DTYPES, dtype_name
+from ..weights.config import dtype_name
 
 SHORT = {"model": ["-m"], "threads": ["-t"], "max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
 OTHER_NAMES = {"split_special_tokens": "--no-special-tokens", "prompt_text": "--prompt"}
@@ -30,24 +31,12 @@ class Command:
     rare: str = ""  # said of the others
 
 
-CHECKPOINT = (
-    '"demo" (embedded), a local folder or file, or a Hub id, also as id@revision, id/file.gguf or id:q8_0'
-)
-
-
 def dtypes(text: str) -> tuple[str, ...]:
     return tuple(map(dtype_name, text.split(",")))
 
 
 def whole_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(",")))
-
-
-def named_path(text: str) -> tuple[str, str]:
-    name, _, path = text.partition("=")
-    if not (name and path):
-        raise ValueError
-    return name, path
 
 
 def steering(text: str) -> tuple[str, float, range | None]:
@@ -65,81 +54,23 @@ def _with_default(about: str, default: Any) -> str:
     return f"{about} (default: {shown:g})" if isinstance(shown, float) else f"{about} (default: {shown})"
 
 
-def _option(
-    default: Any, kind: Callable[[str], Any], metavar: str | None, about: str, **more: Any
-) -> dict[str, Any]:
-    return {
-        "default": default,
-        "type": kind,
-        "metavar": metavar,
-        "help": _with_default(about, default),
-        **more,
-    }
+def _options(field: Field, default: Any) -> dict[str, Any]:
+    """Return arguments of add_argument for a field of LLMArgs or SamplingParams."""
+    rule = field.metadata["rule"]
+    about = field.metadata["help"]
+    if rule.repeats and "several" not in about:
+        about += "; may be given several times"
+    options = {"default": default, "help": _with_default(about, default)}
+    if rule.parse is None:
+        return {"action": "store_true", **options}
+    action = "append" if rule.repeats else "store"
+    return {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action, **options}
 
 
-WEIGHTS = f"precision of the weights: {', '.join(DTYPES)}"
-KV_CACHE = (
-    "precision of the KV cache: float32, bfloat16 or int8; "
-    "auto is float32 for float32 weights, otherwise bfloat16"
-)
-SOFT_PROMPT = "a soft prompt in PEFT's layout"
-# An argument of LLM -> arguments of add_argument.
-MODEL_FLAGS: dict[str, dict[str, Any]] = {
-    "model": _option("demo", str, None, CHECKPOINT),
-    "dtype": _option(
-        "auto", dtype_name, None, f"{WEIGHTS}; auto: a converted checkpoint's, otherwise float32"
-    ),
-    "kv_cache_dtype": _option("auto", dtype_name, "DTYPE", KV_CACHE),
-    "threads": _option(None, int, "N", "threads that compute (default: one for each fast physical core)"),
-    "device": _option(
-        "cpu", str.lower, None, '"cpu"; "cuda": an NVIDIA GPU; "reference": NumPy in float64, slow'
-    ),
-    "max_num_seqs": _option(32, int, "N", "samples that run at once; others wait"),
-    "max_num_batched_tokens": _option(
-        None,
-        int,
-        "N",
-        "new tokens in a step, prompt tokens included (default: 512, or --max-num-seqs if that is more)",
-    ),
-    "prefix_cache_seqs": _option(
-        4, int, "N", "finished samples kept in the KV cache, for prompts that begin alike"
-    ),
-    "max_model_len": _option(
-        None,
-        int,
-        "N",
-        "positions reserved for each sample, prompt included (default: all that the model has)",
-    ),
-    "lora": _option(None, str, "PATH", "a LoRA adapter in PEFT's layout to merge"),
-    "lora_modules": _option(
-        None,
-        named_path,
-        "NAME=PATH",
-        "a LoRA adapter that requests may choose, as --lora-request",
-        action="append",
-    ),
-    "soft_prompt": _option(
-        None,
-        named_path,
-        "NAME=PATH",
-        f"{SOFT_PROMPT} in front of every prompt; with --input, several may be given: a line's field soft_prompt names "
-        "one, and the default is the first",
-        action="append",
-    ),
-    "revision": _option(None, str, "NAME", "a commit, branch or tag of a Hub --model, as in id@NAME"),
-    "draft_model": _option(
-        None, str, "MODEL", "a smaller model with the same tokens that drafts: fewer steps, the same text"
-    ),
-    "num_speculative_tokens": _option(4, int, "N", "tokens of a draft"),
-    "tensor_parallel_size": _option(
-        1, int, "N", "processes that share each layer, up to 4; mpiexec starts them"
-    ),
-    "pipeline_parallel_size": _option(1, int, "N", "stages that share the layers, each of as many processes"),
-    "split_special_tokens": {
-        "action": "store_true",
-        "help": "read a special token in a text, such as <|endoftext|>, as plain text: for texts of strangers "
-        "(default: it is that token)",
-    },
+MODEL_FLAGS: dict[str, Field] = {  # the fields of LLMArgs that have a flag, by its name
+    field.metadata["flag"] or field.name: field
+    for field in fields(LLMArgs)
+    if field.metadata["flag"] is not None
 }
 
 
@@ -149,7 +80,8 @@ def flag_of(name: str) -> str:
 
 def add_flag(group: argparse._ActionsContainer, name: str, **changes: Any) -> None:
     """Add a flag of the model; `changes` replace arguments of add_argument."""
-    options = {**MODEL_FLAGS[name], **changes}
+    field = MODEL_FLAGS[name]
+    options = {**_options(field, field.default), **changes}
     group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **options)
 
 
@@ -187,12 +119,12 @@ def add_color(add: Callable[..., Any]) -> None:
     add("--color", choices=("auto", "always", "never", "surprise"), default="auto", help=about)
 
 
-def llm_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in MODEL_FLAGS if name in args}
-    soft_prompts, lora_modules = (
-        dict(given.pop(name, None) or ()) for name in ("soft_prompt", "lora_modules")
-    )
-    return {**given, "lora_modules": lora_modules, "soft_prompts": soft_prompts}
+def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:
+    """Return the arguments of LLM; `more` are those without a flag."""
+    given = {field.name: getattr(args, flag) for flag, field in MODEL_FLAGS.items() if flag in args}
+    for name in ("lora_modules", "soft_prompts"):
+        given[name] = dict(given.get(name) or ())
+    return LLMArgs(**given, **more)
 
 
 DEFAULTS = {
@@ -215,19 +147,8 @@ def add_sampling_groups(parser: argparse.ArgumentParser, **defaults: Any) -> Non
         for name, field in FLAGS.items():
             if field.metadata["group"] != title:
                 continue
-            rule = field.metadata["rule"]
-            about = field.metadata["help"]
             default = (DEFAULTS | defaults).get(name, field.default)
-            options = {"action": "store_true"}
-            if rule.parse is not None:
-                action = "append" if rule.repeats else "store"
-                options = {"type": rule.parse, "metavar": field.metadata["metavar"], "action": action}
-            if rule.repeats and "several times" not in about:
-                about += "; may be given several times"
-            shown = _with_default(about, default)
-            group.add_argument(
-                *SHORT.get(name, ()), flag_of(name), dest=name, default=default, help=shown, **options
-            )
+            group.add_argument(*SHORT.get(name, ()), flag_of(name), dest=name, **_options(field, default))
 
 
 def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:

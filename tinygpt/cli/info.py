@@ -165,8 +165,9 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 def _load_packed(path: Path) -> tuple[str, bool]:
     """Load a converted checkpoint, which checks it. Return its dtype, and whether the head is tied."""
     from ..engine.model_source import ModelSource
+    from ..llm_args import LLMArgs
 
-    source = ModelSource.open(str(path))
+    source = ModelSource.open(LLMArgs(path))
     source.load_params(threads=1)
     return source.dtype, source.checkpoint.tied
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RequestError, Terminated, how_to_install
 from ..hardware import thread_count
 from ..ranks.mpi import Layout, find_mpiexec, launched_rank
-from .flags import RANK_FLAGS, llm_arguments
+from .flags import RANK_FLAGS, llm_args
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -58,7 +58,7 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
 
         if args.device == "cpu" and args.temperature > 0 and thread_count(args.threads) > 1:
             start_compiling_draw()
-        llm = LLM(**llm_arguments(args), **more)
+        llm = LLM(**vars(llm_args(args, **more)))
         gc.freeze()
     finally:
         gc.enable()

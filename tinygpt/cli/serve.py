@@ -7,8 +7,9 @@ from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from ..errors import NoTokenizerError, RequestError, how_to_install, invalid
+from ..llm_args import SOFT_PROMPT, named_path
 from . import loading
-from .flags import MODEL_FLAGS, SOFT_PROMPT, Command, add_chat_template, add_group, named_path
+from .flags import MODEL_FLAGS, Command, add_chat_template, add_group
 from .streams import log
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 from ..errors import QueueFullError, RequestError, TinyGPTError
+from ..llm_args import EngineConfig
 from ..outputs import RequestOutput, ThreadFuture, Throughput, check_thread, has_threads
 from .model_runner import ModelRunner
-from .model_source import EngineConfig
 from .sequence import Request
 from .spec_decode import DraftModel
 from .step_loop import CALL_SECONDS, StepLoop

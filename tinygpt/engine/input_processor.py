@@ -1,7 +1,6 @@
 """InputProcessor: from a caller's prompt and params to a checked Request."""
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -13,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..outputs import ContinuationScore, StreamChunk
 from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
-from ..weights.checkpoint import Checkpoint
 from ..weights.config import ModelConfig
-from ..weights.convert.packed import PackedCheckpoint
 from .beam_search import Beams, beam_rules
-from .model_source import EngineConfig, load_tokenizer
+from .model_source import ModelSource, load_tokenizer
 from .prompts import (
     Fitted,
     Prompt,
@@ -57,19 +55,16 @@ class InputProcessor:
 
     def __init__(
         self,
-        config: ModelConfig,
+        source: ModelSource,
+        args: LLMArgs,
         engine_config: EngineConfig,
-        checkpoint: Checkpoint | PackedCheckpoint,
-        soft_prompts: Mapping | None,
-        split_special_tokens: bool,
         points: "Callable[[], HookPoints] | None" = None,
-        lora_modules: tuple[str, ...] = (),
     ):
-        self._config = config
+        self._config = source.config
         self._engine_config = engine_config
         self._points = points
-        self._soft_prompts = SoftPrompts(soft_prompts, config)
-        self._lora_modules = lora_modules
+        self._soft_prompts = SoftPrompts(args.soft_prompts or {}, source.config)
+        self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
         self.note: str | None = None  # logged with the first request
@@ -78,7 +73,7 @@ class InputProcessor:
         self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
         self._find_breaker = lru_cache(NUM_BREAKERS)(self._token_sequences)
         try:
-            self._tokenizer = load_tokenizer(checkpoint, split_special_tokens)
+            self._tokenizer = load_tokenizer(source.checkpoint, args.split_special_tokens)
         except CheckpointError as error:  # token ids work without one
             self._tokenizer_error = type(error)(str(error))  # without frames, which would keep all weights
 
@@ -368,13 +363,10 @@ class InputProcessor:
 class SoftPrompts:
     """The soft prompts of a model by name. No two share a virtual token id: the prefix cache tells them apart."""
 
-    def __init__(self, sources: Mapping[str, str | os.PathLike[str]] | None, config: ModelConfig):
+    def __init__(self, sources: Mapping[str, PathOrId], config: ModelConfig):
         self._config = config
         self._next_id = -1
         self._lock = threading.Lock()
-        sources = {} if sources is None else sources
-        if not isinstance(sources, Mapping) or not all(isinstance(name, str) and name for name in sources):
-            raise invalid("soft_prompts", sources, "a dict from names to folders or files")
         self._named = {
             name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()
         }

@@ -11,9 +11,10 @@ import numpy as np
 from ..errors import FailedRequestError, RequestError, invalid
 from ..kernels import numbers
 from ..kernels.backend import Batch, DeviceError
+from ..llm_args import LOGIT_ROWS, EngineConfig
 from ..sampling_params import num_best
 from ..weights.config import ModelConfig
-from .model_source import LOGIT_ROWS, EngineConfig, ModelSource
+from .model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,9 @@
-"""What a model is to run with, checked before a weight is read: ModelSource and the sizes in EngineConfig."""
+"""What a model is to run with, checked before a weight is read: its checkpoint, backend and dtypes."""
 
 import importlib
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import DeviceError
+from ..llm_args import LLMArgs, PathOrId
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
@@ -21,8 +21,6 @@ from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
 
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
-# Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.
-LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -38,27 +36,20 @@ class ModelSource:
     ] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
 
     @classmethod
-    def open(cls, model: str, dtype: str = "auto", *how: Any) -> "ModelSource":
-        return cls.open_all(model, [dtype], *how)[0]
+    def open(cls, args: LLMArgs) -> "ModelSource":
+        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
+        return cls.open_all(args, [args.dtype])[0]
 
     @classmethod
-    def open_all(
-        cls,
-        model: str,
-        dtypes: Sequence[str],
-        device: str = "cpu",
-        kv_cache_dtype: str = "auto",
-        lora: str | os.PathLike[str] | None = None,
-        lora_modules: Mapping[str, str | os.PathLike[str]] | None = None,
-    ) -> "list[ModelSource]":
-        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
-        backends = [load_backend(device, dtype) for dtype in dtypes]
-        checkpoint = open_checkpoint(model)
-        if lora is not None:
+    def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
+        """Open the checkpoint once, to run in each dtype."""
+        backends = [load_backend(args.device, dtype) for dtype in dtypes]
+        checkpoint = open_checkpoint(args.checkpoint)
+        if args.lora is not None:
             from ..weights.adapters.lora import merge_lora
 
-            checkpoint = merge_lora(checkpoint, lora)
-        adapters = _read_adapters(checkpoint, lora_modules)
+            checkpoint = merge_lora(checkpoint, args.lora)
+        adapters = _read_adapters(checkpoint, args.lora_modules or {})
         sources = []
         for backend, dtype in zip(backends, dtypes, strict=True):
             dtype = _resolve_dtype(dtype, backend, checkpoint)
@@ -69,7 +60,7 @@ class ModelSource:
                     f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
                 )
                 raise RequestError(reason, "device") from None
-            kv_cache_dtype_of = _resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype)
+            kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
             if adapters and (backend.with_adapters is None or dtype != "float32"):
                 where = f"device {name_of(backend)!r} with {dtype} weights"
                 raise RequestError(
@@ -107,14 +98,10 @@ class ModelSource:
 
 
 def _read_adapters(
-    checkpoint: Checkpoint | PackedCheckpoint, lora_modules: Mapping[str, str | os.PathLike[str]] | None
+    checkpoint: Checkpoint | PackedCheckpoint, lora_modules: Mapping[str, PathOrId]
 ) -> tuple[dict[str, tuple], ...]:
-    if lora_modules is None or lora_modules == {}:
+    if not lora_modules:
         return ()
-    if not isinstance(lora_modules, Mapping) or not all(
-        isinstance(name, str) and name for name in lora_modules
-    ):
-        raise invalid("lora_modules", lora_modules, "a dict from names to folders")
     from ..weights.adapters.lora import read_lora
 
     return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
@@ -204,52 +191,3 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
         where = f"for {dtype} weights on device {name_of(backend)!r}"
         raise invalid("kv_cache_dtype", kv_cache_dtype, f"one of {listed} {where}")
     return kv_cache_dtype
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Sizes, explained by LLM. `for_model` replaces None."""
-
-    max_num_seqs: int = 32
-    prefix_cache_seqs: int = 4
-    max_model_len: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_queue: int | None = None
-    num_speculative_tokens: int = 4
-    max_capture_bytes: int = 2**30
-
-    def __post_init__(self):
-        for field in fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in ("prefix_cache_seqs", "max_queue") else 1
-            is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            if not is_count and (value is not None or field.default is not None):
-                raise invalid(field.name, value, f"a whole number, {least} or more")
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:
-            raise RequestError(
-                f"is {self.max_num_batched_tokens} and max_num_seqs is {self.max_num_seqs}: each running sample needs "
-                "a token of every step, so raise the one or lower the other.",
-                "max_num_batched_tokens",
-            )
-
-    def for_model(self, config: ModelConfig, max_step_tokens: int) -> "EngineConfig":
-        n_positions = config.n_positions  # with ALiBi, the length of training, which is no limit
-        if not config.has_alibi and self.max_model_len is not None and self.max_model_len > n_positions:
-            raise RequestError(
-                f"is {self.max_model_len} and this model has {n_positions} positions.", "max_model_len"
-            )
-        return replace(
-            self,
-            max_model_len=self.max_model_len or n_positions,
-            max_num_batched_tokens=self.max_num_batched_tokens or max(max_step_tokens, self.max_num_seqs),
-        )
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the KV cache: the scheduler's, and a spare one for Probe."""
-        return self.max_num_seqs + self.prefix_cache_seqs + 1
-
-    @property
-    def max_num_logits(self) -> int:
-        """Rows of logits in a step: one for each sequence, and LOGIT_ROWS for prompts and drafts."""
-        return LOGIT_ROWS + self.max_num_seqs

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..kernels.backend import NO_EMBEDS, Batch
-from .model_source import LOGIT_ROWS
+from ..llm_args import LOGIT_ROWS
 from .sequence import Sequence, common_prefix
 
 # Tokens that waiting for another sequence's prompt must save. Waiting costs a step, as long as 9 (alone) to 60 (with 31

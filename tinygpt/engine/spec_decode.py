@@ -10,10 +10,11 @@ from weakref import WeakKeyDictionary
 
 from ..errors import RequestError
 from ..kernels.backend import Batch
+from ..llm_args import EngineConfig
 from ..sampling_params import SamplingParams
 from ..weights.config import ModelConfig
 from .model_runner import ModelRunner
-from .model_source import EngineConfig, ModelSource
+from .model_source import ModelSource
 from .sampler import Sampler
 from .scheduler import Chunk, StepInput
 from .sequence import Sequence, common_prefix

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..kernels.backend import Batch
+from ..llm_args import EngineConfig
 from ..outputs import Throughput
 from .beam_search import predict
 from .model_runner import ModelRunner
-from .model_source import EngineConfig
 from .sampler import Sampler, draws_of, gather_warpers, sampled
 from .scheduler import Chunk, Scheduler, SlotTable, StepInput
 from .sequence import Sequence

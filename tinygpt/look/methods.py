@@ -1,6 +1,7 @@
 """The methods of an LLM that look inside: logits, hidden states, activations, causal traces and control vectors."""
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from ..engine.model_runner import check_pooling
 from ..engine.model_source import ModelSource
 from ..engine.prompts import Prompts, PromptType, prompt_list
 from ..errors import RequestError
+from ..llm_args import LLMArgs
 from ..sampling_params import SamplingParams
 from ..weights.convert.packed import PackedCheckpoint
 
@@ -181,18 +183,20 @@ def _some(field: str, prompts: Prompts) -> list:
     return found
 
 
-def points_of(backend: Any, config: Any, kv_cache_dtype: str, opened: tuple) -> "HookPoints":
-    """opened: the arguments of ModelSource.open."""
+def points_of(source: ModelSource, args: LLMArgs) -> "HookPoints":
+    """Return the points of a loaded model. The engine keeps packed weights alone: parameters are read anew."""
     from .hooks import HookPoints
 
-    return HookPoints(config, backend.SEEN, backend.CHANGED, partial(_tensor, opened), kv_cache_dtype)
+    merged = replace(args, lora_modules=None)
+    opened = cache(lambda: ModelSource.open(merged).checkpoint)
 
+    def tensor(name: str) -> np.ndarray:
+        checkpoint = opened()
+        if isinstance(checkpoint, PackedCheckpoint):
+            raise RequestError(
+                f"{name} is packed in this converted checkpoint: load the one that it was made from."
+            )
+        return checkpoint.tensor(name)
 
-def _tensor(opened: tuple, name: str) -> np.ndarray:
-    """Return a parameter of the checkpoint, opened anew: the engine keeps packed weights alone."""
-    checkpoint = ModelSource.open(*opened).checkpoint
-    if isinstance(checkpoint, PackedCheckpoint):
-        raise RequestError(
-            f"{name} is packed in this converted checkpoint: load the one that it was made from."
-        )
-    return checkpoint.tensor(name)
+    backend = source.backend
+    return HookPoints(source.config, backend.SEEN, backend.CHANGED, tensor, source.kv_cache_dtype)

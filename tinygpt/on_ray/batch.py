@@ -9,13 +9,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 from ..cli import loading
-from ..cli.flags import llm_arguments
+from ..cli.flags import llm_args
 from ..cli.streams import counted, log
 from ..errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from ..hardware import physical_cores
+from ..llm_args import LLMArgs
 
 ROUNDS = 2  # prompts of a batch for each slot: no slot idles between batches
 OBJECT_STORE = 128 * 2**20  # bytes, for prompts and records
@@ -26,29 +28,22 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}
 Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 
-def setup(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
     """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
     loading.set_thread_pools(args.threads)
     from ..engine.input_processor import InputProcessor
-    from ..engine.model_source import EngineConfig, ModelSource
+    from ..engine.model_source import ModelSource
 
-    arguments = llm_arguments(args)
-    names = ("max_num_seqs", "prefix_cache_seqs", "max_model_len", "max_num_batched_tokens")
-    sizes = EngineConfig(**{name: arguments[name] for name in names})
-    adapters = arguments["lora_modules"]
-    source = ModelSource.open(args.model, args.dtype, args.device, args.kv_cache_dtype, args.lora, adapters)
-    sizes = sizes.for_model(source.config, source.backend.MAX_STEP_TOKENS)
-    soft_prompts = arguments["soft_prompts"]
-    split = arguments["split_special_tokens"]
-    inputs = InputProcessor(
-        source.config, sizes, source.checkpoint, soft_prompts, split, lora_modules=tuple(adapters)
-    )
-    arguments |= {"threads": args.threads or max(physical_cores() // args.ray, 1), "dtype": source.dtype}
-    for name in ("model", "lora", "draft_model"):
-        arguments[name] = _whole_path(arguments[name])
+    given = llm_args(args)
+    source = ModelSource.open(given)
+    inputs = InputProcessor(source, given, given.sizes(source.config, source.backend.MAX_STEP_TOKENS))
+    whole: dict[str, Any] = {
+        name: _whole_path(getattr(given, name)) for name in ("model", "lora", "draft_model")
+    }
     for name in ("lora_modules", "soft_prompts"):
-        arguments[name] = {each: _whole_path(path) for each, path in arguments[name].items()}
-    return arguments, inputs
+        whole[name] = {each: _whole_path(path) for each, path in getattr(given, name).items()}
+    threads = args.threads or max(physical_cores() // args.ray, 1)
+    return replace(given, threads=threads, dtype=source.dtype, **whole), inputs
 
 
 def _whole_path(name: str | None) -> str | None:
@@ -59,11 +54,11 @@ def _whole_path(name: str | None) -> str | None:
 class Actor:
     """An LLM of the pool. Requests are pickled, as Arrow lacks their types."""
 
-    def __init__(self, arguments: dict[str, Any]):
-        loading.set_thread_pools(arguments["threads"])
+    def __init__(self, args: LLMArgs):
+        loading.set_thread_pools(args.threads)
         from ..llm import LLM
 
-        self._llm = LLM(**arguments)
+        self._llm = LLM(**vars(args))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         requests = [pickle.loads(request) for request in batch["request"]]
@@ -77,9 +72,7 @@ def _found(future: Any) -> Any:
 
 
 @contextmanager
-def outputs_on_ray(
-    count: int, arguments: dict[str, Any], requests: list[Request]
-) -> Iterator[Iterator[tuple[int, Any]]]:
+def outputs_on_ray(count: int, args: LLMArgs, requests: list[Request]) -> Iterator[Iterator[tuple[int, Any]]]:
     """Yield an iterator of (index, RequestOutput or FailedRequestError), the longest requests first.
 
     Raise RequestError if the cluster has no room, TinyGPTError if Ray fails.
@@ -89,30 +82,28 @@ def outputs_on_ray(
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with redirect_stdout(sys.stderr):  # Ray prints when actors end, and stdout is for records
         try:
-            _join(ray, count, arguments["threads"])
+            _join(ray, count, args.threads)
             signal.signal(signal.SIGTERM, on_sigterm)  # Ray's handler would not say how to continue
-            yield _outputs(ray, count, arguments, requests)
+            yield _outputs(ray, count, args, requests)
         except ray.exceptions.RayError as error:
             raise TinyGPTError(f"Ray has given up: {_last_line(error)}") from error
         finally:
             ray.shutdown()
 
 
-def _outputs(
-    ray: Any, count: int, arguments: dict[str, Any], requests: list[Request]
-) -> Iterator[tuple[int, Any]]:
+def _outputs(ray: Any, count: int, args: LLMArgs, requests: list[Request]) -> Iterator[tuple[int, Any]]:
     longest_first = sorted(requests, key=_num_tokens, reverse=True)
     rows = [{"request": pickle.dumps(request)} for request in longest_first]
-    batch_size = ROUNDS * arguments["max_num_seqs"]
+    batch_size = ROUNDS * args.max_num_seqs
     # A batch or a new host may take long.
     ray.data.DataContext.get_current().execution_no_progress_timeout_s = -1
     dataset = ray.data.from_items(rows, override_num_blocks=-(-len(rows) // batch_size))
     done = dataset.map_batches(
         Actor,
-        fn_constructor_args=(arguments,),
+        fn_constructor_args=(args,),
         batch_size=batch_size,
         compute=ray.data.ActorPoolStrategy(size=count),
-        num_cpus=arguments["threads"],
+        num_cpus=args.threads,
     )
     for row in done.iter_rows():
         yield pickle.loads(row["found"])

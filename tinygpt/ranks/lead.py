@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from ..engine.model_runner import ModelRunner
-from ..engine.model_source import EngineConfig, ModelSource
+from ..engine.model_source import ModelSource
 from ..errors import CheckpointError, RequestError, TinyGPTError
-from ..hardware import thread_count
 from ..kernels.backend import NO_EMBEDS, Batch
+from ..llm_args import EngineConfig, LLMArgs
 from .mpi import Layout, World, end_all, rank_threads
 from .rank import RankModel, check_cut, tokens_of
 
@@ -49,10 +49,8 @@ class Command(IntEnum):
 class LoadCommand:
     """A model that all ranks load."""
 
-    source: tuple  # arguments of ModelSource.open
-    layout: Layout
+    args: LLMArgs
     sizes: EngineConfig
-    threads: int | None
 
 
 def plan_size(sizes: EngineConfig) -> int:
@@ -154,14 +152,14 @@ def load_together(
 
     Ranks compare their files' checksums. source: already open on rank 0.
     """
-    layout = opening.layout
+    layout = opening.args.layout
     allgather = world.allgather(layout.tensor_group(world.rank)) if layout.tensor_size > 1 else None
     model = about = weights = error = None
     try:
-        source = source or ModelSource.open(*opening.source)
+        source = source or ModelSource.open(opening.args)
         checksum = source.checkpoint.begin_checksum()
         about = source.config, source.dtype, source.kv_cache_dtype
-        threads = rank_threads(opening.threads, world)
+        threads = rank_threads(opening.args.threads, world)
         model = RankModel(world, layout, allgather, source, opening.sizes, threads)
         weights = checksum.result()
     except Exception as caught:  # of any kind: the other ranks wait
@@ -236,7 +234,7 @@ class ParallelRunner(ModelRunner):
         self._backend = source.backend
         self._source = source
         self._lead = lead
-        self._stages = opening.layout.pipeline_size
+        self._stages = opening.args.pipeline_parallel_size
         self._workspace = None
         self._kv_cache = None
         self._file = source.file
@@ -338,14 +336,12 @@ class Ranks:
     lead: RankZeroDriver
     layout: Layout
 
-    def threads(self, threads: Any) -> int:
-        return rank_threads(None if threads is None else thread_count(threads), self.lead.world)
+    def threads(self, threads: int | None) -> int:
+        return rank_threads(threads, self.lead.world)
 
-    def new_runner(
-        self, source: ModelSource, arguments: tuple, sizes: EngineConfig, threads: int | None
-    ) -> ParallelRunner:
-        check_cut(self.layout, source.config, source.dtype, arguments[2])
-        return ParallelRunner(self.lead, source, LoadCommand(arguments, self.layout, sizes, threads))
+    def new_runner(self, source: ModelSource, args: LLMArgs, sizes: EngineConfig) -> ParallelRunner:
+        check_cut(self.layout, source.config, source.dtype, args.device)
+        return ParallelRunner(self.lead, source, LoadCommand(args, sizes))
 
 
 def join(layout: Layout, world: World) -> Ranks:
@@ -356,15 +352,9 @@ def join(layout: Layout, world: World) -> Ranks:
     return Ranks(driver_of(world), layout)
 
 
-def open_sources(
-    model: str,
-    dtypes: Sequence[str],
-    ranks: tuple[int, int] = (1, 1),
-    device: str = "cpu",
-    kv_cache_dtype: str = "auto",
-) -> list[ModelSource]:
-    """Return the checkpoint, opened once, in each dtype. ranks: tensor and pipeline size."""
-    sources = ModelSource.open_all(model, dtypes, device, kv_cache_dtype)
+def open_sources(args: LLMArgs, dtypes: Sequence[str]) -> list[ModelSource]:
+    """Return the checkpoint, opened once, in each dtype."""
+    sources = ModelSource.open_all(args, dtypes)
     for source in sources:
-        check_cut(Layout(*ranks), source.config, source.dtype, device)
+        check_cut(args.layout, source.config, source.dtype, args.device)
     return sources

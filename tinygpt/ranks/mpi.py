@@ -27,8 +27,8 @@ LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 SLURM_RANK = "SLURM_PROCID"
 SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
 
-MAX_TENSOR_SIZE = 4  # kernels sum four segments of K
-MAX_PIPELINE_SIZE = 1024
+TENSOR_SIZE = integer(1, 4)  # kernels sum four segments of K
+PIPELINE_SIZE = integer(1, 1024)
 SPIN_SECONDS = 0.005  # of polling without a nap
 FIRST_NAP = 20e-6
 LONGEST_NAP = 1e-3
@@ -74,8 +74,8 @@ class Layout:
     pipeline_size: int = 1
 
     def __post_init__(self):
-        read_field("tensor_parallel_size", self.tensor_size, integer(1, MAX_TENSOR_SIZE))
-        read_field("pipeline_parallel_size", self.pipeline_size, integer(1, MAX_PIPELINE_SIZE))
+        read_field("tensor_parallel_size", self.tensor_size, TENSOR_SIZE)
+        read_field("pipeline_parallel_size", self.pipeline_size, PIPELINE_SIZE)
 
     @property
     def size(self) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import EngineConfig, ModelSource
+from ..engine.model_source import ModelSource
 from ..errors import RequestError, TinyGPTError
 from ..kernels.backend import Batch
 from ..kernels.cpu.packing.share import RankShare
 from ..kernels.cpu.params import can_share, part_of
 from ..kernels.cpu.workspace import new_workspace, share_embedding
 from ..kernels.numbers import even_bounds
+from ..llm_args import EngineConfig
 from ..look.captures import trace
 from ..weights.config import ModelConfig
 from .mpi import Layout, World
