@@ -31,7 +31,7 @@ from ..errors import RequestError
 from ..hardware import cpu_name, thread_count
 from ..llm import LLM
 from ..llm_args import LLMArgs
-from ..ranks.runner import open_sources
+from ..ranks.lead import open_sources
 from ..weights.config import ModelConfig
 from . import roofline
 from .measure import Case, Measurement, Run, meter_of, run_case

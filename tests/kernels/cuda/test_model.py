@@ -5,7 +5,7 @@ import pytest
 
 from support.kernel_tools import same_bits
 from tinygpt.kernels import cuda, reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.shapes import PackedArrays
 from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
