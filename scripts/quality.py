@@ -27,7 +27,7 @@ from tinygpt.bench.report import table
 from tinygpt.cli import main as cli
 from tinygpt.cli.streams import read_plain_text
 from tinygpt.kernels import reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.numbers import log_softmax
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint

@@ -30,7 +30,7 @@ from .outputs import (
     as_finished,
     with_bar,
 )
-from .ranks.launch import Layout
+from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
 from .weights.config import dtype_name
@@ -38,7 +38,7 @@ from .weights.convert.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for them
     from .look.edits import EditsType
-    from .ranks.runner import Ranks
+    from .ranks.lead import Ranks
     from .text.chat import Template
     from .text.session import Session
 
@@ -356,7 +356,7 @@ def _ranks(layout: Layout) -> "Ranks | None":
     from .ranks.mpi import world_of
 
     world = world_of(layout)  # before anything takes long
-    from .ranks.runner import join  # which imports the CPU's kernels
+    from .ranks.lead import join  # which imports the CPU's kernels
 
     return join(layout, world)
 

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from .errors import RequestError
 from .fields import FieldRule, as_integer, need, own_names, read_field
 from .hardware import THREADS
-from .ranks.launch import PIPELINE_SIZE, TENSOR_SIZE, Layout
+from .ranks.mpi import PIPELINE_SIZE, TENSOR_SIZE, Layout
 from .weights.config import DTYPES, ModelConfig, dtype_name
 
 # Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.

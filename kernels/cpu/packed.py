@@ -19,7 +19,7 @@ def arrays_of(params: Params) -> dict[str, np.ndarray]:
     arrays = {name: getattr(params, name) for name in ("wte_factors", "head_factors")}
     arrays |= {} if params.wpe is None else {"wpe": params.wpe}
     once = {"ln_f": params.ln_f, "ln_e": params.embed_norm}
-    norms = {norm: getattr(params, norm) for norm in NORMS}
+    norms = {norm: params.norm(norm) for norm in NORMS}
     norms |= {norm: [array[0] for array in found] for norm, found in once.items() if found is not None}
     arrays |= {
         f"{name}_{kind}": array
@@ -86,7 +86,7 @@ def params_of_part(arrays: dict[str, np.ndarray], config, dtype: str, part: Rank
         given["wpe"] = whole.wpe if part.is_first else no_positions(config)
     for norm in NORMS:
         given |= {
-            f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, getattr(whole, norm), strict=True)
+            f"{norm}_{kind}": array[layers] for kind, array in zip(KINDS, whole.norm(norm), strict=True)
         }
     once = {"ln_f": whole.ln_f, "ln_e": whole.embed_norm if part.is_first else None}
     for norm, found in once.items():

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import KINDS, LINEARS, NORM_BEFORE, NORMS
-from ..numbers import stacked
+from ..numbers import even_bounds, stacked
 from .layers.activations import ACTIVATIONS
 from .layers.epilogue import MAX_SEGMENTS
-from .layers.formats import Alibi, Experts, Linear, Norm, PostNorm, Projection
+from .layers.formats import Alibi, Experts, Linear, Norm, Projection
 from .layers.linear import quarters, whole
 from .packing.share import RankShare
 from .packing.smoothing import BALANCE, Smoothing, bias_correction, unpack
@@ -32,11 +32,13 @@ class Params(NamedTuple):
     project_in: Any  # (C, E), a Projection
     wpe: Any  # (n_positions, C), an array
     embed_norm: Any  # (1, C), a Norm
-    ln_1: Any  # (L, C), a Norm or a PostNorm
+    ln_1_before: Any  # (L, C), a Norm before the block, or None
+    ln_1_after: Any  # (L, C), a Norm after it, or None
     c_attn: Linear  # (L, 3C, C)   to q, k, v
     attended_factors: np.ndarray  # (L, C)    smoothing factors, or (1, 0)
     attn_proj: Linear  # (L, C, C)
-    ln_2: Any  # (L, C)
+    ln_2_before: Any  # (L, C), as ln_1
+    ln_2_after: Any
     c_fc: Linear  # (L, F, C)
     mlp_proj: Linear  # (L, C, F)
     experts: Any  # Experts
@@ -52,7 +54,11 @@ class Params(NamedTuple):
     inner_segments: np.ndarray  # (5,)  F in four runs; a rank has some of them
     epsilon: np.float32
     activation: int
-    low_rank: Any = None  # LowRank
+    adapters: Any = None  # Adapters
+
+    def norm(self, name: str) -> Norm:
+        """Return ln_1 or ln_2, before its block or after."""
+        return getattr(self, f"{name}_before") or getattr(self, f"{name}_after")
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1, calibration=None, part=None) -> Params:
@@ -154,8 +160,8 @@ def no_head(config, dtype: str):
 def new_params(config, dtype: str, arrays: dict[str, Any], part: RankShare | None = None) -> Params:
     """Build Params from arrays under their names in `packed.py`. part: None for all."""
     part = part or part_of(config, dtype)
-    norm_record = PostNorm if config.norm_placement == "post" else Norm
-    norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    is_after = config.norm_placement == "post"
     slopes = np.array(config.alibi_slopes[part.heads.start : part.heads.stop], np.float32)
     C, E = config.n_embd, config.embedding_size
     return Params(
@@ -166,7 +172,8 @@ def new_params(config, dtype: str, arrays: dict[str, Any], part: RankShare | Non
         project_in=_projection("project_in", arrays, C, E),
         project_out=_projection("project_out", arrays, E, C),
         experts=arrays.get("experts"),
-        **norms,
+        **{f"{name}_before": None if is_after else norm for name, norm in norms.items()},
+        **{f"{name}_after": norm if is_after else None for name, norm in norms.items()},
         **{
             name: Linear(arrays[name], arrays[f"{name}_bias"], NO_FACTORS)
             for name in LINEARS
@@ -243,9 +250,8 @@ def _of_rank(segments: np.ndarray, part: RankShare) -> np.ndarray:
 
 
 def _share(count: int, rank: int, ranks: int) -> range:
-    share, longer = divmod(count, ranks)
-    bounds = [i * share + min(i, longer) for i in (rank, rank + 1)]
-    return range(*bounds)
+    bounds = even_bounds(count, ranks)
+    return range(bounds[rank], bounds[rank + 1])
 
 
 def _segments(k: int, unit: int, dtype: str) -> np.ndarray:

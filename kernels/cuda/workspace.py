@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import DeviceError
-from ..batch import query_tiles
+from ..backend import DeviceError, query_tiles
 from ..numbers import needs_reference_draw
 from . import device as devices
 from .device import Graphs, need_capability

@@ -22,7 +22,7 @@ from ..evaluation.tasks import NUM_TOGETHER, perplexity
 from ..hardware import thread_count
 from ..llm import LLM
 from ..llm_args import LLMArgs
-from ..ranks.runner import open_sources
+from ..ranks.lead import open_sources
 from ..remote import KEY_VARIABLE, RemoteLLM
 from ..weights.config import ModelConfig
 from ..weights.open import open_checkpoint

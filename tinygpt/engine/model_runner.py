@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
-from ..kernels.backend import DeviceError, Hooks
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch, DeviceError, Hooks
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..sampling_params import num_best
 from ..text.files import checked_spec, read_tokenizer

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.backend import no_op
-from ..kernels.batch import NO_EMBEDS, Batch
+from ..kernels.backend import NO_EMBEDS, Batch, no_op
 from ..llm_args import LOGIT_ROWS
 from .sequence import Sequence, common_prefix
 

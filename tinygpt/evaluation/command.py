@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)
     given = _given(args, text)
     if len(args.dtype) > 1:  # LLM refuses a single one
-        from ..ranks.runner import open_sources
+        from ..ranks.lead import open_sources
 
         open_sources(flags.llm_args(args), args.dtype)
     found: list[list[dict[str, Any]]] = []

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..kernels import numbers
-from ..kernels.backend import SCORES
-from ..kernels.batch import Batch
+from ..kernels.backend import SCORES, Batch
 from .edits import Edit, PlacedEdit, place, salt_of
 from .hooks import BEFORE, HookPoints, Names
 

@@ -11,7 +11,7 @@ from ..engine.model_runner import ModelRunner, ModelSource
 from ..engine.prompts import Prompts, PromptType, prompt_list
 from ..errors import FailedRequestError, RequestError, invalid
 from ..kernels import numbers
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch
 from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs
 from ..sampling_params import SamplingParams
 from ..weights.config import ModelConfig

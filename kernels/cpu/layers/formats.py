@@ -54,13 +54,6 @@ class Norm(NamedTuple):
     bias: np.ndarray  # (L, C) float32
 
 
-class PostNorm(NamedTuple):
-    """A layer norm at the end of its block: its output is the residual stream."""
-
-    weight: np.ndarray  # (L, C) float32
-    bias: np.ndarray  # (L, C) float32
-
-
 class Projection(NamedTuple):
     """A matrix between the embeddings' width and the model's."""
 

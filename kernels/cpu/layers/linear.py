@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ...numbers import even_bounds
 from ..jit import inline, kernel, overload_by_dtype
 from ..simd.amx_tiles import amx_bfloat16, amx_int8
 from ..simd.grouped_tiles import (
@@ -296,6 +297,4 @@ def quarters(units: int, unit: int) -> np.ndarray:
     """Return bounds of four segments of `units` pieces (25 heads: 7 + 6 + 6 + 6), or of one below 4 units."""
     if units < 4:
         return whole(units * unit)
-    share, longer = divmod(units, 4)
-    bounds = [i * share + min(i, longer) for i in range(5)]
-    return np.array(bounds, np.int64) * unit
+    return np.array(even_bounds(units, 4), np.int64) * unit

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -35,16 +35,6 @@ class RankShare:
     is_first: bool  # stage: it embeds
     is_last: bool  # stage: it has ln_f and the head
     tensor_size: int  # ranks that share these layers
-
-    # Ranks run no model with these.
-    embed_dim: ClassVar[None] = None
-    expert_layers: ClassVar[tuple] = ()
-    num_experts: ClassVar[int] = 0
-    experts_per_token: ClassVar[int] = 1
-
-    @property
-    def embedding_size(self) -> int:
-        return self.n_embd
 
     @property
     def n_layer(self) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from support.kernel_tools import same_bits
 from tinygpt.kernels import cuda, reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.workspace import PackedArrays, bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
 from tinygpt.weights.config import ModelConfig
