@@ -45,7 +45,7 @@ from .formats import (
     Int8Weight,
     Linear,
 )
-from .ranks import Ranks, add_partials, exchange
+from .ranks import add_partials, exchange
 
 PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
 # NumPy scalars: see activations.py.
@@ -115,33 +115,17 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
     finish_phase(team)
 
 
-@inline
+@kernel
 def add_projection(team, x, y, linears, layer, segments, ranks):
     """x (N, C) += y @ weight.T + bias. ranks: a Ranks, whose sum precedes the bias, or None."""
-    out, bias, add = _summand(ranks, x, linears.bias)
-    linear(team, out, y, Linear(linears.weight, bias, linears.factors), layer, segments, NONE, add)
-    _sum_over(team, ranks, x, linears.bias, layer)
-
-
-def _whole_sum(ranks, x, bias):
-    return x, bias, ADD
-
-
-def _partial_sum(ranks, x, bias):
-    return ranks.partial[: x.shape[0]], ranks.no_bias, REPLACE
-
-
-def _nothing_to_sum(team, ranks, x, bias, layer):
-    pass
-
-
-def _sum_partials(team, ranks, x, bias, layer):
+    if ranks is None:
+        linear(team, x, y, linears, layer, segments, NONE, ADD)
+        return
+    partial = ranks.partial[: x.shape[0]]
+    without_bias = Linear(linears.weight, ranks.no_bias, linears.factors)
+    linear(team, partial, y, without_bias, layer, segments, NONE, REPLACE)
     exchange(team, ranks, ranks.partial, x.size)
-    add_partials(team, x, ranks.gathered, ranks.status.size, bias, layer)
-
-
-_summand = overload_by_dtype({Ranks: _partial_sum}, otherwise=_whole_sum)
-_sum_over = overload_by_dtype({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=1)
+    add_partials(team, x, ranks.gathered, ranks.status.size, linears.bias, layer)
 
 
 @kernel

@@ -42,17 +42,16 @@ INFINITE_BITS = 0x7F800000
 HALF_WAY = np.uint32(0x7FFF)
 ONE_BIT = np.uint32(1)
 SIXTEEN = np.uint32(16)
-UPPER_HALF = np.uint32(0xFFFF0000)
-NAN = np.uint32(0x7FC00000)
+NAN = np.uint16(0x7FC0)
 LEAST_GROUP = 2.0**-120  # a smaller group is zeros: 127 / largest must stay finite
 
 
 @kernel
 def to_bfloat16(x):
-    """Return the nearest bfloat16's bits, ties to even."""
+    """Return the nearest bfloat16's bits as numbers.to_bfloat16 does, ties to even."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) >> SIXTEEN
-    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+    return np.uint16(rounded) if x == x else NAN
 
 
 @kernel
@@ -62,9 +61,7 @@ def from_bfloat16(bits):
 
 @kernel
 def rounded_to_bfloat16(x):
-    bits = np.float32(x).view(np.uint32)
-    rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) & UPPER_HALF
-    return np.uint32(rounded if x == x else NAN).view(np.float32)
+    return from_bfloat16(to_bfloat16(x))
 
 
 def _put_float32(operand, row, first, values):

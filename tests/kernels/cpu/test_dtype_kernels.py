@@ -18,6 +18,7 @@ from support.kernel_tools import (
     unpacked,
     unwritten,
 )
+from tinygpt.kernels import numbers
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, SHARES, panel_count
@@ -71,12 +72,20 @@ def test_every_bfloat16_is_kept_as_it_is():
     every = np.arange(1 << 16, dtype=np.uint16)
     x = from_bits(every)
     bits, back = rounded(x)
-    numbers = ~np.isnan(x)
-    np.testing.assert_array_equal(bits[numbers], every[numbers])
-    same_bits(back[numbers], x[numbers])
-    assert np.isnan(back[~numbers]).all()
-    nans = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(F32)
-    assert rounded(nans)[0].tolist() == [0x7FC0] * 3
+    is_number = ~np.isnan(x)
+    np.testing.assert_array_equal(bits[is_number], every[is_number])
+    same_bits(back[is_number], x[is_number])
+    assert np.isnan(back[~is_number]).all()
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_kernels_and_numpy_round_to_the_same_bfloat16(low):
+    """NaN stays NaN: of 0x7F800001 as of 0x7FFFFFFF and 0xFFFFFFFF."""
+    x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(F32)
+    bits = numbers.to_bfloat16(x)
+    np.testing.assert_array_equal(bits, rounded(x)[0])
+    assert set(bits[np.isnan(x)].tolist()) == {0x7FC0}
+    assert not np.isnan(numbers.from_bfloat16(bits)[~np.isnan(x)]).any()
 
 
 @pytest.mark.parametrize(("low", "goes_up"), [(1, False), (0x7FFF, False), (0x8000, None), (0x8001, True)])
