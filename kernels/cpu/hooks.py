@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .layers.formats import Float32Operand
 from .layers.hooks import ACTIVATED, ATTENDED, HEADS, INNER, MIDDLE, POINTS, STREAM, SUMMAND, Hooks
+from .layers.operands import Float32Operand
 from .simd.panels import zeros
 from .workspace import Buffers, Workspace
 

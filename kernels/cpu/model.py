@@ -6,6 +6,7 @@ All threads run the whole step (see team.py).
 
 import numpy as np
 
+from .arrays import Params
 from .jit import inline, kernel
 from .kv_cache import KVCache
 from .layers.activations import NONE
@@ -23,7 +24,6 @@ from .layers.rows import (
     norm_if_any,
     score_tokens,
 )
-from .params import Params
 from .sampling_rows import choose_greatest, is_last_step
 from .team import begin_step, join_step
 from .workspace import Workspace, fill, step_of

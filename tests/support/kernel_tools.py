@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import event
 
+from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
 from tinygpt.kernels.cpu.jit import DiskCache, jit
 from tinygpt.kernels.cpu.layers.attention import scratch_size
-from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
+from tinygpt.kernels.cpu.layers.linear import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight, panel_count
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
 from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
@@ -128,11 +128,13 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = False, factors=None):
     """The weight (N, K) as its record of one layer; (K, N) where transposed."""
     n, k = weight.shape[::-1] if is_transposed else weight.shape
-    record, pack = FORMATS[dtype]
-    arrays = [unwritten(*array.shape, dtype=array.dtype) for array in new_weight(dtype, 1, n, k)]
+    record = new_weight(dtype, 1, n, k)
+    for array in record:
+        array.view(np.uint8)[...] = 0xFF
     factors = np.ones(k, np.float32) if factors is None else factors
-    pack(weight, is_transposed, factors, *(array[0] for array in arrays), 0, panel_count(n))
-    return record(*arrays)
+    layer = [array[0] for array in record]
+    DTYPES[dtype].pack(weight, is_transposed, factors, *layer, 0, panel_count(n))
+    return record
 
 
 def unpacked(weight, dtype: str) -> np.ndarray:

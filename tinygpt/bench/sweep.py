@@ -31,14 +31,12 @@ from ..errors import RequestError
 from ..hardware import cpu_name, thread_count
 from ..llm import LLM
 from ..ranks.runner import open_sources
-from ..weights.config import ModelConfig
+from ..weights.config import PRECISIONS, ModelConfig
 from . import roofline
 from .measure import Case, Measurement, Run, meter_of, run_case
 from .report import Record, parameters_text, threads_text
 from .roofline import CACHE_NAMES, MachineLimits, measure_limits
 
-# GGML's names.
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
 # Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
 UNUSED_FIELDS = {
     "cpu_mask": "0x0",
@@ -199,7 +197,7 @@ def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
     together = case.batch_size if n_gen else 1
     size = roofline.num_parameters(config)
     cache = CACHE_NAMES[plan.caches[dtype]]
-    model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
+    model_type = f"gpt2 {parameters_text(size)} {PRECISIONS[dtype].label}"
     return {
         "build_commit": commit,
         "build_number": number,

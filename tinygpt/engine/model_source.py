@@ -96,8 +96,8 @@ class ModelSource:
     def load_part(self, threads: int, part: Any) -> Any:
         """Return the Params of one rank, of the CPU's kernels."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.load_params(self.checkpoint, self.dtype, threads, part=part)
-        return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
+            return self.backend.load_params(self.checkpoint, self.dtype, threads, share=part)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, part)
 
     def _packed_arrays(self) -> dict[str, np.ndarray]:
         packed = self.backend.PACKED

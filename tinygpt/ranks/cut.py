@@ -15,8 +15,7 @@ import numpy as np
 
 from ..errors import RequestError
 from ..kernels.batch import NO_EMBEDS, Batch
-from ..kernels.cpu.packing.share import RankShare
-from ..kernels.cpu.params import can_share, part_of
+from ..kernels.cpu.arrays import RankShare, can_share, share_of
 from ..weights.config import ModelConfig
 from .launch import Layout
 
@@ -34,7 +33,7 @@ KNOWN_VALUES = {"norm_placement": ("pre", "post"), "positions": ("learned", "ali
 def part_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> RankShare:
     stage, tensor_rank = layout.place_of(rank)
     layers = stage_layers(config, layout.pipeline_size)[stage]
-    return part_of(config, dtype, layers, tensor_rank, layout.tensor_size)
+    return share_of(config, dtype, layers, tensor_rank, layout.tensor_size)
 
 
 def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:

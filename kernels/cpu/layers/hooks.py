@@ -15,8 +15,7 @@ from ..simd.vector_ir import address, float32_at
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, activate
 from .adapters import C_FC, LowRank, add_low_rank
-from .formats import Linear
-from .linear import REPLACE, linear, linear_to_operand
+from .linear import REPLACE, Linear, linear, linear_to_operand
 from .operands import quantize_activations
 
 # Points in the order of a layer; the stream after the last layer is that of layer L.

@@ -23,13 +23,12 @@ from .panels import (
     ROW_BYTES,
     SCALE_GROUP,
     SCALES_BYTES,
-    WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
     ask_ahead,
     ask_part_ahead,
     store_each,
 )
-from .products import BFloat
+from .products import INT4, INT8, BFloat, Grouped
 from .targets import DOTS, LONGS, MATRICES, TARGET
 from .vector_ir import (
     F32,
@@ -222,22 +221,15 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
     return code
 
 
-PART_K = {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}  # that integer sums go over
 STEP_K = 4  # values of K in a row of a panel, and in a lane of A
 REGISTER_STEPS = REGISTER_BYTES // STEP_K
+# Rows of an int8 panel expanded together: two make the registers of two columns.
+ROWS_TOGETHER = 2 if TARGET.int8 == MATRICES else 1
 
 
-def is_neon(dtype: str) -> bool:
-    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
-
-
-# Rows of a panel expanded together: two make the registers of two columns.
-ROWS_TOGETHER = {"int8": 2 if TARGET.int8 == MATRICES else 1, "int4": 1}
-
-
-def expand_lanes(builder, rows, dtype: str):
+def expand_lanes(builder, rows, kind: Grouped):
     """Return rows' vectors of 16 columns as several rows of A multiply them."""
-    if dtype == "int4":
+    if kind is INT4:
         rows = _nibbles(builder, *rows)
     elif TARGET.int8 == DOTS:
         return [_signed(builder, *rows)]
@@ -268,19 +260,19 @@ def _all(kind, value: int):
     return ir.Constant(kind, [value] * kind.count)
 
 
-def make_lane_grouped_code(dtype: str):
-    part_k = PART_K[dtype]
+def make_lane_grouped_code(kind: Grouped):
+    part_k = kind.part_k
     parts = SCALE_GROUP // part_k
-    fold = {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    fold = _fold_int8 if kind is INT8 else _fold_int4
 
     def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         by_twos = TARGET.int8 == MATRICES and rows > 1
         multiply = _matrices if by_twos else _dots
         strip = strip_of_lanes(rows + rows % 2 if by_twos else rows)
-        lone_int4 = dtype == "int4" and rows == 1
+        lone_int4 = kind is INT4 and rows == 1
         strips = PANEL_VECTORS // strip
         part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
-        lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
+        lines = PANEL_VECTORS // (2 if kind is INT4 and rows > 1 else 1)  # that a row asks for
 
         a_starts = rows_at(builder, a, lda, rows)
         s_starts = rows_at(builder, scales, lds, rows)
@@ -303,7 +295,7 @@ def make_lane_grouped_code(dtype: str):
                     ask_part_ahead(builder, ahead, spacing, before, lines, strips)
                     return at(builder, b_strip, row, ROW_BYTES)
 
-                sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)
+                sums = multiply(builder, kind, strip * QUADS, a_rows, s_rows, row_at)
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
@@ -318,16 +310,16 @@ def make_lane_grouped_code(dtype: str):
     return code
 
 
-def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
+def _dots(builder, kind, quads: int, a_rows, s_rows, row_at):
     rows = len(a_rows)
     is_signed = TARGET.int8 == DOTS
-    per_load = 2 if dtype == "int4" and rows == 1 else 1  # steps that a quad as it lies holds
+    per_load = 2 if kind is INT4 and rows == 1 else 1  # steps that a quad as it lies holds
     loads = REGISTER_STEPS // per_load
 
     def take(quad):
-        if rows > 1 or (dtype == "int8" and not is_signed):
+        if rows > 1 or (kind is INT8 and not is_signed):
             return [quad]
-        return _nibbles(builder, quad) if dtype == "int4" else [_signed(builder, quad)]
+        return _nibbles(builder, quad) if kind is INT4 else [_signed(builder, quad)]
 
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), BYTES) for start in a_rows]
@@ -347,9 +339,9 @@ def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
         return sums
 
     start = [ir.Constant(INT_QUAD, None)] * rows
-    if dtype == "int8" and not is_signed:
+    if kind is INT8 and not is_signed:
         start = [broadcast(builder, value, QUAD) for value in _first_sums(builder, s_rows)]
-    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * quads)
+    sums = repeat(builder, kind.part_k // STEP_K // REGISTER_STEPS, step, start * quads)
     return [sums[q * rows : (q + 1) * rows] for q in range(quads)]
 
 
@@ -357,7 +349,7 @@ def _first_sums(builder, s_rows):
     return [load(builder, at(builder, s, 4), I32, 4) for s in s_rows]
 
 
-def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
+def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
     count = len(pairs)
     longs = ir.VectorType(I64, 2)
@@ -386,10 +378,10 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
         return sums
 
     start = [ir.Constant(INT_QUAD, None)] * count
-    if dtype == "int8":
+    if kind is INT8:
         firsts = _first_sums(builder, s_rows)
         start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
-    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * (2 * quads))
+    sums = repeat(builder, kind.part_k // STEP_K // REGISTER_STEPS, step, start * (2 * quads))
     return [_rows_of(builder, sums[2 * q * count : 2 * (q + 1) * count], len(a_rows)) for q in range(quads)]
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .panels import PANEL_VECTORS
-from .targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
+from .panels import PANEL_VECTORS, SCALE_GROUP, WEIGHT_GROUP
+from .targets import BYTES, DOTS, FOURS, MATRICES, PAIRS, SHORTS, TARGET
 from .vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
 
 EIGHTS = ir.VectorType(I8, 4 * LANES)
@@ -149,19 +149,47 @@ def has_room(vectors: int) -> bool:
     return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
 
 
-def unpacked(builder, vector, dtype: str):
-    vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
-    if step_name(dtype) == SHORTS:
+class Grouped(NamedTuple):
+    """A dtype of quantized weights, whose products are whole numbers over a group of K."""
+
+    product: str  # of targets.py
+    part_k: int  # values of K that a sum goes over before it is scaled
+    per_byte: int  # weights in a byte
+
+    @property
+    def is_neon(self) -> bool:
+        return self.product in (DOTS, MATRICES)
+
+    @property
+    def group_bytes(self) -> int:
+        """Return the bytes of a panel's SCALE_GROUP."""
+        return SCALE_GROUP * PANEL_VECTORS * LANES // self.per_byte
+
+    @property
+    def operand_bytes(self) -> int:
+        """Return the bytes of an activation."""
+        return 2 if self.product == SHORTS else 1
+
+    @property
+    def expansion(self) -> int:
+        """Return how many times larger a panel is as the steps multiply it."""
+        return self.per_byte * self.operand_bytes
+
+    @property
+    def expands(self) -> bool:
+        """Return whether a panel lies otherwise than several rows multiply it."""
+        return self.expansion > 1 or self.is_neon
+
+
+INT8 = Grouped(TARGET.int8, SCALE_GROUP, 1)
+INT4 = Grouped(TARGET.int4, WEIGHT_GROUP, 2)
+
+
+def unpacked(builder, vector, kind: Grouped):
+    vectors = [vector] if kind is INT8 else _nibbles(builder, vector)
+    if kind.product == SHORTS:
         vectors = [short for four in vectors for short in shorts_of(builder, four)]
     return vectors
-
-
-def expansion(dtype: str) -> int:
-    return (2 if dtype == "int4" else 1) * (2 if step_name(dtype) == SHORTS else 1)
-
-
-def step_name(dtype: str) -> str:
-    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype]
 
 
 def _nibbles(builder, vector):

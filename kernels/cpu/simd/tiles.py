@@ -38,6 +38,8 @@ OUT_TILE = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
 ROW_TILE = 6
 IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS
+# Rows of x of an item, which share a panel in the L2 cache. In strips each block expands the panel's chunks anew.
+ROW_BLOCK = (16 if IN_STRIPS else 8) * ROW_TILE
 STEP_BYTES = 4  # of a column of B in a step
 LINE_BYTES = 64
 # Bytes ahead at which B is prefetched: hardware stops at pages of 4 KB, and int4 comes at 26 instead of 47 GB/s.

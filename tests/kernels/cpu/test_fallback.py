@@ -21,12 +21,11 @@ from support.paths import EOS, ROOT
 from tinygpt import LLM
 from tinygpt.kernels import cpu
 from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.cpu.arrays import NO_FACTORS
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
-from tinygpt.kernels.cpu.layers.formats import Linear
-from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
+from tinygpt.kernels.cpu.layers.linear import REPLACE, Linear, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
-from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
