@@ -1,11 +1,10 @@
-"""The interface of a backend, and names that backends share."""
+"""The interface of a backend: its functions, the arrays of a step, and names that backends share."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-
-from .batch import Batch
 
 KINDS = ("weight", "bias")
 # Names in the kernels, and in a checkpoint's layer.
@@ -15,10 +14,74 @@ NORMS = tuple(NORM_BEFORE.values())
 # Kinds of points in a layer: the residual stream, (N, C); heads, (N, H, D); summands; the MLP's units, (N, F).
 LOOKS = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "pre", "post", "mlp_out", "resid_post")
 SCORES = ("attn_scores", "pattern")  # (n, H, T) of one sequence
+NO_EMBEDS = np.empty((0, 0), np.float32)
 
 
 class DeviceError(Exception):
     """This machine cannot run a backend or a model."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step's N new tokens of S sequences, end to end. Integers are int32.
+
+    Prefill, chunked prefill and decode differ in `seq_starts` alone.
+    """
+
+    token_ids: np.ndarray  # (N,)
+    positions: np.ndarray  # (N,)    in the sequence, from 0
+    seq_starts: np.ndarray  # (S+1,)  sequence s has tokens seq_starts[s]:seq_starts[s+1]
+    slots: np.ndarray  # (S,)    slot of the KV cache
+    context_lens: np.ndarray  # (S,)    positions in the cache after this step
+    logit_rows: np.ndarray  # (R,)    tokens whose logits are wanted
+    embeds: np.ndarray  # (E, C)  float32; token id -1-j stands for row j
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        slots: Sequence[int],
+        logits_of: str | Sequence[int] = "last",
+        embeds: np.ndarray = NO_EMBEDS,
+    ) -> "Batch":
+        """Lay the next tokens of each sequence, chunks[s] from position starts[s], end to end.
+
+        logits_of: "all" tokens, the "last" of each sequence, or a count of last tokens for each sequence
+        """
+        starts = np.array(starts, np.int32)  # (S,)
+        if all(len(chunk) == 1 for chunk in chunks):  # decoding needs no array for each sequence
+            seq_starts = np.arange(len(chunks) + 1, dtype=np.int32)
+            context_lens = starts + np.int32(1)
+            token_ids = np.array([chunk[0] for chunk in chunks], np.int32)
+            positions = starts
+        else:
+            lens = np.array([len(chunk) for chunk in chunks], np.int32)
+            seq_starts = _bounds(lens)
+            context_lens = starts + lens
+            token_ids = np.concatenate([np.asarray(chunk, np.int32) for chunk in chunks])
+            positions = _runs(starts, lens)
+        if logits_of == "all":
+            logit_rows = np.arange(seq_starts[-1], dtype=np.int32)
+        elif logits_of == "last" or all(count == 1 for count in logits_of):
+            logit_rows = seq_starts[1:] - np.int32(1)
+        else:
+            counts = np.array(logits_of, np.int32)  # (S,)
+            logit_rows = _runs(seq_starts[1:] - counts, counts)
+        return cls(
+            token_ids, positions, seq_starts, np.array(slots, np.int32), context_lens, logit_rows, embeds
+        )
+
+    def next_step(self, token_ids: np.ndarray) -> "Batch":
+        """Return the decode step of these tokens (S,), with 0 for -1."""
+        context_lens = self.context_lens + np.int32(1)
+        return replace(
+            self, token_ids=np.maximum(token_ids, 0), positions=self.context_lens, context_lens=context_lens
+        )
+
+    @property
+    def token_slots(self) -> np.ndarray:
+        return np.repeat(self.slots, np.diff(self.seq_starts))
 
 
 class Hooks(Protocol):
@@ -58,7 +121,7 @@ class Backend(Protocol):
     ) -> None: ...
 
     def load_params(self, checkpoint, dtype: str, threads: int) -> Any:
-        """Pack a checkpoint: config, tensor(name) -> (out, in) float32, release(name)."""
+        """Pack a checkpoint: config, stored, tensor(name) -> (out, in) float32, release(name)."""
 
     def with_adapters(self, params, config, adapters: list[dict], num_slots: int) -> tuple[Any, np.ndarray]:
         """Return Params of float32 with LoRA's adapters, and an array (slots,), int32, of the adapter of each KV slot.
@@ -72,6 +135,7 @@ class Backend(Protocol):
     def new_kv_cache(self, config, num_slots: int, max_model_len: int, dtype: str) -> Any: ...
 
     def kv_cache_bytes(self, config, num_slots: int, max_model_len: int, dtype: str) -> int: ...
+
     def new_workspace(
         self, config, max_num_tokens: int, max_num_logits: int, threads: int, dtype: str
     ) -> Any: ...
@@ -113,13 +177,25 @@ class Backend(Protocol):
         """Write keys and values, float32 or as read."""
 
 
+def query_tiles(seq_starts: np.ndarray, size: int) -> np.ndarray:
+    """Cut sequences' new tokens into runs of up to `size`. Return the bounds (tiles + 1,)."""
+    starts, stops = seq_starts[:-1], seq_starts[1:]
+    if stops[-1] == starts.size:  # one token each, as in decoding
+        return seq_starts
+    runs = [np.arange(start, stop, size) for start, stop in zip(starts, stops, strict=True)]
+    return np.concatenate([*runs, seq_starts[-1:]])
+
+
+def _bounds(lens: np.ndarray) -> np.ndarray:
+    bounds = np.zeros(lens.size + 1, np.int32)
+    np.cumsum(lens, out=bounds[1:])
+    return bounds
+
+
+def _runs(firsts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    bounds = _bounds(lens)
+    return np.arange(bounds[-1], dtype=np.int32) + np.repeat(firsts - bounds[:-1], lens)
+
+
 def no_op(*arguments) -> None:
     pass
-
-
-def linear_names(config, layer: int) -> list[str]:
-    names = [f"h.{layer}.{name}" for name in LINEARS.values()]
-    if layer not in config.expert_layers:
-        return names
-    experts = range(config.num_experts)
-    return names[:2] + [f"h.{layer}.mlp.experts.{e}.{part}" for e in experts for part in ("c_fc", "c_proj")]

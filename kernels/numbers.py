@@ -39,6 +39,12 @@ def from_rows(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
 
 
+def even_bounds(count: int, parts: int) -> list[int]:
+    """Return the bounds (parts + 1,) of even parts, of which the first may be one longer."""
+    share, longer = divmod(count, parts)
+    return [i * share + min(i, longer) for i in range(parts + 1)]
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Return the log-softmax of rows (R, V) in float32, as transformers. Infinite rows give NaN."""
     logits = np.asarray(logits)  # which may be a GPU's

@@ -27,7 +27,7 @@ from tinygpt.bench.report import table
 from tinygpt.cli import main as cli
 from tinygpt.evaluation.texts import read_text
 from tinygpt.kernels import reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import DTYPES

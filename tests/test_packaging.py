@@ -3,11 +3,13 @@
 import configparser
 import os
 import re
+import shutil
 import subprocess
 import sys
-import zipfile
 from fnmatch import fnmatch
+from pathlib import Path
 
+import numpy
 import pytest
 
 import tinygpt
@@ -92,7 +94,6 @@ def test_every_supported_python_is_declared(project):
 
 @pytest.mark.parametrize("package", CODE)
 def test_every_file_that_is_no_code_is_package_data(package_data, package):
-    """And each package has an __init__.py, which `find:` looks for."""
     folder = ROOT / package
     name = package if package == "tinygpt" else f"tinygpt.{package}"
     patterns = words(package_data.get(name, ""))
@@ -114,23 +115,92 @@ def test_neither_run_time_nor_light_tests_need_torch(project):
     assert "torch" in names(extras["parity"])
 
 
-@pytest.mark.slow
-def test_the_wheel_of_the_sdist_runs_elsewhere(tmp_path):
-    pytest.importorskip("build")
-    command = [sys.executable, "-m", "build", "--outdir", str(tmp_path), str(ROOT)]  # it fetches setuptools
-    subprocess.run(command, check=True, capture_output=True)  # the wheel is made of the sdist
-    [wheel] = tmp_path.glob("*.whl")
-    modules = {
-        f"tinygpt/{f.relative_to(ROOT).as_posix()}" for name in CODE[1:] for f in (ROOT / name).rglob("*.py")
-    }
-    modules |= {f.relative_to(ROOT).as_posix() for f in (ROOT / "tinygpt").rglob("*.py")}
-    assert modules <= {*zipfile.ZipFile(wheel).namelist()}
-    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
-    code = "from tinygpt import LLM; print(LLM(device='reference').generate('Once', max_tokens=2)[0])"
-    code += "; import tinygpt; print(tinygpt.__file__)"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.startswith("RequestOutput(prompt='Once'"), done.stderr
-    assert str(tmp_path) in done.stdout
+def test_setup_cfg_lists_every_package():
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    found = []
+    for package in CODE:
+        files = [
+            f for f in (ROOT / package).rglob("__init__.py") if not any(p.is_symlink() for p in f.parents)
+        ]
+        names = [".".join(file.parent.relative_to(ROOT).parts) for file in files]
+        found += names if package == "tinygpt" else [f"tinygpt.{name}" for name in names]
+    assert words(parser["options"]["packages"]) == sorted(found)
+
+
+def copy_checkout(folder: Path, has_links: bool) -> Path:
+    """Copy all that a build reads. A zip, and a checkout on Windows, has each link as a text file."""
+    folder.mkdir(exist_ok=True)
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in CODE:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in CODE[1:]:
+        link = folder / "tinygpt" / name
+        if not has_links:
+            target = os.readlink(link)
+            link.unlink()
+            link.write_text(target, encoding="utf-8")
+    return folder
+
+
+def run(*command: str, cwd: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def install(source: Path, target: Path, *options: str) -> Path:
+    """Install without dependencies or network. Return the folder of packages."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    run(*pip, "--ignore-installed", "--prefix", str(target), *options, str(source), cwd=target.parent)
+    [packages] = target.rglob("site-packages")
+    return packages
+
+
+def generate(packages: Path, cwd: Path) -> str:
+    """Generate by the package in this folder, without the environment's own. Return the place of its kernels."""
+    libraries = Path(numpy.__file__).parents[1]
+    code = f"import site, sys; sys.path.insert(0, {str(packages)!r}); sys.path.append({str(libraries)!r}); "
+    code += f"site.addsitedir({str(packages)!r}); "  # an editable package is found by a .pth file
+    code += "import tinygpt.kernels.cpu; from tinygpt import LLM; "
+    code += "[output] = LLM('demo', device='reference').generate('Once', max_tokens=2); "
+    code += "assert len(output.outputs[0].token_ids) == 2; print(tinygpt.kernels.__file__)"
+    return run(sys.executable, "-S", "-c", code, cwd=cwd)  # -S: no .pth file of the environment
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
+def test_a_checkout_runs_in_place(tmp_path, has_links):
+    source = copy_checkout(tmp_path, has_links)
+    assert str(source) in generate(source, cwd=source)
+
+
+@pytest.mark.parametrize("has_links", [True, False], ids=["links", "no links"])
+def test_an_editable_package_runs_elsewhere(tmp_path, has_links):
+    source = copy_checkout(tmp_path, has_links)
+    packages = install(source, tmp_path / "installed", "--editable")
+    assert str(source) in generate(packages, cwd=packages)
+
+
+@pytest.mark.parametrize("way", ["folder", "zip", "sdist", "wheel"])
+def test_an_installed_package_runs_elsewhere(tmp_path, way):
+    source = copy_checkout(tmp_path / "checkout", has_links=way == "wheel")
+    target = tmp_path / "installed"
+    if way == "zip":
+        given = shutil.make_archive(str(tmp_path / "main"), "zip", tmp_path, "checkout")
+    elif way == "folder":
+        given = source
+    else:
+        build = [sys.executable, "-m", "build", "--no-isolation", f"--{way}", "--outdir", str(tmp_path)]
+        run(*build, str(source), cwd=tmp_path)
+        (given,) = tmp_path.glob("*.whl" if way == "wheel" else "*.tar.gz")
+    packages = install(given, target)
+    shutil.rmtree(source)
+    assert str(target) in generate(packages, cwd=tmp_path)
+    expected = {file.relative_to(ROOT).as_posix() for file in (ROOT / "tinygpt").rglob("*.py")}
+    for name in CODE[1:]:
+        expected |= {f"tinygpt/{file.relative_to(ROOT).as_posix()}" for file in (ROOT / name).rglob("*.py")}
+    installed = {file.relative_to(packages).as_posix() for file in (packages / "tinygpt").rglob("*.py")}
+    assert installed == expected

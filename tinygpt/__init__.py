@@ -4,7 +4,11 @@
 >>> LLM("demo").generate("Once upon a time", SamplingParams(max_tokens=16))
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+if not Path(__file__).with_name("kernels").is_dir():  # a checkout without symbolic links
+    __path__.append(str(Path(__file__).parents[1]))
 
 __version__ = "0.1.0"
 __all__ = [

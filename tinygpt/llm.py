@@ -414,12 +414,11 @@ class LLM(LookMethods):
 def _ranks(tensor_parallel_size: Any, pipeline_parallel_size: Any) -> Any:
     if tensor_parallel_size == pipeline_parallel_size == 1:
         return None
-    from .ranks.launch import Layout
-    from .ranks.mpi import world_of
+    from .ranks.mpi import Layout, world_of
 
     layout = Layout(tensor_parallel_size, pipeline_parallel_size)
     world = world_of(layout)  # before anything takes long
-    from .ranks.runner import join  # which imports the CPU's kernels
+    from .ranks.lead import join  # which imports the CPU's kernels
 
     return join(layout, world)
 

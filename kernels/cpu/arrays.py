@@ -1,11 +1,12 @@
 """A model's arrays: one table, from which loading, converted files and ranks derive; and Params, which kernels read."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..backend import KINDS, LINEARS, NORMS
+from ..numbers import even_bounds
 from .dtypes import DTYPES, new_weight, panel_count, weight_layout
 from .layers.activations import ACTIVATIONS
 from .layers.linear import MAX_SEGMENTS, Linear, quarters, whole
@@ -22,13 +23,6 @@ FLOAT32 = np.dtype(np.float32)
 
 
 class Norm(NamedTuple):
-    weight: np.ndarray  # (L, C) float32
-    bias: np.ndarray  # (L, C) float32
-
-
-class PostNorm(NamedTuple):
-    """A layer norm at the end of its block: its output is the residual stream."""
-
     weight: np.ndarray  # (L, C) float32
     bias: np.ndarray  # (L, C) float32
 
@@ -60,11 +54,13 @@ class Params(NamedTuple):
     project_in: Any  # (C, E), a Projection
     wpe: Any  # (n_positions, C), an array
     embed_norm: Any  # (1, C), a Norm
-    ln_1: Any  # (L, C), a Norm or a PostNorm
+    ln_1_before: Any  # (L, C), a Norm before the block, or None
+    ln_1_after: Any  # (L, C), a Norm after it, or None
     c_attn: Linear  # (L, 3C, C)   to q, k, v
     attended_factors: np.ndarray  # (L, C)    smoothing factors, or (1, 0)
     attn_proj: Linear  # (L, C, C)
-    ln_2: Any  # (L, C)
+    ln_2_before: Any  # (L, C), as ln_1
+    ln_2_after: Any
     c_fc: Linear  # (L, F, C)
     mlp_proj: Linear  # (L, C, F)
     experts: Any  # Experts
@@ -80,7 +76,7 @@ class Params(NamedTuple):
     inner_segments: np.ndarray  # (5,)  F in four runs; a rank has some of them
     epsilon: np.float32
     activation: int
-    low_rank: Any = None  # LowRank
+    adapters: Any = None  # Adapters
 
 
 @dataclass(frozen=True)
@@ -175,8 +171,8 @@ def params_of(arrays: dict[str, np.ndarray], config, dtype: str, share: "RankSha
 
 def new_params(config, dtype: str, arrays: dict[str, Any], share: "RankShare") -> Params:
     """Build Params from arrays by their names in `model_arrays`."""
-    norm_record = PostNorm if config.norm_placement == "post" else Norm
-    norms = {norm: norm_record(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    norms = {norm: Norm(*(arrays[f"{norm}_{kind}"] for kind in KINDS)) for norm in NORMS}
+    is_after = config.norm_placement == "post"
     slopes = np.array(config.alibi_slopes[share.heads.start : share.heads.stop], np.float32)
     C, E = config.n_embd, config.embedding_size
     factors = {"c_fc": arrays.get("inner_factors", NO_FACTORS)}
@@ -189,7 +185,8 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "RankShare") -
         project_in=_projection("project_in", arrays, C, E),
         project_out=_projection("project_out", arrays, E, C),
         experts=arrays.get("experts"),
-        **norms,
+        **{f"{name}_before": None if is_after else norm for name, norm in norms.items()},
+        **{f"{name}_after": norm if is_after else None for name, norm in norms.items()},
         **{
             name: Linear(arrays[name], arrays[f"{name}_bias"], factors.get(name, NO_FACTORS))
             for name in LINEARS
@@ -259,16 +256,6 @@ class RankShare:
     is_first: bool  # stage: it embeds
     is_last: bool  # stage: it has ln_f and the head
     tensor_size: int  # ranks that share these layers
-
-    # Ranks run no model with these.
-    embed_dim: ClassVar[None] = None
-    expert_layers: ClassVar[tuple] = ()
-    num_experts: ClassVar[int] = 0
-    experts_per_token: ClassVar[int] = 1
-
-    @property
-    def embedding_size(self) -> int:
-        return self.n_embd
 
     @property
     def n_layer(self) -> int:
@@ -353,9 +340,8 @@ def share_of(
 
 
 def _even_run(count: int, rank: int, ranks: int) -> range:
-    share, longer = divmod(count, ranks)
-    bounds = [i * share + min(i, longer) for i in (rank, rank + 1)]
-    return range(*bounds)
+    bounds = even_bounds(count, ranks)
+    return range(bounds[rank], bounds[rank + 1])
 
 
 def _cut_weight(array: Array, weight: Any, runs: list[range]) -> Any:

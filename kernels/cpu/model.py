@@ -10,20 +10,23 @@ from .arrays import Params
 from .jit import inline, kernel
 from .kv_cache import KVCache
 from .layers.activations import NONE
-from .layers.adapters import ATTN_PROJ, C_ATTN, MLP_PROJ, add_low_rank
+from .layers.adapters import ATTN_PROJ, C_ATTN, MLP_PROJ, add_adapters
 from .layers.attention import attend, write_kv
 from .layers.experts import expert_block, has_experts, mlp_row
-from .layers.hooks import ATTENDED, HEADS, MIDDLE, STREAM, SUMMAND, first_layer, inner_linear, look
+from .layers.hooks import (
+    ATTENDED,
+    HEADS,
+    MIDDLE,
+    STREAM,
+    SUMMAND,
+    call_hooks,
+    first_layer,
+    inner_linear,
+    run_with_hooks,
+)
 from .layers.linear import REPLACE, add_projection, linear
 from .layers.operands import quantize_activations
-from .layers.rows import (
-    ONE_LAYER,
-    embed_rows,
-    norm_after,
-    norm_before,
-    norm_if_any,
-    score_tokens,
-)
+from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy, score_tokens
 from .sampling_rows import choose_greatest, is_last_step
 from .team import begin_step, join_step
 from .workspace import Workspace, fill, step_of
@@ -34,9 +37,7 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     if look is None:
         workspace.team.run(take_steps, params, kv_cache, workspace.buffers)
     else:
-        from .hooks import run  # rarely needed
-
-        run(take_steps, params, batch, kv_cache, workspace, look)
+        run_with_hooks(take_steps, params, batch, kv_cache, workspace, look)
     return workspace.buffers.logits[: batch.logit_rows.size]
 
 
@@ -55,17 +56,17 @@ def take_steps(team, leads, params, kv_cache, buffers):
         layers = params.attention_scales.size
         every = buffers.every[: x.shape[0]]
         embed(team, params, x, step, buffers)
-        for layer in range(first_layer(buffers.look), layers):
-            look(team, buffers.look, STREAM, layer)
+        for layer in range(first_layer(buffers.hooks), layers):
+            call_hooks(team, buffers.hooks, STREAM, layer)
             attention_block(team, params, layer, x, step, kv_cache, buffers)
-            norm_after(team, buffers.stream, x, every, params.ln_1, layer, params.epsilon)
-            look(team, buffers.look, MIDDLE, layer)
+            norm_if_any(team, buffers.stream, x, every, params.ln_1_after, layer, params.epsilon)
+            call_hooks(team, buffers.hooks, MIDDLE, layer)
             if has_experts(params.experts, layer):
                 expert_block(team, params.experts, params, layer, x, buffers)
             else:
                 mlp_block(team, params, layer, x, buffers)
-            norm_after(team, buffers.stream, x, every, params.ln_2, layer, params.epsilon)
-        look(team, buffers.look, STREAM, layers)
+            norm_if_any(team, buffers.stream, x, every, params.ln_2_after, layer, params.epsilon)
+        call_hooks(team, buffers.hooks, STREAM, layers)
         head(team, params, x, step, buffers)
         choose_greatest(team, step, buffers.choices, buffers.logits[: step.logit_rows.size])
         to_take -= 1
@@ -91,14 +92,14 @@ def attention_block(team, params, layer, x, step, kv_cache, buffers):
     attended = b.attended[:n]
     k = kv_cache.k[layer]
     v = kv_cache.v[layer]
-    norm_before(team, b.normed, x, b.every[:n], params.ln_1, layer, params.epsilon)
+    norm_or_copy(team, b.normed, x, b.every[:n], params.ln_1_before, layer, params.epsilon)
     linear(team, qkv, b.normed, params.c_attn, layer, params.embd_segments, NONE, REPLACE)  # (N, 3C)
-    add_low_rank(team, qkv, b.normed.values, params.low_rank, C_ATTN, layer, step.token_slots)
-    look(team, b.look, HEADS, layer)
+    add_adapters(team, qkv, b.normed.values, params.adapters, C_ATTN, layer, step.token_slots)
+    call_hooks(team, b.hooks, HEADS, layer)
     write_kv(team, k, v, qkv, step.positions, step.token_slots, step.tiles)
     attend(team, attended, qkv, k, v, step.positions, step.token_slots, step.tiles, scale, params.alibi)
-    add_low_rank(team, x, attended, params.low_rank, ATTN_PROJ, layer, step.token_slots)
-    look(team, b.look, ATTENDED, layer)
+    add_adapters(team, x, attended, params.adapters, ATTN_PROJ, layer, step.token_slots)
+    call_hooks(team, b.hooks, ATTENDED, layer)
     quantize_activations(team, b.heads, attended, params.attended_factors, layer)
     add_projection(team, x, b.heads, params.attn_proj, layer, params.head_segments, b.ranks)
 
@@ -109,20 +110,11 @@ def mlp_block(team, params, layer, x, buffers):
     b = buffers
     n = x.shape[0]
     row = mlp_row(params.experts, layer)
-    activation = params.activation
-    norm_before(team, b.normed, x, b.every[:n], params.ln_2, layer, params.epsilon)
-    c_fc = params.c_fc
-    no_factors = params.attn_proj.factors
-    segments = params.embd_segments
-    low_rank = params.low_rank
     slots = b.step.token_slots[:n]
-    inner = b.inner
-    x_in = b.normed
-    inner_linear(
-        team, b.look, low_rank, slots, inner, x_in, c_fc, no_factors, row, layer, segments, activation
-    )  # (N, F)
-    add_low_rank(team, x, b.inner.values, low_rank, MLP_PROJ, layer, slots)
-    look(team, b.look, SUMMAND, layer)
+    norm_or_copy(team, b.normed, x, b.every[:n], params.ln_2_before, layer, params.epsilon)
+    inner_linear(team, b.hooks, params.adapters, params, row, layer, slots, b)  # (N, F)
+    add_adapters(team, x, b.inner.values, params.adapters, MLP_PROJ, layer, slots)
+    call_hooks(team, b.hooks, SUMMAND, layer)
     add_projection(team, x, b.inner, params.mlp_proj, row, params.inner_segments, b.ranks)
 
 
@@ -130,5 +122,5 @@ def mlp_block(team, params, layer, x, buffers):
 def head(team, params, x, step, buffers):
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
     logits = buffers.logits[: step.logit_rows.size]
-    norm_before(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
+    norm_or_copy(team, buffers.final, x, step.logit_rows, params.ln_f, ONE_LAYER, params.epsilon)  # (R, C)
     score_tokens(team, params.project_out, params, logits, buffers)

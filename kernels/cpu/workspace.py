@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..batch import query_tiles
+from ..backend import query_tiles
 from .dtypes import DTYPES
 from .jit import inline
 from .layers.attention import scratch_size
@@ -33,19 +33,19 @@ class Step(NamedTuple):
 class Buffers(NamedTuple):
     x: np.ndarray  # (N, C)   the residual stream
     stream: Any  # (N, C)   x as an operand
-    embedded: Any  # (N, E)   embeddings of another width, an operand
-    to_project: Any  # (N, E)   an operand
+    embedded: Any  # (N, E)   embeddings of another width, an operand, or None
+    to_project: Any  # (N, E)   an operand, or None
     normed: Any  # (N, C)   an operand of operands.py
     qkv: np.ndarray  # (N, 3C)
     attended: np.ndarray  # (N, C)
     heads: Any  # (N, C)   `attended` as an operand
     inner: Any  # (N, F)   an operand
     final: Any  # (R, C)   an operand
-    to_score: Any  # (R, E)   an operand
-    mixture: "Mixture"
+    to_score: Any  # (R, E)   an operand, or None
+    mixture: "Mixture | None"
     logits: np.ndarray  # (R, V)
     every: np.ndarray  # (N,)     0, 1, 2, ...
-    look: Any  # a Look, or None
+    hooks: Any  # HookBuffers, or None
     step: Step
     choices: Choices
     sizes: np.ndarray  # (3,)      N, the number of tiles, R
@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
 
 
 class Mixture(NamedTuple):
-    """The buffers of layers with k experts a token; no rows without experts."""
+    """The buffers of layers with k experts a token."""
 
     normed: Float32Operand  # (N, C)
     scores: np.ndarray  # (N, experts) float64
@@ -71,39 +71,44 @@ class Mixture(NamedTuple):
 class Workspace:
     buffers: Buffers
     team: TeamThreads
-    looking: dict[int, Buffers] = field(
-        default_factory=dict
-    )  # with a Look, by the layer that a step begins with
+    hooked: dict[int, Buffers] = field(default_factory=dict)  # with hooks, by a step's first layer
 
 
 def new_workspace(
-    config, max_num_tokens: int, max_num_logits: int, threads: int = 1, dtype: str = "float32", allgather=None
+    config,
+    max_num_tokens: int,
+    max_num_logits: int,
+    threads: int = 1,
+    dtype: str = "float32",
+    share=None,
+    allgather=None,
 ) -> Workspace:
-    """config: a ModelConfig, or a rank's Part, whose `allgather` is a field of Ranks."""
+    """share: a rank's RankShare, else all. allgather: Ranks', if several ranks share the layers."""
+    part = config if share is None else share
     n = max_num_tokens
     r = max_num_logits
     c = config.n_embd
     e = config.embedding_size
-    width = config.n_head * config.head_size
+    width = part.n_head * part.head_size
     narrow = bool(config.embed_dim)
     head_dtype = DTYPES[dtype].head
     x, attended = zeros((n, c)), zeros((n, width))
     buffers = Buffers(
         x=x,
         stream=Float32Operand(x),
-        embedded=Float32Operand(zeros((n * narrow, e))),
-        to_project=new_operand(dtype, n * narrow, e),
+        embedded=Float32Operand(zeros((n, e))) if narrow else None,
+        to_project=new_operand(dtype, n, e) if narrow else None,
         normed=new_operand(dtype, n, c),
         qkv=zeros((n, 3 * width)),
         attended=attended,
         heads=DTYPES[dtype].operand_of(attended),
-        inner=new_operand(dtype, n, config.inner_size),
+        inner=new_operand(dtype, n, part.inner_size),
         final=new_operand(dtype if narrow else head_dtype, r, c),
-        to_score=new_operand(head_dtype, r * narrow, e),
-        mixture=_new_mixture(config, n if config.expert_layers else 0, dtype),
-        logits=zeros((r, config.vocab_size)),
+        to_score=new_operand(head_dtype, r, e) if narrow else None,
+        mixture=_new_mixture(config, n, dtype) if config.expert_layers else None,
+        logits=zeros((r, part.vocab_size)),
         every=np.arange(n, dtype=np.int32),
-        look=None,
+        hooks=None,
         step=Step(
             token_ids=np.zeros(n, np.int32),
             embeds=zeros((n, e)),
@@ -122,9 +127,9 @@ def new_workspace(
             stop_early=np.zeros(1, np.int64),
         ),
         sizes=np.zeros(3, np.int64),
-        ranks=None if allgather is None else _new_ranks(config, n, allgather),
+        ranks=None if allgather is None else _new_ranks(share, n, allgather),
     )
-    scratch = max(SCRATCH, scratch_size(config.head_size), c, e, config.inner_size)
+    scratch = max(SCRATCH, scratch_size(config.head_size), c, e, part.inner_size)
     return Workspace(buffers, TeamThreads(threads, zeros((threads, -(-scratch // LANES) * LANES))))
 
 

@@ -21,16 +21,6 @@ STEP_SIZE = OUT_TILE * STEP  # numbers
 # Every kernel sums K in 8 runs of whole steps, each in order, then the runs in order.
 SEGMENTS = 8
 ARRAY_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
-# By field of the configuration.
-NOT_IMPLEMENTED = {
-    "norm_placement": "layer norms after its blocks",
-    "positions": "ALiBi in place of position embeddings",
-    "embed_norm": "a layer norm after its embeddings",
-    "final_norm": "no layer norm before its head",
-    "embed_dim": "embeddings of another width than its own",
-    "embed_scale": "embeddings that are multiplied by a number",
-    "expert_layers": "experts",
-}
 
 
 class Weights(NamedTuple):
@@ -64,9 +54,10 @@ class Params:
 
 
 def check_model(config: Any) -> None:
-    found = [named for field, named in NOT_IMPLEMENTED.items() if field in config.structure]
-    if found:
-        raise DeviceError(f"the model has {', '.join(found)}, which no kernel for a GPU computes.")
+    if config.differences:
+        raise DeviceError(
+            f"the model has {', '.join(config.differences)}, which no kernel for a GPU computes."
+        )
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..batch import query_tiles
+from ..backend import query_tiles
 from .layers.attention_products import KEY_BLOCK
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.

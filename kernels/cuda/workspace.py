@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import DeviceError
-from ..batch import query_tiles
+from ..backend import DeviceError, query_tiles
 from .kv_cache import kv_cache_bytes, padded_head
 from .params import activation_dtype, array_type, item_bytes, padded_columns, params_bytes
 from .runtime import device as devices

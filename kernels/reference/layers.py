@@ -47,7 +47,7 @@ def linear(params: Params, name: str, x: np.ndarray) -> np.ndarray:
     if params.watch is not None:
         params.watch(name, x)
     y = x @ params[f"{name}.weight"].T + params[f"{name}.bias"]
-    for i, adapter in enumerate(params.adapters if params.of_row is not None else ()):
+    for i, adapter in enumerate(params.adapters):
         rows = np.flatnonzero(params.of_row == i)
         if name in adapter and rows.size:
             down, up = adapter[name]
@@ -96,7 +96,7 @@ def queries_keys_values(params: Params, layer: int, x: np.ndarray) -> list[np.nd
     return [part.reshape(heads) for part in np.split(qkv, 3, axis=1)]
 
 
-def expert_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:
+def expert_block(params: Params, layer: int, x: np.ndarray) -> None:
     """x (N, C) += each row's experts, weighted."""
     name = f"h.{layer}.mlp"
     normed = norm_before(params, f"h.{layer}.ln_2", x)  # (N, C)
@@ -119,7 +119,9 @@ def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray
     probabilities /= probabilities.sum(-1, keepdims=True)
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, : config.experts_per_token]  # (N, k)
     shares = np.take_along_axis(probabilities, chosen, axis=1)
-    return chosen, shares / shares.sum(-1, keepdims=True) if config.norm_topk_prob else shares
+    if config.norm_topk_prob:
+        shares = shares / shares.sum(-1, keepdims=True)
+    return chosen, shares
 
 
 def gelu_tanh(x):

@@ -27,7 +27,8 @@ from .state import KVCache, Params, write_kv
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None) -> np.ndarray:
-    look, first = (look, look.first) if look else (no_op, 0)
+    first = 0 if look is None else look.first
+    look = no_op if look is None else look
     if params.adapters:
         params = replace(params, of_row=params.of_slot[batch.token_slots])
     x = embed(params, batch)
@@ -38,7 +39,10 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace=None, look=None)
         attention_block(params, layer, x, batch, kv_cache, look)
         norm_after(params, f"h.{layer}.ln_1", x)
         look("resid_mid", layer, x)
-        (expert_block if layer in params.config.expert_layers else mlp_block)(params, layer, x, look)
+        if layer in params.config.expert_layers:
+            expert_block(params, layer, x)
+        else:
+            mlp_block(params, layer, x, look)
         norm_after(params, f"h.{layer}.ln_2", x)
         look("resid_post", layer, x)
     return head(params, x, batch)
@@ -50,9 +54,8 @@ def embed(params: Params, batch) -> np.ndarray:
     Other models than GPT-2 scale wte, project it, lack wpe, or have a layer norm here.
     """
     is_given = batch.token_ids < 0  # (N,)
-    x = params["wte.weight"][np.where(is_given, 0, batch.token_ids)].astype(
-        np.float64
-    )  # (N, C) or (N, embed_dim)
+    token_ids = np.where(is_given, 0, batch.token_ids)
+    x = params["wte.weight"][token_ids].astype(np.float64)  # (N, C) or (N, embed_dim)
     x *= params.config.embed_scale
     if is_given.any():
         x[is_given] = batch.embeds[-1 - batch.token_ids[is_given]]
@@ -66,7 +69,9 @@ def embed(params: Params, batch) -> np.ndarray:
 def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: KVCache, look=no_op) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
     q, k, v = queries_keys_values(params, layer, x)
-    look("q", layer, q), look("k", layer, k), look("v", layer, v)
+    look("q", layer, q)
+    look("k", layer, k)
+    look("v", layer, v)
     attended = np.empty_like(q)
     attention = attend_int8 if kv_cache.dtype == "int8" else attend  # (N, H, D)
     for s, slot in enumerate(batch.slots):
@@ -84,9 +89,8 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
             lambda kind, array, s=s: look(kind, layer, array, s),
         )
     look("z", layer, attended)
-    add_projection(
-        params, f"h.{layer}.attn.c_proj", x, attended.reshape(x.shape), partial(look, "attn_out", layer)
-    )
+    y = attended.reshape(x.shape)  # (N, C)
+    add_projection(params, f"h.{layer}.attn.c_proj", x, y, partial(look, "attn_out", layer))
 
 
 def mlp_block(params: Params, layer: int, x: np.ndarray, look=no_op) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import KINDS, NORMS, linear_names
-
 
 @dataclass(frozen=True)
 class Params:
@@ -28,16 +26,8 @@ class Params:
 
 
 def load_params(checkpoint, dtype: str = "float32", threads: int = 1) -> Params:
-    config = checkpoint.config
-    names = ["wte.weight", "lm_head.weight"]
-    names += ["wpe.weight"] * (not config.has_alibi)
-    names += ["project_in.weight", "project_out.weight"] * (config.embed_dim is not None)
-    parts = ["ln_e"] * config.embed_norm + ["ln_f"] * config.final_norm
-    for i in range(config.n_layer):
-        parts += [*(f"h.{i}.{norm}" for norm in NORMS), *linear_names(config, i)]
-        names += [f"h.{i}.mlp.gate.weight"] * (i in config.expert_layers)
-    names += [f"{part}.{kind}" for part in parts for kind in KINDS]
-    return Params(config, {name: checkpoint.tensor(name) for name in names})
+    names = dict.fromkeys([*checkpoint.stored, "lm_head.weight"])
+    return Params(checkpoint.config, {name: checkpoint.tensor(name) for name in names})
 
 
 def with_adapters(

@@ -17,7 +17,7 @@ from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from tinygpt import LLM, SamplingParams
 from tinygpt.kernels import cpu
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
 

@@ -19,12 +19,11 @@ from support.golden_models import SOFT_PROMPTS, golden_array, write_lora, write_
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
-from tinygpt.ranks import cut, runner
-from tinygpt.ranks.cut import part_of_rank
-from tinygpt.ranks.driver import RankZeroDriver, follow
-from tinygpt.ranks.launch import Layout
-from tinygpt.ranks.rank_model import RankModel
-from tinygpt.ranks.runner import Ranks
+from tinygpt.ranks import lead as lead_module
+from tinygpt.ranks import rank as rank_module
+from tinygpt.ranks.lead import Ranks, RankZeroDriver, follow
+from tinygpt.ranks.mpi import Layout
+from tinygpt.ranks.rank import RankModel, share_of_rank
 
 # Heads that no number of ranks divides, a vocabulary that is no multiple of anything.
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
@@ -42,40 +41,47 @@ FAMILIES = {
     "xglm": xglm(d_model=320, attention_heads=5, max_position_embeddings=90),
 }
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-ALL = [(tp, pp) for tp in (1, 2, 3, 4) for pp in (1, 2, 4) if (tp, pp) != (1, 1)]
 # Each dtype and family on ranks compiles steps of its own, for 10 to 30 s: every day two dtypes whose cuts differ most
-# (int8 sums whole groups of inputs). What ranks hold of the others is tried in test_cut.py.
-FEW = [
-    ("five", "float32", (2, 1)),
-    ("five", "int8", (3, 1)),
-    ("untied", "int8", (1, 2)),
-    ("odd", "float32", (3, 4)),
-    ("small-xl", "float32", (4, 1)),
-    ("xglm", "float32", (2, 2)),
-]
-# Every layout in every dtype, and of the other models a few.
-REST = [
-    ("five", dtype, layout) for dtype in DTYPES for layout in ALL if ("five", dtype, layout) not in FEW
-] + [
-    ("xl", "bfloat16", (4, 2)),
-    ("xl", "int8", (2, 1)),
-    ("xl", "int4", (3, 1)),
-    ("untied", "float32", (3, 1)),
-    ("untied", "bfloat16", (4, 2)),
-    ("untied", "int4", (2, 4)),
-    ("odd", "float32", (2, 2)),
-    ("small-xl", "bfloat16", (2, 1)),  # 13 + 12 heads
-    ("small-xl", "bfloat16", (3, 2)),
-    ("bloom", "float32", (3, 1)),
-    ("bloom", "bfloat16", (4, 2)),
-    ("bloom", "int8", (2, 2)),
-    ("bloom", "int4", (1, 2)),
-    ("mpt", "float32", (4, 1)),
-    ("mpt", "bfloat16", (3, 2)),
-    ("gpt-1", "float32", (2, 2)),
-    ("gpt-1", "bfloat16", (1, 2)),
-]
-CASES = FEW + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+# (int8 sums whole groups of inputs). What ranks hold of the others is tried in test_cut.py. A row is a model, a dtype,
+# the ranks that share a layer, and the stages.
+FEW = """
+five      float32   2 1
+five      int8      3 1
+untied    int8      1 2
+odd       float32   3 4
+small-xl  float32   4 1
+xglm      float32   2 2
+"""
+# Of the models other than "five", which has every layout in every dtype.
+REST = """
+xl        bfloat16  4 2
+xl        int8      2 1
+xl        int4      3 1
+untied    float32   3 1
+untied    bfloat16  4 2
+untied    int4      2 4
+odd       float32   2 2
+small-xl  bfloat16  2 1
+small-xl  bfloat16  3 2
+bloom     float32   3 1
+bloom     bfloat16  4 2
+bloom     int8      2 2
+bloom     int4      1 2
+mpt       float32   4 1
+mpt       bfloat16  3 2
+gpt-1     float32   2 2
+gpt-1     bfloat16  1 2
+"""
+
+
+def rows_of(table: str) -> list[tuple[str, str, tuple[int, int]]]:
+    rows = [line.split() for line in table.split("\n") if line]
+    return [(model, dtype, (int(tensor), int(pipeline))) for model, dtype, tensor, pipeline in rows]
+
+
+LAYOUTS = [(tensor, pipeline) for tensor in (1, 2, 3, 4) for pipeline in (1, 2, 4)]
+ALL = [("five", dtype, layout) for dtype in DTYPES for layout in LAYOUTS[1:]] + rows_of(REST)
+CASES = rows_of(FEW) + [pytest.param(*row, marks=pytest.mark.slow) for row in ALL if row not in rows_of(FEW)]
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +91,11 @@ def folders(tmp_path_factory):
     def folder(name: str) -> str:
         if name not in made:
             path = tmp_path_factory.mktemp(name)
-            written = (
-                write_fields(path, FAMILIES[name]) if name in FAMILIES else write_model(path, **MODELS[name])
+            is_family = name in FAMILIES
+            made[name] = (
+                write_fields(path, FAMILIES[name]) if is_family else write_model(path, **MODELS[name])
             )
-            made[name] = str(written)
-        return made[name]
+        return str(made[name])
 
     return folder
 
@@ -111,18 +117,22 @@ def alone(folders):
 OPTIONS = {"threads": 1, "max_num_seqs": 4, "max_num_batched_tokens": 40}
 
 
+def sized(layout: Layout) -> dict[str, int]:
+    sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
+    return {**OPTIONS, **sizes}
+
+
 @contextmanager
 def on_ranks(monkeypatch, layout, model, delivered=None, **options):
     """An LLM over ranks that are threads, and what they share. Pipelines cut small steps and batches, too."""
-    monkeypatch.setattr(cut, "TOKENS_OF_A_READING", 4)
-    monkeypatch.setattr(runner, "LEAST_GROUP", 1)
+    monkeypatch.setattr(rank_module, "TOKENS_OF_A_READING", 4)
+    monkeypatch.setattr(lead_module, "LEAST_GROUP", 1)
     layout = Layout(*layout)
     threads = Threads(layout.size, delivered)
     lead = RankZeroDriver(running(threads, follow))
     monkeypatch.setattr(tinygpt.llm, "_ranks", lambda tensor, pipeline: Ranks(lead, Layout(tensor, pipeline)))
-    sizes = {"tensor_parallel_size": layout.tensor_size, "pipeline_parallel_size": layout.pipeline_size}
     try:
-        with LLM(model, **{**OPTIONS, **sizes, **options}) as llm:
+        with LLM(model, **{**sized(layout), **options}) as llm:
             yield llm, threads
     except BaseException:
         atexit.unregister(lead.end)
@@ -148,22 +158,25 @@ def everything(llm: LLM) -> dict[str, str]:
     fork = session.fork()
     fork.extend(ids[20:24])
     fork.generate(params)
+    hidden = [llm.hidden_states(ids[:50]), llm.hidden_states(ids[:50], before_norm=True)[-1]]
+    logprobs = [np.array([*d.values()]) for output in sampled for d in output.outputs[0].logprobs]
+    scores = llm.score(ids[:5], [ids[5:9], ids[9:10]])
     return {
         "logits": digest(llm.logits(ids)),
-        "hidden states": digest(
-            llm.hidden_states(ids[:50]), llm.hidden_states(ids[:50], before_norm=True)[-1]
-        ),
+        "hidden states": digest(*hidden),
         "attentions": digest(llm.attentions(ids[:20])),
-        "tokens": digest(*(np.array(output.outputs[0].token_ids) for output in sampled)),
-        "tokens alone": digest(*(np.array(output.outputs[0].token_ids) for output in plain)),
-        "log probabilities": digest(
-            *(np.array([*d.values()]) for o in sampled for d in o.outputs[0].logprobs)
-        ),
-        "embeds": digest(*(np.array(output.outputs[0].token_ids) for output in embedded)),
-        "beams": digest(*(np.array(s.token_ids) for output in beams for s in output.outputs)),
+        "tokens": digest(*tokens_of(sampled)),
+        "tokens alone": digest(*tokens_of(plain)),
+        "log probabilities": digest(*logprobs),
+        "embeds": digest(*tokens_of(embedded)),
+        "beams": digest(*tokens_of(beams)),
         "session": digest(np.array(session.token_ids), np.array(fork.token_ids)),
-        "scores": digest(np.array([s.cumulative_logprob for s in llm.score(ids[:5], [ids[5:9], ids[9:10]])])),
+        "scores": digest(np.array([score.cumulative_logprob for score in scores])),
     }
+
+
+def tokens_of(outputs) -> list[np.ndarray]:
+    return [np.array(sample.token_ids) for output in outputs for sample in output.outputs]
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -264,22 +277,17 @@ def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone)
     with on_ranks(monkeypatch, (2, 2), folders("five")) as (llm, _):
         llm.close()
         for layout, num_seqs in [((4, 1), 9), ((1, 4), 2), ((2, 2), 4)]:
-            sizes = {
-                "tensor_parallel_size": layout[0],
-                "pipeline_parallel_size": layout[1],
-                "max_num_seqs": num_seqs,
-            }
-            with LLM(folders("five"), **{**OPTIONS, **sizes}) as other:
+            with LLM(folders("five"), **{**sized(Layout(*layout)), "max_num_seqs": num_seqs}) as other:
                 assert digest(other.logits([i * 7 % 101 for i in range(70)])) == expected
 
 
 def test_a_model_that_cannot_be_shared_leaves_the_ranks_waiting_for_the_next(monkeypatch, folders):
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    sizes = sized(Layout(2))
     with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
         llm.close()
         with pytest.raises(RequestError, match="cannot be shared in int8 with the same results"):
-            LLM(folders("odd"), **OPTIONS, **sizes, dtype="int8")
-        with LLM(folders("five"), **OPTIONS, **sizes) as second:
+            LLM(folders("odd"), **sizes, dtype="int8")
+        with LLM(folders("five"), **sizes) as second:
             second.generate([[5]], max_tokens=3)
 
 
@@ -297,12 +305,12 @@ def test_what_fails_on_one_rank_is_told_by_rank_0_as_what_it_is(monkeypatch, fol
         load(self, world, *arguments)
 
     kind = type(error) if isinstance(error, TinyGPTError) else TinyGPTError
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    sizes = sized(Layout(2))
     with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
         llm.close()
         monkeypatch.setattr(RankModel, "__init__", load_here)
         with pytest.raises(TinyGPTError, match=r"rank 1 of 2, on .*no room") as raised:
-            LLM(folders("five"), **OPTIONS, **sizes)
+            LLM(folders("five"), **sizes)
     assert raised.type is kind
 
 
@@ -310,7 +318,7 @@ def floats_sent(config, layout, rows):
     """Between all ranks, in a step of so many tokens: exchanges within stages, hops between them, and the logits."""
     tensor = layout.tensor_size
     width = rows * config.n_embd
-    own = 0 if layout.pipeline_size > 1 else len(part_of_rank(layout, 0, config, "float32").vocab)
+    own = 0 if layout.pipeline_size > 1 else len(share_of_rank(layout, 0, config, "float32").vocab)
     exchanges = (2 * config.n_layer + 1) * tensor * (tensor - 1)
     return (exchanges + (layout.pipeline_size - 1) * tensor) * width + rows * (config.vocab_size - own)
 

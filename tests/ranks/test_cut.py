@@ -9,12 +9,13 @@ from support.family_models import write_family
 from support.golden_models import write_model
 from tinygpt.engine.model_source import ModelSource
 from tinygpt.errors import RequestError
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.arrays import COLUMNS, INPUTS, Norm, model_arrays, params_of, to_file
 from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
 from tinygpt.kernels.cpu.load import load_arrays
-from tinygpt.ranks.cut import check_cut, micro_batches, part_of_rank, run_groups, stage_layers
-from tinygpt.ranks.launch import Layout
+from tinygpt.ranks.lead import run_groups
+from tinygpt.ranks.mpi import Layout
+from tinygpt.ranks.rank import check_cut, micro_batches, share_of_rank, stage_layers
 from tinygpt.weights.config import ModelConfig
 
 XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
@@ -24,7 +25,7 @@ XL = ModelConfig(n_embd=1600, n_layer=48, n_head=25)
 def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeline_size):
     config = ModelConfig(n_embd=heads * 4, n_head=heads, n_layer=5, vocab_size=vocab_size)
     layout = Layout(tensor_size, pipeline_size)
-    parts = [part_of_rank(layout, rank, config, "float32") for rank in range(layout.size)]
+    parts = [share_of_rank(layout, rank, config, "float32") for rank in range(layout.size)]
     for stage in range(pipeline_size):
         own = parts[stage * tensor_size : (stage + 1) * tensor_size]
         assert [head for part in own for head in part.heads] == list(range(heads))
@@ -36,11 +37,11 @@ def test_all_parts_together_are_the_model(heads, vocab_size, tensor_size, pipeli
 
 @pytest.mark.parametrize(("size", "heads"), [(2, [13, 12]), (3, [13, 6, 6]), (4, [7, 6, 6, 6])])
 def test_the_25_heads_of_xl(size, heads):
-    assert [len(part_of_rank(Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
+    assert [len(share_of_rank(Layout(size), rank, XL, "int8").heads) for rank in range(size)] == heads
 
 
 def test_50257_tokens_are_shared_without_padding():
-    assert [len(part_of_rank(Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
+    assert [len(share_of_rank(Layout(2), rank, XL, "int4").vocab) for rank in range(2)] == [25129, 25128]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     whole = source.load_params(1)
     layout = Layout(4, 2)
     for rank in range(layout.size):
-        part = part_of_rank(layout, rank, source.config, dtype)
+        part = share_of_rank(layout, rank, source.config, dtype)
         params = source.load_part(1, part)
         for name, array in model_arrays(source.config, dtype, tied).items():
             if not array.layers or array.dtype is None:
@@ -95,7 +96,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     layout = Layout(2 if source.config.n_head > 3 else 1, 2)
     has_alibi = source.config.has_alibi
     for rank in range(layout.size):
-        part = part_of_rank(layout, rank, source.config, "float32")
+        part = share_of_rank(layout, rank, source.config, "float32")
         params = source.load_part(1, part)
         slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
         assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
@@ -117,6 +118,9 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
     return unpack(dtype, tuple(array[layer] for array in weight), n, k)
 
 
+NO_RANKS = "which several ranks cannot run"
+
+
 @pytest.mark.parametrize(
     ("layout", "fields", "dtype", "device", "said"),
     [
@@ -130,6 +134,28 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
             "cpu",
             "cannot be shared in int8 with the same results",
         ),
+        # Another arithmetic than GPT-2's, unless ranks have it; a field may learn a value.
+        (
+            Layout(2),
+            {"embed_dim": 512, "num_experts": 4},
+            "float32",
+            "cpu",
+            f"embed_dim is 512, num_experts is 4, {NO_RANKS}",
+        ),
+        (
+            Layout(2),
+            {"positions": "rotary"},
+            "float32",
+            "cpu",
+            f"this model's positions is 'rotary', {NO_RANKS}",
+        ),
+        (
+            Layout(2),
+            {"norm_placement": "sandwich"},
+            "float32",
+            "cpu",
+            f"norm_placement is 'sandwich', {NO_RANKS}",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, said):
@@ -137,24 +163,12 @@ def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, sa
         check_cut(layout, ModelConfig(**fields), dtype, device)
 
 
-def test_a_model_that_a_field_sets_apart_from_gpt2_is_refused_by_the_field():
-    """Whatever ModelConfig learns, ranks run nothing that nobody has thought of how to cut."""
-    check_cut(Layout(2), ModelConfig(), "float32", "cpu")
-    with pytest.raises(
-        RequestError, match="embed_dim is 512, num_experts is 4, which several ranks cannot run"
-    ):
-        check_cut(Layout(2), ModelConfig(embed_dim=512, num_experts=4), "float32", "cpu")
-
-
-@pytest.mark.parametrize(("field", "value"), [("positions", "rotary"), ("norm_placement", "sandwich")])
-def test_a_value_that_no_ranks_have_run_is_refused_by_the_field(field, value):
-    """A field that ranks know may learn a value that they do not."""
-    for known in {"positions": ("learned", "alibi"), "norm_placement": ("pre", "post")}[field]:
-        check_cut(Layout(2), ModelConfig(**{field: known}), "float32", "cpu")
-    with pytest.raises(
-        RequestError, match=f"this model's {field} is '{value}', which several ranks cannot run"
-    ):
-        check_cut(Layout(2), ModelConfig(**{field: value}), "float32", "cpu")
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"positions": "alibi", "embed_norm": True}, {"norm_placement": "post", "final_norm": False}],
+)
+def test_what_ranks_run(fields):
+    check_cut(Layout(2), ModelConfig(**fields, embed_scale=7.0), "float32", "cpu")
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (5, 1), (True, 2), ("2", 1), (1, -1), (1, 2.0)])

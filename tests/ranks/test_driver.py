@@ -14,10 +14,16 @@ from support.thread_world import Aborted, Threads, running
 from tinygpt.cli.main import main
 from tinygpt.engine.model_source import EngineConfig, ModelSource
 from tinygpt.errors import CheckpointError, RequestError, Terminated, TinyGPTError
-from tinygpt.ranks import driver
-from tinygpt.ranks.driver import NO_PLAN, Command, LoadCommand, RankZeroDriver, follow, plan_size
-from tinygpt.ranks.launch import Layout
-from tinygpt.ranks.runner import ParallelRunner
+from tinygpt.ranks.lead import (
+    HEAD,
+    Command,
+    LoadCommand,
+    ParallelRunner,
+    RankZeroDriver,
+    follow,
+    plan_size,
+)
+from tinygpt.ranks.mpi import Layout
 from tinygpt.weights.config import ModelConfig
 
 SIZES = EngineConfig(max_num_seqs=2).for_model(ModelConfig(n_layer=1, n_embd=4, n_head=4, vocab_size=7), 8)
@@ -31,13 +37,13 @@ class Heard:
         self.orders: list[Command] = []
 
     def follow(self, world) -> None:
-        size = NO_PLAN
+        size = HEAD
         while Command.END not in self.orders:
             plan = np.zeros(size, np.int32)
             world.broadcast(plan)
             self.orders.append(Command(plan[0]))
             if plan[0] in (Command.OPEN, Command.CLOSE):
-                size = plan_size(SIZES) if plan[0] == Command.OPEN else NO_PLAN
+                size = plan_size(SIZES) if plan[0] == Command.OPEN else HEAD
 
 
 @pytest.fixture
@@ -73,22 +79,22 @@ def test_an_order_waits_for_another_threads(stage):
         is_begun.wait(PATIENCE)
         with lead.order():
             second.set_result(list(done))
-            lead.tell(Command.READ_POSITIONS)
+            lead.tell(Command.FORWARD)
 
     done = []
     thread = threading.Thread(target=other)
     thread.start()
     with lead.order():
-        lead.tell(Command.COPY_POSITIONS)
+        lead.tell(Command.CALL)
         is_begun.set()
         thread.join(0.05)  # the other would get in here
         assert not second.done()
-        lead.tell(Command.COPY_POSITIONS)
+        lead.tell(Command.CALL)
         done.append("first")
     assert second.result(PATIENCE) == ["first"]
     thread.join(PATIENCE)
     lead.end()
-    names = ["OPEN", "COPY_POSITIONS", "COPY_POSITIONS", "READ_POSITIONS", "CLOSE", "END"]
+    names = ["OPEN", "CALL", "CALL", "FORWARD", "CLOSE", "END"]
     assert [order.name for order in orders(threads, heard)] == names
 
 
@@ -189,7 +195,7 @@ def opened(monkeypatch):
         def open_there(*given):
             return opens(*others) if given == tuple(arguments) else opens(*given)
 
-        monkeypatch.setattr(driver.ModelSource, "open", open_there)
+        monkeypatch.setattr(ModelSource, "open", open_there)
         leads.append(RankZeroDriver(running(Threads(layout.size), follow)))
         sizes = EngineConfig(max_num_seqs=2).for_model(own.config, 16)
         return ParallelRunner(leads[-1], own, LoadCommand(tuple(arguments), layout, sizes, 1))

@@ -19,7 +19,7 @@ from support.paths import ROOT
 from support.processes import below, read_to, until
 from support.serving import ask
 from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
-from tinygpt.ranks.launch import find_mpiexec
+from tinygpt.ranks.mpi import find_mpiexec
 
 pytest.importorskip("mpi4py", reason="ranks are processes of mpi4py, which the extra mpi brings")
 MPIEXEC = find_mpiexec()
@@ -30,19 +30,8 @@ TO_START, TO_END = 300, 5
 DTYPES = ("float32", "bfloat16", "int8", "int4")
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
 XL_HEADS = {**FIVE_HEADS, "n_embd": 1600, "n_head": 25, "n_inner": 256}
-GENERATE = (
-    "generate",
-    "--json",
-    "--temperature",
-    "0.9",
-    "--seed",
-    "5",
-    "--max-tokens",
-    "20",
-    "-t",
-    "1",
-    "A wolf",
-)
+GENERATE = "generate --json --temperature 0.9 --seed 5 --max-tokens 20 -t 1 wolf"
+TWO = "--tensor-parallel 2"
 
 HASHES = """
 import hashlib, sys
@@ -88,7 +77,7 @@ def cases(five, tmp_path_factory):
     folder = tmp_path_factory.mktemp("xl")
     xl = str(write_model(folder, **XL_HEADS))
     for dtype in DTYPES:
-        status, _, err = run("-m", "tinygpt", "convert", xl, str(folder / dtype), "--dtype", dtype)
+        status, _, err = command(f"convert {xl} {folder / dtype} --dtype {dtype}")
         assert status == 0, err
     return [f"{five}:{dtype}" for dtype in DTYPES] + [f"{folder / dtype}:{dtype}" for dtype in DTYPES]
 
@@ -107,32 +96,36 @@ def _nothing_is_left_behind():
         assert not mpich - before
 
 
-def start(*words: str, ranks: int | None = None, environment=None, **options) -> subprocess.Popen:
-    front = [] if ranks is None else [MPIEXEC, "-n", str(ranks)]
+def start(*words: str, ranks: int = 1, front=(), environment=None, **options) -> subprocess.Popen:
+    """Start Python, as mpiexec does with several ranks. front: words before `python`."""
+    front = front or ([MPIEXEC, "-n", str(ranks)] if ranks > 1 else [])
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     there = {"env": {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, "cwd": ROOT}
     return subprocess.Popen([*front, sys.executable, *words], **pipes, **there, **options)
 
 
-def run(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
-    process = start(*words, ranks=ranks)
+def run(*words: str, **options) -> tuple[int, str, str]:
+    process = start(*words, **options)
     out, err = process.communicate(timeout=TO_START)
     return process.returncode, out, err
 
 
-def refused(*words: str, ranks: int | None = None) -> tuple[int, str, str]:
-    """As `run`, of ranks that all end as soon as one has said why."""
+def command(line: str, **options) -> tuple[int, str, str]:
+    return run("-m", "tinygpt", *line.split(), **options)
+
+
+def refused(*words: str, ranks: int) -> str:
+    """Return the one sentence of ranks that all end as soon as one has said why."""
     process = start(*words, ranks=ranks)
     said = read_to(process, process.stderr, "\n")
     out, err = process.communicate(timeout=TO_END)
-    return process.returncode, out, said + err
+    assert (process.returncode, out, err) == (2, "", "")
+    return said
 
 
-def hashes(cases: list[str], tensor: int, pipeline: int) -> list[str]:
-    ranks = tensor * pipeline
-    status, out, err = run(
-        "-c", HASHES, str(tensor), str(pipeline), *cases, ranks=ranks if ranks > 1 else None
-    )
+def hashes(cases: list[str], tensor: int, pipeline: int, **options) -> list[str]:
+    options = {"ranks": tensor * pipeline, **options}
+    status, out, err = run("-c", HASHES, str(tensor), str(pipeline), *cases, **options)
     assert status == 0, err
     return out.splitlines()
 
@@ -151,10 +144,10 @@ def test_every_layout_gives_the_bits_of_one_in_every_dtype(cases, alone, tensor,
     assert hashes(cases, tensor, pipeline) == alone
 
 
-def test_a_command_starts_its_ranks_and_says_the_same(five):
-    status, out, err = run("-m", "tinygpt", *GENERATE, "--tensor-parallel", "2")
+def test_a_command_starts_its_ranks_and_says_the_same():
+    status, out, err = command(f"{GENERATE} {TWO}")
     assert status == 0, err
-    _, alone, _ = run("-m", "tinygpt", *GENERATE)
+    _, alone, _ = command(GENERATE)
     assert text_of(out) == text_of(alone)
 
 
@@ -165,13 +158,9 @@ def text_of(record: str) -> str:
 @pytest.mark.parametrize(
     ("words", "ranks", "said"),
     [
-        ("generate --tensor-parallel 2 -m /nowhere x", None, "/nowhere"),
+        ("generate --tensor-parallel 2 -m /nowhere x", 1, "/nowhere"),
         ("generate --tensor-parallel 2 x", 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
-        (
-            "generate --pipeline-parallel 7 x",
-            None,
-            "--pipeline-parallel-size is 7 and this model has 6 layers",
-        ),
+        ("generate --pipeline-parallel 7 x", 1, "--pipeline-parallel-size is 7 and this model has 6 layers"),
         # Before a model is opened.
         ("generate --tensor-parallel 2 --top-k -4 x", 2, "--top-k is -4 and must be"),
         ("eval --tensor-parallel 2 ppl no-such-file.txt", 2, "no-such-file.txt"),
@@ -179,10 +168,7 @@ def text_of(record: str) -> str:
     ],
 )
 def test_what_is_impossible_is_one_sentence(words, ranks, said):
-    status, out, err = refused("-m", "tinygpt", *words.split(), ranks=ranks)
-    assert (status, out) == (2, "")
-    assert said in err
-    assert len(err.splitlines()) == 1
+    assert said in refused("-m", "tinygpt", *words.split(), ranks=ranks)
 
 
 def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
@@ -191,21 +177,19 @@ def test_a_model_that_one_rank_lacks_is_one_sentence(tmp_path, five):
         "import os, sys; os.chdir(sys.argv[1 + int(os.environ['PMI_RANK'])]); sys.argv[1:] = sys.argv[3:]; "
         "from tinygpt.cli.main import main; sys.exit(main())"
     )
-    words = ("generate", "--no-stream", "--json", "-m", "./model", "--tensor-parallel", "2", "x")
     here = tmp_path / "here"
     there = tmp_path / "there"
-    here.mkdir(), there.mkdir()
+    here.mkdir()
+    there.mkdir()
     (here / "model").symlink_to(five)
-    status, out, err = refused("-c", program, str(here), str(there), *words, ranks=2)
-    assert (status, out) == (2, "")
-    assert "rank 1 of 2, on " in err
-    assert len(err.splitlines()) == 1
+    words = f"{here} {there} generate --no-stream --json -m ./model {TWO} x".split()
+    assert "rank 1 of 2, on " in refused("-c", program, *words, ranks=2)
 
 
 FAILING = """
 import os, sys
-import tinygpt.ranks.rank_model as rank_model
-forward, steps = rank_model.RankModel.forward, []
+from tinygpt.ranks.rank import RankModel
+forward, steps = RankModel.forward, []
 rank, how, *sys.argv[1:] = sys.argv[1:]
 def failing(self, batch):
     steps.append(1)
@@ -215,7 +199,7 @@ def failing(self, batch):
             raise OSError("the disk is on fire")
         os.kill(os.getpid(), 9)
     return forward(self, batch)
-rank_model.RankModel.forward = failing
+RankModel.forward = failing
 """
 ENDLESS = f"""{FAILING}
 from tinygpt import LLM, SamplingParams
@@ -246,18 +230,6 @@ def test_when_a_rank_ends_all_do(rank, how, call):
         assert re.fullmatch(said, err.replace(f"{ANNOUNCEMENT}\n", ""))  # the first run compiles
 
 
-def test_a_killed_rank_of_a_command_is_one_sentence_on_stderr(five):
-    """MPICH's mpiexec says it in ten lines on stdout, and may name either rank's process."""
-    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
-    pids = ranks_of(process.pid, 2)
-    read_to(process, process.stderr, "serving")
-    os.kill(pids[1], signal.SIGKILL)
-    out, err = process.communicate(timeout=TO_END)
-    assert (process.returncode, out) == (9, "")
-    assert re.fullmatch(r"tinygpt: error: a rank on \S+ was killed, which ends all ranks\n", err)
-    assert_gone(pids)
-
-
 DYING = f"""{FAILING}
 from tinygpt.cli.main import main
 sys.exit(main())
@@ -269,17 +241,15 @@ def test_a_batch_goes_on_after_a_rank_was_killed(tmp_path, five):
     given = tmp_path / "in.jsonl"
     lines = [json.dumps({"id": i, "prompt": [5 + i, 6], "max_tokens": 3 + i}) for i in range(20)]
     given.write_text("\n".join(lines), encoding="utf-8")
-    words = ("generate", "-m", five, "--input", str(given), "--seed", "3", "--max-num-seqs", "2", "-t", "1")
-    broken = [*words, "--output", str(tmp_path / "out")]
-    whole = [*words, "--output", str(tmp_path / "alone")]
-    ranks = ["--tensor-parallel", "2"]
-    status, _, _ = run("-c", DYING, "1", "kill", *broken, *ranks, ranks=2)
+    line = f"generate -m {five} --input {given} --seed 3 --max-num-seqs 2 -t 1 --output"
+    broken = f"{line} {tmp_path / 'out'} {TWO}"
+    status, _, _ = run("-c", DYING, "1", "kill", *broken.split(), ranks=2)
     assert status != 0
     before = records(tmp_path / "out")
     assert 0 < len(before) < 20
-    status, _, err = run("-m", "tinygpt", *broken, *ranks)
+    status, _, err = command(broken)
     assert (status, f"{len(before)} of 20 prompts skipped" in err) == (0, True), err
-    assert run("-m", "tinygpt", *whole)[0] == 0
+    assert command(f"{line} {tmp_path / 'alone'}")[0] == 0
     assert records(tmp_path / "out") == records(tmp_path / "alone")
 
 
@@ -313,7 +283,7 @@ def test_a_program_that_ends_without_close_ends_all(how, status):
     assert ("the disk is on fire" in err) == (how == "raised")
 
 
-def test_ctrl_c_ends_all(five):
+def test_ctrl_c_ends_all():
     process = start("-c", ENDLESS, "2", "never", ranks=2)
     pids = pids_of_endless(process)
     process.send_signal(signal.SIGINT)
@@ -321,47 +291,25 @@ def test_ctrl_c_ends_all(five):
     assert_gone(pids)
 
 
-def test_a_server_of_two_ranks_answers_and_ends_by_sigterm(five):
-    """Status 0, as one process has it."""
-    pytest.importorskip("uvicorn", reason="uvicorn, of the extra `serve`, is not installed")
-    process = start("-m", "tinygpt", "serve", "-m", five, "-t", "1", "--port", "0", "--tensor-parallel", "2")
-    for line in process.stderr:
-        if "serving" in line:
-            break
-    port = int(line.rpartition(":")[2])
-    body = {
-        "prompt": [5, 6, 7],
-        "max_tokens": 5,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    reply = ask(port, "/v1/completions", body).json
-    assert len(reply["choices"][0]["token_ids"]) == 5
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=TO_START)
-    assert process.returncode == 0
-
-
 @pytest.mark.parametrize(
-    ("words", "status", "said"),
+    ("line", "status", "said"),
     [
-        (["generate", "--nonsense", "x"], 2, "--nonsense"),
-        (["generate", "--tensor-parallel", "5", "x"], 2, "--tensor-parallel-size is 5"),
-        (["generate", "--help"], 0, "usage: tinygpt generate"),
+        ("generate --nonsense x", 2, "--nonsense"),
+        ("generate --tensor-parallel 5 x", 2, "--tensor-parallel-size is 5"),
+        ("generate --help", 0, "usage: tinygpt generate"),
     ],
 )
-def test_what_the_command_line_says_is_said_by_rank_0_alone(words, status, said):
-    found, out, err = run("-m", "tinygpt", *words, ranks=3)
-    _, out_alone, err_alone = run("-m", "tinygpt", *words)
+def test_what_the_command_line_says_is_said_by_rank_0_alone(line, status, said):
+    found, out, err = command(line, ranks=3)
+    _, out_alone, err_alone = command(line)
     assert (found, out, err) == (status, out_alone, err_alone)
     assert said in out + err
 
 
 def test_programs_that_share_nothing_all_speak(five):
     """Under one mpiexec, and without a flag that would make them ranks."""
-    status, out, err = run("-m", "tinygpt", "info", five, ranks=2)
-    _, alone, _ = run("-m", "tinygpt", "info", five)
+    status, out, err = command(f"info {five}", ranks=2)
+    _, alone, _ = command(f"info {five}")
     assert (status, err) == (0, "")
     assert sorted(out.splitlines()) == sorted(2 * alone.splitlines())
 
@@ -373,10 +321,8 @@ FOREIGN = "2 processes were started, and .*, the MPI of mpi4py, sees each of the
 def test_another_mpis_mpiexec_is_refused_in_one_sentence(rank):
     """As Open MPI's would start one of two processes, each of which is a world of its own for MPICH."""
     there = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank}
-    words = ("-m", "tinygpt", "generate", "--tensor-parallel", "2", "x")
-    process = start(*words, environment=there)
-    out, err = process.communicate(timeout=TO_START)
-    assert (process.returncode, out) == (2, "")
+    status, out, err = command(f"generate {TWO} x", environment=there)
+    assert (status, out) == (2, "")
     assert re.fullmatch(f"tinygpt: error: {FOREIGN} .*\n", err) if rank == "0" else err == ""
 
 
@@ -397,30 +343,39 @@ def test_that_mpi_is_missing_is_said_before_anything_takes_long():
     assert re.fullmatch(r"several ranks need mpi4py and an MPI library \(.*\): pip install .* False\n", out)
 
 
+KILLED = r"tinygpt: error: a rank on \S+ was killed, which ends all ranks\n"
+
+
 @pytest.mark.parametrize(
-    ("command", "whom"), [("generate", "mpiexec"), ("generate", "rank 0"), ("serve", "rank 0")]
+    ("name", "whom", "number", "status"),
+    [
+        ("generate", "mpiexec", signal.SIGTERM, 143),
+        ("generate", 0, signal.SIGTERM, 143),
+        ("serve", "mpiexec", signal.SIGTERM, 0),
+        ("serve", 0, signal.SIGTERM, 0),
+        ("serve", 1, signal.SIGKILL, 9),
+    ],
 )
-def test_sigterm_ends_all(tmp_path, five, command, whom):
-    """A server ends with status 0, as alone. stdout has texts, and nothing of MPI's."""
+def test_a_signal_ends_all(tmp_path, five, name, whom, number, status):
+    """With the status of one process. stdout has texts: MPICH's ten lines on a killed rank are a sentence on stderr."""
     given = tmp_path / "in.jsonl"
+    out = tmp_path / "out"
     line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
     given.write_text(line * 3000, encoding="utf-8")
-    words = {
-        "generate": ("generate", "--input", str(given), "--output", str(tmp_path / "out"), "--seed", "3"),
-        "serve": ("serve", "--port", "0"),
-    }[command]
-    process = start(
-        "-m", "tinygpt", *words, "-m", five, "-t", "1", "--tensor-parallel", "2", start_new_session=True
-    )
+    options = {"generate": f"--input {given} --output {out} --seed 3", "serve": "--port 0"}[name]
+    line = f"-m tinygpt {name} {options} -m {five} -t 1 {TWO}"
+    process = start(*line.split(), start_new_session=True)
     pids = ranks_of(process.pid, 2)
-    if command == "serve":
-        read_to(process, process.stderr, "serving")
+    if name == "serve":
+        port = int(read_to(process, process.stderr, "serving").rpartition(":")[2])
+        body = {"prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
+        assert len(ask(port, "/v1/completions", body).json["choices"][0]["token_ids"]) == 5
     else:
-        until(lambda: (tmp_path / "out").exists() and b"\n" in (tmp_path / "out").read_bytes())
-    os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
-    out, err = process.communicate(timeout=TO_END)
-    assert (process.returncode, out) == (143 if command == "generate" else 0, "")
-    assert "error" not in err
+        until(lambda: out.exists() and b"\n" in out.read_bytes())
+    os.kill(process.pid if whom == "mpiexec" else pids[whom], number)
+    said, err = process.communicate(timeout=TO_END)
+    assert (process.returncode, said) == (status, "")
+    assert re.fullmatch(KILLED, err) if number == signal.SIGKILL else "error" not in err
     assert_gone(pids)
 
 
@@ -450,3 +405,59 @@ def pids_of_endless(process: subprocess.Popen) -> list[int]:
     *pids, last = read_to(process, process.stdout, "round").split()
     assert (len(pids), last) == (2, "round")
     return [int(pid) for pid in pids]
+
+
+# Two hosts, played by network namespaces of this machine (Linux, as root): between their ranks there is TCP alone.
+# mpiexec starts the rank of the other host as it would by ssh; in its place a script enters the host's namespace.
+
+NAMES = [f"tinygpt{os.getpid()}n{i}" for i in (1, 2)]
+ADDRESSES = ["10.213.77.1", "10.213.77.2"]
+ENTER = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec ip netns exec %s${host##*.} /bin/sh -c "$*"
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two namespaces with a cable between them; bytes that have come through it to the first."""
+    ends = [f"tgv{os.getpid() % 10000}n{i}" for i in (1, 2)]
+    lines = [f"netns add {name}" for name in NAMES]
+    lines.append(f"link add {ends[0]} type veth peer name {ends[1]}")
+    for name, end, address in zip(NAMES, ends, ADDRESSES, strict=True):
+        lines.append(f"link set {end} netns {name}")
+        lines.append(f"-n {name} addr add {address}/24 dev {end}")
+        lines += [f"-n {name} link set {device} up" for device in (end, "lo")]
+    try:
+        for line in lines:
+            subprocess.run(["ip", *line.split()], check=True, capture_output=True)
+        yield lambda: received(NAMES[0], ends[0])
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"there can be no network namespaces here: {error}")
+    finally:
+        for name in NAMES:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def received(name: str, device: str) -> int:
+    listed = subprocess.check_output(["ip", "netns", "exec", name, "cat", "/proc/net/dev"], text=True)
+    line = next(line for line in listed.splitlines() if device in line)
+    return int(line.partition(":")[2].split()[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 2)])
+def test_two_hosts_give_the_bits_of_one_process(tmp_path, five, hosts, tensor, pipeline):
+    enter = tmp_path / "enter"
+    enter.write_text(ENTER % NAMES[0][:-1], encoding="utf-8")
+    enter.chmod(0o755)
+    launcher = f"-launcher ssh -launcher-exec {enter} -hosts {','.join(ADDRESSES)} -ppn 1 -n 2"
+    front = ["ip", "netns", "exec", NAMES[0], MPIEXEC, *launcher.split()]
+    before = hosts()
+    # The hosts are one machine, whose shared memory MPI would find.
+    there = hashes([f"{five}:float32"], tensor, pipeline, front=front, environment={"UCX_TLS": "tcp,self"})
+    assert there == hashes([f"{five}:float32"], 1, 1)
+    # The other rank's part of the sums, or of the logits, of the last prompt: 80 tokens.
+    floats = 2 * 4 * 80 * 320 + 80 * 50 if tensor == 2 else 80 * 101
+    assert hosts() - before >= 4 * floats

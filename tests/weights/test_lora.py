@@ -22,7 +22,7 @@ from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.open import open_checkpoint
 

@@ -10,7 +10,7 @@ from support.apart import told
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import LostFileError
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.weights.convert.packed import PACKED_FILE
 

@@ -30,7 +30,7 @@ from ..engine.scheduler import WORTH_WAITING
 from ..errors import RequestError
 from ..hardware import cpu_name, thread_count
 from ..llm import LLM
-from ..ranks.runner import open_sources
+from ..ranks.lead import open_sources
 from ..weights.config import PRECISIONS, ModelConfig
 from . import roofline
 from .measure import Case, Measurement, Run, meter_of, run_case

@@ -140,8 +140,7 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
     if args.threads is None and loading.has_ranks(args):
-        from ..ranks.driver import rank_threads
-        from ..ranks.mpi import process_world
+        from ..ranks.mpi import process_world, rank_threads
 
         args.threads = (rank_threads(None, process_world()),)
     threads = args.threads or (None,)

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
     given = _read(args)
     set_thread_pools(args.threads)
     if len(args.dtype) > 1:  # LLM refuses a single one
-        from ..ranks.runner import open_sources
+        from ..ranks.lead import open_sources
 
         ranks = args.tensor_parallel_size, args.pipeline_parallel_size
         open_sources(args.model, args.dtype, ranks, kv_cache_dtype=args.kv_cache_dtype)

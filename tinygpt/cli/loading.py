@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, Terminated, how_to_install
 from ..hardware import thread_count
-from ..ranks.launch import Layout, find_mpiexec, launched_rank
+from ..ranks.mpi import Layout, find_mpiexec, launched_rank
 from .flags import RANK_FLAGS, llm_arguments
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
-    from ..ranks.driver import driver_of
+    from ..ranks.lead import driver_of
     from ..ranks.mpi import process_world, world_of
 
     world = process_world()
@@ -113,7 +113,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
         return
     if world.size != layout.size:  # rank 0 reports it
         sys.exit(USAGE)
-    from ..ranks.runner import join
+    from ..ranks.lead import join
 
     join(layout, world)
 

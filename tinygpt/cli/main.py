@@ -13,7 +13,7 @@ from typing import NoReturn
 import tinygpt
 
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
-from ..ranks.launch import is_first_of_host, launched_rank
+from ..ranks.mpi import is_first_of_host, launched_rank
 from .flags import Command, flag_of
 from .loading import has_ranks, start_ranks
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error

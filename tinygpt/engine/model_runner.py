@@ -10,8 +10,7 @@ import numpy as np
 
 from ..errors import FailedRequestError, RequestError, invalid
 from ..kernels import numbers
-from ..kernels.backend import DeviceError
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch, DeviceError
 from ..sampling_params import num_best
 from ..weights.config import ModelConfig
 from .model_source import LOGIT_ROWS, EngineConfig, ModelSource

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.batch import NO_EMBEDS, Batch
+from ..kernels.backend import NO_EMBEDS, Batch
 from .model_source import LOGIT_ROWS
 from .sequence import Sequence, common_prefix
 

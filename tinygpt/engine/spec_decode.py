@@ -9,7 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..errors import RequestError
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch
 from ..sampling_params import SamplingParams
 from ..weights.config import ModelConfig
 from .model_runner import ModelRunner

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch
 from ..outputs import Throughput
 from .beam_search import predict
 from .model_runner import ModelRunner

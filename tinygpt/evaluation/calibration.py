@@ -13,7 +13,7 @@ import numpy as np
 
 from ..engine.model_source import load_backend
 from ..errors import CheckpointError, RequestError
-from ..kernels.batch import Batch
+from ..kernels.backend import Batch
 from ..outputs import UseTqdm, with_bar
 from ..weights.checkpoint import Checkpoint
 from ..weights.config import parameter_shapes

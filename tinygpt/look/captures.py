@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import RequestError
-from ..kernels.backend import SCORES
-from ..kernels.batch import Batch
+from ..kernels.backend import SCORES, Batch
 from .cache import Activations
 from .edits import Edit, PlacedEdit, place, salt_of
 from .hooks import HookPoints

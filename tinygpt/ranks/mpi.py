@@ -1,42 +1,96 @@
-"""The ranks that mpiexec has started, and their messages."""
+"""Ranks, the processes that mpiexec has started: how they are found, laid out and joined by MPI; imports fast."""
 
 import logging
 import os
+import shutil
 import sys
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import CDLL, c_void_p, cast
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
-
-import numpy as np
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import INTERRUPTS, RequestError, TinyGPTError, how_to_install
-from .launch import Layout, launched_size, mpiexec_beside
+from ..fields import integer, read_field
+from ..hardware import physical_cores
 
+if TYPE_CHECKING:
+    import numpy as np
+
+# Variables of MPICH and derivatives, Open MPI, PMIx and Slurm.
+RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+LOCAL_RANKS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+SLURM_RANK = "SLURM_PROCID"
+SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # a step of one task may be a shell
+
+MAX_TENSOR_SIZE = 4  # kernels sum four segments of K
+MAX_PIPELINE_SIZE = 1024
+SPIN_SECONDS = 0.005  # of polling without a nap
+FIRST_NAP = 20e-6
+LONGEST_NAP = 1e-3
+SHARED_MEMORY = "/dev/shm/mpich_shm_"  # stays if ranks are killed
 FAILED = 1  # exit code
 
 logger = logging.getLogger(__name__)
 
 
-def end_all(world: "World", error: BaseException) -> NoReturn:
-    """Print this rank's error and end all ranks."""
-    logger.debug("a step over several ranks has failed", exc_info=error)
-    what = str(error) if isinstance(error, TinyGPTError) else repr(error)
-    failed = f"error: rank {world.rank} of {world.size}, on {world.host}: {what}", FAILED
-    said, status = INTERRUPTS.get(type(error), failed)
-    with suppress(OSError, ValueError):  # closed, or a full disk
-        sys.stdout.flush()
-    with suppress(OSError, ValueError):
-        print(f"tinygpt: {said}", file=sys.stderr, flush=True)
-    world.abort(status)
+def mpiexec_beside() -> str | None:
+    return shutil.which("mpiexec", path=str(Path(sys.executable).parent))
 
 
-SPIN_SECONDS = 0.005  # of polling without a nap
-FIRST_NAP, LONGEST_NAP = 20e-6, 1e-3
-SHARED_MEMORY = "/dev/shm/mpich_shm_"  # stays if ranks are killed
+def find_mpiexec() -> str | None:
+    return mpiexec_beside() or shutil.which("mpiexec")
+
+
+def launched_rank() -> int | None:
+    """Return the rank of this process, None if it was started alone."""
+    names = RANKS + (SLURM_RANK,) * (_number(SLURM_SIZE) > 1)
+    return next((_number(name) for name in names if name in os.environ), None)
+
+
+def is_first_of_host() -> bool:
+    local = next((_number(name) for name in LOCAL_RANKS if name in os.environ), launched_rank())
+    return not local
+
+
+def launched_size() -> int:
+    return max(1, *map(_number, (*SIZES, SLURM_SIZE)))
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`pipeline_size` stages of `tensor_size` neighboring ranks, which share a stage's layers."""
+
+    tensor_size: int = 1
+    pipeline_size: int = 1
+
+    def __post_init__(self):
+        read_field("tensor_parallel_size", self.tensor_size, integer(1, MAX_TENSOR_SIZE))
+        read_field("pipeline_parallel_size", self.pipeline_size, integer(1, MAX_PIPELINE_SIZE))
+
+    @property
+    def size(self) -> int:
+        return self.tensor_size * self.pipeline_size
+
+    def rank_at(self, stage: int, tensor_rank: int) -> int:
+        return stage * self.tensor_size + tensor_rank
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return (stage, index in it)."""
+        return divmod(rank, self.tensor_size)
+
+    def tensor_group(self, rank: int) -> list[int]:
+        stage, _ = self.place_of(rank)
+        return [self.rank_at(stage, t) for t in range(self.tensor_size)]
 
 
 def world_of(layout: Layout) -> "World":
@@ -75,20 +129,27 @@ def process_world() -> "World":
     return World(MPI)
 
 
+def rank_threads(threads: int | None, world: "World") -> int:
+    return max(physical_cores() // world.local_size, 1) if threads is None else threads
+
+
 class World:
     """All ranks of the program, which make the same calls but send, receive and abort."""
 
     def __init__(self, mpi: Any):
-        self._mpi, self._all = mpi, mpi.COMM_WORLD.Dup()
+        self._mpi = mpi
+        self._all = mpi.COMM_WORLD.Dup()
         local = self._all.Split_type(mpi.COMM_TYPE_SHARED)  # of this host
-        self.rank, self.size, self.local_size = self._all.rank, self._all.size, local.size
+        self.rank = self._all.rank
+        self.size = self._all.size
+        self.local_size = local.size
         self.host = mpi.Get_processor_name()
         self._groups: dict[tuple[int, ...], tuple[Any, np.ndarray]] = {}  # kept: MPI has some thousand
         local.Barrier()  # then the shared memory needs no name
         if local.rank == 0:
             _unlink_shared_memory()
 
-    def broadcast(self, values: np.ndarray) -> None:
+    def broadcast(self, values: "np.ndarray") -> None:
         """Fill int32 values with rank 0's. Other ranks sleep meanwhile."""
         request = self._all.Ibcast(values, 0)
         if self.rank == 0:
@@ -111,21 +172,25 @@ class World:
     def scatter_objects(self, values: list[Any] | None = None) -> Any:
         return self._all.scatter(values, 0)
 
-    def send(self, values: np.ndarray, rank: int) -> None:
+    def send(self, values: "np.ndarray", rank: int) -> None:
         self._all.Send(values, rank)
 
-    def receive(self, values: np.ndarray, rank: int) -> None:
+    def receive(self, values: "np.ndarray", rank: int) -> None:
         self._all.Recv(values, rank)
 
-    def receive_later(self, values: np.ndarray, rank: int) -> Callable[[], Any]:
+    def receive_later(self, values: "np.ndarray", rank: int) -> Callable[[], Any]:
         """Return a function that waits."""
         return self._all.Irecv(values, rank).Wait
 
-    def allgather(self, ranks: list[int]) -> np.ndarray:
+    def allgather(self, ranks: list[int]) -> "np.ndarray":
         """Return the call that joins rows of `ranks`, which share a stage's layers, without the GIL.
 
         (3,) int64: the address of MPI_Allgather, its datatype for float32, and the communicator.
         """
+        from ctypes import CDLL, c_void_p, cast
+
+        import numpy as np
+
         key = tuple(ranks)
         if key not in self._groups:  # Split is collective
             communicator = self._all.Split(ranks[0], self.rank)
@@ -140,6 +205,19 @@ class World:
         with suppress(OSError):  # MPI would print a second message
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         self._all.Abort(status)
+
+
+def end_all(world: World, error: BaseException) -> NoReturn:
+    """Print this rank's error and end all ranks."""
+    logger.debug("a step over several ranks has failed", exc_info=error)
+    what = str(error) if isinstance(error, TinyGPTError) else repr(error)
+    failed = f"error: rank {world.rank} of {world.size}, on {world.host}: {what}", FAILED
+    said, status = INTERRUPTS.get(type(error), failed)
+    with suppress(OSError, ValueError):  # closed, or a full disk
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(f"tinygpt: {said}", file=sys.stderr, flush=True)
+    world.abort(status)
 
 
 def _unlink_shared_memory() -> None:

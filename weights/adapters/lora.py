@@ -17,7 +17,7 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
-from ..convert.export import Part, can_be_written, layout_of, parts_of
+from ..convert.export import NamedTensor, can_be_written, layout_of, parts_of
 from ..convert.packed import PackedCheckpoint
 from ..errors import CheckpointError, listed
 from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule
@@ -36,7 +36,7 @@ class _Model:
 
     layout: Layout
     rules: Mapping[str, TensorRule]
-    parts: dict[str, Part]
+    parts: dict[str, NamedTensor]
 
     def is_embedding(self, name: str) -> bool:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
@@ -137,7 +137,7 @@ def _changed(
     rule: TensorRule,
     replaced: Mapping[str, Tensor],
     updates: Mapping[str, Tensor],
-    parts: Mapping[str, Part],
+    parts: Mapping[str, NamedTensor],
 ) -> Tensor:
     names = rule.sources
     if not replaced.keys().isdisjoint(names):

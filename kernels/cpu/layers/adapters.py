@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...backend import LINEARS
-from ..jit import kernel, overload_by_dtype
+from ..jit import kernel
 from ..simd.vector_ir import address, float32_at
 from ..team import claim_rows, complete_rows, finish_phase
 from .activations import ZERO
@@ -23,7 +23,7 @@ class Factors(NamedTuple):
     up: np.ndarray  # (A, L, r, N) float32
 
 
-class LowRank(NamedTuple):
+class Adapters(NamedTuple):
     of_slot: np.ndarray  # (slots,) int32: the adapter of each slot of the KV cache, -1 for none
     factors: tuple[Factors, ...]  # by C_ATTN, ATTN_PROJ, ...
 
@@ -31,41 +31,45 @@ class LowRank(NamedTuple):
 def with_adapters(
     params: Any, config: Any, adapters: list[dict[str, tuple]], num_slots: int
 ) -> tuple[Any, np.ndarray]:
-    """Return Params with adapters, and `of_slot`.
-
-    adapters: of each {name of a linear layer: (down (r, K), up (N, r))}.
-    """
-    factors = []
-    for name in LINEARS.values():
-        found = {
-            (a, layer): adapter[f"h.{layer}.{name}"]
-            for a, adapter in enumerate(adapters)
-            for layer in range(config.n_layer)
-            if f"h.{layer}.{name}" in adapter
-        }
-        shapes = [(down.shape[1], up.shape[0], len(down)) for down, up in found.values()]
-        k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
-        of_kind = Factors(
-            *(np.zeros((len(adapters), config.n_layer, *s), np.float32) for s in ((k, r), (r, n)))
-        )
-        for (a, layer), (down, up) in found.items():
-            of_kind.down[a, layer, :, : len(down)] = down.T
-            of_kind.up[a, layer, : len(down)] = up.T
-        factors.append(of_kind)
+    """Return Params with adapters, and `of_slot`. adapters: {name of a linear layer: (down (r, K), up (N, r))}."""
+    factors = tuple(_stacked(adapters, config.n_layer, name) for name in LINEARS.values())
     of_slot = np.full(num_slots, -1, np.int32)
-    return params._replace(low_rank=LowRank(of_slot, tuple(factors))), of_slot
+    return params._replace(adapters=Adapters(of_slot, factors)), of_slot
+
+
+def _stacked(adapters: list[dict[str, tuple]], layers: int, name: str) -> Factors:
+    found = {
+        (a, layer): adapter[f"h.{layer}.{name}"]
+        for a, adapter in enumerate(adapters)
+        for layer in range(layers)
+        if f"h.{layer}.{name}" in adapter
+    }
+    shapes = [(down.shape[1], up.shape[0], len(down)) for down, up in found.values()]
+    k, n, r = map(max, zip(*shapes, strict=True)) if shapes else (0, 0, 0)
+    downs = np.zeros((len(adapters), layers, k, r), np.float32)
+    ups = np.zeros((len(adapters), layers, r, n), np.float32)
+    for place, (down, up) in found.items():
+        downs[place][:, : len(down)] = down.T
+        ups[place][: len(down)] = up.T
+    return Factors(downs, ups)
 
 
 @kernel
-def _add(team, out, x, low_rank, kind, layer, slots):
-    down = low_rank.factors[kind].down
-    up = low_rank.factors[kind].up
+def add_adapters(team, out, x, adapters, kind, layer, slots):
+    """out (N, n) += each row's update of x (N, K). A phase, if there are adapters.
+
+    In the residual stream it comes before hooks set the stream aside: a sum has the same bits with and without hooks.
+    """
+    if adapters is None:
+        return
+    down = adapters.factors[kind].down
+    up = adapters.factors[kind].up
     low = float32_at(address(team.scratch), up.shape[2])
     k = down.shape[2]
     first, last = claim_rows(team, slots.size)
     while first >= 0:
         for i in range(first, last):
-            adapter = low_rank.of_slot[slots[i]]
+            adapter = adapters.of_slot[slots[i]]
             row = float32_at(address(out) + i * out.strides[0], out.shape[1])
             if adapter >= 0 and low.size:
                 values = float32_at(address(x) + i * x.strides[0], k)
@@ -84,16 +88,3 @@ def _multiply(row, values, down, up, low):
     for j in range(low.size):
         for n in range(row.size):
             row[n] += low[j] * up[j, n]
-
-
-def _add_some(team, out, x, low_rank, kind, layer, slots):
-    _add(team, out, x, low_rank, kind, layer, slots)
-
-
-def _add_nothing(team, out, x, low_rank, kind, layer, slots):
-    pass
-
-
-# A phase for Params with adapters alone: out (N, n) += each row's update of x (N, K). In the residual stream it comes
-# before a look sets the stream aside: the sum has the same bits with and without a look.
-add_low_rank = overload_by_dtype({LowRank: _add_some}, otherwise=_add_nothing, argument=3)

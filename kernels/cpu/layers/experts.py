@@ -8,7 +8,7 @@ from ..simd.tiles import ROW_BLOCK
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, exp
 from .linear import REPLACE, epilogue, prefetch_tile, products, rows_together
-from .rows import norm_before, put_rows
+from .rows import norm_or_copy, put_rows
 
 
 @kernel
@@ -143,7 +143,7 @@ def expert_block(team, experts, params, layer, x, buffers):
     activation = params.activation
     inner = experts.c_fc.bias.shape[1]
     width = x.shape[1]
-    norm_before(team, b.normed, x, buffers.every[:n], params.ln_2, layer, params.epsilon)
+    norm_or_copy(team, b.normed, x, buffers.every[:n], params.ln_2_before, layer, params.epsilon)
     choose_experts(team, b, experts, place, n)  # (N, k)
     sort_by_expert(team, b, n)  # (N k,)
     put_rows(team, b.pairs, b.normed.values, b.order[: n * b.chosen.shape[1]])  # (N k, C)

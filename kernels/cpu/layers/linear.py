@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import types
 
+from ...numbers import even_bounds
 from ..dtypes import Tile, add_tile, expand, panel_address, scales_of, unit_of
 from ..jit import inline, kernel, overload_by_dtype
 from ..simd.panels import ROW_BYTES, add_rows, put_rows, sum_2_segments, sum_4_segments
@@ -246,6 +247,4 @@ def quarters(units: int, unit: int) -> np.ndarray:
     """Return bounds of four segments of `units` pieces (25 heads: 7 + 6 + 6 + 6), or of one below 4 units."""
     if units < 4:
         return whole(units * unit)
-    share, longer = divmod(units, 4)
-    bounds = [i * share + min(i, longer) for i in range(5)]
-    return np.array(bounds, np.int64) * unit
+    return np.array(even_bounds(units, 4), np.int64) * unit

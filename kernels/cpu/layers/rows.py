@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from ..arrays import PostNorm
 from ..dtypes import element_at
-from ..jit import kernel, overload_by_dtype
+from ..jit import kernel
 from ..simd.tiles import OUT_TILE
 from ..simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 from ..team import claim_rows, complete_rows, finish_phase
@@ -51,21 +50,13 @@ def norm_if_any(team, out, x, rows, norm, layer, epsilon):
     layer_norm(team, out, x, rows, norm, layer, epsilon)
 
 
-def _normed(team, out, x, rows, norm, layer, epsilon):
-    layer_norm(team, out, x, rows, norm, layer, epsilon)
-
-
-def _copied(team, out, x, rows, norm, layer, epsilon):
-    put_rows(team, out, x, rows)
-
-
-def _nothing(team, out, x, rows, norm, layer, epsilon):
-    pass
-
-
-# norm_before makes a block's input, norm_behind its output: a phase for PostNorm alone.
-norm_before = overload_by_dtype({PostNorm: _copied, None: _copied}, otherwise=_normed, argument=4)
-norm_after = overload_by_dtype({PostNorm: _normed}, otherwise=_nothing, argument=4)
+@kernel
+def norm_or_copy(team, out, x, rows, norm, layer, epsilon):
+    """Row i of the operand `out` = layer norm of x[rows[i]], or the row as it is without a norm."""
+    if norm is None:
+        put_rows(team, out, x, rows)
+    else:
+        layer_norm(team, out, x, rows, norm, layer, epsilon)
 
 
 @kernel

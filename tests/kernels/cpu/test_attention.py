@@ -16,7 +16,7 @@ from support.kernel_tools import (
     unwritten,
 )
 from tinygpt.kernels import numbers
-from tinygpt.kernels.batch import query_tiles
+from tinygpt.kernels.backend import query_tiles
 from tinygpt.kernels.cpu.arrays import Alibi
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token

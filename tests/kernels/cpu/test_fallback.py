@@ -20,7 +20,7 @@ from support.kernel_tools import operand_of, packed, random_values, same_bits, s
 from support.paths import EOS, ROOT
 from tinygpt import LLM
 from tinygpt.kernels import cpu
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.arrays import NO_FACTORS
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv

@@ -11,7 +11,7 @@ import pytest
 from support.golden_models import write_model
 from tinygpt.engine import model_runner
 from tinygpt.kernels import cpu
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.workspace import MAX_STEPS
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.weights.open import open_checkpoint

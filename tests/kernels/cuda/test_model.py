@@ -7,11 +7,11 @@ import pytest
 
 from support.kernel_tools import same_bits
 from tinygpt.kernels import cuda, reference
-from tinygpt.kernels.batch import Batch
+from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.shapes import PackedArrays
 from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
-from tinygpt.look.captures import Looks, given, trace
+from tinygpt.look.captures import Captures, given, trace
 from tinygpt.look.edits import Edit, PlacedEdit
 from tinygpt.weights.config import ModelConfig
 
@@ -136,7 +136,7 @@ def test_edits_of_the_stream_and_a_given_one():
     edit = PlacedEdit(Edit("resid_mid", value=vector), range(2, 4), has_axis=False)
     found = []
     for model in (ours, oracle):
-        looks = Looks(edits={("resid_mid", 0): [edit]}, wanted=frozenset({("resid_post", 1)}))
+        looks = Captures(edits={("resid_mid", 0): [edit]}, wanted=frozenset({("resid_post", 1)}))
         on = model.params, batch, model.cache, model.workspace
         plain = model.forward([token_ids(5)], [0], [2], "all")
         edited = model.backend.forward(*on, looks.step(batch))

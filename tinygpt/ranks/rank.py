@@ -1,27 +1,115 @@
-"""The part of a model on one rank. All ranks call the same methods in one order."""
+"""The part of a model on one rank: how a model and its steps are cut, and RankModel, which computes its part."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from ..engine.model_source import EngineConfig, ModelSource
-from ..errors import TinyGPTError
-from ..kernels.batch import Batch
+from ..errors import RequestError, TinyGPTError
+from ..kernels.backend import Batch
+from ..kernels.cpu.arrays import RankShare, can_share, share_of
 from ..kernels.cpu.workspace import new_workspace, share_embedding
+from ..kernels.numbers import even_bounds
 from ..look.captures import trace
-from .cut import micro_batches, part_of_rank
-from .launch import Layout
-from .mpi import World
+from ..weights.config import ModelConfig
+from .mpi import Layout, World
 
+# Structure of other models than GPT-2: a field with any value, or with one.
+SUPPORTED = {
+    ("norm_placement", "post"),
+    ("positions", "alibi"),
+    ("embed_norm", True),
+    ("final_norm", False),
+    "embed_scale",
+}
+TOKENS_OF_A_READING = 16  # computed while a stage reads its weights
 NO_ROWS = np.empty(0, np.int32)
 
 
-class RankModel:
-    """The part of a model on one rank. allgather: World's, of the ranks that share its layers, or None.
+def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> None:
+    """Raise RequestError if a model cannot be split."""
+    if layout.size == 1:
+        return
+    if device != "cpu":
+        sizes = f"tensor_parallel_size is {layout.tensor_size} and pipeline_parallel_size is {layout.pipeline_size}"
+        raise RequestError(f"device is {device!r}, {sizes}: several ranks compute on the CPU alone.")
+    if unsupported := config.unsupported(SUPPORTED):
+        named = ", ".join(f"{name} is {value!r}" for name, value in unsupported.items())
+        raise RequestError(f"this model's {named}, which several ranks cannot run: run it on 1.")
+    if layout.pipeline_size > config.n_layer:
+        raise RequestError(
+            f"is {layout.pipeline_size} and this model has {config.n_layer} layers: each stage takes one or more.",
+            "pipeline_parallel_size",
+        )
+    if layout.tensor_size > 1 and not can_share(config, dtype):
+        raise RequestError(
+            f"is {layout.tensor_size} and this model's {config.n_head} heads of {config.head_size} and "
+            f"{config.inner_size} hidden units cannot be shared in {dtype} with the same results: use another dtype, "
+            "or pipeline_parallel_size.",
+            "tensor_parallel_size",
+        )
 
+
+def share_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> RankShare:
+    stage, tensor_rank = layout.place_of(rank)
+    layers = stage_layers(config, layout.pipeline_size)[stage]
+    return share_of(config, dtype, layers, tensor_rank, layout.tensor_size)
+
+
+def stage_layers(config: ModelConfig, stages: int) -> list[range]:
+    """Return the layers of each stage, with the head in the last: the largest has fewest bytes."""
+    layers = config.n_layer
+    if stages == 1:
+        return [range(layers)]
+    layer = config.n_embd * (4 * config.n_embd + 2 * config.inner_size)
+    head = config.n_embd * config.vocab_size
+    others = stages - 1
+
+    def largest(in_last: int) -> int:
+        return max(in_last * layer + head, -(-(layers - in_last) // others) * layer)
+
+    in_last = min(range(1, layers - others + 1), key=largest)
+    bounds = [*even_bounds(layers - in_last, others), layers]
+    return [range(*pair) for pair in pairwise(bounds)]
+
+
+def micro_batches(batch: Batch, stages: int) -> list[Batch]:
+    """Return the runs of tokens that pass the stages soonest, in order.
+
+    G runs of N tokens take G + P - 1 turns of R + N / G, R being TOKENS_OF_A_READING: least for G**2 = (P - 1) N / R.
+    """
+    tokens = batch.token_ids.size
+    count = max(math.isqrt((stages - 1) * tokens // TOKENS_OF_A_READING), 1)
+    bounds = [tokens * i // count for i in range(count + 1)]
+    return [batch] if count == 1 else [tokens_of(batch, *pair) for pair in pairwise(bounds)]
+
+
+def tokens_of(batch: Batch, start: int, stop: int) -> Batch:
+    """Return the batch of some of its tokens."""
+    first = np.searchsorted(batch.seq_starts, start, "right") - 1  # of the sequences
+    last = np.searchsorted(batch.seq_starts, stop, "left")
+    bounds = np.clip(batch.seq_starts[first : last + 1], start, stop)
+    rows = batch.logit_rows[(start <= batch.logit_rows) & (batch.logit_rows < stop)]
+    return Batch(
+        token_ids=batch.token_ids[start:stop],
+        positions=batch.positions[start:stop],
+        seq_starts=bounds - np.int32(start),
+        slots=batch.slots[first:last],
+        context_lens=batch.positions[bounds[1:] - 1] + np.int32(1),
+        logit_rows=rows - np.int32(start),
+        embeds=batch.embeds,
+    )
+
+
+class RankModel:
+    """The part of a model on one rank. All ranks call the same methods in one order.
+
+    allgather: World's, of the ranks that share the rank's layers, or None.
     Shapes: N new tokens, R rows of logits, V vocabulary, L layers, H heads, D head size, C n_embd.
     """
 
@@ -40,16 +128,20 @@ class RankModel:
         self._backend = source.backend
         self._file = source.file
         self._stage, self._tensor_rank = layout.place_of(world.rank)
-        self._parts = [part_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)]
-        self.part = self._parts[world.rank]
-        self._params = source.load_part(threads, self.part)
+        self._shares = [
+            share_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)
+        ]
+        self.share = self._shares[world.rank]
+        self._params = source.load_part(threads, self.share)
         slots = sizes.num_slots, sizes.max_model_len
-        self._kv_cache = source.backend.new_kv_cache(self.part, *slots, source.kv_cache_dtype)
+        self._kv_cache = source.backend.new_kv_cache(self.share, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
-        self._workspace = new_workspace(self.part, *steps, threads, source.dtype, allgather)
-        vocab_parts = [self._parts[rank].vocab for rank in layout.tensor_group(world.rank)]
-        self._vocab_parts = vocab_parts
-        self._vocab_starts = np.array([part.start for part in vocab_parts])
+        group = layout.tensor_group(world.rank)
+        self._workspace = new_workspace(
+            source.config, *steps, threads, source.dtype, share=self.share, allgather=allgather
+        )
+        self._vocab_parts = [self._shares[rank].vocab for rank in group]
+        self._vocab_starts = np.array([part.start for part in self._vocab_parts])
         self._rows = np.empty((sizes.max_num_batched_tokens, source.config.n_embd), np.float32)
         if world.rank == 0:
             self._logits = np.empty((sizes.max_num_logits, source.config.vocab_size), np.float32)
@@ -67,7 +159,7 @@ class RankModel:
         found = None if self._world.rank else self._logits[first_row : first_row + batch.logit_rows.size]
         arriving = [] if found is None else self._receive_logits(found)
         for part in micro_batches(batch, self._layout.pipeline_size):
-            rows = part.logit_rows if self.part.is_last else NO_ROWS
+            rows = part.logit_rows if self.share.is_last else NO_ROWS
             logits = self._backend.forward(
                 self._params,
                 replace(self._with_input(part), logit_rows=rows),
@@ -89,9 +181,9 @@ class RankModel:
         """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
         given = replace(self._with_input(batch), logit_rows=NO_ROWS)
         forward = partial(self._backend.forward, self._params, given, self._kv_cache, self._workspace)
-        hidden, queries = trace(forward, batch, len(self.part.layers))
+        hidden, queries = trace(forward, batch, len(self.share.layers))
         self._pass_on(batch)
-        if self.part.is_last:
+        if self.share.is_last:
             hidden = np.concatenate([hidden, self._backend.final_norm(self._params, hidden[-1:])])
         else:
             hidden = hidden[:-1]
@@ -106,21 +198,16 @@ class RankModel:
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Return keys and values (L, H, stop - start, D) on rank 0."""
-        mine = self._backend.read_positions(self._kv_cache, slot, start, stop, self.part.head_size)
+        mine = self._backend.read_positions(self._kv_cache, slot, start, stop, self.share.head_size)
         found = self._world.gather_objects(mine)
         return None if found is None else tuple(self._joined([pair[i] for pair in found], 1) for i in (0, 1))
 
-    def write_positions(
-        self, slot: int, start: int, whole: tuple[np.ndarray, np.ndarray] | None = None
-    ) -> None:
-        """Write keys and values (L, H, n, D) of rank 0 into a slot, each rank its share."""
+    def write_positions(self, slot: int, start: int, *whole: np.ndarray) -> None:
+        """Write rank 0's `whole`, keys and values (L, H, n, D), into a slot, each rank its share."""
         shares = None
-        if whole is not None:
-            cuts = [
-                (slice(p.layers.start, p.layers.stop), slice(p.heads.start, p.heads.stop))
-                for p in self._parts
-            ]
-            shares = [[np.ascontiguousarray(array[cut]) for array in whole] for cut in cuts]
+        if whole:
+            cuts = [np.ix_(share.layers, share.heads) for share in self._shares]
+            shares = [[array[cut] for array in whole] for cut in cuts]
         self._backend.write_positions(self._kv_cache, slot, start, *self._world.scatter_objects(shares))
 
     def check_file(self) -> None:
@@ -141,7 +228,7 @@ class RankModel:
     def _pass_on(self, batch: Batch) -> None:
         if self._layout.tensor_size > 1 and self._workspace.buffers.ranks.status[0]:
             raise TinyGPTError("another rank is gone.")
-        if not self.part.is_last:
+        if not self.share.is_last:
             x = self._workspace.buffers.x[: batch.token_ids.size]
             self._world.send(x, self._layout.rank_at(self._stage + 1, self._tensor_rank))
 
@@ -160,8 +247,8 @@ class RankModel:
         if self._world.rank:
             for row in logits:
                 self._world.send(row, 0)
-        elif self.part.is_last:
-            found[:, : len(self.part.vocab)] = logits
+        elif self.share.is_last:
+            found[:, : len(self.share.vocab)] = logits
 
     def _joined(self, parts: list[Any], axis: int) -> np.ndarray:
         """Join within a stage along `axis`, then the stages."""
