@@ -15,7 +15,7 @@ from ..kernels.backend import DeviceError
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
-from ..weights.config import STORAGE_DTYPE, ModelConfig
+from ..weights.config import PRECISIONS, STORAGE_DTYPE, ModelConfig
 from ..weights.containers.mapped_file import MappedFile
 from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
@@ -23,6 +23,8 @@ from ..weights.open import open_checkpoint
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 # Rows whose logits are computed together if all are wanted: 64 x 50257 x 4 bytes are 13 MB.
 LOGIT_ROWS = 64
+# Dtypes that compute with adapters which are not merged.
+ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,11 @@ class ModelSource:
                 )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(kv_cache_dtype, backend, dtype)
-            if adapters and (backend.with_adapters is None or dtype != "float32"):
+            if adapters and (backend.with_adapters is None or dtype not in ADAPTED):
                 where = f"device {name_of(backend)!r} with {dtype} weights"
                 raise RequestError(
-                    f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules"
+                    f"needs {' or '.join(ADAPTED)} weights on device 'cpu', not {where}: or merge one.",
+                    "lora_modules",
                 )
             sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))
         return sources

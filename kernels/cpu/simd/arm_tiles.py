@@ -13,6 +13,7 @@ usmmla multiplies two rows by two columns, 8 values of K; sdot and usdot multipl
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -24,11 +25,11 @@ from .panels import (
     SCALE_GROUP,
     SCALES_BYTES,
     WEIGHT_SCALES_BYTES,
-    ask_ahead,
     ask_part_ahead,
+    ask_row_ahead,
     store_each,
 )
-from .products import INT4, INT8, BFloat, Grouped
+from .products import INT4, INT8, STEPS, BFloat, Grouped, to_floats
 from .targets import DOTS, LONGS, MATRICES, TARGET
 from .vector_ir import (
     F32,
@@ -63,6 +64,7 @@ class LaneStep(NamedTuple):
     together: int
     # (builder, a register of each row, the step in it, a quad, a sum of each row) -> sums
     multiply: Callable
+    quad: ir.VectorType = INT_QUAD  # of B, as it is loaded
 
 
 def lane(builder, register, i: int):
@@ -80,8 +82,8 @@ def fma(builder, x, y, z):
     return builder.call(declare(builder, "llvm.fma.v4f32", FLOAT_QUAD, [FLOAT_QUAD] * 3), [x, y, z])
 
 
-def _multiply_floats(builder, rows, j, quad, sums):
-    quad = builder.bitcast(quad, FLOAT_QUAD)
+def _multiply_floats(builder, rows, j, quad, sums, element=F32):
+    quad = to_floats(builder, quad, element)
     return [fma(builder, quad, lane(builder, row, j), total) for row, total in zip(rows, sums, strict=True)]
 
 
@@ -103,11 +105,17 @@ def _multiply_longs(builder, rows, j, quad, sums):
     return sums
 
 
-FLOAT_STEP = LaneStep(4, FLOAT_QUAD, 4, _multiply_floats)
 LONG_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs)
 WIDENED_STEP = LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
 PAIR_STEP = LONG_STEP if TARGET.bfloat16 == LONGS else WIDENED_STEP
-LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtype of the array that holds B
+
+
+def lane_step(dtype) -> LaneStep:
+    """Return the step by the dtype of the array that holds B."""
+    if dtype == types.uint16:
+        return PAIR_STEP
+    step = STEPS[dtype]
+    return LaneStep(4, FLOAT_QUAD, 4, partial(_multiply_floats, element=step.element), step.vector(QUAD))
 
 
 def add_dot(builder, total, quad, a, is_signed: bool):
@@ -137,8 +145,9 @@ def load_register(builder, address, kind, size: int = REGISTER_BYTES):
     return builder.bitcast(builder.insert_element(start, value, ir.Constant(I32, 0)), kind)
 
 
-def load_quad(builder, row, number: int):
-    return load(builder, at(builder, row, number, REGISTER_BYTES), INT_QUAD, REGISTER_BYTES)
+def load_quad(builder, row, number: int, kind=INT_QUAD):
+    size = QUAD * kind.element.width // 8
+    return load(builder, at(builder, row, number, size), kind, size)
 
 
 def repeat_any(builder, count, body, initial):
@@ -171,12 +180,14 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
         strip = strip_of_lanes(rows, vectors)
         together = step.together
         quads = range(strip * QUADS)
+        vector_bytes = LANES * step.quad.element.width // 8
+        lines = wide * vector_bytes // VECTOR_BYTES
         a_starts = rows_at(builder, a, lda, rows)
         c_starts = rows_at(builder, c, ldc, rows)
 
         def take_strip(number, _):
             columns = times(builder, number, strip * VECTOR_BYTES)
-            b_strip = builder.add(b, columns)
+            b_strip = at(builder, b, number, strip * vector_bytes)
 
             def take(k, count: int, sums):
                 a_k = times(builder, k, step.bytes)
@@ -186,13 +197,11 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
                 ]
                 for j in range(count):
                     k_j = at(builder, k, j)
-                    ask_ahead(
-                        builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip
-                    )
+                    ask_row_ahead(builder, ahead, spacing, k_j, number, strip, vectors, lines, wide)
                     b_row = builder.add(b_strip, builder.mul(k_j, ldb))
                     new = []
                     for q in quads:
-                        quad = load_quad(builder, b_row, q)
+                        quad = load_quad(builder, b_row, q, step.quad)
                         new += step.multiply(builder, a_rows, j, quad, sums[q * rows : (q + 1) * rows])
                     sums = new
                 return sums

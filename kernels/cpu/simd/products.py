@@ -18,7 +18,7 @@ from numba import types
 
 from .panels import PANEL_VECTORS, SCALE_GROUP, WEIGHT_GROUP
 from .targets import BYTES, DOTS, FOURS, MATRICES, PAIRS, SHORTS, TARGET
-from .vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
+from .vector_ir import F32, FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
 
 EIGHTS = ir.VectorType(I8, 4 * LANES)
 SIXTEENS = ir.VectorType(I16, 2 * LANES)
@@ -46,8 +46,25 @@ class StepHalf(NamedTuple):
     multiply: Callable  # (builder, a, b, sum) -> sum
 
 
+class Step(NamedTuple):
+    lane_bytes: int  # of B, in a column
+    halves: tuple[StepHalf, ...]
+    element: ir.Type = F32  # of B, if a lane is a float: narrower ones are widened
+
+    def vector(self, lanes: int) -> ir.VectorType:
+        """Return the type of a vector of B as it is loaded."""
+        return ir.VectorType(ir.IntType(8 * self.lane_bytes), lanes)
+
+
 def _as_it_lies(builder, vector):
     return vector
+
+
+def to_floats(builder, vector, element=F32):
+    """Return a vector of B as float32."""
+    lanes = vector.type.count
+    floats = builder.bitcast(vector, ir.VectorType(element, lanes))
+    return floats if element is F32 else builder.fpext(floats, ir.VectorType(F32, lanes))
 
 
 def _low_widened(builder, pairs):
@@ -68,11 +85,14 @@ def _multiply_pairs(builder, a, b, total):
     return builder.call(dot, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
-FLOAT_PARTS = (StepHalf(0, _as_it_lies, _multiply_floats),)
 # High half first, as vdpbf16ps adds.
 WIDENED_PARTS = (StepHalf(4, _high_widened, _multiply_floats), StepHalf(0, _low_widened, _multiply_floats))
 PAIR_PARTS = (StepHalf(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
-PARTS = {types.float32: FLOAT_PARTS, types.uint16: PAIR_PARTS}  # by the dtype of the array that holds B
+# By the dtype of the array that holds B.
+STEPS = {
+    types.float32: Step(4, (StepHalf(0, to_floats, _multiply_floats),)),
+    types.uint16: Step(4, PAIR_PARTS),
+}
 
 
 class IntegerStep(NamedTuple):
