@@ -63,13 +63,13 @@ class LLM(LookMethods):
 
     model: "demo" (embedded), a local folder or file of weights, a Hub id such as "gpt2" (also id@revision, id/folder,
         id/file.gguf, id:q8_0, or a URL), or "random:124M" (355M, 774M, 1.5B): random weights of that shape.
-    dtype: "float32", "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto" is the dtype of a
-        converted checkpoint, else float32.
+    dtype: "float32", "float16" (also "half"), "bfloat16", "int8" or "int4"; the last two quantize as they load. "auto"
+        is the dtype of a converted checkpoint, else float32.
     device: "cpu"; "cuda" (one NVIDIA GPU, not int4); or "reference" (NumPy in float64, slow, float32 weights only).
     threads: None is one for each fast physical core.
     max_num_seqs: samples that run at once; others wait.
     max_model_len: positions of each sample; None is the model's n_positions. A model with ALiBi can have more.
-    kv_cache_dtype: "float32", "bfloat16", "int8"; "auto" is float32 for float32 weights, else bfloat16.
+    kv_cache_dtype: "float32", "bfloat16", "int8"; "auto" is float32 for float32 and float16 weights, else bfloat16.
     max_num_batched_tokens: new tokens in a step, max_num_seqs or more; None is 512 (2048 on a GPU), or max_num_seqs if
         that is more. Fewer shorten other requests' wait for a prompt; more read prompts faster.
     prefix_cache_seqs: finished samples that stay in the KV cache, each in the memory of a running one, for prompts with

@@ -24,6 +24,7 @@ class Precision:
 
 PRECISIONS = {
     "float32": Precision(4, "float32", "float32", "float32", 1e-4, "F32"),
+    "float16": Precision(2, "float16", "float32", "float32", 0.03, "F16"),
     "bfloat16": Precision(2, "bfloat16", "bfloat16", "bfloat16", 0.25, "BF16"),
     "int8": Precision(1, "int8", "int8", "bfloat16", 1.0, "Q8"),
     # 4 bytes of scale and offset for a group of 32.

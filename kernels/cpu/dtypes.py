@@ -20,10 +20,12 @@ from .layers.operands import (
 )
 from .packing import (
     pack_bfloat16,
+    pack_float16,
     pack_float32,
     pack_int4,
     pack_int8,
     unpack_bfloat16,
+    unpack_float16,
     unpack_float32,
     unpack_int4,
     unpack_int8,
@@ -31,7 +33,7 @@ from .packing import (
 from .simd.amx_tiles import amx_bfloat16, amx_int8
 from .simd.grouped_tiles import expand_int4, expand_int8, tile_int4, tile_int8
 from .simd.panels import ROW_BYTES, SCALE_GROUP, SCALES_BYTES, WEIGHT_GROUP, WEIGHT_SCALES_BYTES, zeros
-from .simd.products import INT4, INT8
+from .simd.products import INT4, INT8, from_float16
 from .simd.targets import TARGET
 from .simd.tiles import CHUNK_BYTES, IN_STRIPS, OUT_TILE, ROW_BLOCK, ROW_TILE, STEP_BYTES, panel_add
 from .simd.vector_ir import address
@@ -41,6 +43,10 @@ LEAST_AMX = 5  # rows of int8
 
 class Float32Weight(NamedTuple):
     panels: np.ndarray  # (L, P, K, OUT_TILE) float32
+
+
+class Float16Weight(NamedTuple):
+    panels: np.ndarray  # (L, P, K, OUT_TILE) int16
 
 
 class BFloat16Weight(NamedTuple):
@@ -185,6 +191,10 @@ def _float32_at(weight, panel, k, column):
     return weight.panels[0, panel, k, column]
 
 
+def _float16_at(weight, panel, k, column):
+    return from_float16(weight.panels[0, panel, k, column])
+
+
 def _bfloat16_at(weight, panel, k, column):
     return from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
 
@@ -212,6 +222,7 @@ class Dtype:
     expand: Callable = _as_it_lies
     scales_of: Callable = _ones
     kv_cache: str = "bfloat16"  # its default dtype
+    runs: bool = True  # whether this CPU has the instructions
     # The exponent of a channel's size in smoothing; None: weights are not smoothed. int4 weights, with 16 levels, gain
     # more than activations.
     balance: float | None = None
@@ -252,6 +263,21 @@ DTYPES = {
             head="float32",
             element_at=_float32_at,
             kv_cache="float32",
+        ),
+        Dtype(
+            name="float16",
+            record=Float16Weight,
+            fields={"panels": Field(np.int16, 1, (OUT_TILE,))},
+            k_unit=1,
+            new_operand=new_float32_operand,
+            pack=pack_float16,
+            unpack=unpack_float16,
+            unit=Unit(1, STEP // 2, CHUNK_BYTES // (STEP // 2), ALONE),
+            add_tile=_add_steps,
+            head="float16",
+            element_at=_float16_at,
+            kv_cache="float32",
+            runs=TARGET.widens_float16,
         ),
         Dtype(
             name="bfloat16",
@@ -300,6 +326,7 @@ DTYPES = {
             balance=0.0,
         ),
     )
+    if row.runs
 }
 
 

@@ -6,6 +6,7 @@ from .. import numbers
 from .jit import jit
 from .layers.operands import from_bfloat16, to_bfloat16
 from .simd.panels import WEIGHT_GROUP
+from .simd.products import to_float16
 from .simd.tiles import OUT_TILE
 from .simd.vector_ir import ROUNDING
 
@@ -22,6 +23,16 @@ SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
 def pack_float32(weight, is_transposed, factors, panels, first, last):
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, panels[p])
+
+
+@jit
+def pack_float16(weight, is_transposed, factors, panels, first, last):
+    block = np.empty((panels.shape[1], OUT_TILE), np.float32)
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, block)
+        for k in range(block.shape[0]):
+            for j in range(OUT_TILE):
+                panels[p, k, j] = to_float16(block[k, j])
 
 
 @jit
@@ -135,6 +146,10 @@ def _read_panel(weight, is_transposed, factors, p, block):
 
 def unpack_float32(panels: np.ndarray) -> np.ndarray:
     return panels
+
+
+def unpack_float16(panels: np.ndarray) -> np.ndarray:
+    return panels.view(np.float16).astype(np.float32)
 
 
 def unpack_bfloat16(panels: np.ndarray) -> np.ndarray:

@@ -51,7 +51,7 @@ def test_a_later_dtype_is_refused_before_the_first_is_measured(tmp_path):
         ({"new_tokens": [1]}, "--new-tokens gives 1 and must give 2 or more, or 0"),
         ({"repetitions": 0}, "--repetitions gives 0"),
         ({"threads": [0]}, "threads is 0"),
-        ({"dtypes": ["float16"]}, "dtype is 'float16'"),
+        ({"dtypes": ["float64"]}, "dtype is 'float64'"),
         ({"prompt_lengths": [1000], "new_tokens": [25]}, "1000 tokens and 25 after it take 1025 positions"),
         ({"prompt_lengths": [1024], "new_tokens": [0]}, "1024 tokens and 1 after it take 1025 positions"),
     ],

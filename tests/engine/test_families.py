@@ -10,6 +10,7 @@ from support.golden_models import golden_ids
 from support.moe_models import moe_arrays, write_moe
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import DTYPES
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
@@ -145,7 +146,7 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
     from support.processes import Result
 

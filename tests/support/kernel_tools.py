@@ -142,6 +142,8 @@ def unpacked(weight, dtype: str) -> np.ndarray:
     panels = weight.panels[0]
     if dtype == "float32":
         values = panels.astype(np.float64)  # (P, K, OUT_TILE)
+    elif dtype == "float16":
+        values = panels.view(np.float16).astype(np.float64)
     elif dtype == "bfloat16":
         values = in_order(from_bits(panels).astype(np.float64))
     elif dtype == "int8":
@@ -177,7 +179,7 @@ def operand_of(x: np.ndarray, dtype: str = "float32"):
 
 def values_of(operand, dtype: str) -> np.ndarray:
     """What an operand stands for: (M, K rounded up) float64."""
-    if dtype == "float32":
+    if dtype in ("float32", "float16"):
         return operand.values.astype(np.float64)
     if dtype == "bfloat16":
         return as_float32(operand.values).astype(np.float64)

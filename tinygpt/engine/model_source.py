@@ -159,14 +159,8 @@ def load_backend(device: str, dtype: str) -> ModuleType:
             f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
             "dtype",
         )
-    if dtype not in ("auto", *backend.DTYPES):
-        allowed = ", ".join(map(repr, backend.DTYPES))
-        hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
-        if dtype == "float16":
-            hint = "; the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
-        raise RequestError(
-            f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype"
-        )
+    if dtype != "auto":
+        _check_dtype(dtype, backend)
     try:
         backend.check_device()
     except DeviceError as error:
@@ -174,6 +168,21 @@ def load_backend(device: str, dtype: str) -> ModuleType:
             f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
         ) from None
     return backend
+
+
+def _check_dtype(dtype: str, backend: ModuleType) -> None:
+    if dtype in backend.DTYPES:
+        return
+    device = name_of(backend)
+    allowed = ", ".join(map(repr, backend.DTYPES))
+    hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
+    if dtype == "float16":
+        why = ", as this CPU lacks F16C" if device == "cpu" else ""
+        nearest = (
+            "the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
+        )
+        hint = f"{why}; {nearest}"
+    raise RequestError(f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype")
 
 
 def name_of(backend: ModuleType) -> str:
@@ -195,6 +204,7 @@ def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | Pac
             "checkpoint that it was made from.",
             "dtype",
         )
+    _check_dtype(checkpoint.dtype, backend)
     return checkpoint.dtype
 
 

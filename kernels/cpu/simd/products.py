@@ -2,6 +2,7 @@
 
 B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
 float32      it lies              1 float32            a product, fused
+float16      float32              1 float32            a product, fused
 bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
              float32, two steps   1 float32            a product, fused                              WIDENED
 int8         it lies              4 int8               four products, in int32                       FOURS
@@ -11,10 +12,12 @@ int4         uint8, two steps     4 int8               as FOURS, or two products
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
 from .panels import PANEL_VECTORS, SCALE_GROUP, WEIGHT_GROUP
 from .targets import BYTES, DOTS, FOURS, MATRICES, PAIRS, SHORTS, TARGET
@@ -88,10 +91,12 @@ def _multiply_pairs(builder, a, b, total):
 # High half first, as vdpbf16ps adds.
 WIDENED_PARTS = (StepHalf(4, _high_widened, _multiply_floats), StepHalf(0, _low_widened, _multiply_floats))
 PAIR_PARTS = (StepHalf(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
-# By the dtype of the array that holds B.
+HALF = ir.HalfType()
+# By the dtype of the array that holds B. Numba knows no float16 on a CPU: it lies as its bits, in int16.
 STEPS = {
     types.float32: Step(4, (StepHalf(0, to_floats, _multiply_floats),)),
     types.uint16: Step(4, PAIR_PARTS),
+    types.int16: Step(2, (StepHalf(0, partial(to_floats, element=HALF), _multiply_floats),), HALF),
 }
 
 
@@ -230,3 +235,21 @@ def shorts_of(builder, vector):
         mask = ir.Constant(ir.VectorType(I32, 4 * LANES), places)
         shorts.append(builder.bitcast(builder.shuffle_vector(fours, zeros, mask), INTS))
     return shorts
+
+
+@intrinsic
+def to_float16(typingctx, x):
+    """Return the bits of the nearest float16, ties to even; NaN stays NaN, and beyond 65504 there is infinity."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
+
+    return types.int16(types.float32), codegen
+
+
+@intrinsic
+def from_float16(typingctx, bits):
+    def codegen(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], HALF), F32)
+
+    return types.float32(types.int16), codegen

@@ -91,6 +91,26 @@ def test_between_two_bfloat16_the_nearest_is_taken(low, goes_up):
     np.testing.assert_array_equal(bits, (below + up).astype(np.uint16))
 
 
+def float16_of_all(kind: str) -> np.ndarray:
+    """Every float16; numbers half-way between two; or float32s of all sizes, beyond float16's too."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(F32)
+    if kind == "every":
+        return every
+    finite = np.sort(every[np.isfinite(every)])
+    if kind == "half-way":
+        return (finite[1:] + finite[:-1]) / 2
+    return (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8001).view(F32)
+
+
+@pytest.mark.parametrize("kind", ["every", "half-way", "any"])
+def test_weights_are_rounded_to_the_nearest_float16(kind):
+    weight = float16_of_all(kind)
+    weight = np.resize(weight, (len(weight) // 256, 256))
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = weight.astype(np.float16).astype(float)
+    np.testing.assert_array_equal(unpacked(packed(weight, "float16"), "float16")[: len(weight)], expected)
+
+
 def test_what_is_not_finite_stays_so_in_bfloat16_weights():
     weight = random_values(5, 35)
     weight[1, 2] = np.nan

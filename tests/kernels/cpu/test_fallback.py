@@ -43,7 +43,7 @@ class Target:
 
 INT8_CACHE = "int8 cache"  # beside int8 weights
 TARGETS = {
-    "AVX2": Target("x86-64-v3", "+avx2,+fma", ("float32", "bfloat16", "int8", "int4", INT8_CACHE), "zmm"),
+    "AVX2": Target("x86-64-v3", "+avx2,+fma,+f16c", (*cpu.DTYPES, INT8_CACHE), "zmm"),
     "AVX2 VNNI": Target("x86-64-v3", "+avx2,+fma,+avxvnni", ("int8", "int4", INT8_CACHE), "zmm"),
     "SSE2": Target("x86-64", "+sse2", ("int8", INT8_CACHE), "ymm"),  # no fused multiply-add either: libm's
 }

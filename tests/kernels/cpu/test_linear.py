@@ -57,6 +57,8 @@ def test_pack(shape, dtype):
     assert not values[n:].any()
     if dtype == "float32":
         np.testing.assert_array_equal(values[:n, :k], weight)
+    elif dtype == "float16":
+        np.testing.assert_array_equal(values[:n, :k], weight.astype(np.float16))
     elif dtype == "bfloat16":
         np.testing.assert_array_equal(values[:n, :k], from_bits(bfloat16_bits(weight)))
 
@@ -91,7 +93,7 @@ def test_operand(shape, dtype):
     x, (m, k) = random_values(*shape), shape
     values = values_of(operand_of(x, dtype), dtype)
     assert not values[:, k:].any()
-    if dtype in ("float32", "bfloat16"):
+    if dtype in ("float32", "float16", "bfloat16"):
         check("bfloat16" if dtype == "bfloat16" else "exp", values[:, :k], x, np.abs(x))
         return
     padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, SCALE_GROUP)
@@ -279,6 +281,14 @@ def segment_of(part: Layer, weight: np.ndarray, dtype: str) -> np.ndarray:
     marked = np.pad(part.weight, ((0, 0), (0, SCALE_GROUP)))
     marked[:, -1] = largest
     return run_linear(part._replace(x=np.pad(part.x, ((0, 0), (0, SCALE_GROUP))), weight=marked), dtype)
+
+
+@pytest.mark.parametrize(("m", "k"), [*SHAPES, (97, 5 * SCALE_GROUP + 3)])
+def test_float16_is_float32_of_the_rounded_weights(m, k):
+    """To the bit: half the bytes are read, and the chain is the same."""
+    layer = random_layer(m, k, OUT_TILE + 35)
+    rounded = layer._replace(weight=layer.weight.astype(np.float16).astype(np.float32))
+    same_bits(run_linear(layer, "float16"), run_linear(rounded))
 
 
 @EVERY_DTYPE
