@@ -1,9 +1,10 @@
 """LLM: from prompts to text."""
 
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +12,7 @@ import numpy as np
 
 from .engine.engine import Engine, RequestFuture
 from .engine.input_processor import InputProcessor, OnChunk
-from .engine.model_runner import ModelRunner, Probe
-from .engine.model_source import ModelSource, load_backend
+from .engine.model_runner import ModelRunner, ModelSource, load_backend
 from .engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
 from .engine.sequence import Request
 from .engine.spec_decode import DraftModel, check_draft
@@ -20,7 +20,7 @@ from .errors import FailedRequestError, RequestError, TinyGPTError, invalid
 from .hardware import thread_count
 from .kernels.numbers import Warpers
 from .llm_args import LLMArgs, takes_fields_of
-from .look.methods import LookMethods, points_of
+from .look.methods import LookMethods, Probe, points_of
 from .outputs import (
     Classification,
     ContinuationScore,
@@ -37,9 +37,12 @@ from .weights.config import dtype_name
 from .weights.convert.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for them
+    from .look.edits import EditsType
     from .ranks.lead import Ranks
     from .text.chat import Template
     from .text.session import Session
+
+logger = logging.getLogger(__name__)
 
 # Requests that reach all kernels.
 WARMUP_REQUESTS = (
@@ -72,21 +75,22 @@ class LLM(LookMethods):
         num_threads = thread_count(args.threads) if ranks is None else ranks.threads(args.threads)
         source = ModelSource.open(args)
         engine_config = args.sizes(source.config, source.backend.MAX_STEP_TOKENS)
+        self._args = args
         self.lora_modules = tuple(args.lora_modules or ())
         self.config = source.config
         self.dtype = source.dtype
         self.max_model_len = engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
-        self._given_template = args.chat_template
         if args.chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
-        points = cache(partial(points_of, source, args))
-        self._inputs = InputProcessor(source, args, engine_config, points if ranks is None else None)
+        points = points_of(source, args) if ranks is None else None
+        self._inputs = InputProcessor(source, args, engine_config, points)
         self._classifier = None
         if not isinstance(source.checkpoint, PackedCheckpoint) and source.checkpoint.heads:
             from .engine.classifier import read_heads  # rarely needed
 
-            self._classifier, self._inputs.note = read_heads(source.checkpoint)
+            self._classifier, note = read_heads(source.checkpoint)
+            logger.warning(note)
         draft = None
         if args.draft_model is not None:
             drafting = LLMArgs(
@@ -101,11 +105,14 @@ class LLM(LookMethods):
             runner = ranks.new_runner(source, args, engine_config)
         self._probe = Probe(runner, engine_config)
         self.engine = Engine(runner, engine_config, draft, owner=self)
-        self._description = f"{args.checkpoint!r}, dtype={self.dtype!r}, device={args.device!r}, max_num_seqs={args.max_num_seqs}"
 
     def __repr__(self) -> str:
         state = "closed" if self.engine.is_closed else f"max_model_len={self.max_model_len}"
-        return f"LLM({self._description}, {state})"
+        args = self._args
+        return (
+            f"LLM({args.checkpoint!r}, dtype={self.dtype!r}, device={args.device!r}, "
+            f"max_num_seqs={args.max_num_seqs}, {state})"
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -122,7 +129,7 @@ class LLM(LookMethods):
         """The template of `chat`, None if there is none. Raise CheckpointError if the checkpoint's is damaged."""
         from .text.chat import open_template
 
-        return open_template(self._given_template, self.checkpoint_path)
+        return open_template(self._args.chat_template, self.checkpoint_path)
 
     def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode and check a text or token ids, for any call that takes a prompt.
@@ -269,7 +276,7 @@ class LLM(LookMethods):
         continuations: Prompts,
         soft_prompt: str | None = None,
         split_special_tokens: bool | None = None,
-        edits: Any = (),
+        edits: "EditsType" = (),
     ) -> list[ContinuationScore]:
         """Score each continuation of the prompt, and its tokens and words, by the model's own probabilities.
 
@@ -354,7 +361,7 @@ def _ranks(layout: Layout) -> "Ranks | None":
     return join(layout, world)
 
 
-def _single_prompt(prompt: Prompts) -> Any:
+def _single_prompt(prompt: Prompts) -> PromptType:
     prompts = prompt_list(prompt)
     if len(prompts) > 1:
         raise RequestError(f"{len(prompts)} prompts were given and this takes one: use generate.")

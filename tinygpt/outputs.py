@@ -229,9 +229,16 @@ class RequestOutput(_Shown):
 
     def _repr_html_(self) -> str:
         """Return the texts for a notebook: with `logprobs`, tokens have colors and their candidates as titles."""
-        from .look.surprise import html
+        from .look.surprise import html, marks
 
-        return html(self, getattr(self, "tokenizer", None))
+        tokenizer = getattr(self, "tokenizer", None)
+        prompt = self.prompt
+        if prompt is None:
+            prompt = "" if tokenizer is None else tokenizer.decode(self.prompt_token_ids)
+        samples = [
+            marks(s.token_ids, s.text or str(s.token_ids), s.logprobs, tokenizer) for s in self.outputs
+        ]
+        return html(marks(self.prompt_token_ids, prompt, self.prompt_logprobs, tokenizer), samples)
 
 
 class StreamChunk(NamedTuple):

@@ -10,6 +10,7 @@ from tinygpt import SamplingParams
 from tinygpt.cli import loading
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import params_of
+from tinygpt.llm_args import LLMArgs
 from tinygpt.sampling_params import RepetitionDetection
 
 # A function and an array have no place on a command line; --soft-prompt loads a soft prompt and selects it.
@@ -183,7 +184,7 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
         "split_special_tokens": True,
         "revision": "v1",
     }
-    assert given == model | sizes | others | ranks
+    assert given == vars(LLMArgs()) | model | sizes | others | ranks
 
 
 def test_threads_size_every_pool(monkeypatch):

@@ -78,14 +78,6 @@ def test_callers_share_steps(llm, monkeypatch):
     assert [len(batch.slots) for batch in batches] == [4] * 10
 
 
-def test_chunks_as_they_are_made(llm):
-    chunks = []
-    output = llm.submit("Once", params_for(3), on_chunk=chunks.append).result(SECONDS)
-    assert [chunk.token_id for chunk in chunks] == output.outputs[0].token_ids
-    assert "".join(chunk.text for chunk in chunks) == output.outputs[0].text
-    assert [chunk.finish_reason for chunk in chunks[-2:]] == [None, "length"]
-
-
 def test_after_step_is_called_once_for_each_call_of_the_engine(llm):
     chunks, seen = [], []
     llm.engine.after_step.append(lambda: seen.append(len(chunks)))
@@ -296,7 +288,7 @@ def test_closing_resolves_every_future_if_the_backend_cannot_be_closed(small_dem
     assert wait(futures, SECONDS).not_done == set()
 
 
-@pytest.mark.parametrize("part", ["_write_prefix", "add"])
+@pytest.mark.parametrize("part", ["_prepare_slot", "add"])
 def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, part):
     scheduler = llm.engine.scheduler
     embeds = np.zeros((1, llm.config.n_embd))

@@ -68,19 +68,6 @@ def test_no_step_is_taken_for_a_sequence_that_has_ended_by_its_length(llm, calls
     assert calls == [4, 15, 16, 4]  # after the first step
 
 
-def test_a_sequence_that_ends_before_the_last_step_takes_no_more(llm, calls):
-    whole = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
-    last = whole[0].index(whole[0][6])
-    calls.clear()
-    ended, *others = llm.generate(
-        PROMPTS, [SamplingParams(max_tokens=30, stop_token_ids=[whole[0][6]]), *[GREEDY] * 3]
-    )
-    assert ended.outputs[0].token_ids == whole[0][: last + 1]
-    assert ended.outputs[0].finish_reason == "stop"
-    assert [output.outputs[0].token_ids for output in others] == whole[1:]
-    assert calls[0] > last
-
-
 @pytest.mark.parametrize("heat", [0.0, 1.0])
 def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, heat):
     prompts = [[i] for i in range(30)]

@@ -103,17 +103,6 @@ def num_computed(batches: list) -> int:
     return sum(batch.token_ids.size for batch in batches)
 
 
-@pytest.mark.parametrize("kept", [0, 2])
-@pytest.mark.parametrize("params", [{"n": 4}, {"n": 2, "best_of": 4}], ids=str)
-def test_one_prompt_pass_for_all_samples(monkeypatch, kept, params, small_demo):
-    with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=kept) as llm:
-        batches = batches_of(llm, monkeypatch)
-        params = {"temperature": 1.0, "seed": 5, **params}
-        (output,) = llm.generate([BASES[0]], SamplingParams(max_tokens=5, ignore_eos=True, **params))
-    assert num_computed(batches) == 60 + 3 + 4 * 4
-    assert (len(output.outputs), output.num_cached_tokens) == (params["n"], 0)
-
-
 def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, small_demo):
     batch = [BASES[0], BASES[0], BASES[0][:50], BASES[0] + [5, 6]]
     with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=0) as llm:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
-from tinygpt.engine.sequence import SampledToken, Sequence, common_prefix
+from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
@@ -20,7 +20,7 @@ def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None)
     """One whose prompt begins like no other, or like those with the same `begin`."""
     prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(prompt, params, 0, 0, frozenset({EOS}), text=None)
+    return Sequence(Sample(prompt, params, 0, 0, frozenset({EOS})))
 
 
 class Cache:
@@ -51,7 +51,7 @@ def run_step(scheduler: Scheduler, token_id: int = 1) -> list[tuple[Sequence, in
         cache_of(scheduler).write(chunk.sequence, chunk.count)
         chunk.sequence.num_cached += chunk.count
         if reaches_end:
-            chunk.sequence.take(SampledToken(token_id))
+            chunk.sequence.append(SampledToken(token_id))
     for sequence in scheduler.finished:
         scheduler.remove(sequence)
     return [(chunk.sequence, chunk.count) for chunk in chunks]
@@ -352,15 +352,6 @@ def kept(slots: SlotTable) -> list[list[int]]:
 
 def take_all(slots: SlotTable, *prompts: list[int]) -> list[int]:
     return [slots.take(prompt)[0] for prompt in prompts]
-
-
-def test_a_prompt_that_goes_on_takes_the_kept_slot():
-    slots = SlotTable(2, 2)
-    a, b = take_all(slots, [1, 2], [5])
-    slots.release(a, [1, 2, 3])
-    slots.release(b, [1, 9])
-    assert slots.take([1, 2, 3, 4]) == (a, 3)
-    assert (kept(slots), slots.num_free) == ([[1, 9]], 1)
 
 
 def test_the_least_recently_used_goes_first():

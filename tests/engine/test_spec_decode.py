@@ -150,14 +150,6 @@ def test_a_draft_that_cannot_go_on_ends_there(target):
         assert len(llm.generate([[1, 2]], params)[0].outputs[0].token_ids) == 1
 
 
-def test_a_stream_gets_every_token(target, llm):
-    params = SamplingParams(max_tokens=20, temperature=0.8, seed=2)
-    with LLM(str(target), draft_model=str(target)) as other:
-        assert [chunk.token_id for chunk in other.stream(PROMPT, params)] == [
-            chunk.token_id for chunk in llm.stream(PROMPT, params)
-        ]
-
-
 def test_an_end_among_confirmed_tokens_is_the_end(target, llm):
     tokens = llm.generate([PROMPT], SamplingParams(max_tokens=12))[0].outputs[0].token_ids
     params = SamplingParams(max_tokens=12, stop_token_ids=[tokens[7]])

@@ -79,15 +79,6 @@ def test_tokens_and_logits_equal_those_of_peft(adapted, device):
         assert np.abs(plain.logits(PROMPT) - logits).max() > 0.1  # the adapter does something
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_other_dtypes_are_of_the_merged_weights(adapted, dtype):
-    base = str(adapted.base)
-    adapter = adapted.adapter
-    with LLM(base, lora=str(adapter)) as llm, LLM(base, dtype=dtype, lora=adapter) as other:
-        expected = llm.logits(PROMPT)
-        np.testing.assert_allclose(other.logits(PROMPT), expected, rtol=0, atol=0.1 * np.abs(expected).max())
-
-
 def test_what_is_refused(adapted, tmp_path):
     base = str(adapted.base)
     adapter = adapted.adapter

@@ -53,9 +53,9 @@ def test_all_chunks_together_are_the_output(llm, params):
     (output,) = llm.generate(PROMPT, params)
     chunks = list(llm.stream(PROMPT, params))
     assert summed(chunks) == expected_of(output)
-    assert [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None] == (
-        [] if output.prompt_logprobs is None else [output.prompt_logprobs]
-    )
+    first = next(chunk for chunk in chunks if chunk.index == 0)
+    assert first.prompt_logprobs == output.prompt_logprobs
+    assert all(chunk is first or chunk.prompt_logprobs is None for chunk in chunks)
     for chunk in chunks:
         assert (chunk.logprobs is None) == (params.logprobs is None)
         assert chunk.logprobs is None or chunk.token_id in chunk.logprobs
@@ -70,12 +70,6 @@ def test_a_stream_of_asyncio_is_the_same(llm):
 
     for chunks, params in zip(asyncio.run(main()), CASES.values(), strict=True):
         assert summed(chunks) == summed(llm.stream(PROMPT, params))
-
-
-def test_the_prompts_come_with_the_first_chunk(llm):
-    chunks = list(llm.stream(PROMPT, CASES["several"]))
-    first = next(chunk for chunk in chunks if chunk.index == 0)
-    assert [chunk for chunk in chunks if chunk.prompt_logprobs is not None] == [first]
 
 
 def test_equal_samples_are_computed_once(llm):

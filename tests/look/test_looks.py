@@ -312,10 +312,10 @@ from tinygpt.kernels.cpu.model import take_steps
 with LLM(sys.argv[1], threads=2) as llm:
     llm.generate([[1, 2, 3]], max_tokens=4)
     llm.embed([[1, 2, 3]])
-    print(["Look(" in str(types) for types in take_steps.overloads])
+    print(["Hooks(" in str(types) for types in take_steps.overloads])
     llm.run_with_cache([1, 2, 3], "resid_pre")
-    print(["Look(" in str(types) for types in take_steps.overloads])
-print([name for name in ("activations", "edits", "points") if f"tinygpt.{name}" in sys.modules])
+    print(["Hooks(" in str(types) for types in take_steps.overloads])
+print([name for name in ("captures", "edits", "hooks") if f"tinygpt.look.{name}" in sys.modules])
 """
 
 
@@ -323,4 +323,4 @@ def test_kernels_with_looks_are_made_for_looks_alone(folder):
     found = subprocess.run(
         [sys.executable, "-c", KERNELS, folder], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert found.stdout.splitlines() == ["[False]", "[False, True]", "['activations', 'edits', 'points']"]
+    assert found.stdout.splitlines() == ["[False]", "[False, True]", "['captures', 'edits', 'hooks']"]

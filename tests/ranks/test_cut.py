@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from support.family_models import write_family
 from support.golden_models import write_model
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.layers.formats import Norm

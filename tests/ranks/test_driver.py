@@ -12,7 +12,7 @@ import pytest
 from support.golden_models import write_lora, write_model
 from support.thread_world import Aborted, Threads, running
 from tinygpt.cli.main import main
-from tinygpt.engine.model_source import ModelSource
+from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import CheckpointError, RequestError, Terminated, TinyGPTError
 from tinygpt.llm_args import LLMArgs
 from tinygpt.ranks.lead import (

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
 from tinygpt.engine.sampler import SamplingState, TokenRules, gather_processors
-from tinygpt.engine.sequence import Sequence
+from tinygpt.engine.sequence import Sample, Sequence
 from tinygpt.kernels import cpu, reference
 from tinygpt.sampling_params import SamplingParams
 
@@ -49,14 +49,16 @@ ROWS = [random_row, tied_row, masked_row, one_survivor, signed_zeros]
 
 
 def sequence_of(prompt, new, **fields):
-    sequence = Sequence(prompt, SamplingParams(max_tokens=64, **fields), 0, 0, frozenset(EOS), None)
+    sequence = Sequence(Sample(prompt, SamplingParams(max_tokens=64, **fields), 0, 0, frozenset(EOS)))
     sequence.new_token_ids.extend(new)
     return sequence
 
 
 def process(backend, rows, sequences):
     logits = np.stack(rows)
-    edits = [TokenRules(sequence.params, sequence.eos_token_ids, logits.shape[1]) for sequence in sequences]
+    edits = [
+        TokenRules(sequence.params, sequence.sample.eos_token_ids, logits.shape[1]) for sequence in sequences
+    ]
     of_rows = [*map(SamplingState, sequences, edits)]
     for notes, sequence in zip(of_rows, sequences, strict=True):
         notes.update(sequence.new_token_ids)

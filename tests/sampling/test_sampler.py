@@ -17,7 +17,7 @@ from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import Sampler, not_finite
-from tinygpt.engine.sequence import Sequence
+from tinygpt.engine.sequence import Sample, Sequence
 from tinygpt.kernels import cpu, reference
 
 V = 40
@@ -38,7 +38,7 @@ class BareRunner:
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
     params = SamplingParams(max_tokens=64, **fields)
-    sequence = Sequence(list(prompt), params, seed, index, frozenset(EOS), None)
+    sequence = Sequence(Sample(list(prompt), params, seed, index, frozenset(EOS)))
     sequence.new_token_ids.extend(new)
     return sequence
 

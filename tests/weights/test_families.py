@@ -12,7 +12,7 @@ from support import gguf_writer
 from support.foreign import GGUF_KEYS, WRITERS, gguf_name, linear, nanogpt_state
 from support.tiny_checkpoint import CONFIG, LAYERS, assert_holds, assert_refused, random_tensors, write_json
 from support.torch_files import Call, own_bytes
-from tinygpt.engine.model_source import load_tokenizer
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights.config import HEAD
 from tinygpt.weights.containers.mapped_file import FILES

@@ -16,7 +16,7 @@ from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
 from support.tiny_checkpoint import assert_refused, random_tensors
-from tinygpt.engine.model_source import load_tokenizer
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
 from tinygpt.weights.containers.gguf import AT_ONCE, read_gguf

@@ -12,7 +12,7 @@ from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_fil
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, write_json
 from support.torch_files import Call, own_bytes
-from tinygpt.engine.model_source import load_tokenizer
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import random_checkpoint

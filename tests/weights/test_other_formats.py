@@ -16,7 +16,7 @@ from support.tiny_checkpoint import CONFIG, V, gpt2_arrays, random_tensors, writ
 from support.torch_files import own_bytes
 from tinygpt import LLM
 from tinygpt.cli import main as cli
-from tinygpt.engine.model_source import load_tokenizer
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import random_checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes

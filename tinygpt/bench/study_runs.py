@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ..engine.model_source import ModelSource, load_tokenizer
+from ..engine.model_runner import ModelSource, load_tokenizer
 from ..errors import CheckpointError, RequestError, how_to_install, invalid
 from ..evaluation.tasks import NUM_TOGETHER, perplexity
 from ..evaluation.texts import read_text

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import tinygpt
 
-from ..engine.model_source import load_backend
+from ..engine.model_runner import load_backend
 from ..engine.scheduler import WORTH_WAITING
 from ..errors import RequestError
 from ..hardware import cpu_name, thread_count

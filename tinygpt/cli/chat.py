@@ -86,9 +86,9 @@ class Conversation:
         self._num_answers = 0
         self._shown = attrgetter("text")
         if shows_surprise(args):
-            from ..look.surprise import ansi_chunk
+            from ..look.surprise import ansi
 
-            self._shown = ansi_chunk
+            self._shown = lambda chunk: ansi(chunk.text, chunk.token_id, chunk.logprobs)
         self._first = [] if args.system is None else [{"role": "system", "content": args.system}]
         self._messages = self._first
 

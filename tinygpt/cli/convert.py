@@ -128,7 +128,7 @@ def _becoming(target: Path) -> Iterator[Path]:
 
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
-    from ..engine.model_source import check_tokenizer
+    from ..engine.model_runner import check_tokenizer
     from ..text.prepared import write_prepared
     from ..weights.checkpoint import is_random
     from ..weights.convert import export, gguf_out, packed
@@ -171,7 +171,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
-    from ..engine.model_source import read_spec
+    from ..engine.model_runner import read_spec
     from ..text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
     from ..weights.families.tokenizers import is_blooms_kind
 
@@ -192,7 +192,7 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
     """Return the arrays to write, and the metadata of the file."""
-    from ..engine.model_source import load_tokenizer
+    from ..engine.model_runner import load_tokenizer
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
     from ..evaluation.texts import read_text

@@ -168,14 +168,15 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     warm_up(llm, args)
     front = text if args.echo else ""
     if is_colored := shows_surprise(args):
-        from ..look.surprise import ansi_chunk, ansi_sample
+        from ..look.surprise import ansi
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     finish_reasons = []
     if is_one and not args.json and not args.no_stream:
         emit(front, end="")
         for chunk in llm.stream(prompt, params):
-            emit(ansi_chunk(chunk) if is_colored else chunk.text, end="")
+            shown = ansi(chunk.text, chunk.token_id, chunk.logprobs) if is_colored else chunk.text
+            emit(shown, end="")
             finish_reasons = [chunk.finish_reason]
         emit()
     else:
@@ -187,7 +188,11 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
             for sample in output.outputs:
                 if len(output.outputs) > 1:
                     log(f"sample {sample.index + 1} of {len(output.outputs)}:")
-                emit(front + (ansi_sample(sample, llm.tokenizer) if is_colored else sample.text))
+                shown = sample.text
+                if is_colored:
+                    pieces = llm.tokenizer.pieces(sample.token_ids, sample.text)
+                    shown = "".join(map(ansi, pieces, sample.token_ids, sample.logprobs))
+                emit(front + shown)
     if params.guidance is not None and (num_cut := finish_reasons.count("length")):
         log(f"{counted(num_cut, 'guided text')} cut short by --max-tokens or --max-time")
     seed = f"; seed {params.seed}" if params.temperature else ""

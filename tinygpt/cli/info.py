@@ -164,7 +164,7 @@ def _attempt(problems: list[str], function: Callable, *arguments: Any) -> Any:
 
 def _load_packed(path: Path) -> tuple[str, bool]:
     """Load a converted checkpoint, which checks it. Return its dtype, and whether the head is tied."""
-    from ..engine.model_source import ModelSource
+    from ..engine.model_runner import ModelSource
     from ..llm_args import LLMArgs
 
     source = ModelSource.open(LLMArgs(path))
@@ -176,7 +176,7 @@ def _tokenizer(
     refused: list[str], source: "Source", checkpoint: "Checkpoint | None", config: "ModelConfig | None"
 ) -> dict[str, Any]:
     """Describe the tokenizer. `outside_vocabulary` lists its tokens without a row of the embedding."""
-    from ..engine.model_source import load_tokenizer
+    from ..engine.model_runner import load_tokenizer
     from ..text.tokenizer import Tokenizer
 
     try:

@@ -290,13 +290,13 @@ class Beams:
         self._running = [of_slot[slot] for slot in slots]
         self._missing = set(self._running)
         for sequence, source, beam in zip(self._running, sources, beams, strict=True):
-            sequence.become(beam.token_ids, is_another=sequence.slot != source)
+            sequence.continue_as(beam.token_ids, is_another=sequence.slot != source)
 
     def _finish(self) -> None:
         hypotheses = self._search.best(self.first.params.n)
         for i, sequence in enumerate(self._sequences):
             held = sequence.token_ids[: sequence.num_cached]
-            sequence.restart(hypotheses[i].score if i < len(hypotheses) else None)
+            sequence.clear_output(hypotheses[i].score if i < len(hypotheses) else None)
             if i < len(hypotheses):
                 self._give(sequence, hypotheses[i])
             if not sequence.is_finished:
@@ -310,11 +310,11 @@ class Beams:
             zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)
         ):
             if not self._steps:
-                sequence.take(SampledToken(token_id))
+                sequence.append(SampledToken(token_id))
                 continue
             prediction = self._steps[i][source]
             logprob = prediction.of_candidates[token_id]
-            sequence.take(SampledToken(token_id, {**prediction.best, token_id: logprob}, logprob))
+            sequence.append(SampledToken(token_id, {**prediction.best, token_id: logprob}, logprob))
 
 
 def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:

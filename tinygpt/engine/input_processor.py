@@ -1,13 +1,13 @@
 """InputProcessor: from a caller's prompt and params to a checked Request."""
 
-import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from ..outputs import ContinuationScore, StreamChunk
 from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
-from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
 from ..weights.config import ModelConfig
-from .beam_search import Beams, beam_rules
-from .model_source import ModelSource, load_tokenizer
+from .model_runner import ModelSource, load_tokenizer
 from .prompts import (
     Fitted,
     Prompt,
+    Prompts,
+    PromptType,
     VirtualTokens,
     check_ids,
     describe_positions,
@@ -34,9 +34,7 @@ from .prompts import (
 )
 from .sampler import PromptLogprobs
 from .scheduler import SINGLE_USE_IDS
-from .sequence import Breakers, Request, Sequence, copied
-
-logger = logging.getLogger(__name__)
+from .sequence import Breakers, Request, Sample, Sequence, copied
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40
@@ -44,7 +42,9 @@ MAX_REST = 20
 NUM_BREAKERS = 64
 if TYPE_CHECKING:
     from ..look.captures import Captures
-    from ..look.hooks import HookPoints
+    from ..look.edits import EditsType
+    from ..look.hooks import HookPoints, Names
+    from ..weights.adapters.soft_prompt import SoftPrompt
     from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
@@ -67,7 +67,6 @@ class InputProcessor:
         self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
-        self.note: str | None = None  # logged with the first request
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
         self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
@@ -84,13 +83,11 @@ class InputProcessor:
         return self._tokenizer
 
     def close(self) -> None:
-        self._tokenizer = None
-        self._tokenizer_error = CheckpointError("this LLM has been closed.")
         if self._guidance is not None:
             self._guidance.close()
         self._guidance = None
 
-    def read_prompt(self, prompt: Any, split_special_tokens: bool | None = None) -> Prompt:
+    def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token."""
         if not (split_special_tokens is None or isinstance(split_special_tokens, bool)):
             raise invalid("split_special_tokens", split_special_tokens, "True or False")
@@ -115,7 +112,7 @@ class InputProcessor:
             token_ids = [config.bos_token_id]
         return Prompt(given if isinstance(given, str) else None, token_ids)
 
-    def read_ids(self, what: str, given: Any) -> list[int]:
+    def read_ids(self, what: str, given: PromptType) -> list[int]:
         """Return the ids of a prompt that nothing follows. what: the result, such as "logits"."""
         given = text_or_ids(given)
         if not given:
@@ -128,19 +125,18 @@ class InputProcessor:
             )
         return token_ids
 
-    def request(self, prompt: Any, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
+    def request(self, prompt: PromptType, params: SamplingParams, on_chunk: OnChunk | None = None) -> Request:
         arrival = time.perf_counter()
         prompt, virtual, fitted = self._fit(prompt, params)
-        if self.note is not None:
-            logger.warning(self.note)
-            self.note = None
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
+            from .beam_search import Beams, beam_rules  # rarely needed
+
             rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
             Beams(sequences, rules, partial(self._text_stream, fitted.params))
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
-    def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
+    def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams) -> int:
         return self._fit(prompt, params)[2].num_truncated
 
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
@@ -148,11 +144,11 @@ class InputProcessor:
 
     def scoring_requests(
         self,
-        prompt: Any,
-        continuations: Any,
+        prompt: PromptType,
+        continuations: Prompts,
         soft_prompt: str | None,
         split_special_tokens: bool | None,
-        edits: Any = (),
+        edits: "EditsType" = (),
     ) -> list[Request]:
         """Return one request for each continuation of the prompt, which finds its log probabilities."""
         virtual = self._soft_prompts.find(soft_prompt)
@@ -208,23 +204,14 @@ class InputProcessor:
         token_ids = context + continuation[:-1]
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
         looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
-        sequence = Sequence(
-            token_ids,
-            params,
-            0,
-            0,
-            frozenset(),
-            text=None,
-            soft_prompt=virtual,
-            prompt_logprobs=wanted,
-            looks=looks,
-        )
+        sample = Sample(token_ids, params, 0, 0, frozenset(), soft_prompt=virtual)
+        sequence = Sequence(sample, prompt_logprobs=wanted, looks=looks)
         return Request(Prompt(None, token_ids), params, [sequence])
 
     def _describe_positions(self) -> str:
         return describe_positions(self._engine_config.max_model_len, self._config.n_positions)
 
-    def _fit(self, prompt: Any, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
+    def _fit(self, prompt: PromptType, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         prompt = self.read_prompt(prompt)
         check_vocabulary(params, self._config.vocab_size)
         if params.stop and self._tokenizer is None:
@@ -269,24 +256,26 @@ class InputProcessor:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
-        breakers = self._breakers(params) if params.dry_multiplier else {}
         looks = self._looks(params, len(fitted.token_ids), count)
+        sample = Sample(
+            fitted.token_ids,
+            params,
+            seed,
+            index=0,
+            eos_token_ids=eos_token_ids,
+            deadline=None if params.max_time is None else arrival + params.max_time,
+            window=fitted.window,
+            on_chunk=on_chunk,
+            soft_prompt=virtual,
+            adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
+            dry_breakers=self._breakers(params) if params.dry_multiplier else {},
+        )
         return [
             Sequence(
-                prompt_token_ids=fitted.token_ids,
-                params=params,
-                seed=seed,
-                index=index,
-                eos_token_ids=eos_token_ids,
+                replace(sample, index=index),
                 text=self._text_stream(params),
-                deadline=None if params.max_time is None else arrival + params.max_time,
-                window=fitted.window,
-                on_chunk=on_chunk,
-                soft_prompt=virtual,
-                prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
-                adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
-                dry_breakers=breakers,
+                prompt_logprobs=None if index else wanted,
                 looks=None if looks is None else looks.copy(),
             )
             for index in range(count)
@@ -297,7 +286,9 @@ class InputProcessor:
             return None
         return self.looks(params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count)
 
-    def looks(self, capture: Any, edits: Any, num_prompt: int, length: int, count: int = 1) -> "Captures":
+    def looks(
+        self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
+    ) -> "Captures":
         """Return the looks of `count` texts of `length` positions. Raise RequestError."""
         from ..look.captures import Captures, check_size  # rarely needed
 
@@ -367,13 +358,17 @@ class SoftPrompts:
         self._config = config
         self._next_id = -1
         self._lock = threading.Lock()
-        self._named = {
-            name: self._add(read_soft_prompt(source, config, name)) for name, source in sources.items()
-        }
+        self._named: dict[str, VirtualTokens] = {}
+        for name, source in sources.items():
+            from ..weights.adapters.soft_prompt import read_soft_prompt  # rarely needed
+
+            self._named[name] = self._add(read_soft_prompt(source, config, name))
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
         if embeds is not None:
+            from ..weights.adapters.soft_prompt import SoftPrompt
+
             if embeds.shape[1] != (width := self._config.embedding_size):
                 raise RequestError(
                     f"has shape {embeds.shape} and this model's embeddings are {width} wide: give an array of shape "
@@ -385,7 +380,7 @@ class SoftPrompts:
             raise _unknown("soft_prompt", name, self._named, "soft_prompts")
         return self._named.get(name)
 
-    def _add(self, prompt: SoftPrompt) -> VirtualTokens:
+    def _add(self, prompt: "SoftPrompt") -> VirtualTokens:
         with self._lock:  # requests come from any thread
             first = self._next_id
             self._next_id = self._next_id - len(prompt)

@@ -1,35 +1,207 @@
-"""ModelRunner: a loaded model on one backend. Probe: logits, hidden states and attention of given tokens."""
+"""ModelSource, a checkpoint and how it is to run, and ModelRunner, the loaded model on one backend."""
 
+import importlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from ..errors import FailedRequestError, RequestError, invalid
-from ..kernels import numbers
-from ..kernels.backend import Batch, DeviceError
-from ..llm_args import LOGIT_ROWS, EngineConfig
+from ..errors import NoTokenizerError, RequestError, invalid, suggest
+from ..kernels.backend import Batch, DeviceError, Hooks
+from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..sampling_params import num_best
-from ..weights.config import ModelConfig
-from .model_source import ModelSource
+from ..text.files import checked_spec, read_tokenizer
+from ..text.tokenizer import Tokenizer
+from ..weights.checkpoint import Checkpoint, is_random
+from ..weights.config import STORAGE_DTYPE, ModelConfig
+from ..weights.containers.mapped_file import MappedFile
+from ..weights.convert.packed import PackedCheckpoint
+from ..weights.open import open_checkpoint
 
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16
-POOLINGS = {
-    "last": lambda states: states[-1],
-    "mean": lambda states: states.mean(0),
-    "sum": lambda states: states.sum(0),
-}
+DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """An opened checkpoint and how it runs. LLM explains each argument."""
+
+    backend: ModuleType
+    checkpoint: Checkpoint | PackedCheckpoint
+    dtype: str
+    kv_cache_dtype: str
+    adapters: tuple[
+        dict[str, tuple], ...
+    ] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
+
+    @classmethod
+    def open(cls, args: LLMArgs) -> "ModelSource":
+        """Raise CheckpointError if the checkpoint cannot be opened, RequestError for an impossible combination."""
+        return cls.open_all(args, [args.dtype])[0]
+
+    @classmethod
+    def open_all(cls, args: LLMArgs, dtypes: Sequence[str]) -> "list[ModelSource]":
+        """Open the checkpoint once, to run in each dtype."""
+        backends = [load_backend(args.device, dtype) for dtype in dtypes]
+        checkpoint = open_checkpoint(args.checkpoint)
+        if args.lora is not None:
+            from ..weights.adapters.lora import merge_lora
+
+            checkpoint = merge_lora(checkpoint, args.lora)
+        adapters = _read_adapters(checkpoint, args.lora_modules or {})
+        sources = []
+        for backend, dtype in zip(backends, dtypes, strict=True):
+            dtype = _resolve_dtype(dtype, backend, checkpoint)
+            try:
+                backend.check_model(checkpoint.config)
+            except DeviceError as error:
+                reason = (
+                    f"is {name_of(backend)!r} and cannot run {checkpoint.path}: {error} Use device 'cpu'."
+                )
+                raise RequestError(reason, "device") from None
+            kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
+            if adapters and (backend.with_adapters is None or dtype != "float32"):
+                where = f"device {name_of(backend)!r} with {dtype} weights"
+                raise RequestError(
+                    f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules"
+                )
+            sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))
+        return sources
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def file(self) -> MappedFile | None:
+        """The file that the Params are mapped from, if there is one."""
+        return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
+
+    def load_params(self, threads: int) -> Any:
+        """Return the backend's Params, packed now or mapped. Raise CheckpointError for a damaged checkpoint."""
+        if not isinstance(self.checkpoint, PackedCheckpoint):
+            return self.backend.load_params(self.checkpoint, self.dtype, threads)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
+
+    def load_part(self, threads: int, part: Any) -> Any:
+        """Return the Params of one rank, of the CPU's kernels."""
+        if not isinstance(self.checkpoint, PackedCheckpoint):
+            return self.backend.load_params(self.checkpoint, self.dtype, threads, part=part)
+        return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
+
+    def _packed_arrays(self) -> dict[str, np.ndarray]:
+        packed = self.backend.PACKED
+        return self.checkpoint.arrays(
+            packed.layout_of(self.config, self.dtype, self.checkpoint.tied), packed.PACKING
+        )
+
+
+def _read_adapters(
+    checkpoint: Checkpoint | PackedCheckpoint, lora_modules: Mapping[str, PathOrId]
+) -> tuple[dict[str, tuple], ...]:
+    if not lora_modules:
+        return ()
+    from ..weights.adapters.lora import read_lora
+
+    return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
+
+
+def load_tokenizer(
+    checkpoint: Checkpoint | PackedCheckpoint, split_special_tokens: bool = False
+) -> Tokenizer:
+    """Return the checkpoint's tokenizer. Raise NoTokenizerError if none runs here, CheckpointError if it is damaged."""
+    if is_random(str(checkpoint.path)):
+        raise NoTokenizerError(
+            f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one."
+        )
+    spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
+    if spec is not None:
+        return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)
+    return Tokenizer.from_folder(checkpoint.folder, split_special_tokens)
+
+
+def check_tokenizer(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError for a damaged tokenizer."""
+    with suppress(NoTokenizerError):
+        load_tokenizer(checkpoint)
+
+
+def read_spec(checkpoint: Checkpoint) -> dict[str, Any]:
+    spec = checkpoint.read_tokenizer()
+    return read_tokenizer(checkpoint.folder) if spec is None else checked_spec(spec, checkpoint.path, {})
+
+
+def load_backend(device: str, dtype: str) -> ModuleType:
+    """Import the kernels of `device`. Raise RequestError if it or `dtype` is not implemented, or not available."""
+    if device not in DEVICES:
+        raise invalid("device", device, f"one of {', '.join(map(repr, DEVICES))}")
+    backend = importlib.import_module(f"tinygpt.kernels.{device}")
+    if dtype == STORAGE_DTYPE:
+        raise RequestError(
+            f"is {dtype!r}, in which weights are kept in files and nothing computes: run `tinygpt convert SRC DST "
+            f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
+            "dtype",
+        )
+    if dtype not in ("auto", *backend.DTYPES):
+        allowed = ", ".join(map(repr, backend.DTYPES))
+        hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
+        if dtype == "float16":
+            hint = "; the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
+        raise RequestError(
+            f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype"
+        )
+    try:
+        backend.check_device()
+    except DeviceError as error:
+        raise RequestError(
+            f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
+        ) from None
+    return backend
+
+
+def name_of(backend: ModuleType) -> str:
+    return backend.__name__.rpartition(".")[2]
+
+
+def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | PackedCheckpoint) -> str:
+    if not isinstance(checkpoint, PackedCheckpoint):
+        auto = checkpoint.auto_dtype if checkpoint.auto_dtype in backend.DTYPES else "float32"
+        return auto if dtype == "auto" else dtype
+    if backend.PACKED is None:
+        raise RequestError(
+            f"{checkpoint.path} is a converted checkpoint, which device {name_of(backend)!r} cannot read: give the "
+            "checkpoint that it was made from, or use device 'cpu'."
+        )
+    if dtype not in ("auto", checkpoint.dtype):
+        raise RequestError(
+            f"is {dtype!r} and {checkpoint.path} is converted to {checkpoint.dtype!r}: leave it at 'auto', or give the "
+            "checkpoint that it was made from.",
+            "dtype",
+        )
+    return checkpoint.dtype
+
+
+def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str) -> str:
+    allowed = backend.kv_cache_dtypes(dtype)
+    if kv_cache_dtype == "auto":
+        return allowed[0]
+    if kv_cache_dtype not in allowed:
+        listed = ", ".join(map(repr, ("auto", *allowed)))
+        where = f"for {dtype} weights on device {name_of(backend)!r}"
+        raise invalid("kv_cache_dtype", kv_cache_dtype, f"one of {listed} {where}")
+    return kv_cache_dtype
 
 
 class ModelRunner:
     """Weights, KV cache and buffers of a model, and the functions of `kernels.backend.Backend` on them."""
 
-    shares_layers = False  # with other processes, for which there are other kernels
     adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
     def __init__(self, source: ModelSource, engine_config: EngineConfig, threads: int):
@@ -50,21 +222,14 @@ class ModelRunner:
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
-    def forward(self, batch: Batch, look: Any = None) -> Any:
-        """Run one step, with a kernels.backend.Look. Raise CheckpointError if the mapped file was cut short."""
+    def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
+        """Run one step, which `look` sees. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()
         return self._backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
 
-    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        """Run a step. Return hidden states (L + 2, N, C), Hugging Face's with ln_f's input, and queries (L, N, C).
-
-        is_whole: False for the last two states alone.
-        """
-        from ..look.captures import trace  # rarely needed
-
-        streams, queries = trace(partial(self.forward, batch), batch, self.config.n_layer, is_whole)
-        normed = self._backend.final_norm(self._params, streams[-1])
-        return np.concatenate([streams, normed[None]], dtype=np.float32), queries
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        """Return ln_f of a residual stream (N, C), Hugging Face's last hidden states."""
+        return self._backend.final_norm(self._params, x)
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
@@ -116,75 +281,6 @@ class ModelRunner:
     def _check_file(self) -> None:
         if self._file is not None:
             self._file.check_whole()
-
-
-class Probe:
-    """Computes in a slot that steps never use. The engine's thread alone calls the methods."""
-
-    def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
-        self._runner = runner
-        self._slot = engine_config.num_slots - 1
-        self._max_num_tokens = engine_config.max_num_batched_tokens
-        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
-
-    def logits(self, token_ids: list[int], looks: Any = None) -> np.ndarray:
-        """Return logits (T, V). looks: Captures, which see all positions. Raise FailedRequestError if an edit fails."""
-        if looks is None:  # copies: the next step overwrites them
-            return np.concatenate(
-                [self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")]
-            )
-        last = "resid_post", self._runner.config.n_layer - 1
-        looks.wanted |= {last}
-        for batch in self._batches(token_ids, [0]):
-            look = looks.step(batch)
-            self._runner.forward(batch, look)
-            if look.failed:
-                raise FailedRequestError(look.failed[0])
-        return self.logits_of(np.concatenate(looks.seen[last]))
-
-    def logits_of(self, stream: np.ndarray) -> np.ndarray:
-        """Return logits (N, V) of a residual stream (N, C) after the last layer."""
-        from ..look.captures import given  # rarely needed
-
-        config = self._runner.config
-        found = np.empty((len(stream), config.vocab_size), np.float32)
-        for start in range(0, len(stream), self._chunk_size):
-            rows = stream[start : start + self._chunk_size]
-            batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
-            found[start : start + len(rows)] = self._runner.forward(batch, given(batch, config.n_layer, rows))
-        return found
-
-    def hidden_states(self, token_ids: list[int], layers: list[int]) -> np.ndarray:
-        return np.concatenate([hidden[layers].copy() for hidden, _ in self._traces(token_ids)], axis=1)
-
-    def attentions(self, token_ids: list[int]) -> np.ndarray:
-        queries = np.concatenate([queries for _, queries in self._traces(token_ids)], axis=1)  # (L, T, C)
-        keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
-        config = self._runner.config
-        maps = np.empty((*keys.shape[:3], len(token_ids)), np.float32)
-        for layer in range(config.n_layer):
-            of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
-            maps[layer] = numbers.softmax(numbers.attention_scores(*of_layer))
-        return maps  # (L, H, T, T)
-
-    def last_states(self, token_ids: list[int]) -> np.ndarray:
-        return np.concatenate([hidden[-1] for hidden, _ in self._traces(token_ids, False)])  # (T, C)
-
-    def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
-        return POOLINGS[pooling](self.last_states(token_ids))
-
-    def _traces(self, token_ids: list[int], is_whole: bool = True) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        return (self._runner.trace(batch, is_whole) for batch in self._batches(token_ids, [0]))
-
-    def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
-        size = self._chunk_size if logits_of == "all" else self._max_num_tokens
-        for first in range(0, len(token_ids), size):
-            yield Batch.of([token_ids[first : first + size]], [first], [self._slot], logits_of)
-
-
-def check_pooling(pooling: str) -> None:
-    if pooling not in tuple(POOLINGS):
-        raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
 
 
 def _check_memory(source: ModelSource, sizes: EngineConfig) -> None:

@@ -156,31 +156,40 @@ class Fitted:
 def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_positions: int) -> Fitted:
     """Make a request fit as its `overflow` says. Raise RequestError, with the numbers, if that is impossible."""
     num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
-    num_surplus = len(token_ids) + params.max_tokens - max_model_len
-    fitted = Fitted(token_ids, params)
-    if params.overflow == "slide":
-        window = _window_of(params, max_model_len, num_fixed)
-        fitted = Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
-    elif params.overflow == "truncate":  # one token of the prompt stays at least
-        count = max(0, min(num_surplus, len(token_ids) - num_fixed - 1))
-        fitted = Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
-    elif params.overflow == "clamp" and 0 < num_surplus < params.max_tokens:
-        room = params.max_tokens - num_surplus
-        fitted = Fitted(token_ids, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
+    fitted = OVERFLOWS[params.overflow](token_ids, params, max_model_len, num_fixed)
+    positions = describe_positions(max_model_len, n_positions)
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
-        raise _too_long(
-            len(token_ids), num_fixed, params, max_model_len, describe_positions(max_model_len, n_positions)
-        )
+        raise _too_long(len(token_ids), num_fixed, params, max_model_len, positions)
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"needs the whole prompt, and of its {len(token_ids)} tokens the overflow {params.overflow!r} leaves out "
-            f"{fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it.",
+            f"{fitted.num_truncated}, as {positions}: shorten it.",
             "prompt_logprobs",
         )
     return fitted
 
 
-def _window_of(params: SamplingParams, max_model_len: int, num_fixed: int) -> Window:
+# A function for each overflow, of the prompt's tokens, of which the first num_fixed are a soft prompt's.
+
+
+def _refuse(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+    return Fitted(token_ids, params)
+
+
+def _clamp(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+    room = max_model_len - len(token_ids)
+    if not 0 < room < params.max_tokens:
+        return Fitted(token_ids, params)
+    return Fitted(token_ids, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
+
+
+def _truncate(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+    num_surplus = len(token_ids) + params.max_tokens - max_model_len
+    count = max(0, min(num_surplus, len(token_ids) - num_fixed - 1))  # one token of the prompt stays at least
+    return Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
+
+
+def _slide(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
     room = max_model_len - num_fixed
     if room < 1:
         raise RequestError(
@@ -190,7 +199,11 @@ def _window_of(params: SamplingParams, max_model_len: int, num_fixed: int) -> Wi
     stride = max(room // 2, 1) if params.stride is None else params.stride
     if stride > room:
         raise invalid("stride", stride, f"from 1 to {room}, the positions to slide over")
-    return Window(max_model_len, stride, num_fixed)
+    window = Window(max_model_len, stride, num_fixed)
+    return Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
+
+
+OVERFLOWS = {"refuse": _refuse, "clamp": _clamp, "truncate": _truncate, "slide": _slide}
 
 
 def _too_long(

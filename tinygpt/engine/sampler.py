@@ -109,7 +109,7 @@ class SamplingState:
         self.dry = None
         if params.dry_multiplier and params.dry_penalty_last_n:
             sizes = params.dry_allowed_length, params.dry_penalty_last_n
-            self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.dry_breakers)
+            self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.sample.dry_breakers)
         has_penalties = (
             self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
         )
@@ -275,10 +275,10 @@ class Sampler:
         return [sequence.sampling_state for sequence in sequences]
 
     def _edits_of(self, sequence: Sequence) -> TokenRules:
-        key = id(sequence.params), sequence.eos_token_ids
+        key = id(sequence.params), sequence.sample.eos_token_ids
         if (edits := self._edits.get(key)) is None:
             edits = self._edits[key] = TokenRules(
-                sequence.params, sequence.eos_token_ids, self.runner.config.vocab_size
+                sequence.params, sequence.sample.eos_token_ids, self.runner.config.vocab_size
             )
         return edits
 
@@ -317,7 +317,9 @@ def not_finite(sequence: Sequence, position: int | None = None) -> str:
 
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """Return seeds and sample indices (R,), which with the position key each draw."""
-    return np.array([s.seed for s in sequences], np.uint64), np.array([s.index for s in sequences], np.uint64)
+    return np.array([s.sample.seed for s in sequences], np.uint64), np.array(
+        [s.sample.index for s in sequences], np.uint64
+    )
 
 
 def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
@@ -333,7 +335,7 @@ def _draw_exclusions(warpers: Warpers, sequences: Seq[Sequence]) -> None:
     for r, sequence in enumerate(sequences):
         params = sequence.params
         share = params.xtc_probability
-        if share and uniform(sequence.seed, sequence.index, len(sequence), XTC) < share:
+        if share and uniform(sequence.sample.seed, sequence.sample.index, len(sequence), XTC) < share:
             warpers.xtc_threshold[r] = params.xtc_threshold
 
 

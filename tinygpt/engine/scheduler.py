@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..kernels.backend import NO_EMBEDS, Batch
+from ..kernels.backend import NO_EMBEDS, Batch, no_op
 from ..llm_args import LOGIT_ROWS
 from .sequence import Sequence, common_prefix
 
@@ -45,6 +45,11 @@ class Chunk(NamedTuple):
     def first_layer(self) -> int:
         looks = self.sequence.looks
         return 0 if looks is None else looks.first_layer(self.sequence.num_cached)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether one token is computed, for the next one alone."""
+        return self.reaches_end and self.count == 1 and not self.num_prompt_logits
 
     @property
     def num_logits(self) -> int:
@@ -99,7 +104,7 @@ class Scheduler:
     """First come, first served. A sequence holds one slot of the KV cache from its first step to its last.
 
     max_num_tokens: new tokens in a step, at least as many as running sequences. Longer prompts are cut into chunks.
-    write_prefix(sequence): writes the keys and values of a sequence's soft prompt into its empty slot.
+    prepare_slot(sequence): called when a sequence has entered its slot.
     """
 
     def __init__(
@@ -107,17 +112,17 @@ class Scheduler:
         slots: SlotTable,
         max_num_tokens: int,
         copy_positions: CopyPositions,
-        write_prefix: Callable[[Sequence], None] | None = None,
+        prepare_slot: Callable[[Sequence], None] = no_op,
     ):
         self.max_num_tokens = max_num_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.slots = slots
         self._copy_positions = copy_positions
-        self._write_prefix = write_prefix
+        self._prepare_slot = prepare_slot
         self._layer = 0  # that the last step began with
         # By waiting sequence: the sequence that computes its first tokens, and how many.
-        self._pending: dict[Sequence, tuple[Sequence, int]] = {}
+        self._prefix_sources: dict[Sequence, tuple[Sequence, int]] = {}
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences. Beams of one search stay together: they wait for one another."""
@@ -146,7 +151,7 @@ class Scheduler:
         elif sequence in self.running:
             self._copy_to_followers(sequence)
             self.running.remove(sequence)
-            self._pending.pop(sequence, None)
+            self._prefix_sources.pop(sequence, None)
             self.slots.release(sequence.slot, sequence.prefix_ids[: sequence.num_copyable_positions])
             sequence.slot = None
 
@@ -154,7 +159,7 @@ class Scheduler:
         budget = self.max_num_tokens - len(chunks)
         num_logits = LOGIT_ROWS
         for sequence in [s for s in self.running if s.num_uncached > 1]:
-            if budget and not self._waits(sequence):
+            if budget and not self._is_waiting_for_prefix(sequence):
                 count = min(sequence.num_uncached, budget)
                 if sequence.prompt_logprobs is not None:
                     count = min(count, sequence.prompt_logprobs.max_count(sequence.num_cached, num_logits))
@@ -166,17 +171,16 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))
         self.running.append(sequence)  # first: if a copy fails, `remove` finds the slot
-        if sequence.soft_prompt is not None and not sequence.num_cached:
-            self._write_prefix(sequence)
-        self._share(sequence)
+        self._prepare_slot(sequence)
+        self._copy_longest_prefix(sequence)
 
     def _slide(self, sequence: Sequence) -> None:
         followers = self._copy_to_followers(sequence)
         sequence.slide()
         for follower in followers:
-            self._share(follower)
+            self._copy_longest_prefix(follower)
 
-    def _share(self, sequence: Sequence) -> None:
+    def _copy_longest_prefix(self, sequence: Sequence) -> None:
         """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
         wanted = sequence.prefix_ids[: sequence.max_prefix_tokens]
         earlier = self.running[: self.running.index(sequence)]
@@ -186,26 +190,28 @@ class Scheduler:
         num_ready, slot = max(ready + cached, default=(0, None))
         num_shared, other = max(running, key=lambda item: item[0], default=(0, None))
         if num_shared - max(num_ready, sequence.num_cached) >= WORTH_WAITING:
-            self._pending[sequence] = other, num_shared
+            self._prefix_sources[sequence] = other, num_shared
             return
-        self._pending.pop(sequence, None)
+        self._prefix_sources.pop(sequence, None)
         self._copy(slot, sequence, num_ready)
         if (num_ready, slot) in cached:
             self.slots.touch(slot)
 
-    def _waits(self, sequence: Sequence) -> bool:
-        if sequence in self._pending:
-            other, count = self._pending[sequence]
+    def _is_waiting_for_prefix(self, sequence: Sequence) -> bool:
+        if sequence in self._prefix_sources:
+            other, count = self._prefix_sources[sequence]
             if other.slot is None or other.num_copyable_positions >= count:
-                self._share(sequence)
-        return sequence in self._pending
+                self._copy_longest_prefix(sequence)
+        return sequence in self._prefix_sources
 
     def _copy_to_followers(self, sequence: Sequence) -> list[Sequence]:
         """Copy to waiting sequences, before a slot's content changes. Return those sequences."""
-        followers = [follower for follower, (other, _) in self._pending.items() if other is sequence]
+        followers = [follower for follower, (other, _) in self._prefix_sources.items() if other is sequence]
         for follower in followers:
             self._copy(
-                sequence.slot, follower, min(sequence.num_copyable_positions, self._pending[follower][1])
+                sequence.slot,
+                follower,
+                min(sequence.num_copyable_positions, self._prefix_sources[follower][1]),
             )
         return followers
 
@@ -254,7 +260,7 @@ def _replace_virtual(chunks: Seq[Chunk], token_ids: list[list[int]]) -> np.ndarr
     """Set the virtual tokens in token_ids to -1-j, for row j of the embeddings. Return these (E, C)."""
     parts, num_rows = [], 0
     for i, chunk in enumerate(chunks):
-        virtual = chunk.sequence.soft_prompt
+        virtual = chunk.sequence.sample.soft_prompt
         start = chunk.sequence.num_cached
         if virtual is None or start >= len(virtual):
             continue

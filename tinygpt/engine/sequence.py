@@ -1,9 +1,10 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import FailedRequestError
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
@@ -11,10 +12,16 @@ from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
 
+if TYPE_CHECKING:
+    from ..look.captures import Activations, Captures
+    from ..text.tokenizer import Tokenizer
+    from .beam_search import Beams
+    from .guided import Guide
+    from .sampler import PromptLogprobs, SamplingState
+
 FinishReason = Literal["stop", "length"]
-Breakers = Mapping[
-    int, list[tuple[int, ...]]
-]  # first token -> the others of each text of dry_sequence_breakers
+# First token -> the others of each text of dry_sequence_breakers.
+Breakers = Mapping[int, list[tuple[int, ...]]]
 
 
 class SampledToken(NamedTuple):
@@ -26,25 +33,37 @@ class SampledToken(NamedTuple):
     error: str | None = None
 
 
-@dataclass(eq=False)
-class Sequence:
-    """One sample of one request. The first group of fields never changes."""
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """What was asked of one sample of a request."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
     index: int  # of the sample within its request
     eos_token_ids: frozenset[int]
-    text: TextStream | None  # None if the checkpoint has no tokenizer
     deadline: float | None = None  # by time.perf_counter()
     window: Window | None = None
     on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
-    prompt_logprobs: Any = None  # PromptLogprobs
-    guide: Any = None  # Guide
     adapter: int = -1  # of the LLM's lora_modules
     dry_breakers: Breakers = field(default_factory=dict)
-    looks: Any = None  # Captures
+
+    @cached_property
+    def end_token_ids(self) -> frozenset[int]:
+        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
+        return eos.union(self.params.stop_token_ids)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The progress and results of a sample."""
+
+    sample: Sample
+    text: TextStream | None = None  # None if the checkpoint has no tokenizer
+    guide: "Guide | None" = None
+    prompt_logprobs: "PromptLogprobs | None" = None
+    looks: "Captures | None" = None
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -59,21 +78,19 @@ class Sequence:
     num_cached: int = 0  # positions in that slot
     num_reused: int = 0  # of these, computed by other sequences
     num_dropped: int = 0  # tokens that have left the window
-    has_finite_logits: bool = (
-        False  # whether logits after the cached positions were finite, and so the positions are
-    )
+    has_finite_logits: bool = False  # after the cached positions: so the positions are finite, too
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
-    sampling_state: Any = None  # SamplingState
-    beams: Any = None  # Beams that choose its tokens
+    sampling_state: "SamplingState | None" = None
+    beams: "Beams | None" = None  # that choose its tokens
 
     def __post_init__(self):
-        eos = frozenset() if self.params.ignore_eos else self.eos_token_ids
-        self.end_token_ids = eos.union(self.params.stop_token_ids)
-        if self.window is not None:
-            self.num_dropped = self.window.num_dropped(len(self))
+        self.params = self.sample.params
+        self.prompt_token_ids = self.sample.prompt_token_ids
+        if self.sample.window is not None:
+            self.num_dropped = self.sample.window.num_dropped(len(self))
 
     def __len__(self) -> int:
         return len(self.prompt_token_ids) + len(self.new_token_ids)
@@ -85,13 +102,17 @@ class Sequence:
     @property
     def context_token_ids(self) -> list[int]:
         """The tokens that the next one depends on, by position."""
-        return self.window.inside(self.token_ids, self.num_dropped) if self.num_dropped else self.token_ids
+        return (
+            self.sample.window.inside(self.token_ids, self.num_dropped)
+            if self.num_dropped
+            else self.token_ids
+        )
 
     @property
     def prefix_ids(self) -> list[int]:
         """The tokens as the prefix cache compares them: positions depend on the adapter, and on edits before them."""
         ids = self.context_token_ids
-        shift = (self.adapter + 1) << 32
+        shift = (self.sample.adapter + 1) << 32
         if shift:
             ids = [token_id + shift if token_id >= 0 else token_id - shift for token_id in ids]
         return ids if self.looks is None else self.looks.prefix_ids(ids)
@@ -114,8 +135,13 @@ class Sequence:
         return self.num_cached if self.has_finite_logits and self.error is None else 0
 
     @property
+    def needs_python(self) -> bool:
+        """Whether Python must act after each of its tokens: backends take single steps."""
+        return not (self.beams is None and self.looks is None and self.sample.window is None)
+
+    @property
     def has_to_slide(self) -> bool:
-        return self.window is not None and self.window.num_dropped(len(self)) > self.num_dropped
+        return self.sample.window is not None and self.sample.window.num_dropped(len(self)) > self.num_dropped
 
     @property
     def is_finished(self) -> bool:
@@ -127,7 +153,7 @@ class Sequence:
         return self.context_token_ids[self.num_cached : self.num_cached + count]
 
     @property
-    def activations(self) -> Any:
+    def activations(self) -> "Activations | None":
         """What `capture` asked for. The last token never runs."""
         has_none = self.looks is None or not self.looks.names
         return None if has_none else self.looks.activations(self.context_token_ids[:-1])
@@ -146,13 +172,13 @@ class Sequence:
 
     def slide(self) -> None:
         """Drop the oldest tokens. The others get new positions, so they are computed again."""
-        self.num_dropped = self.window.num_dropped(len(self))
-        self.num_cached = min(self.num_cached, self.window.num_fixed)
+        self.num_dropped = self.sample.window.num_dropped(len(self))
+        self.num_cached = min(self.num_cached, self.sample.window.num_fixed)
         self.has_finite_logits = False
 
     # Its tokens, and its end.
 
-    def take(self, token: SampledToken) -> None:
+    def append(self, token: SampledToken) -> None:
         """Append a sampled token, or fail. Set the finish reason if it was the last one."""
         if self.error is not None or token.error is not None:
             self.error = self.error or token.error
@@ -171,10 +197,10 @@ class Sequence:
         end = self._end()
         if end is not None:
             text += self._finish(*end)
-        if self.on_chunk is not None:
+        if self.sample.on_chunk is not None:
             self._give(text, token)
 
-    def become(self, token_ids: list[int], is_another: bool) -> None:
+    def continue_as(self, token_ids: list[int], is_another: bool) -> None:
         """Continue as a beam with these new tokens, all cached but the last. is_another: of another sequence."""
         if is_another:
             self.sampling_state = None
@@ -184,7 +210,7 @@ class Sequence:
         self.num_cached = len(self) - 1
         self.first_token_time = self.first_token_time or time.perf_counter()
 
-    def restart(self, score: float | None) -> None:
+    def clear_output(self, score: float | None) -> None:
         """Drop all new tokens, to take those of a hypothesis with this score, if there is one."""
         self.new_token_ids, self.score = [], score
         if self.guide is not None:
@@ -192,14 +218,14 @@ class Sequence:
 
     def expire(self) -> None:
         text = self._finish("length", "max_time")
-        if self.on_chunk is not None:
+        if self.sample.on_chunk is not None:
             self._give(text, None)
 
     def _push(self, token_id: int) -> str:
-        is_silent = token_id in self.end_token_ids and not self.params.include_stop_str_in_output
+        is_silent = token_id in self.sample.end_token_ids and not self.params.include_stop_str_in_output
         if self.text is None or is_silent:
             return ""
-        if self.on_chunk is not None or self.params.stop:
+        if self.sample.on_chunk is not None or self.params.stop:
             return self.text.push(token_id)
         self.text.push_later(token_id)  # half of a step's time in Python
         return ""
@@ -207,7 +233,7 @@ class Sequence:
     def _end(self) -> tuple[FinishReason, int | str | None] | None:
         if self.params.stop and self.text.stop is not None:
             return "stop", self.text.stop
-        if self.new_token_ids[-1] in self.end_token_ids:
+        if self.new_token_ids[-1] in self.sample.end_token_ids:
             return "stop", self.new_token_ids[-1]
         if self.guide is not None and self.guide.is_over:
             return "stop", "grammar"
@@ -227,19 +253,18 @@ class Sequence:
 
     def _give(self, text: str, token: SampledToken | None) -> None:
         token_id, logprobs = (None, None) if token is None else (token.token_id, copied(token.logprobs))
+        is_first = len(self.new_token_ids) == (token is not None)
         prompt_logprobs = None
-        if self.prompt_logprobs is not None and len(self.new_token_ids) == (
-            token is not None
-        ):  # the first chunk
+        if self.prompt_logprobs is not None and is_first:
             reported = self.prompt_logprobs.reported
             prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         chunk = StreamChunk(
-            text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason
+            text, token_id, self.finish_reason, self.sample.index, logprobs, prompt_logprobs, self.stop_reason
         )
         if self.looks is not None and self.is_finished:
             chunk = chunk._replace(activations=self.activations)
         try:
-            self.on_chunk(chunk)
+            self.sample.on_chunk(chunk)
         except BaseException as error:  # a user's: it must not reach the step's other sequences
             self.error = f"on_chunk raised {error!r}."
 
@@ -261,7 +286,7 @@ class Request:
     sequences: list[Sequence]
     arrival: float = field(default_factory=time.perf_counter)
     num_truncated: int = 0  # tokens of the prompt's beginning that are not read
-    tokenizer: Any = None  # of the output, which notebooks show by it
+    tokenizer: "Tokenizer | None" = None  # of the output, which notebooks show by it
 
     def when_finished(self, call: Callable[[], None]) -> None:
         left = len(self.sequences)
@@ -287,9 +312,7 @@ class Request:
             outputs=[_completion(rank, sequence) for rank, sequence in enumerate(self._best())],
             metrics=self._metrics(),
             prompt_logprobs=None if wanted is None else wanted.reported,
-            prompt_cumulative_logprob=sum(wanted.logprobs)
-            if wanted is not None and wanted.is_complete
-            else None,
+            prompt_cumulative_logprob=sum(wanted.logprobs) if wanted and wanted.is_complete else None,
             num_cached_tokens=self._num_cached_tokens(),
             num_truncated_tokens=self.num_truncated,
         )
@@ -303,15 +326,11 @@ class Request:
 
     def _num_cached_tokens(self) -> int:
         first = self.sequences[0]
-        return max(first.num_reused - len(first.soft_prompt or ()), 0)
+        return max(first.num_reused - len(first.sample.soft_prompt or ()), 0)
 
     def _metrics(self) -> RequestMetrics:
-        scheduled = min(
-            (s.scheduled_time for s in self.sequences if s.scheduled_time is not None), default=None
-        )
-        first_token = min(
-            (s.first_token_time for s in self.sequences if s.first_token_time is not None), default=None
-        )
+        scheduled = _earliest(s.scheduled_time for s in self.sequences)
+        first_token = _earliest(s.first_token_time for s in self.sequences)
         ends = [s.finished_time for s in self.sequences]
         finished = time.perf_counter() if None in ends else max(ends)
         num_steps = max(len(s.new_token_ids) for s in self.sequences)
@@ -325,9 +344,12 @@ class Request:
             return self.sequences * self.params.n
         if len(self.sequences) == self.params.n:
             return self.sequences
-        return sorted(self.sequences, key=_mean_logprob, reverse=True)[
-            : self.params.n
-        ]  # stable: the lowest index
+        best = sorted(self.sequences, key=_mean_logprob, reverse=True)  # stable: the lowest index
+        return best[: self.params.n]
+
+
+def _earliest(times: Iterable[float | None]) -> float | None:
+    return min((time for time in times if time is not None), default=None)
 
 
 def _mean_logprob(sequence: Sequence) -> float:
@@ -346,7 +368,7 @@ def _completion(rank: int, sequence: Sequence) -> CompletionOutput:
         logprobs=[copied(entry) for entry in sequence.logprobs] if wants_logprobs else None,
         cumulative_logprob=sequence.cumulative_logprob if wants_logprobs else None,
         score=sequence.score,
-        seed=sequence.seed,
+        seed=sequence.sample.seed,
         activations=sequence.activations,
     )
 
@@ -369,9 +391,7 @@ def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
         return False
     longest = min(detection.max_pattern_size, length // detection.min_count)
     for size in range(detection.min_pattern_size, longest + 1):
-        first = (
-            length - (detection.min_count - 1) * size
-        )  # from here on, each token equals the one `size` before
+        first = length - (detection.min_count - 1) * size  # from here on, tokens equal those `size` before
         if all(new_token_ids[i] == new_token_ids[i - size] for i in range(length - 1, first - 1, -1)):
             return True
     return False

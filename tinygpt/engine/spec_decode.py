@@ -11,13 +11,11 @@ from weakref import WeakKeyDictionary
 from ..errors import RequestError
 from ..kernels.backend import Batch
 from ..llm_args import EngineConfig
-from ..sampling_params import SamplingParams
 from ..weights.config import ModelConfig
-from .model_runner import ModelRunner
-from .model_source import ModelSource
+from .model_runner import ModelRunner, ModelSource
 from .sampler import Sampler
 from .scheduler import Chunk, StepInput
-from .sequence import Sequence, common_prefix
+from .sequence import Sample, Sequence, common_prefix
 
 
 class Drafter:
@@ -64,8 +62,8 @@ class Drafter:
             count = self._draft_model.num_speculative_tokens
         if not count or sequence.beams is not None or sequence.looks is not None or not chunk.reaches_end:
             return 0
-        if sequence.window is not None:
-            count = min(count, sequence.window.size - len(sequence) + sequence.num_dropped)
+        if (window := sequence.sample.window) is not None:
+            count = min(count, window.size - len(sequence) + sequence.num_dropped)
         return min(count, sequence.params.max_tokens - len(sequence.new_token_ids) - 1)
 
 
@@ -77,7 +75,7 @@ def confirm_drafts(sampler: Sampler, logits: Any, step: StepInput) -> None:
         sequences = [step.chunks[i].sequence for i in running]
         tokens = sampler.sample(logits[[step.last_rows[i] + num_tokens for i in running]], sequences)
         for sequence, token in zip(sequences, tokens, strict=True):
-            sequence.take(token)
+            sequence.append(token)
             sequence.num_cached += 1
 
 
@@ -118,7 +116,7 @@ class DraftModel:
         self._max_model_len = sizes.max_model_len
         self._max_num_tokens = sizes.max_num_batched_tokens
         self._cached: dict[int, list[int]] = {}  # tokens by slot
-        self._plain_params: WeakKeyDictionary[Sequence, SamplingParams] = WeakKeyDictionary()
+        self._plain_samples: WeakKeyDictionary[Sample, Sample] = WeakKeyDictionary()
 
     def propose(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[list[int]]:
         ends = [len(s) + self._num_possible(s, count) for s, count in zip(sequences, counts, strict=True)]
@@ -136,19 +134,14 @@ class DraftModel:
         return max(min(count, self._max_model_len - len(sequence)), 0)
 
     def _draft(self, sequence: Sequence) -> Sequence:
-        if sequence not in self._plain_params:  # users' functions are not called for drafts
-            plain = replace(sequence.params, logits_processors=None, logprobs=None, best_of=None)
-            self._plain_params[sequence] = plain
+        sample = sequence.sample
+        if sample not in self._plain_samples:  # users' functions are not called for drafts
+            params = replace(sample.params, logits_processors=None, logprobs=None, best_of=None)
+            self._plain_samples[sample] = replace(sample, params=params, window=None)
         num_cached = common_prefix(self._cached.get(sequence.slot, []), sequence.token_ids)
         return Sequence(
-            sequence.prompt_token_ids,
-            self._plain_params[sequence],
-            sequence.seed,
-            sequence.index,
-            sequence.eos_token_ids,
-            text=None,
+            self._plain_samples[sample],
             guide=None if sequence.guide is None else sequence.guide.copy(),
-            dry_breakers=sequence.dry_breakers,
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_cached, len(sequence) - 1),
             slot=sequence.slot,

@@ -9,7 +9,6 @@ import numpy as np
 from ..kernels.backend import Batch
 from ..llm_args import EngineConfig
 from ..outputs import Throughput
-from .beam_search import predict
 from .model_runner import ModelRunner
 from .sampler import Sampler, draws_of, gather_warpers, sampled
 from .scheduler import Chunk, Scheduler, SlotTable, StepInput
@@ -39,7 +38,7 @@ class StepLoop:
     def __init__(self, runner: ModelRunner, engine_config: EngineConfig, draft_model: DraftModel | None):
         slots = SlotTable(engine_config.max_num_seqs, engine_config.prefix_cache_seqs)
         max_num_tokens = engine_config.max_num_batched_tokens
-        self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._write_prefix)
+        self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._prepare_slot)
         self.throughput = Throughput()
         self.sampler = Sampler(runner)
         self._max_model_len = engine_config.max_model_len
@@ -52,7 +51,7 @@ class StepLoop:
         return self.sampler.runner
 
     def add(self, sequences: list[Sequence]) -> None:
-        self._timed.update(sequence for sequence in sequences if sequence.deadline is not None)
+        self._timed.update(sequence for sequence in sequences if sequence.sample.deadline is not None)
         self.scheduler.add(*sequences)
 
     def remove(self, sequences: list[Sequence]) -> None:
@@ -85,9 +84,6 @@ class StepLoop:
             self._end(sequence)
 
     def _run(self, chunks: list[Chunk], seconds: float) -> None:
-        if (of_slot := self.runner.adapter_of_slot) is not None:
-            for chunk in chunks:
-                of_slot[chunk.sequence.slot] = chunk.sequence.adapter
         started = time.perf_counter()
         num_steps = self._choose_num_steps(chunks, seconds)
         if num_steps > 1:
@@ -126,21 +122,18 @@ class StepLoop:
         return logits
 
     def _choose_tokens(self, logits: Any, step: StepInput) -> None:
-        drawn = [(row, sequence) for row, sequence in step.ends() if sequence.beams is None]
-        searched = [(row, sequence) for row, sequence in step.ends() if sequence.beams is not None]
-        if searched:  # first: the sampler may write over the logits
-            rows, sequences = zip(*searched, strict=True)
-            own = (
-                logits if len(rows) == len(logits) else logits[list(rows)]
-            )  # (R, V), without a copy if possible
+        ends = step.ends()
+        if searched := [end for end in ends if end[1].beams is not None]:
+            from .beam_search import predict  # rarely needed
+
+            own, sequences = _rows_of(logits, searched)  # first: the sampler may write over the logits
             predictions = predict(self.sampler, own, sequences)
             for sequence, prediction in zip(sequences, predictions, strict=True):
                 sequence.beams.take(sequence, prediction)
-        if drawn:
-            rows, sequences = zip(*drawn, strict=True)
-            own = logits if len(rows) == len(logits) else logits[list(rows)]  # (R, V)
+        if drawn := [end for end in ends if end[1].beams is None]:
+            own, sequences = _rows_of(logits, drawn)
             for sequence, token in zip(sequences, self.sampler.sample(own, sequences), strict=True):
-                sequence.take(token)
+                sequence.append(token)
 
     # Several decode steps in one call, if the backend chooses the tokens. On a GPU, later steps run while Python reads
     # the tokens of earlier ones; on a CPU, Python costs a tenth of a step.
@@ -148,31 +141,22 @@ class StepLoop:
     def _choose_num_steps(self, chunks: list[Chunk], seconds: float) -> int:
         for chunk in chunks:
             sequence = chunk.sequence
-            params = chunk.sequence.params
+            params = sequence.params
             ends_by_text = params.stop or params.repetition_detection is not None
             if not sequence.new_token_ids or ends_by_text or self._drafter.num_wanted(chunk):
                 seconds = 0.0  # the time of the first token is reported
-            elif sequence.on_chunk is not None:
+            elif sequence.sample.on_chunk is not None:
                 seconds = min(seconds, STREAM_SECONDS)
         if self._timed:
-            seconds = min(seconds, min(sequence.deadline for sequence in self._timed) - time.perf_counter())
+            seconds = min(
+                seconds, min(sequence.sample.deadline for sequence in self._timed) - time.perf_counter()
+            )
         steps = self.runner.choose_num_steps(len(chunks), self._timer.num_steps(seconds))
         if steps == 1:
             return 1
         for chunk in chunks:
             sequence = chunk.sequence
-            if (
-                not chunk.reaches_end
-                or chunk.count > 1
-                or chunk.num_prompt_logits
-                or sequence.beams is not None
-            ):
-                return 1
-            if (
-                sequence.looks is not None
-                or sequence.window is not None
-                or not self.sampler.is_drawn_alone(sequence)
-            ):
+            if sequence.needs_python or not (chunk.is_decode and self.sampler.is_drawn_alone(sequence)):
                 return 1
             room = self._max_model_len - sequence.num_cached
             steps = min(steps, room, sequence.params.max_tokens - len(sequence.new_token_ids))
@@ -184,17 +168,16 @@ class StepLoop:
         slots = [s.slot for s in sequences]
         batch = Batch.of([s.next_token_ids(1) for s in sequences], starts, slots)
         warpers = gather_warpers([s.sampling_state for s in sequences])
-        ends = frozenset().union(*(sequence.end_token_ids for sequence in sequences))
-        ends = np.array(
-            [token_id for token_id in ends if token_id < self.runner.config.vocab_size], np.int32
-        )  # (E,)
+        every_end = frozenset().union(*(sequence.sample.end_token_ids for sequence in sequences))
+        vocab_size = self.runner.config.vocab_size
+        ends = np.array([token_id for token_id in every_end if token_id < vocab_size], np.int32)  # (E,)
         taken = 0
         for token_ids in self.runner.multi_step(batch, warpers, *draws_of(sequences), steps, ends):  # (S,)
             taken += 1
             for sequence, token_id in zip(sequences, token_ids.tolist(), strict=True):
                 if sequence.is_finished:
                     continue
-                sequence.take(sampled(token_id, sequence))
+                sequence.append(sampled(token_id, sequence))
                 if token_id >= 0:
                     sequence.num_cached += 1
                 if sequence.is_finished:
@@ -203,7 +186,7 @@ class StepLoop:
 
     def _expire(self) -> None:
         now = time.perf_counter()
-        for sequence in [sequence for sequence in self._timed if sequence.deadline <= now]:
+        for sequence in [sequence for sequence in self._timed if sequence.sample.deadline <= now]:
             if not sequence.is_finished:
                 (sequence.beams or sequence).expire()
             self._end(sequence)
@@ -216,11 +199,19 @@ class StepLoop:
         if on_end is not None:
             on_end()
 
-    def _write_prefix(self, sequence: Sequence) -> None:
-        prompt = sequence.soft_prompt.prompt
-        if prompt.kind == "prefix":
-            self.runner.write_positions(sequence.slot, 0, prompt.keys, prompt.values)
-            sequence.reuse(len(prompt))
+    def _prepare_slot(self, sequence: Sequence) -> None:
+        if (of_slot := self.runner.adapter_of_slot) is not None:
+            of_slot[sequence.slot] = sequence.sample.adapter
+        virtual = sequence.sample.soft_prompt
+        if virtual is not None and virtual.prompt.kind == "prefix" and not sequence.num_cached:
+            self.runner.write_positions(sequence.slot, 0, virtual.prompt.keys, virtual.prompt.values)
+            sequence.reuse(len(virtual))
+
+
+def _rows_of(logits: Any, ends: list[tuple[int, Sequence]]) -> tuple[Any, list[Sequence]]:
+    """Return rows of the logits (R, V), without a copy if they are all, and their sequences."""
+    rows = [row for row, _ in ends]
+    return logits if len(rows) == len(logits) else logits[rows], [sequence for _, sequence in ends]
 
 
 def _num_read(chunks: list[Chunk]) -> int:

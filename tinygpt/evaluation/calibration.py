@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import load_backend
+from ..engine.model_runner import load_backend
 from ..errors import CheckpointError, RequestError
 from ..kernels.backend import Batch
 from ..outputs import UseTqdm, with_bar

@@ -1,23 +1,233 @@
-"""Captures into steps: the captures and edits of a request, and of the sequences of a step."""
+"""Captures: the activations and edits of a request and of a step, by name, with TransformerLens's methods."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import RequestError
+from ..kernels import numbers
 from ..kernels.backend import SCORES, Batch
-from .cache import Activations
 from .edits import Edit, PlacedEdit, place, salt_of
-from .hooks import HookPoints
+from .hooks import BEFORE, HookPoints, Names
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 Place = tuple[str, int]  # a kind of point and a layer
+ALIASES = {"attn": "pattern", "mlp_pre": "pre", "mlp_post": "post", "attn_logits": "attn_scores"}
+ENCODE = {"bfloat16": numbers.to_bfloat16, "int8": numbers.to_rows}  # keys, as the KV cache holds them
+
+
+class Activations(Mapping[str, np.ndarray]):
+    """Arrays (T, ...) float32 by TransformerLens's names; scores and patterns are (H, T, T).
+
+    Some are computed when asked for: layer norms' and, off the reference backend, scores and patterns, within 1e-6 of
+    the kernels' values; hook_result from the checkpoint's weights in float32.
+    """
+
+    def __init__(
+        self,
+        points: HookPoints,
+        names: list[str],
+        seen: dict[tuple[str, int], np.ndarray],
+        token_ids: list[int],
+    ):
+        self.points = points
+        self._names = dict.fromkeys(names)
+        self._seen = seen
+        length = next((len(rows) for rows in seen.values()), len(token_ids))  # fewer if max_time was over
+        self.token_ids = token_ids[:length]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Activations({len(self)} names, {len(self.token_ids)} tokens)"
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.points.places or not all(
+            place in self._seen for place in self.points.sources(name)
+        ):
+            raise KeyError(f"{name} was not captured")
+        kind, layer = place = self.points.places[name]
+        if place not in self._seen:
+            return self._computed(kind, layer)
+        rows = self._seen[place]
+        return rows.swapaxes(0, 1) if kind in ("attn_scores", "pattern") else rows
+
+    def _computed(self, kind: str, layer: int) -> np.ndarray:
+        config = self.points.config
+        tensor = self.points.tensor
+        if kind == "embed":
+            return tensor("wte.weight")[self.token_ids] * np.float32(config.embed_scale)
+        if kind == "pos_embed":
+            return tensor("wpe.weight")[: len(self.token_ids)].copy()
+        ((source, _), *_) = sources = self.points.sources(self.points.names[kind, layer])
+        if kind == "result":
+            z = self._seen[source, layer]
+            w = tensor(f"h.{layer}.attn.c_proj.weight")  # (C, H D)
+            return np.einsum("thd,chd->thc", z, w.reshape(len(w), *z.shape[1:]), optimize=True)
+        if kind in ("attn_scores", "pattern"):
+            q, k = (self._seen[place] for place in sources)  # (T, H, D)
+            keys = ENCODE.get(self.points.kv_cache_dtype, np.asarray)(k.swapaxes(0, 1))
+            scores = numbers.attention_scores(q, keys, config.attention_scale(layer), config.alibi_slopes)
+            return scores if kind == "attn_scores" else numbers.softmax(scores)
+        x = self._seen[source, layer].astype(np.float64)
+        x -= x.mean(-1, keepdims=True)
+        scale = np.sqrt((x * x).mean(-1, keepdims=True) + config.layer_norm_epsilon)
+        return np.float32(scale if kind.endswith(".scale") else x / scale)
+
+
+class ActivationCache(Mapping[str, Any]):
+    """Activations of B prompts, as TransformerLens's ActivationCache: (B, T, ...), or lists if lengths differ.
+
+    cache["blocks.0.hook_resid_pre"], cache["resid_pre", 0], cache["resid_pre", -1] and cache["scale", 0, "ln1"] are
+    arrays; cache.prompts[i] has one prompt's. The methods are TransformerLens's, for prompts of equal length and a
+    model with its layer norms folded in: the weight of ln_f is part of a token's direction. pos_slice is a position or
+    a slice.
+    """
+
+    def __init__(self, prompts: list[Activations], llm: "LLM"):
+        self.prompts, self._llm = prompts, llm
+        self._points = prompts[0].points
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.prompts[0])
+
+    def __len__(self) -> int:
+        return len(self.prompts[0])
+
+    def __repr__(self) -> str:
+        return f"ActivationCache({len(self)} names, {len(self.prompts)} prompts)"
+
+    def __getitem__(self, key: "str | tuple") -> Any:
+        return stacked([activations[self._name(key)] for activations in self.prompts])
+
+    def _name(self, key: "str | tuple") -> str:
+        if isinstance(key, str):
+            return key if key in self._points.places else f"hook_{key}"
+        kind, layer, *of = key
+        layer = range(self._points.config.n_layer)[layer]
+        kinds = [ALIASES.get(kind, kind), *(f"{sublayer}.{kind}" for sublayer in of)]
+        return next(
+            (self._points.names[kind, layer] for kind in kinds if (kind, layer) in self._points.names),
+            str(key),
+        )
+
+    def stack_activation(
+        self, activation_name: str, layer: int | None = None, sublayer_type: str | None = None
+    ) -> Any:
+        """Return (layers, B, T, ...), of the layers before `layer`."""
+        return np.stack([self[activation_name, i, sublayer_type] for i in range(self._stop(layer))])
+
+    def accumulated_resid(self, layer: int | None = None, incl_mid: bool = False, **how: Any) -> Any:
+        """Return the stream before each layer up to `layer`, or after all (components, B, T, C). how: `_stack`'s."""
+        stop = self._stop(layer)
+        last = self._points.config.n_layer
+        parts = {}
+        for i in range(stop + 1):
+            parts |= {"final_post": ("resid_post", last - 1)} if i == last else {f"{i}_pre": ("resid_pre", i)}
+            if incl_mid if i < stop else how.get("mlp_input"):
+                parts[f"{i}_mid"] = "resid_mid", i
+        return self._stack(stop, {label: self[key] for label, key in parts.items()}, **how)
+
+    def decompose_resid(
+        self, layer: int | None = None, mode: str = "all", incl_embeds: bool = True, **how: Any
+    ) -> Any:
+        """Return the summands of the stream before `layer` (components, B, T, C). mode: "all", "attn" or "mlp"."""
+        stop = self._stop(layer)
+        kinds = [k for k in ("attn_out", "mlp_out") if mode == "all" or k.startswith(mode)]
+        names = [f"hook_{kind}" for kind in BEFORE if incl_embeds]
+        parts = {name.removeprefix("hook_"): self[name] for name in names if name in self._points.places}
+        parts |= {f"{i}_{kind}": self[kind, i] for i in range(stop) for kind in kinds}
+        if how.get("mlp_input") and "attn_out" in kinds:
+            parts[f"{stop}_attn_out"] = self["attn_out", stop]
+        return self._stack(stop, parts, **how)
+
+    def stack_head_results(self, layer: int | None = None, incl_remainder: bool = False, **how: Any) -> Any:
+        """Return what each head before `layer` adds to the stream (heads, B, T, C), and what is left of the stream."""
+        stop = self._stop(layer)
+        heads = range(self._points.config.n_head)
+        parts = {f"L{i}H{h}": self["result", i][..., h, :] for i in range(stop) for h in heads}
+        if incl_remainder:
+            parts["remainder"] = self["resid_post", stop - 1] - sum(parts.values())
+        return self._stack(stop, parts, **how)
+
+    def apply_ln_to_stack(
+        self,
+        residual_stack: np.ndarray,
+        layer: int | None = None,
+        mlp_input: bool = False,
+        pos_slice: Any = None,
+    ) -> np.ndarray:
+        """Centre parts of the stream (components, B, T, C), and divide by the scale of the norm that reads it."""
+        stop = self._stop(layer)
+        of = ("scale", stop, "ln2" if mlp_input else "ln1")
+        scale = self["ln_final.hook_scale" if stop == self._points.config.n_layer else of]  # (B, T, 1)
+        return (residual_stack - residual_stack.mean(-1, keepdims=True)) / _positions(scale, pos_slice)
+
+    def logit_attrs(
+        self, residual_stack: np.ndarray, tokens: Any, incorrect_tokens: Any = None, pos_slice: Any = None
+    ) -> np.ndarray:
+        """Return what parts of the last stream (components, B, T, C) add to a token's logit (components, B, T).
+
+        tokens: an id, a text of one token, or ids (B,) or (B, T). incorrect_tokens: whose logit is taken off.
+        The parts of the whole stream sum to the logit less ln_f's bias on the token's direction.
+        """
+        directions = self._directions(tokens)
+        if incorrect_tokens is not None:
+            directions = directions - self._directions(incorrect_tokens)
+        return (self.apply_ln_to_stack(residual_stack, None, pos_slice=pos_slice) * directions).sum(-1)
+
+    def logit_lens(self) -> Any:
+        """Return the logits that the head makes of each stream of accumulated_resid (L + 1, B, T, V)."""
+        return self._llm.logit_lens(self.accumulated_resid())
+
+    def _stop(self, layer: int | None) -> int:
+        return self._points.config.n_layer if layer in (None, -1) else layer
+
+    def _stack(
+        self,
+        stop: int,
+        parts: dict[str, np.ndarray],
+        apply_ln: bool = False,
+        mlp_input: bool = False,
+        pos_slice: Any = None,
+        return_labels: bool = False,
+    ) -> Any:
+        """apply_ln: see `apply_ln_to_stack`, of the norm before layer `stop`, or with mlp_input before its MLP."""
+        found = np.stack([*parts.values()])
+        found = _positions(self.apply_ln_to_stack(found, stop, mlp_input) if apply_ln else found, pos_slice)
+        return (found, [*parts]) if return_labels else found
+
+    def _directions(self, tokens: Any) -> np.ndarray:
+        """Return ln_f's weight times rows of the head (..., C)."""
+        if isinstance(tokens, str):
+            (tokens,) = self._llm.read_prompt(tokens).token_ids
+        ids = np.asarray(tokens)
+        rows = self._points.tensor("lm_head.weight")[ids] * self._points.tensor("ln_f.weight")
+        return rows[:, None] if ids.ndim == 1 else rows  # (B, 1, C)
+
+
+def stacked(arrays: list[np.ndarray]) -> Any:
+    """Return arrays of equal shape as one (B, ...), without a copy if there is one; others as they are."""
+    if len(arrays) == 1:
+        return arrays[0][None]
+    return np.stack(arrays) if len({array.shape for array in arrays}) == 1 else arrays
+
+
+def _positions(array: np.ndarray, pos_slice: Any) -> np.ndarray:
+    return array if pos_slice is None else array[..., pos_slice, :]
 
 
 @dataclass
 class Captures:
-    """The captures of one sequence, by name, and its edits. seen: rows (n, ...) of the places that captures need."""
+    """The captures of one sequence, by name, and its edits. rows: (n, ...) of the places that captures need."""
 
     points: HookPoints | None = None
     names: Sequence[str] = ()
@@ -25,19 +235,19 @@ class Captures:
     first_edit: int = 0  # the first position that an edit changes
     salt: int = 0  # of equal edits
     begin: tuple[int, int] = (0, 0)  # a layer whose input edits set, and from which position on
-    wanted: frozenset[Place] = frozenset()
-    seen: dict[Place, list[np.ndarray]] = field(default_factory=dict)
+    sources: frozenset[Place] = frozenset()
+    rows: dict[Place, list[np.ndarray]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, capture: Any, edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int
+        cls, capture: Names, edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: int
     ) -> "Captures":
         """Read captures and edits for a prompt in a text of at most `length`. Raise RequestError."""
         names = points.find(capture, "capture")
         edits = tuple(edits)
         placed = place(edits, points, num_prompt, length)
         first = min((one.first for several in placed.values() for one in several), default=length)
-        wanted = frozenset(source for name in names for source in points.sources(name))
+        sources = frozenset(source for name in names for source in points.sources(name))
         inputs = [
             (layer, one)
             for (kind, layer), several in placed.items()
@@ -48,7 +258,7 @@ class Captures:
         set_from = [(layer, one.first) for layer, one in inputs if not needs_all and one.sets_all(length)]
         begin = max(set_from, default=(0, 0))
         salt = salt_of(edits, num_prompt) ^ begin[0] << 40  # the layers before it write no keys
-        return cls(points, names, placed, first, salt, begin, wanted)
+        return cls(points, names, placed, first, salt, begin, sources)
 
     def first_layer(self, position: int) -> int:
         """Return the layer that a step from this position on begins with."""
@@ -57,18 +267,18 @@ class Captures:
 
     def copy(self) -> "Captures":
         """Return the looks of another sequence of the request."""
-        return replace(self, seen={})
+        return replace(self, rows={})
 
     def step(self, batch: Batch) -> "StepCaptures":
         """Return the Look of a step of this sequence alone."""
         return StepCaptures(batch, {0: self})
 
-    def see(self, where: Place, rows: np.ndarray, start: int) -> None:
+    def record(self, where: Place, rows: np.ndarray, start: int) -> None:
         """Edit rows (n, ...), of positions from `start` on, and capture them."""
         for edit in self.edits.get(where, ()):
             edit.apply(rows, start)
-        if where in self.wanted:
-            self.seen.setdefault(where, []).append(rows.astype(np.float32))  # a copy
+        if where in self.sources:
+            self.rows.setdefault(where, []).append(rows.astype(np.float32))  # a copy
 
     def prefix_ids(self, token_ids: list[int]) -> list[int]:
         """Return the ids by which the prefix cache compares tokens: from the first edit on, those of equal edits."""
@@ -76,8 +286,8 @@ class Captures:
         return token_ids[:first] + [salt + token_id for token_id in token_ids[first:]]
 
     def activations(self, token_ids: list[int]) -> Activations:
-        seen = {where: _joined(where[0], parts) for where, parts in self.seen.items()}
-        return Activations(self.points, self.names, seen, token_ids)
+        rows = {where: _joined(where[0], parts) for where, parts in self.rows.items()}
+        return Activations(self.points, self.names, rows, token_ids)
 
 
 def check_size(looks: Captures, length: int, count: int, limit: int) -> None:
@@ -101,7 +311,7 @@ class StepCaptures:
         self.first, self.failed = first, {}  # the error of a sequence's function, by number
         rows = {s: slice(*batch.seq_starts[s : s + 2]) for s in looks}
         self._looks = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in looks.items()]
-        self.points = {where for one in looks.values() for where in (*one.wanted, *one.edits)}
+        self.points = {where for one in looks.values() for where in (*one.sources, *one.edits)}
         self.changes = any(one.edits for one in looks.values())
 
     def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
@@ -111,7 +321,7 @@ class StepCaptures:
             if s in self.failed or sequence not in (None, s):
                 continue
             try:
-                looks.see((kind, layer), array if kind in SCORES else array[rows], start)
+                looks.record((kind, layer), array if kind in SCORES else array[rows], start)
             except BaseException as error:  # a user's: the step's other sequences go on
                 self.failed[s] = f"an edit at {kind} of layer {layer} failed: {error!r}."
 
@@ -132,17 +342,11 @@ def given(batch: Batch, num_layers: int, stream: np.ndarray) -> StepCaptures:
     return StepCaptures(batch, {0: Captures(edits=placed)}, first=num_layers)
 
 
-def trace(
-    forward: Callable[[StepCaptures], Any], batch: Batch, num_layers: int, is_whole: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """Run forward(look), a step of one sequence. Return the streams around layers (L + 1, N, C), and queries (L, N, C).
-
-    is_whole: False for the last stream alone.
-    """
-    layers = range(num_layers if is_whole else 0)
-    streams = [*(("resid_pre", layer) for layer in layers), ("resid_post", num_layers - 1)]
-    queries = [("q", layer) for layer in layers]
-    looks = Captures(wanted=frozenset(streams + queries))
-    forward(looks.step(batch))
-    found = [np.stack([looks.seen[where][0] for where in places]) for places in (streams, queries) if places]
-    return found[0], found[-1].reshape(*found[-1].shape[:2], -1)
+def captured(
+    forward: Callable[[Batch, StepCaptures], Any], batches: Iterable[Batch], places: Sequence[Place]
+) -> list[np.ndarray]:
+    """Run forward(batch, hooks) for the steps of one sequence. Return the rows (T, ...) of each place."""
+    captures = Captures(sources=frozenset(places))
+    for batch in batches:
+        forward(batch, captures.step(batch))
+    return [np.concatenate(captures.rows[place]) for place in places]

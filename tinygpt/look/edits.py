@@ -82,6 +82,9 @@ class Edit:
         return self.keep * x + value if self.keep.any() else value  # 0 times infinity is NaN
 
 
+EditsType = Edit | Iterable[Edit]
+
+
 def _need(is_right: bool) -> None:  # field_rules', which read edits
     if not is_right:
         raise ValueError
@@ -142,7 +145,7 @@ class PlacedEdit:
     """An edit at positions of a request: a range, or an array (n,). has_axis: whether `value` has one of positions."""
 
     edit: Edit
-    positions: Any
+    positions: range | np.ndarray
     has_axis: bool
 
     @classmethod

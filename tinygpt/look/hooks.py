@@ -5,11 +5,14 @@ A kind of point stands once, or in each layer. Some are computed after the step 
 
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
 from ..errors import RequestError, invalid, suggest
+from ..weights.config import ModelConfig
+
+# A name with * or a short form, several, a function of a name, or None for all but hook_result.
+Names = str | Iterable[str] | Callable[[str], bool] | None
 
 # Kinds in the order of a step, and their names.
 BEFORE = {"embed": "hook_embed", "pos_embed": "hook_pos_embed"}
@@ -48,7 +51,7 @@ class HookPoints:
 
     def __init__(
         self,
-        config: Any,
+        config: ModelConfig,
         seen: Iterable[str],
         changed: Iterable[str],
         tensor: Callable[[str], np.ndarray],
@@ -67,7 +70,7 @@ class HookPoints:
         self.names = {place: name for name, place in self.places.items()}
         self._aliases = {name: _aliases(name) for name in self.places}
 
-    def find(self, given: str | Iterable[str] | Callable[[str], bool] | None, field: str) -> list[str]:
+    def find(self, given: Names, field: str) -> list[str]:
         """Return names: of a list with * and short forms such as "z", of a function, or all but hook_result.
 
         A short form is every layer's. Raise RequestError for an unknown name.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,7 +10,12 @@ from ..engine.prompts import PromptType
 from ..errors import RequestError, invalid
 from ..kernels import numbers
 from ..outputs import bits
+from .edits import EditsType
+from .hooks import Names
 from .surprise import color
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 SHADES = 8  # of attention: cells of a shade are one SVG path
 NUM_KEYS = 3  # that a query's title names
@@ -95,7 +100,9 @@ class Attention:
         return f'<svg viewBox="0 0 {size} {size}" {frame} aria-label="head {head}">{marks}</svg>'
 
 
-def lens(llm: Any, prompt: PromptType, names: Any = "resid_post", top: int = 3, edits: Any = ()) -> Lens:
+def lens(
+    llm: "LLM", prompt: PromptType, names: Names = "resid_post", top: int = 3, edits: EditsType = ()
+) -> Lens:
     """Return the logit lens of a text. Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
     names, edits: as for `LLM.run_with_cache`, of points with n_embd values.
@@ -118,7 +125,7 @@ def lens(llm: Any, prompt: PromptType, names: Any = "resid_post", top: int = 3, 
     return Lens(_decoded(llm, ids), [*map(bits, last)], shown, np.array(probs), texts)
 
 
-def attention(llm: Any, prompt: PromptType, layer: int, edits: Any = ()) -> Attention:
+def attention(llm: "LLM", prompt: PromptType, layer: int, edits: EditsType = ()) -> Attention:
     """Return the attention patterns of a layer. edits: as for `LLM.run_with_cache`."""
     layers = range(llm.config.n_layer)
     if layer not in range(-len(layers), len(layers)):
@@ -136,5 +143,5 @@ def _best(logits: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, numbers.softmax(logits)[ids]
 
 
-def _decoded(llm: Any, token_ids: list[int]) -> list[str]:
+def _decoded(llm: "LLM", token_ids: list[int]) -> list[str]:
     return [llm.tokenizer.decode([token_id]) for token_id in token_ids]

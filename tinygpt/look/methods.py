@@ -1,35 +1,125 @@
 """The methods of an LLM that look inside: logits, hidden states, activations, causal traces and control vectors."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine.model_runner import check_pooling
-from ..engine.model_source import ModelSource
+from ..engine.model_runner import ModelRunner, ModelSource
 from ..engine.prompts import Prompts, PromptType, prompt_list
-from ..errors import RequestError
-from ..llm_args import LLMArgs
+from ..errors import FailedRequestError, RequestError, invalid
+from ..kernels import numbers
+from ..kernels.backend import Batch
+from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs
 from ..sampling_params import SamplingParams
+from ..weights.config import ModelConfig
 from ..weights.convert.packed import PackedCheckpoint
 
 if TYPE_CHECKING:
-    from .cache import ActivationCache
-    from .edits import ControlVector
-    from .hooks import HookPoints
+    from ..engine.engine import Engine
+    from ..engine.input_processor import InputProcessor
+    from ..engine.sequence import Request
+    from ..outputs import RequestOutput
+    from .captures import ActivationCache, Activations, Captures, Place
+    from .edits import ControlVector, EditsType
+    from .hooks import HookPoints, Names
+
+POOLINGS = {
+    "last": lambda states: states[-1],
+    "mean": lambda states: states.mean(0),
+    "sum": lambda states: states.sum(0),
+}
+
+
+class Probe:
+    """Computes in a slot that steps never use. The engine's thread alone calls the methods."""
+
+    def __init__(self, runner: ModelRunner, engine_config: EngineConfig):
+        self._runner = runner
+        self._layers = range(runner.config.n_layer)
+        self._last = "resid_post", self._layers[-1]
+        self._slot = engine_config.num_slots - 1
+        self._max_num_tokens = engine_config.max_num_batched_tokens
+        self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
+
+    def logits(self, token_ids: list[int], looks: "Captures | None" = None) -> np.ndarray:
+        """Return logits (T, V). looks: of all positions. Raise FailedRequestError if an edit fails."""
+        if looks is None:  # copies: the next step overwrites them
+            return np.concatenate(
+                [self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")]
+            )
+        looks.sources |= {self._last}
+        for batch in self._batches(token_ids, [0]):
+            look = looks.step(batch)
+            self._runner.forward(batch, look)
+            if look.failed:
+                raise FailedRequestError(look.failed[0])
+        return self.logits_of(np.concatenate(looks.rows[self._last]))
+
+    def logits_of(self, stream: np.ndarray) -> np.ndarray:
+        """Return logits (N, V) of a residual stream (N, C) after the last layer."""
+        from .captures import given  # rarely needed
+
+        found = np.empty((len(stream), self._runner.config.vocab_size), np.float32)
+        for start in range(0, len(stream), self._chunk_size):
+            rows = stream[start : start + self._chunk_size]
+            batch = Batch.of([[0] * len(rows)], [0], [self._slot], "all")
+            found[start : start + len(rows)] = self._runner.forward(
+                batch, given(batch, len(self._layers), rows)
+            )
+        return found
+
+    def hidden_states(self, token_ids: list[int], before_norm: bool) -> np.ndarray:
+        """Return (L + 1, T, C)."""
+        states = self._captured(token_ids, [*(("resid_pre", layer) for layer in self._layers), self._last])
+        if not before_norm:
+            states[-1] = self._runner.final_norm(states[-1])
+        return np.stack(states, dtype=np.float32, casting="same_kind")
+
+    def last_states(self, token_ids: list[int]) -> np.ndarray:
+        """Return (T, C), after ln_f."""
+        (stream,) = self._captured(token_ids, [self._last])
+        return self._runner.final_norm(stream).astype(np.float32)
+
+    def embedding(self, token_ids: list[int], pooling: str) -> np.ndarray:
+        return POOLINGS[pooling](self.last_states(token_ids))
+
+    def attentions(self, token_ids: list[int]) -> np.ndarray:
+        """Return (L, H, T, T), of the KV cache's keys."""
+        queries = self._captured(token_ids, [("q", layer) for layer in self._layers])  # (T, H, D) each
+        keys, _ = self._runner.read_positions(self._slot, 0, len(token_ids))  # (L, H, T, D)
+        config = self._runner.config
+        maps = np.empty((*keys.shape[:3], len(token_ids)), np.float32)
+        for layer in self._layers:
+            of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
+            maps[layer] = numbers.softmax(numbers.attention_scores(*of_layer))
+        return maps
+
+    def _captured(self, token_ids: list[int], places: "list[Place]") -> list[np.ndarray]:
+        from .captures import captured  # rarely needed
+
+        return captured(self._runner.forward, self._batches(token_ids, [0]), places)
+
+    def _batches(self, token_ids: list[int], logits_of: str | list[int]) -> Iterator[Batch]:
+        size = self._chunk_size if logits_of == "all" else self._max_num_tokens
+        for first in range(0, len(token_ids), size):
+            yield Batch.of([token_ids[first : first + size]], [first], [self._slot], logits_of)
 
 
 class LookMethods:
-    config: Any
-    engine: Any
-    _inputs: Any
-    _probe: Any
-    _run: Any
-    generate: Any
+    """The methods, which LLM inherits."""
+
+    config: ModelConfig
+    engine: "Engine"
+    _inputs: "InputProcessor"
+    _probe: Probe
+    _run: "Callable[[list[Request]], Iterable[object]]"
+    generate: "Callable[..., list[RequestOutput]]"
 
     def run_with_cache(
-        self, prompts: Prompts, names: Any = None, edits: Any = ()
+        self, prompts: Prompts, names: "Names" = None, edits: "EditsType" = ()
     ) -> "tuple[Any, ActivationCache]":
         """Return logits (B, T, V) of B prompts and their activations, as TransformerLens does; no BOS is prepended.
 
@@ -38,12 +128,12 @@ class LookMethods:
         Prompts of different lengths have lists of arrays, one for each prompt, without padding.
         Raise RequestError, before any work, for an unknown name or more than max_capture_bytes.
         """
-        from .cache import ActivationCache, stacked
+        from .captures import ActivationCache, stacked
 
         logits, found = self._look("activations", _some("prompts", prompts), names, edits)
         return stacked(logits), ActivationCache(found, self)
 
-    def logits(self, token_ids: PromptType, edits: Any = ()) -> np.ndarray:
+    def logits(self, token_ids: PromptType, edits: "EditsType" = ()) -> np.ndarray:
         """Return teacher-forced logits (T, V) float32: row t is for the token after token_ids[: t + 1].
 
         edits: an Edit or a list of them.
@@ -58,8 +148,7 @@ class LookMethods:
         Raise as `logits` does.
         """
         token_ids = self._read_ids("hidden states", token_ids)
-        layers = [*range(self.config.n_layer), -2 if before_norm else -1]
-        return self.engine.call(partial(self._probe.hidden_states, token_ids, layers))
+        return self.engine.call(partial(self._probe.hidden_states, token_ids, before_norm))
 
     def attentions(self, token_ids: PromptType) -> np.ndarray:
         """Return (L, H, T, T) float32, 4 L H T**2 bytes: how much a position attends to each.
@@ -76,7 +165,8 @@ class LookMethods:
         Raise RequestError, before any work, as `logits` does.
         """
         self.engine.check_open()
-        check_pooling(pooling)
+        if pooling not in tuple(POOLINGS):
+            raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
         vectors = [
             self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given
@@ -92,7 +182,7 @@ class LookMethods:
         rows = stream.reshape(-1, self.config.n_embd)
         return self.engine.call(partial(self._probe.logits_of, rows)).reshape(*stream.shape[:-1], -1)
 
-    def diff(self, prompt: PromptType, edits: Any, names: Any = None) -> dict[str, np.ndarray]:
+    def diff(self, prompt: PromptType, edits: "EditsType", names: "Names" = None) -> dict[str, np.ndarray]:
         """Return masks (T, ...) of the activations in which edits change a bit, by name, in the order of a step.
 
         names: as for `run_with_cache`. Names without a change are not there.
@@ -107,7 +197,7 @@ class LookMethods:
         corrupted: PromptType,
         answer: PromptType,
         kind: str = "resid_pre",
-        edits: Any = (),
+        edits: "EditsType" = (),
     ) -> np.ndarray:
         """Return the answer's log probability (L, T) after the corrupted prompt, by the activation that is restored.
 
@@ -164,7 +254,9 @@ class LookMethods:
         self.engine.check_open()
         return self._inputs.read_ids(what, token_ids)
 
-    def _look(self, what: str, prompts: list, names: Any, edits: Any) -> tuple[list[np.ndarray], list[Any]]:
+    def _look(
+        self, what: str, prompts: list, names: "Names", edits: "EditsType"
+    ) -> "tuple[list[np.ndarray], list[Activations]]":
         """Return logits (T, V) and Activations of each prompt."""
         given = [self._read_ids(what, prompt) for prompt in prompts]
         edits = SamplingParams(edits=edits).edits
@@ -183,12 +275,12 @@ def _some(field: str, prompts: Prompts) -> list:
     return found
 
 
-def points_of(source: ModelSource, args: LLMArgs) -> "HookPoints":
-    """Return the points of a loaded model. The engine keeps packed weights alone: parameters are read anew."""
-    from .hooks import HookPoints
-
-    merged = replace(args, lora_modules=None)
-    opened = cache(lambda: ModelSource.open(merged).checkpoint)
+def points_of(source: ModelSource, args: LLMArgs) -> "Callable[[], HookPoints]":
+    """Return a function that makes the points of a loaded model. It keeps no weights: parameters are read anew."""
+    backend = source.backend
+    config = source.config
+    kv_cache_dtype = source.kv_cache_dtype
+    opened = cache(lambda: ModelSource.open(replace(args, lora_modules=None)).checkpoint)
 
     def tensor(name: str) -> np.ndarray:
         checkpoint = opened()
@@ -198,5 +290,10 @@ def points_of(source: ModelSource, args: LLMArgs) -> "HookPoints":
             )
         return checkpoint.tensor(name)
 
-    backend = source.backend
-    return HookPoints(source.config, backend.SEEN, backend.CHANGED, tensor, source.kv_cache_dtype)
+    @cache
+    def points() -> "HookPoints":
+        from .hooks import HookPoints  # rarely needed
+
+        return HookPoints(config, backend.SEEN, backend.CHANGED, tensor, kv_cache_dtype)
+
+    return points

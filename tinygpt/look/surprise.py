@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..outputs import CompletionOutput, RequestOutput, StreamChunk
     from ..text.tokenizer import Tokenizer
 
 NAT = 1 / math.log(2)  # bits
 MIN_BITS, RED_BITS = 1.0, 8.0  # between them a terminal's colors change
 MAX_BITS = 12.5  # the page's
 AMBER, RED = (192, 138, 46), (228, 81, 47)  # the page's in its dark scheme, readable on white, too
-PAGE = Path(__file__).with_name("server") / "page.html"
+PAGE = Path(__file__).parents[1] / "server" / "page.html"
 SHARED = "/* Notebooks have these lines, too. */"  # of the page's style, up to an empty line
 
 
@@ -27,59 +26,40 @@ def color(surprisal: float) -> tuple[int, int, int] | None:
     return red, green, blue
 
 
-def ansi(text: str, logprob: float) -> str:
-    """Return the text in 24-bit color; white space around it stays outside of the escape sequences."""
-    core, rgb = text.strip(), color(-NAT * logprob)
+def ansi(text: str, token_id: int | None, logprobs: Mapping[int, float] | None) -> str:
+    """Return a token's text in 24-bit color; white space around it stays outside of the escape sequences."""
+    core = text.strip()
+    rgb = None if token_id is None else color(-NAT * logprobs[token_id])
     if not core or rgb is None:
         return text
     return text.replace(core, f"\x1b[38;2;{';'.join(map(str, rgb))}m{core}\x1b[39m")
 
 
-def ansi_chunk(chunk: "StreamChunk") -> str:
-    return chunk.text if chunk.token_id is None else ansi(chunk.text, chunk.logprobs[chunk.token_id])
-
-
-def ansi_sample(sample: "CompletionOutput", tokenizer: "Tokenizer") -> str:
-    """Return the text of a sample that has log probabilities."""
-    texts = tokenizer.pieces(sample.token_ids, sample.text)
-    logprobs = (found[i] for i, found in zip(sample.token_ids, sample.logprobs, strict=True))
-    return "".join(map(ansi, texts, logprobs))
-
-
-def html(output: "RequestOutput", tokenizer: "Tokenizer | None") -> str:
-    """Return each sample after the prompt; tokens that have log probabilities are colored, candidates in their titles.
-
-    tokenizer: None leaves all plain.
-    """
-    prompt_ids = output.prompt_token_ids
-    prompt_logprobs = output.prompt_logprobs
-    prompt = output.prompt
-    if prompt is None:
-        prompt = "" if tokenizer is None else tokenizer.decode(prompt_ids)
-    front = _marks(prompt_ids, prompt, prompt_logprobs, tokenizer)
-    back = [_marks(s.token_ids, s.text or str(s.token_ids), s.logprobs, tokenizer) for s in output.outputs]
+def html(prompt: str, samples: Sequence[str]) -> str:
+    """Return the marks of each sample after those of the prompt."""
     style = PAGE.read_text(encoding="utf-8").partition(SHARED)[2].partition("\n\n")[0]
     box = '<div class="surprise" style="white-space: pre-wrap; overflow-wrap: anywhere; margin: .5em 0">'
-    return f"<style>{style}</style>" + "".join(f"{box}{front}{marks}</div>" for marks in back)
+    return f"<style>{style}</style>" + "".join(f"{box}{prompt}{marks}</div>" for marks in samples)
 
 
-def _marks(
+def marks(
     token_ids: Sequence[int],
     text: str,
     logprobs: Sequence[Mapping[int, float] | None] | None,
     tokenizer: "Tokenizer | None",
 ) -> str:
+    """Return a text whose tokens have colors and their candidates as titles, if they have log probabilities."""
     if logprobs is None or tokenizer is None or len(logprobs) != len(token_ids):
         return escape(text)
-    marks = []
+    shown = []
     for token_id, piece, found in zip(token_ids, tokenizer.pieces(token_ids, text), logprobs, strict=True):
         if found is None:
-            marks.append(escape(piece))
+            shown.append(escape(piece))
             continue
         rows = [f"{math.exp(value):7.2%} {tokenizer.decode([i])!r}" for i, value in found.items()]
         surprisal = -NAT * found[token_id]
         title = escape("\n".join([f"{surprisal:.1f} bits", *rows]))
-        marks.append(
+        shown.append(
             f'<span class="token" style="--bits: {min(surprisal, MAX_BITS):.2f}" title="{title}">{escape(piece)}</span>'
         )
-    return "".join(marks)
+    return "".join(shown)

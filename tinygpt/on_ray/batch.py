@@ -32,7 +32,7 @@ def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
     """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
     loading.set_thread_pools(args.threads)
     from ..engine.input_processor import InputProcessor
-    from ..engine.model_source import ModelSource
+    from ..engine.model_runner import ModelSource
 
     given = llm_args(args)
     source = ModelSource.open(given)

@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from ..engine.model_runner import ModelRunner
-from ..engine.model_source import ModelSource
+from ..engine.model_runner import ModelRunner, ModelSource
 from ..errors import CheckpointError, RequestError, TinyGPTError
-from ..kernels.backend import NO_EMBEDS, Batch
+from ..kernels.backend import NO_EMBEDS, Batch, Hooks
 from ..llm_args import EngineConfig, LLMArgs
 from .mpi import Layout, World, end_all, rank_threads
 from .rank import RankModel, check_cut, tokens_of
@@ -248,10 +247,20 @@ class ParallelRunner(ModelRunner):
             raise loaded
         self._params = loaded
 
-    def forward(self, batch: Batch) -> Any:
-        with self._order() as model:
-            self._lead.tell(Command.FORWARD, batch)
-            return model.forward(batch)
+    def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
+        """Run one step. `look` sees streams and queries, after the step, and changes nothing."""
+        if look is None:
+            with self._order() as model:
+                self._lead.tell(Command.FORWARD, batch)
+                return model.forward(batch)
+        if look.changes:
+            raise RequestError("need an LLM of one process, without ranks or Ray.", "edits")
+        for (kind, layer), rows in self._call("trace", batch).items():
+            look(kind, layer, rows)
+        return None
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        return self._call("final_norm", x)
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -272,9 +281,6 @@ class ParallelRunner(ModelRunner):
 
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
-
-    def trace(self, batch: Batch, is_whole: bool = True) -> tuple[np.ndarray, np.ndarray]:
-        return self._call("trace", batch)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._call("copy_positions", source_slot, target_slot, start, stop)

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from ..engine.model_source import ModelSource
+from ..engine.model_runner import ModelSource
 from ..errors import RequestError, TinyGPTError
 from ..kernels.backend import Batch
 from ..kernels.cpu.packing.share import RankShare
@@ -17,7 +16,7 @@ from ..kernels.cpu.params import can_share, part_of
 from ..kernels.cpu.workspace import new_workspace, share_embedding
 from ..kernels.numbers import even_bounds
 from ..llm_args import EngineConfig
-from ..look.captures import trace
+from ..look.captures import Place, captured
 from ..weights.config import ModelConfig
 from .mpi import Layout, World
 
@@ -179,21 +178,33 @@ class RankModel:
 
         return finish
 
-    def trace(self, batch: Batch) -> tuple[np.ndarray, np.ndarray] | None:
-        """Run a step. Return hidden states (L + 2, N, C) and queries (L, N, C) on rank 0."""
+    def trace(self, batch: Batch) -> dict[Place, np.ndarray] | None:
+        """Run a step. Return the streams (N, C) and queries (N, H, D) on rank 0."""
+        layers = range(len(self.share.layers))
+        places = [(kind, layer) for layer in layers for kind in ("resid_pre", "q", "resid_post")]
         given = replace(self._with_input(batch), logit_rows=NO_ROWS)
-        forward = partial(self._backend.forward, self._params, given, self._kv_cache, self._workspace)
-        hidden, queries = trace(forward, batch, len(self.share.layers))
+        on = self._params, given, self._kv_cache, self._workspace
+        rows = captured(lambda _, look: self._backend.forward(*on, look), [batch], places)
         self._pass_on(batch)
-        if self.share.is_last:
-            hidden = np.concatenate([hidden, self._backend.final_norm(self._params, hidden[-1:])])
-        else:
-            hidden = hidden[:-1]
-        found = self._world.gather_objects((hidden if self._tensor_rank == 0 else None, queries))
+        first = self.share.layers.start
+        mine = {(kind, first + layer): each for (kind, layer), each in zip(places, rows, strict=True)}
+        found = self._world.gather_objects(mine)
         if found is None:
             return None
-        hidden = [part for part, _ in found if part is not None]
-        return np.concatenate(hidden), self._joined([queries for _, queries in found], 2)
+        shares: dict[Place, list[np.ndarray]] = {}
+        for of_rank in found:
+            for place, each in of_rank.items():
+                shares.setdefault(place, []).append(each)
+        return {
+            (kind, layer): np.concatenate(each, axis=1) if kind == "q" else each[0]
+            for (kind, layer), each in shares.items()
+        }
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray | None:
+        """Return ln_f of rows (N, C) on rank 0, from the last stage, which has its weights."""
+        mine = self._backend.final_norm(self._params, x) if self.share.is_last else None
+        found = self._world.gather_objects(mine)
+        return None if found is None else found[-1]
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)

@@ -1,7 +1,6 @@
 """Embeddings that are given in place of tokens, and a look inside a step, against transformers on both backends."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cpu.multi_step import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
-from tinygpt.look.captures import trace
+from tinygpt.look.captures import captured
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.open import open_checkpoint
 
@@ -82,16 +81,20 @@ def test_trace(case, backend, dtype, tolerance):
     params, cache, workspace = machine(backend, case.folder, dtype)
     ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
-    traces = [
-        trace(partial(backend.forward, params, batch, cache, workspace), batch, FIELDS["n_layer"])
-        for batch in parts
-    ]
-    hidden, queries = (np.concatenate(part, axis=1) for part in zip(*traces, strict=True))
-    hidden = np.concatenate([hidden, backend.final_norm(params, hidden[-1:])])
+    layers = range(FIELDS["n_layer"])
+    last = ("resid_post", layers[-1])
+    places = [*(("resid_pre", layer) for layer in layers), last, ("q", 1)]
+
+    def forward(batch: Batch, look):
+        return backend.forward(params, batch, cache, workspace, look)
+
+    *hidden, queries = captured(forward, parts, places)
+    hidden = np.stack([*hidden, backend.final_norm(params, hidden[-1])])
+    queries = queries.reshape(LENGTH, -1)
     *states, expected = trace_of_transformers(case.is_tied, ids)  # (PLACES, C) each
     assert hidden.shape == (len(states), LENGTH, FIELDS["n_embd"])
     np.testing.assert_allclose(hidden[:, PLACES], states, rtol=0, atol=tolerance * np.abs(states).max())
-    np.testing.assert_allclose(queries[1, PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
+    np.testing.assert_allclose(queries[PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
     following = Batch.of([[7]], [LENGTH], [0])
     after = backend.forward(params, following, cache, workspace).copy()
     params, cache, workspace = machine(backend, case.folder, dtype)

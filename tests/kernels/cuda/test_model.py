@@ -1,7 +1,5 @@
 """GPT-2 by the CUDA backend next to the reference: steps of every kind, and the cache between them."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.shapes import PackedArrays
 from tinygpt.kernels.cuda.workspace import bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
-from tinygpt.look.captures import Captures, given, trace
+from tinygpt.look.captures import Captures, captured, given
 from tinygpt.look.edits import Edit, PlacedEdit
 from tinygpt.weights.config import ModelConfig
 
@@ -121,8 +119,15 @@ def test_hidden_states_and_queries():
     ours = cuda_model(checkpoint)
     oracle = Model(reference, checkpoint)
     batch = Batch.of([token_ids(5)], [0], [1])
-    found = trace(partial(ours.backend.forward, ours.params, batch, ours.cache, ours.workspace), batch, 2)
-    expected = trace(partial(reference.forward, oracle.params, batch, oracle.cache, None), batch, 2)
+    places = [("resid_pre", 0), ("resid_pre", 1), ("resid_post", 1), ("q", 0), ("q", 1)]
+    found, expected = (
+        captured(
+            lambda batch, look, on=model: on.backend.forward(on.params, batch, on.cache, on.workspace, look),
+            [batch],
+            places,
+        )
+        for model in (ours, oracle)
+    )
     for of_ours, of_oracle in zip(found, expected, strict=True):
         np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
 
@@ -136,11 +141,11 @@ def test_edits_of_the_stream_and_a_given_one():
     edit = PlacedEdit(Edit("resid_mid", value=vector), range(2, 4), has_axis=False)
     found = []
     for model in (ours, oracle):
-        looks = Captures(edits={("resid_mid", 0): [edit]}, wanted=frozenset({("resid_post", 1)}))
+        looks = Captures(edits={("resid_mid", 0): [edit]}, sources=frozenset({("resid_post", 1)}))
         on = model.params, batch, model.cache, model.workspace
         plain = model.forward([token_ids(5)], [0], [2], "all")
         edited = model.backend.forward(*on, looks.step(batch))
-        found.append([np.array(edited).copy(), looks.seen["resid_post", 1][0]])
+        found.append([np.array(edited).copy(), looks.rows["resid_post", 1][0]])
         found[-1].append(np.array(model.backend.forward(*on, given(batch, 2, found[-1][1]))).copy())
         same_bits(found[-1][0][:2], plain[:2])
         assert np.abs(found[-1][0][2:] - plain[2:]).max() > 0.1
