@@ -249,15 +249,18 @@ class ParallelRunner(ModelRunner):
 
     def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
         """Run one step. `look` sees streams and queries, after the step, and changes nothing."""
-        if look is not None and look.changes:
+        if look is None:
+            with self._order() as model:
+                self._lead.tell(Command.FORWARD, batch)
+                return model.forward(batch)
+        if look.changes:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "edits")
-        if look is not None:
-            for (kind, layer), rows in self._call("trace", batch).items():
-                look(kind, layer, rows)
-            return None
-        with self._order() as model:
-            self._lead.tell(Command.FORWARD, batch)
-            return model.forward(batch)
+        for (kind, layer), rows in self._call("trace", batch).items():
+            look(kind, layer, rows)
+        return None
+
+    def final_norm(self, x: np.ndarray) -> np.ndarray:
+        return self._call("final_norm", x)
 
     def stop_early(self, is_wanted: bool) -> None:
         """Do nothing: stages finish the steps that they have begun."""
@@ -278,9 +281,6 @@ class ParallelRunner(ModelRunner):
 
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
-
-    def final_norm(self, x: np.ndarray) -> np.ndarray:
-        return self._call("final_norm", x)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
         self._call("copy_positions", source_slot, target_slot, start, stop)

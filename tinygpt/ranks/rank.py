@@ -185,12 +185,9 @@ class RankModel:
         on = self._params, given, self._kv_cache, self._workspace
         rows = captured(lambda _, look: self._backend.forward(*on, look), [batch], places)
         self._pass_on(batch)
-        found = self._world.gather_objects(
-            {
-                (kind, layer + self.share.layers.start): each
-                for (kind, layer), each in zip(places, rows, strict=True)
-            }
-        )
+        first = self.share.layers.start
+        mine = {(kind, first + layer): each for (kind, layer), each in zip(places, rows, strict=True)}
+        found = self._world.gather_objects(mine)
         if found is None:
             return None
         shares: dict[Place, list[np.ndarray]] = {}
@@ -198,15 +195,14 @@ class RankModel:
             for place, each in of_rank.items():
                 shares.setdefault(place, []).append(each)
         return {
-            place: np.concatenate(each, axis=1) if place[0] == "q" else each[0]
-            for place, each in shares.items()
+            (kind, layer): np.concatenate(each, axis=1) if kind == "q" else each[0]
+            for (kind, layer), each in shares.items()
         }
 
     def final_norm(self, x: np.ndarray) -> np.ndarray | None:
         """Return ln_f of rows (N, C) on rank 0, from the last stage, which has its weights."""
-        found = self._world.gather_objects(
-            self._backend.final_norm(self._params, x) if self.share.is_last else None
-        )
+        mine = self._backend.final_norm(self._params, x) if self.share.is_last else None
+        found = self._world.gather_objects(mine)
         return None if found is None else found[-1]
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
