@@ -13,13 +13,17 @@ LEAST_ROW = np.float32(2.0**-112)  # a smaller row is zeros: 2**14 times its inv
 
 
 def to_bfloat16(x: np.ndarray) -> np.ndarray:
-    """Return the bits (uint16) of the nearest bfloat16, ties to even."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    """Return the bits (uint16) of the nearest bfloat16, ties to even; NaN stays NaN."""
+    x = np.ascontiguousarray(x, np.float32)
+    bits = x.view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    wide = bits.astype(np.uint32)
+    wide <<= 16  # bfloat16 is the upper half of a float32
+    return wide.view(np.float32)
 
 
 def to_rows(x: np.ndarray) -> np.ndarray:

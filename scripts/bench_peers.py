@@ -244,7 +244,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    folder = arguments.roofline.resolve()
+    folder = arguments.work.resolve()
     peers = [peer for peer in PEERS if arguments.peers is None or peer.name in arguments.peers]
     if arguments.isa == "avx2":
         os.environ.update(AVX2)  # for every process that is started

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.report import table, threads_text
-from tinygpt.bench.study_runs import served
+from tinygpt.bench.sweep import served
 from tinygpt.hardware import cpu_name, thread_count
 
 WORDS = (

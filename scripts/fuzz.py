@@ -1,13 +1,11 @@
-"""Damaged files through every reader, and random requests in company and alone (extra `test`; Linux).
+"""Damaged files through every reader (extra `test`; Linux).
 
-    python scripts/fuzz.py files --examples 2000               # of each format
-    python scripts/fuzz.py files --formats lora torch --seed 7
-    python scripts/fuzz.py requests --examples 200
+    python scripts/fuzz.py --examples 2000               # of each format
+    python scripts/fuzz.py --formats lora torch --seed 7
 
-`files` damages a file of a format and loads it. A load is right, as an independent reader sees the file, or ends in one
+A file of a format is damaged and loaded. A load is right, as an independent reader sees the file, or ends in one
 of tinygpt's errors; it opens no file outside its folder, runs nothing, and its time and memory are limited. Each format
-has a process. `requests` draws batches of requests with any fields: each result equals that of the request alone, to
-the last bit. hypothesis shrinks a failure and prints how to reproduce it; the exit code is then 1.
+has a process. hypothesis shrinks a failure and prints how to reproduce it; the exit code is then 1.
 """
 
 import argparse
@@ -23,9 +21,8 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -412,110 +409,10 @@ def check_load(form: Format, folder: Path, undamaged: Any, watch: Watch) -> None
         assert form.check(folder, loaded, undamaged), "loaded something else than the file holds"
 
 
-VALUES_OF = {
-    "max_tokens": [1, 5, 9, 16],
-    "stop": ["e", ["th", "re"], "\n"],
-    "bad_words": ["the", ["th", " of"]],
-    "bad_words_ids": [[[5, 6], [7]]],
-    "logit_bias": [{5: -100.0, 9: 2.5}],
-    "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}],
-    "guided_choice": [["the", "then"]],
-    "guided_regex": ["[a-z ]{1,9}", "("],
-    "guided_json": [{"type": "integer"}],
-    "guided_grammar": ['start: "the" | "of"'],
-    "overflow": ["refuse", "truncate", "slide"],
-    "max_time": [3600],  # a shorter one depends on the clock
-    **{f"{name}_ids": [[5], [*range(40)]] for name in ("stop_token", "allowed_token", "top_p_reset")},
-}
-NUMBERS = [
-    0,
-    1,
-    2,
-    5,
-    0.0,
-    0.3,
-    0.5,
-    0.9,
-    1.0,
-    1.5,
-    -1,
-    100,
-    True,
-    "raw",
-    "openai",
-    "never",
-    None,
-    float("nan"),
-    "x",
-]
-
-
-@cache
-def possible_values(name: str) -> list[Any]:
-    found = []
-    for value in VALUES_OF.get(name, NUMBERS):
-        with suppress(TinyGPTError):
-            SamplingParams(**{name: value})
-            found.append(value)
-    return found or NUMBERS
-
-
-@st.composite
-def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]]:
-    """Return token ids, often with a common beginning, and a few fields of SamplingParams, some impossible."""
-    shared = draw(st.sampled_from([[], [1, 2, 3], list(range(20))]))
-    prompt = [*shared, *draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5))]
-    names = [
-        f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")
-    ]
-    chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
-    is_possible = draw(st.integers(0, 9)) > 0
-    values = {
-        name: draw(st.sampled_from(possible_values(name) if is_possible else NUMBERS)) for name in chosen
-    }
-    return prompt, {"max_tokens": 8, "seed": draw(st.integers(0, 999)), **values}
-
-
-def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Future | TinyGPTError:
-    try:
-        return llm.submit(prompt, SamplingParams(**values))
-    except TinyGPTError as error:
-        return error
-
-
-def answer(submitted: Future | TinyGPTError) -> str:
-    """Return the result without times, or the refusal, as text."""
-    try:
-        return (
-            repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
-        )
-    except TinyGPTError as error:
-        return str(error)
-
-
-def fuzz_requests(examples: int, seed_number: int, model: str = "demo") -> None:
-    """Raise AssertionError for the smallest batch with a request whose result depends on the others."""
-    with (
-        LLM(model, max_num_seqs=6) as shared,
-        LLM(model, max_num_seqs=6, prefix_cache_seqs=0, threads=1) as alone,
-    ):
-
-        @run_settings(examples, seed_number)
-        @given(st.lists(requests(shared.config.vocab_size), min_size=2, max_size=8))
-        def run(batch: list[tuple[list[int], dict[str, Any]]]) -> None:
-            for submitted, request in zip(
-                [submit(shared, *request) for request in batch], batch, strict=True
-            ):
-                assert answer(submitted) == answer(submit(alone, *request)), request
-
-        run()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("kind", choices=["files", "requests"])
     parser.add_argument(
         "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them"
     )
@@ -523,9 +420,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--findings", type=Path, default=Path("findings"), help="for the files of failures")
     args = parser.parse_args()
-    if args.kind == "requests":
-        fuzz_requests(args.examples, args.seed)
-        return 0
     failed = 0
     for name in args.formats:
         arguments = name, args.examples, args.seed, args.findings

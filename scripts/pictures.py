@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.bench.study_runs import started
+from tinygpt.bench.sweep import started
 from tinygpt.look.surprise import NAT, color
 
 ROOT = Path(__file__).resolve().parents[1]

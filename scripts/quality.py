@@ -25,9 +25,10 @@ from tqdm import tqdm
 from tinygpt import LLM
 from tinygpt.bench.report import table
 from tinygpt.cli import main as cli
-from tinygpt.evaluation.texts import read_text
+from tinygpt.cli.streams import read_plain_text
 from tinygpt.kernels import reference
 from tinygpt.kernels.backend import Batch
+from tinygpt.kernels.numbers import log_softmax
 from tinygpt.kernels.reference.model import attention_block, mlp_block
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import DTYPES
@@ -55,19 +56,13 @@ def figures_of(logits: np.ndarray, exact: np.ndarray, token_ids: list[int]) -> t
 
     logits, exact: (T, V).
     """
-    shares = log_softmax(logits)
-    exact_shares = log_softmax(exact)  # (T, V)
+    shares = log_softmax(logits.astype(np.float64))
+    exact_shares = log_softmax(exact.astype(np.float64))  # (T, V)
     losses = -shares[np.arange(len(token_ids) - 1), token_ids[1:]]
     kl = (np.exp(exact_shares) * (exact_shares - shares)).sum(axis=1)
     difference = np.abs(logits - exact)
     same = logits.argmax(axis=1) == exact.argmax(axis=1)
     return losses, np.array([kl, difference.mean(axis=1, dtype=float), difference.max(axis=1), same])
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(axis=1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
 
 
 def measure(
@@ -261,7 +256,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     with LLM(arguments.model, max_num_seqs=1) as llm:
-        token_ids = llm.tokenizer.encode(read_text("TEXT", arguments.text))
+        token_ids = llm.tokenizer.encode(read_plain_text("TEXT", arguments.text))
         size = llm.config.n_positions
     starts = range(0, len(token_ids) - size + 1, size)[: arguments.windows]
     windows = [token_ids[start : start + size] for start in starts]

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tinygpt.bench.study_runs import started
+from tinygpt.bench.sweep import started
 
 ROOT = Path(__file__).resolve().parents[1]
 READMES = ("README.md", "tinygpt/README.md")

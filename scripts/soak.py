@@ -2,11 +2,15 @@
 
     python scripts/soak.py                      # 10 000 requests to the demo in this process, some minutes
     python scripts/soak.py --server             # to `tinygpt serve` in another process, through RemoteLLM
+    python scripts/soak.py --alone 200          # 200 random batches, and each request of them alone
     mpiexec -n 2 python scripts/soak.py --requests 2000 --tensor-parallel 2     # over ranks of this machine
 
 A sixth of the requests are cancelled, some run out of time, some are impossible, and all come through a bounded queue.
 Exits with 1 if a request was not answered, a sample still runs or waits at the end, a repeated request differed, or the
 memory of the engine's processes grew by more than 2 % after the first fifth. Needs Linux's /proc.
+
+--alone draws batches of requests with any fields (extra `test`): each result equals that of the request alone, to the
+last bit. hypothesis shrinks a failure and prints how to reproduce it.
 """
 
 import argparse
@@ -18,16 +22,25 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from hypothesis import given
+from hypothesis import strategies as st
 from tqdm import tqdm
 
-from tinygpt import LLM, RemoteLLM
-from tinygpt.bench.study_runs import served
-from tinygpt.errors import QueueFullError, RequestError
+# tinygpt and scripts are next to each other, installed or not.
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from scripts.fuzz import run_settings
+from tinygpt import LLM, RemoteLLM, SamplingParams
+from tinygpt.bench.sweep import served
+from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 
 THREADS = 64
 MAX_QUEUE = 32
@@ -149,6 +162,105 @@ def num_left(llm: LLM | RemoteLLM, url: str | None) -> int:
     )
 
 
+VALUES_OF = {
+    "max_tokens": [1, 5, 9, 16],
+    "stop": ["e", ["th", "re"], "\n"],
+    "bad_words": ["the", ["th", " of"]],
+    "bad_words_ids": [[[5, 6], [7]]],
+    "logit_bias": [{5: -100.0, 9: 2.5}],
+    "repetition_detection": [{"max_pattern_size": 3, "min_count": 2}],
+    "guided_choice": [["the", "then"]],
+    "guided_regex": ["[a-z ]{1,9}", "("],
+    "guided_json": [{"type": "integer"}],
+    "guided_grammar": ['start: "the" | "of"'],
+    "overflow": ["refuse", "truncate", "slide"],
+    "max_time": [3600],  # a shorter one depends on the clock
+    **{f"{name}_ids": [[5], [*range(40)]] for name in ("stop_token", "allowed_token", "top_p_reset")},
+}
+NUMBERS = [
+    0,
+    1,
+    2,
+    5,
+    0.0,
+    0.3,
+    0.5,
+    0.9,
+    1.0,
+    1.5,
+    -1,
+    100,
+    True,
+    "raw",
+    "openai",
+    "never",
+    None,
+    float("nan"),
+    "x",
+]
+
+
+@cache
+def possible_values(name: str) -> list[Any]:
+    found = []
+    for value in VALUES_OF.get(name, NUMBERS):
+        with suppress(TinyGPTError):
+            SamplingParams(**{name: value})
+            found.append(value)
+    return found or NUMBERS
+
+
+@st.composite
+def requests(draw: Callable, vocab_size: int) -> tuple[list[int], dict[str, Any]]:
+    """Return token ids, often with a common beginning, and a few fields of SamplingParams, some impossible."""
+    shared = draw(st.sampled_from([[], [1, 2, 3], list(range(20))]))
+    prompt = [*shared, *draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=5))]
+    names = [
+        f.name for f in fields(SamplingParams) if f.name not in ("seed", "logits_processors", "prompt_embeds")
+    ]
+    chosen = draw(st.lists(st.sampled_from(names), max_size=6, unique=True))
+    is_possible = draw(st.integers(0, 9)) > 0
+    values = {
+        name: draw(st.sampled_from(possible_values(name) if is_possible else NUMBERS)) for name in chosen
+    }
+    return prompt, {"max_tokens": 8, "seed": draw(st.integers(0, 999)), **values}
+
+
+def submit(llm: LLM, prompt: list[int], values: dict[str, Any]) -> Future | TinyGPTError:
+    try:
+        return llm.submit(prompt, SamplingParams(**values))
+    except TinyGPTError as error:
+        return error
+
+
+def answer(submitted: Future | TinyGPTError) -> str:
+    """Return the result without times, or the refusal, as text."""
+    try:
+        return (
+            repr(submitted.result(timeout=300).outputs) if isinstance(submitted, Future) else str(submitted)
+        )
+    except TinyGPTError as error:
+        return str(error)
+
+
+def compare_alone(examples: int, seed_number: int, model: str = "demo") -> None:
+    """Raise AssertionError for the smallest batch with a request whose result depends on the others."""
+    with (
+        LLM(model, max_num_seqs=6) as shared,
+        LLM(model, max_num_seqs=6, prefix_cache_seqs=0, threads=1) as alone,
+    ):
+
+        @run_settings(examples, seed_number)
+        @given(st.lists(requests(shared.config.vocab_size), min_size=2, max_size=8))
+        def run(batch: list[tuple[list[int], dict[str, Any]]]) -> None:
+            for submitted, request in zip(
+                [submit(shared, *request) for request in batch], batch, strict=True
+            ):
+                assert answer(submitted) == answer(submit(alone, *request)), request
+
+        run()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -160,7 +272,14 @@ def main() -> int:
     parser.add_argument(
         "--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)"
     )
+    parser.add_argument(
+        "--alone", type=int, metavar="N", help="compare the requests of N batches with each alone"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of --alone (default: 1)")
     args = parser.parse_args()
+    if args.alone is not None:
+        compare_alone(args.alone, args.seed, args.model)
+        return 0
     report = Report()
     each = -(-args.requests // THREADS)
     start = time.perf_counter()

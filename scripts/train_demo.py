@@ -1,31 +1,38 @@
 """Train the demo checkpoint: a small GPT-2 and its tokenizer, from a folder of texts, on a GPU if there is one.
 
     python scripts/train_demo.py --corpus FOLDER --corpus-note "a part of TinyStories" --out trained
+    python scripts/train_demo.py --out trained --embed       # makes it the demo, in weights/demo/
 
-trains on 500 million tokens. Ctrl-C ends a run earlier; --resume continues it, with the same settings.
+The first trains on 500 million tokens. Ctrl-C ends a run earlier; --resume continues it, with the same settings.
 
 The corpus is train.txt.xz and val.txt, documents separated by <|endoftext|>. OUT becomes a checkpoint in Hugging Face's
 layout, with the weights that were best on val.txt and training.json, the record of the run. OUT/state is for --resume.
-embed_demo.py makes the checkpoint the demo. Needs torch, transformers, accelerate and tokenizers (extra `parity`).
+Needs torch, transformers, accelerate and tokenizers (extra `parity`).
 """
 
 import argparse
 import json
 import lzma
 import math
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from tinygpt.text.tokenizer import Tokenizer
+from tinygpt.weights.containers.formats import read_weights
+from tinygpt.weights.families.gpt2 import model_config
+from tinygpt.weights.files import read_json_object
 
 # 7 layers and 7935 merges, a vocabulary of 8192, fit into 32 MB of bfloat16.
 SIZES = {"merges": 7935, "layers": 7, "width": 384, "heads": 6, "positions": 1024}
@@ -33,6 +40,34 @@ END_OF_TEXT = "<|endoftext|>"
 TRAIN = "train.txt.xz"
 VALIDATION = "val.txt"
 RECORD = "training.json"
+DEMO = Path(__file__).resolve().parents[1] / "weights" / "demo"
+CORPUS = "TinyStories"
+CARD = """\
+# The demo checkpoint
+
+A small GPT-2 that writes little stories in simple words, embedded so that a first run needs no download.
+
+| | |
+|---|---|
+| architecture | GPT-2: {n_layer} layers, {n_embd} wide, {n_head} heads, {n_positions} positions, \
+{activation_function}; tied |
+| parameters | {parameters:.1f} million, stored as bfloat16: {megabytes:.1f} MB |
+| tokenizer | byte-level BPE, {vocab_size} tokens, made from the same stories |
+| corpus | a part of TinyStories, {corpus_tokens:.1f} million tokens; stories are set apart by the end-of-text token |
+| trained on | {tokens_seen:.1f} million tokens of it, {passes:.1f} passes, by AdamW: {batch_tokens} tokens a step, \
+learning rate {learning_rate:g}, dropout {dropout:g} |
+| trained with | {trained_with} |
+| validation loss | {validation_loss:.3f} per token, {bits_per_byte:.3f} bits per byte |
+| measured | on held-out stories in windows of {window}, float32 weights |
+| licence | MIT, as the project |
+
+[TinyStories](https://arxiv.org/abs/2305.07759), by Ronen Eldan and Yuanzhi Li (2023), are stories in words that small
+children know, written by GPT-3.5 and GPT-4. Their licence, CDLA-Sharing-1.0, is about passing the stories on, which
+nothing here does, and puts no restriction on what is trained on them.
+
+The demo knows such stories and nothing else: they begin, go on and end, but people in them may change their names. Use
+it to try the engine out, not for facts.
+"""
 
 
 def read_documents(path: Path) -> list[str]:
@@ -179,7 +214,36 @@ def run(args: argparse.Namespace) -> None:
     print(
         f"{model.num_parameters() / 1e6:.2f} million parameters; the best validation was {best:.4f} nats a token"
     )
-    print(f"To embed it as the demo: python scripts/embed_demo.py {args.out}")
+    print(f"To embed it as the demo: python scripts/train_demo.py --out {args.out} --embed")
+
+
+def embed(source: Path, output: Path) -> None:
+    """Write a trained checkpoint as the demo: its weights rounded to bfloat16, and a card that quotes its record."""
+    training = read_json_object(source / RECORD)
+    if CORPUS not in training["corpus"]:
+        raise SystemExit(
+            f"the corpus of {source} is {training['corpus']!r} and the demo's card is for {CORPUS}."
+        )
+    values = read_json_object(source / "config.json") | {"dtype": "bfloat16"}
+    tensors = {name: tensor.float32() for name, tensor in read_weights(source).tensors.items()}
+    rounded = {name: torch.from_numpy(np.array(array)).to(torch.bfloat16) for name, array in tensors.items()}
+    card = card_of(training, values, sum(array.size for array in tensors.values()))
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "model.safetensors").write_bytes(save(rounded, metadata={"format": "pt"}))
+    (output / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    for name in ("vocab.json", "merges.txt", RECORD):
+        shutil.copyfile(source / name, output / name)
+    (output / "README.md").write_text(card, encoding="utf-8")
+
+
+def card_of(training: dict, values: dict, num_parameters: int) -> str:
+    tokens_seen = training["tokens_seen"] + training.get(
+        "tokens_seen_before", 0
+    )  # in the records of older runs
+    derived = {"parameters": num_parameters / 1e6, "megabytes": 2 * num_parameters / 1e6}
+    derived |= {"corpus_tokens": training["corpus_tokens"] / 1e6, "tokens_seen": tokens_seen / 1e6}
+    derived |= {"passes": tokens_seen / training["corpus_tokens"]}
+    return CARD.format(**{**vars(model_config(values)), **training, **derived})
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -187,9 +251,11 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--corpus", type=Path, required=True, metavar="DIR", help="train.txt.xz and val.txt")
-    add("--corpus-note", required=True, metavar="TEXT", help="a description for the record")
+    add("--corpus", type=Path, metavar="DIR", help="train.txt.xz and val.txt")
+    add("--corpus-note", metavar="TEXT", help="a description for the record")
     add("--out", type=Path, required=True, metavar="DIR")
+    about = "train nothing, and make the checkpoint in OUT the demo in DIR (default: weights/demo/)"
+    add("--embed", type=Path, nargs="?", const=DEMO, metavar="DIR", help=about)
     add("--resume", action="store_true", help="continue the run in OUT")
     add("--tokens", type=int, default=500_000_000, help="to see, all runs together (default: 500 million)")
     add("--batch-tokens", type=int, default=65_536, help="of a step")
@@ -212,6 +278,10 @@ def parse_arguments() -> argparse.Namespace:
         help="compile the model, for a minute",
     )
     args = parser.parse_args()
+    if args.embed is not None:
+        return args
+    if args.corpus is None or args.corpus_note is None:
+        parser.error("--corpus and --corpus-note are needed to train.")
     has_run = any((args.out / "state").glob("checkpoint-*"))
     if has_run != args.resume:
         parser.error(
@@ -221,4 +291,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run(parse_arguments())
+    arguments = parse_arguments()
+    if arguments.embed is not None:
+        embed(arguments.out, arguments.embed)
+    else:
+        run(arguments)

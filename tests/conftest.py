@@ -103,7 +103,7 @@ def device(monkeypatch, request):
     if request.node.get_closest_marker("gpu"):
         return None
     from support.cuda_device import SimulatedDevice
-    from tinygpt.kernels.cuda.runtime import device as devices
+    from tinygpt.kernels.cuda import device as devices
 
     device = SimulatedDevice()
     monkeypatch.setattr(devices, "the_device", lambda: device)

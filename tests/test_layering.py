@@ -25,8 +25,13 @@ PAGE = (
     "mlp_block",
     "head",
 )  # of each backend's model.py, in this order
+# What the GPU's model.py has below its page: a launch of each layer, and decode steps without the host.
+CUDA_LAUNCHES = {
+    *("normed_linear", "layer_norm", "linear", "add_projection", "attend", "heads_of", "rows_of", "width_of"),
+    *("show", "multi_step", "_queued_steps", "_read_tokens", "advance", "stop_early", "final_norm"),
+}
 # Functions of a model.py besides PAGE: the loop over the layers, run by each CPU thread or queued by the host.
-LOOPS = {"reference": set(), "cpu": {"take_steps"}, "cuda": {"queue_step"}}
+LOOPS = {"reference": set(), "cpu": {"take_steps"}, "cuda": {"queue_step"} | CUDA_LAUNCHES}
 # Libraries of the base install, and of an extra where a package or module needs it.
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
@@ -51,7 +56,7 @@ LIBRARIES = {
     "tinygpt.cli.info": {"llvmlite"},
     "tinygpt.hardware": {"llvmlite"},
     "tinygpt.cli.main": {"shtab"},
-    "tinygpt.cli.settings": {"yaml"},
+    "tinygpt.cli.flags": {"yaml"},
     "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}

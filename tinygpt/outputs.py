@@ -29,9 +29,8 @@ class CompletionOutput:
     cumulative_logprob: float | None  # sum over the sampled tokens
     score: float | None  # of a beam search: the tokens' scores over length**length_penalty
     seed: int  # repeats the request
-    activations: Mapping[str, Any] | None = (
-        None  # of `capture`: name -> (T + new - 1, ...), the last token never ran
-    )
+    # Of `capture`: name -> (T + new - 1, ...). The last token never ran.
+    activations: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         reason = "" if self.stop_reason is None else f", stop_reason={self.stop_reason!r}"
@@ -252,9 +251,8 @@ class StreamChunk(NamedTuple):
     finish_reason: Literal["stop", "length"] | None = None
     index: int = 0  # among the request's n samples
     logprobs: dict[int, float] | None = None  # of this token, whose text may come later
-    prompt_logprobs: list[dict[int, float] | None] | None = (
-        None  # RequestOutput's: in the first chunk of sample 0
-    )
+    # RequestOutput's: in the first chunk of sample 0.
+    prompt_logprobs: list[dict[int, float] | None] | None = None
     stop_reason: int | str | None = None  # CompletionOutput's: in the last chunk
     activations: Mapping[str, Any] | None = None  # so, too
 

@@ -39,7 +39,14 @@ from .outputs import (
     with_bar,
 )
 from .sampling_params import SamplingParams
-from .wire import output_from_json, params_to_json, record_from_json
+from .wire import (
+    MALFORMED,
+    checked_text,
+    output_from_json,
+    params_to_json,
+    read_reply,
+    record_from_json,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -51,8 +58,6 @@ FIRST_WAIT, MAX_WAIT = 0.5, 30.0  # seconds between tries; the first doubles eac
 KEEPALIVE_SECONDS = 20.0  # less than the server's, so that a connection is not closed during a request
 MAX_CONTINUATIONS = 256  # of one HTTP request
 OWNER = "RemoteLLM"
-# What reading an answer of another shape raises. RecursionError: of JSON that is nested too deep.
-MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 CLOSED = "this RemoteLLM has been closed: make another."
 
 Result = TypeVar("Result")
@@ -120,7 +125,14 @@ class RemoteLLM:
         prompts = prompt_list(prompts)
         params = params_or_fields(params, fields)
         pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
-        return self._run([self._request(*pair) for pair in pairs], return_exceptions)
+        requests = [self._request(*pair) for pair in pairs]
+        futures = [ThreadFuture(OWNER) for _ in requests]
+
+        def begin() -> None:
+            for future, request in zip(futures, requests, strict=True):
+                self._server.begin(future, self._server.generate, *request)
+
+        return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
     def stream(
         self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
@@ -168,14 +180,15 @@ class RemoteLLM:
             "split_special_tokens": is_split,
             "soft_prompt": soft_prompt,
         }
+
+        def scores(reply: Any) -> list[ContinuationScore]:
+            return [record_from_json(ContinuationScore, each) for each in reply["scores"]]
+
         listed = [*map(_sendable, prompt_list(continuations))]
         found = []
-        read = partial(record_from_json, ContinuationScore)
         for start in range(0, len(listed), MAX_CONTINUATIONS):
-            part = body | {"continuations": listed[start : start + MAX_CONTINUATIONS]}
-            found += self._server.ask(
-                "/score_continuations", lambda reply: [*map(read, reply["scores"])], part
-            )
+            body["continuations"] = listed[start : start + MAX_CONTINUATIONS]
+            found += self._server.ask("/score_continuations", scores, body)
         return found
 
     def embed(self, prompts: Prompts, pooling: str = "last") -> "np.ndarray":
@@ -183,18 +196,17 @@ class RemoteLLM:
         import numpy as np
 
         def vector(reply: Any) -> np.ndarray:
-            return np.frombuffer(
-                base64.b64decode(reply["data"][0]["embedding"], validate=True), "<f4"
-            )  # (C,)
+            data = base64.b64decode(reply["data"][0]["embedding"], validate=True)
+            return np.frombuffer(data, "<f4")  # (C,)
 
         vectors = []
         for prompt in prompt_list(prompts):
             body = {"input": _sendable(prompt), "pooling": pooling, "encoding_format": "base64"}
             body["split_special_tokens"] = self._split_special_tokens
             vectors.append(self._server.ask("/v1/embeddings", vector, body))
-        return (
-            _read(np.stack, vectors).astype(np.float32) if vectors else self.embed([[0]])[:0]
-        )  # has the right width
+        if not vectors:
+            return self.embed([[0]])[:0]  # has the right width
+        return read_reply(np.stack, vectors).astype(np.float32)
 
     def close(self) -> None:
         """Fail pending futures and all later calls with RequestError."""
@@ -205,17 +217,6 @@ class RemoteLLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _run(
-        self, requests: list, return_exceptions: bool
-    ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
-        futures = [ThreadFuture(OWNER) for _ in requests]
-
-        def begin() -> None:
-            for future, request in zip(futures, requests, strict=True):
-                self._server.begin(future, self._server.generate, *request)
-
-        return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
     def _request(
         self, prompt: PromptType, params: SamplingParams | None
@@ -253,7 +254,7 @@ class RemoteTokenizer:
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
         body = {"tokens": checked_ids(ids), "skip_special_tokens": skip_special_tokens}
-        return self._server.ask("/detokenize", lambda reply: _text(reply["prompt"]), body)
+        return self._server.ask("/detokenize", lambda reply: checked_text(reply["prompt"]), body)
 
 
 class _Server:
@@ -347,16 +348,16 @@ class _Server:
         async with self._opened("/generate", body | {"stream": True}) as response:
             on_chunk(None)
             async for line in response.aiter_lines():
-                event = _read(json.loads, line[6:]) if line.startswith("data: {") else {}
+                event = read_reply(json.loads, line[6:]) if line.startswith("data: {") else {}
                 if "error" in event:
-                    message = _read(lambda event: _text(event["error"]["message"]), event)
+                    message = read_reply(lambda event: checked_text(event["error"]["message"]), event)
                     raise ServerError(f"{self.url} has ended the request: {message}")
                 if "chunk" in event:
                     await asyncio.to_thread(
-                        on_chunk, _read(partial(record_from_json, StreamChunk), event["chunk"])
+                        on_chunk, read_reply(partial(record_from_json, StreamChunk), event["chunk"])
                     )
                 elif "output" in event:
-                    output = _read(read, event["output"])
+                    output = read_reply(read, event["output"])
         if output is None:
             raise ServerError(f"{self.url} has ended its reply too early: is it still running?")
         return output
@@ -368,7 +369,7 @@ class _Server:
             found = json.loads(text)
         except (ValueError, RecursionError):
             raise ServerError(f"{self.url} is no tinygpt server: it does not speak JSON.") from None
-        return _read(parse, found)
+        return read_reply(parse, found)
 
     @asynccontextmanager
     async def _opened(self, path: str, body: Any) -> "AsyncIterator[httpx.Response]":
@@ -430,7 +431,7 @@ class _Server:
         status = response.status_code
         try:
             error = response.json()["error"]
-            message = _text(error["message"])
+            message = checked_text(error["message"])
             code = error["code"]
         except MALFORMED:
             return ServerError(f"{self.url} is no tinygpt server: it answers with status {status}.")
@@ -464,23 +465,7 @@ def _card(reply: Any) -> tuple[str, int]:
     card = reply["data"][0]
     if card["owned_by"] != "tinygpt":
         raise ServerError("the server is no tinygpt server: for one of another kind, use OpenAI's client.")
-    return _text(card["id"]), index(card["max_model_len"])
-
-
-def _text(found: Any) -> str:
-    if not isinstance(found, str):
-        raise TypeError
-    return found
-
-
-def _read(parse: Callable[[Any], Result], found: Any) -> Result:
-    try:
-        return parse(found)
-    except ServerError:
-        raise
-    except MALFORMED as error:
-        message = "the server's reply is none that this version reads: are both ends the same version?"
-        raise ServerError(message) from error
+    return checked_text(card["id"]), index(card["max_model_len"])
 
 
 def _sendable(prompt: Any) -> str | list[int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
-from .errors import RequestError
+from .errors import RequestError, ServerError
 from .fields import MAX_COUNT
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
 from .sampling_params import ALL, SamplingParams
@@ -19,7 +19,11 @@ MOMENTS = ("scheduled", "first_token", "finished")
 # Log probabilities: JSON has strings in place of token ids and minus infinity.
 LOGPROBS = ("logprobs", "prompt_logprobs", "cumulative_logprob", "prompt_cumulative_logprob", "score")
 
+# What reading an answer of another shape raises. RecursionError: of JSON that is nested too deep.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
 Record = TypeVar("Record")
+Result = TypeVar("Result")
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
@@ -102,3 +106,20 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_decode, value)]
     return float(value) if isinstance(value, str) else value
+
+
+def read_reply(parse: Callable[[Any], Result], found: Any) -> Result:
+    """Return parse(found). Raise ServerError for a reply of another shape."""
+    try:
+        return parse(found)
+    except ServerError:
+        raise
+    except MALFORMED as error:
+        message = "the server's reply is none that this version reads: are both ends the same version?"
+        raise ServerError(message) from error
+
+
+def checked_text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise TypeError
+    return found

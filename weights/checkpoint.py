@@ -13,8 +13,9 @@ from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from .containers.safetensors import NAME as FLOAT8
 from .errors import CheckpointError
 from .families import gpt2
+from .families.family import Layout
 from .files import crc32_of, in_a_thread, open_regular, read_json_object
-from .tensor import RandomTensor, Tensor
+from .tensor import RandomTensor, Tensor, parsing
 
 READ_SIZE = 2**20  # bytes
 
@@ -26,6 +27,7 @@ class Checkpoint:
     container, family: for messages; stored: by the names and shapes of `config.py`; tied: the head is the token
     embedding; ignored: known, unused names; heads: of other tasks, by GPT-2's names; quirks: what was evened out;
     files: all with tensors.
+    layout: transformers', None for GPT-2's.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     """
 
@@ -40,6 +42,7 @@ class Checkpoint:
     files: tuple[Path, ...] = ()
     read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
     heads: Mapping[str, Tensor] = field(default_factory=dict)
+    layout: Layout | None = None
 
     @property
     def folder(self) -> Path:
@@ -51,7 +54,7 @@ class Checkpoint:
 
     @property
     def auto_dtype(self) -> str:
-        """The dtype of "auto": bfloat16 loses little of float8 with its scales."""
+        """Return the dtype of "auto": bfloat16 loses little of float8 with its scales."""
         return "bfloat16" if self.is_float8 else "float32"
 
     def tensor(self, name: str) -> np.ndarray:
@@ -73,11 +76,8 @@ class Checkpoint:
 
 
 def _checksum(path: Path) -> str:
-    try:
-        with open_regular(path) as file:
-            return crc32_of(iter(partial(file.read, READ_SIZE), b""))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    with parsing(path, "file"), open_regular(path) as file:
+        return crc32_of(iter(partial(file.read, READ_SIZE), b""))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> ModelConfig:
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     if gpt2.is_gpt2(fields):
         return gpt2.model_config(fields, generation)
-    from .families.table import model_type_of  # all families: a twentieth of a start
+    from .families.transformers import model_type_of  # rarely needed
 
     return model_type_of(fields).model_config(fields, generation)
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from .containers.mapped_file import FILES
+from .containers.formats import INDEX, shard_of_each_tensor
 from .errors import CheckpointError, listed
 from .files import ADAPTER_CONFIG, ADAPTER_FILES, CONFIG_FILES, SUFFIXES, TENSOR_NAMES, TOKENIZER_FILES
+from .tensor import FILES
 
 URL = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/|hf://")
 # owner/name@revision/path:quant, or of a page, owner/name/tree/revision/path?query.
@@ -48,8 +49,6 @@ def download(text: str) -> Path:
 
     Safetensors are preferred to pytorch_model.bin, and these to GGUF. Of an adapter, only the configuration is fetched.
     """
-    from .containers.formats import INDEX, shard_of_each_tensor
-
     name = parse(text)
     beside = [*CONFIG_FILES, TENSOR_NAMES, ADAPTER_CONFIG, *TOKENIZER_FILES]
     if name.path.lower().endswith(SUFFIXES):

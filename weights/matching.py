@@ -1,9 +1,10 @@
-"""From the tensors in files to the parameters of a model, by its family's rules."""
+"""From the tensors in files to the parameters of a model: the families, and the match with a family's rules."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +12,65 @@ import numpy as np
 from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
-from .containers.mapped_file import StoredTensor
 from .errors import CheckpointError, listed, of_any_layer
 from .families.family import Family, NamedTensor, Source, TensorRule
 from .families.gpt2 import is_other_head
-from .families.table import family_of
 from .files import TENSOR_NAMES
-from .tensor import DefaultTensor, Tensor
+from .tensor import DefaultTensor, StoredTensor, Tensor
 
 MAX_GROUPS = 50  # of names in a message; GPT-2 has 17
 ROWS = 256  # of a tensor, that are compared together
 Shapes = Mapping[str, tuple[int, ...]]
 Problems = dict[str, list[tuple[str, str]]]  # names and remarks, by the kind of problem
+
+
+# "module.NAME" of families, whose modules are imported for their own sources alone: of containers that hold models of
+# one program.
+BY_FORMAT: dict[str, tuple[str, ...]] = {
+    "GGUF": ("gguf.BLOOM", "gguf.FAMILY"),
+    "ONNX": ("onnx.FAMILY",),
+    "TensorFlow bundle": ("gpt2.OPENAI",),
+    "FasterTransformer folder": ("fastertransformer.BLOOM", "fastertransformer.FAMILY"),
+}
+
+
+def _has_megatrons_names(source: Source) -> bool:
+    return any("embedding." in name or ".deepspeed_moe." in name for name in source.container.tensors)
+
+
+def _may_be_karpathys(source: Source) -> bool:
+    """Return whether nanoGPT or minGPT may have written it: no config.json says another model_type."""
+    return source.model_type is None or "model_args" in source.container.metadata
+
+
+# Of other containers: by names, then by config.json, which may lie next to any file. Each row has a quick test of a
+# source, which may be true of other families too; a family's own `detect` decides.
+OTHERS: tuple[tuple[Callable[[Source], bool], tuple[str, ...]], ...] = (
+    (_has_megatrons_names, ("megatron.WITH_EXPERTS", "megatron.FAMILY")),
+    (_may_be_karpathys, ("nanogpt.NANOGPT", "nanogpt.MINGPT")),
+    (lambda source: True, ("gpt2.FAMILY",)),
+)
+
+
+def family_of(source: Source) -> Family:
+    """Raise CheckpointError if the source has no family's names and layout."""
+    format = source.container.format
+    for place in BY_FORMAT[format] if format in BY_FORMAT else _candidates(source):
+        module, name = place.split(".")
+        family = getattr(import_module(f".families.{module}", __package__), name)
+        if family.detect(source):
+            return family
+    if source.config_json is not None:
+        from .families.transformers import model_type_of
+
+        model_type = model_type_of(source.config_json)  # raises CheckpointError
+        if format not in BY_FORMAT:
+            return model_type.family
+    raise source.error(f"holds {format} of no model that is implemented, and no config.json lies beside it.")
+
+
+def _candidates(source: Source) -> Iterator[str]:
+    return (place for may_be, places in OTHERS if may_be(source) for place in places)
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -52,17 +100,18 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         raise CheckpointError(_explain(source.path, family, problems))
     stored = {name: found.parameter(rule, shapes[name]) for name, rule in rules.items()}
     return Checkpoint(
-        source.path,
-        source.container.format,
-        family.name,
-        config,
-        stored,
-        config.tie_word_embeddings and _head_is_embedding(stored),
-        tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
-        (*_made_up(rules), *family.quirks(source, config)),
-        tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
-        partial(family.tokenizer, source),
-        {one.name: one.tensor for one in tensors if is_other_head(one.name)},
+        path=source.path,
+        container=source.container.format,
+        family=family.name,
+        config=config,
+        stored=stored,
+        tied=config.tie_word_embeddings and _head_is_embedding(stored),
+        ignored=tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
+        quirks=(*_made_up(rules), *family.quirks(source, config)),
+        files=tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
+        read_tokenizer=partial(family.tokenizer, source),
+        heads={one.name: one.tensor for one in tensors if is_other_head(one.name)},
+        layout=family.layout,
     )
 
 

@@ -3,12 +3,13 @@
 import os
 from pathlib import Path
 
-from .adapters.files import refuse_adapter
+from .adapters.peft import refuse_adapter
 from .checkpoint import Checkpoint, is_random, open_random
-from .containers.mapped_file import FILES
+from .containers.formats import find_weights
 from .convert.packed import PackedCheckpoint
 from .errors import CheckpointError, describe, listed
 from .files import PACKED_FILE, looks_local
+from .tensor import FILES
 
 DEMO = Path(__file__).resolve().parent / "demo"
 
@@ -23,7 +24,7 @@ def open_checkpoint(model: str | os.PathLike[str] = "demo") -> Checkpoint | Pack
     path = resolve(model)
     if (path / PACKED_FILE).exists():
         return PackedCheckpoint.open(path)
-    from .matching import read_checkpoint  # every format: a tenth of a converted checkpoint's start
+    from .matching import read_checkpoint  # which a converted checkpoint does not need
 
     return read_checkpoint(path)
 
@@ -89,8 +90,6 @@ def _local_path(model: str | os.PathLike[str]) -> Path | None:
 def _check_is_checkpoint(folder: Path) -> None:
     if folder.is_file() or (folder / "config.json").is_file():
         return
-    from .containers.formats import find_weights
-
     if find_weights(folder):
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))

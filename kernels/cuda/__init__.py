@@ -1,15 +1,15 @@
 """The CUDA backend: numba.cuda kernels for one NVIDIA GPU. `model.py` is the page to read first."""
 
 from ..reference import top_logprobs
+from .device import check_device
 from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
-from .model import forward
-from .multi_step import final_norm, multi_step, stop_early
+from .model import final_norm, forward, multi_step, stop_early
+from .params import DTYPES as ROWS
 from .params import check_model, load_params
-from .runtime.device import check_device
-from .sampling.sampling import filter_logits, process_logits, sample
+from .sampling import filter_logits, process_logits, sample
 from .workspace import check_memory, new_workspace
 
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = tuple(ROWS)
 MAX_STEP_TOKENS = 2048
 PACKED = None  # weights are packed at load; no file keeps them
 QUEUES_STEPS = True
@@ -19,4 +19,4 @@ with_adapters = None
 
 
 def kv_cache_dtypes(dtype: str) -> tuple[str, ...]:
-    return ("float32",) if dtype == "float32" else ("bfloat16",)
+    return (ROWS[dtype].numbers.name,)

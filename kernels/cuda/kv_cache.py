@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, int32, int64
 
-from ..numbers import to_bfloat16
+from . import device as devices
+from .jit import kernel
 from .layers.attention_products import KEY_BLOCK
-from .params import array_type, item_bytes
-from .runtime import device as devices
-from .runtime.jit import kernel
+from .params import NUMBERS, Numbers
 
 MOVE_THREADS = 128
 COPY = "copy"
@@ -23,6 +22,7 @@ WRITE = "write"
 @dataclass(frozen=True)
 class KVCache:
     device: Any
+    numbers: Numbers
     k: Any
     v: Any
     num_layers: int
@@ -31,18 +31,18 @@ class KVCache:
     padded_len: int
     padded_head: int
     head_size: int
-    is_float32: bool
 
 
 def new_kv_cache(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> KVCache:
     device = devices.the_device()
     shape = _shape(config, num_slots, max_model_len)
-    k, v = (device.zeros(shape, array_type(dtype)) for _ in range(2))
-    return KVCache(device, k, v, *shape, config.head_size, dtype == "float32")
+    numbers = NUMBERS[dtype]
+    k, v = (device.zeros(shape, numbers.array_type) for _ in range(2))
+    return KVCache(device, numbers, k, v, *shape, config.head_size)
 
 
 def kv_cache_bytes(config, num_slots: int, max_model_len: int, dtype: str = "float32") -> int:
-    return 2 * item_bytes(dtype) * math.prod(_shape(config, num_slots, max_model_len))
+    return 2 * NUMBERS[dtype].item_bytes * math.prod(_shape(config, num_slots, max_model_len))
 
 
 def padded_head(head_size: int) -> int:
@@ -71,7 +71,7 @@ def read_positions(
 def write_positions(kv_cache: KVCache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:
     for (array, is_paired), values in zip(_arrays(kv_cache), (k, v), strict=True):
         if values.dtype != array.dtype:
-            values = to_bfloat16(values)
+            values = kv_cache.numbers.encode(values)
         padding = [(0, 0)] * 3 + [(0, kv_cache.padded_head - values.shape[3])]
         buffer = kv_cache.device.array(np.pad(values, padding))  # (L, H, n, Dp)
         _move(kv_cache, WRITE, is_paired, array, buffer, slot, 0, start, start + values.shape[2])
@@ -90,7 +90,7 @@ def _shape(config, num_slots: int, length: int) -> tuple[int, int, int, int, int
 
 def _arrays(kv_cache: KVCache) -> tuple[tuple, tuple]:
     """Return keys and values, with whether two positions are interleaved."""
-    return (kv_cache.k, False), (kv_cache.v, not kv_cache.is_float32)
+    return (kv_cache.k, False), (kv_cache.v, kv_cache.numbers.has_mma)
 
 
 def _move(

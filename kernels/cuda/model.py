@@ -1,80 +1,313 @@
 """GPT-2 on a GPU: the page of kernels/reference/model.py as kernels that are queued one after another.
 
+Below it are the launches of each layer, and several decode steps without the host. Grids cover a step's shape, rounded
+up: blocks past the true number of rows return.
+
 Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 """
 
-from functools import partial
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numba import cuda, int32
 
 from ..backend import no_op
+from ..numbers import needs_reference_draw
+from ..reference.layers import normalize
+from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache
-from .launches import add_projection, attend, embed_tokens, heads_of, normed_linear, show
-from .layers.epilogue import LOGITS, QKV
-from .params import Params
-from .sampling.sampling import DeviceLogits
-from .shapes import StepShape
-from .workspace import Workspace, fill
+from .layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel, tile_blocks
+from .layers.epilogue import ADD, LOGITS, QKV, Heads
+from .layers.gemm import gemm_kernel, pick_tile
+from .layers.linear import (
+    FUSED_TOKENS,
+    LINEAR_THREADS,
+    ROWS,
+    Norm,
+    fused_block_bytes,
+    fused_shared_bytes,
+    linear_kernel,
+    max_octets,
+    normed_linear_kernel,
+    steps_ahead,
+)
+from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from .params import DTYPES, STEP, Params, padded_columns
+from .sampling import DeviceLogits, is_greedy, queue_choice, sample
+from .workspace import (
+    MAX_STEPS,
+    NUM_LOGITS,
+    NUM_STEPS_DONE,
+    NUM_TOKENS,
+    StepShape,
+    Workspace,
+    fill,
+    rounded_up,
+)
 
 HEAD_LAYER = 0  # ln_f and the head are one layer
+DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
+FEW_TOKENS = 64  # on an H200, up to which `linear` is faster than `gemm`
+HEAD_BLOCKS = 4  # of a multiprocessor, which share the panels of the head
+ADVANCE_THREADS = 256
+READ_STEPS = 4  # whose tokens the host reads together
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's kernels share."""
+
+    shape: StepShape
+    kv_cache: KVCache
+    workspace: Workspace
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> DeviceLogits:
     """Queue a step. Return logits (R, V) float32, which the next step overwrites."""
-    shape = StepShape.of(batch, workspace.max_shape)
+    step = Step(StepShape.of(batch, workspace.max_shape), kv_cache, workspace)
     fill(workspace, batch)
     if look is None:
-        workspace.graphs.run(shape, lambda: queue_step(params, shape, kv_cache, workspace))
+        workspace.graphs.run(step.shape, lambda: queue_step(params, step))
     else:  # the host waits at each point
-        queue_step(
-            params, shape, kv_cache, workspace, partial(show, look, kv_cache, workspace, batch), look.first
-        )
+        num_tokens = batch.token_ids.size
+        queue_step(params, step, lambda kind, layer: show(look, step, num_tokens, kind, layer), look.first)
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
-def queue_step(
-    params: Params, shape: StepShape, kv_cache: KVCache, workspace: Workspace, look=no_op, first: int = 0
-) -> None:
-    x = workspace.x
-    embed(params, x, shape, workspace)
+def queue_step(params: Params, step: Step, look=no_op, first: int = 0) -> None:
+    x = step.workspace.x
+    embed(params, x, step)
     if first:
         look("resid_post", first - 1)
     for layer in range(first, params.config.n_layer):
         look("resid_pre", layer)
-        attention_block(params, layer, x, shape, kv_cache, workspace)
+        attention_block(params, layer, x, step)
         look("q", layer)
         look("resid_mid", layer)
-        mlp_block(params, layer, x, shape, workspace)
+        mlp_block(params, layer, x, step)
         look("resid_post", layer)
-    head(params, x, shape, workspace)
+    head(params, x, step)
 
 
-def embed(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
+def embed(params: Params, x, step: Step) -> None:
     """x (N, C) = wte[token] + wpe[position], or a row of embeds for a token with a negative id."""
-    embed_tokens(params, x, shape, workspace)
+    w = step.workspace
+    wte = params.wte
+    places = w.inputs.token_ids, w.inputs.positions, w.embeds
+    tables = wte.panels, wte.scales, params.wpe, params.config.n_embd, wte.num_steps
+    function = embed_kernel(params.dtype)
+    w.device.launch(function, step.shape.tokens, EMBED_THREADS, x, *places, *tables, w.inputs.sizes)
 
 
-def attention_block(
-    params: Params, layer: int, x, shape: StepShape, kv_cache: KVCache, workspace: Workspace
-) -> None:
+def attention_block(params: Params, layer: int, x, step: Step) -> None:
     """x (N, C) += c_proj(attention(c_attn(ln_1(x))))."""
-    qkv = heads_of(kv_cache, workspace)
-    attended = workspace.attended
-    normed_linear(params, "ln_1", "c_attn", layer, qkv, x, shape, workspace, QKV)  # (N, 3C)
-    attend(params, layer, attended, kv_cache, shape, workspace)
-    add_projection(params, "attn_proj", layer, x, attended, shape, workspace)
+    attended = step.workspace.attended
+    normed_linear(params, "ln_1", "c_attn", layer, heads_of(step), x, step, QKV)  # (N, 3C)
+    attend(params, layer, attended, step)
+    add_projection(params, "attn_proj", layer, x, attended, step)
 
 
-def mlp_block(params: Params, layer: int, x, shape: StepShape, workspace: Workspace) -> None:
+def mlp_block(params: Params, layer: int, x, step: Step) -> None:
     """x (N, C) += c_proj(activation(c_fc(ln_2(x))))."""
-    inner = workspace.inner
-    activation = params.config.activation
-    normed_linear(params, "ln_2", "c_fc", layer, inner, x, shape, workspace, activation)  # (N, F)
-    add_projection(params, "mlp_proj", layer, x, inner, shape, workspace)
+    inner = step.workspace.inner
+    normed_linear(params, "ln_2", "c_fc", layer, inner, x, step, params.config.activation)  # (N, F)
+    add_projection(params, "mlp_proj", layer, x, inner, step)
 
 
-def head(params: Params, x, shape: StepShape, workspace: Workspace) -> None:
+def head(params: Params, x, step: Step) -> None:
     """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
-    if shape.logits:
-        logits = workspace.logits
-        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, logits, x, shape, workspace, LOGITS)
+    if step.shape.logits:
+        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, step.workspace.logits, x, step, LOGITS)
+
+
+def normed_linear(
+    params: Params, norm: str, name: str, layer: int, target, x, step: Step, epilogue: str
+) -> None:
+    """Queue a linear layer of a layer norm: one kernel if the rows are few."""
+    w = step.workspace
+    columns = params.config.n_embd
+    # The head has too many blocks to repeat the norm in each.
+    has_few_rows = step.shape.tokens <= FUSED_TOKENS and epilogue != LOGITS
+    fits = fused_block_bytes(columns) <= w.device.shared_bytes and columns % STEP == 0
+    if not (DTYPES[params.dtype].numbers.has_mma and has_few_rows and fits):
+        layer_norm(params, norm, layer, x, step, epilogue)
+        linear(params, name, layer, target, w.normed, step, epilogue)
+        return
+    weights = params.linears[name]
+    normed = Norm(x, w.every, *params.norms[norm], float(params.config.layer_norm_epsilon))
+    function = normed_linear_kernel(params.dtype, columns, epilogue)
+    arguments = target, normed, weights, layer, width_of(params, epilogue), w.inputs.sizes, NUM_TOKENS
+    shared_bytes = fused_shared_bytes(weights.num_steps)
+    w.device.launch(function, weights.num_panels, LINEAR_THREADS, *arguments, shared_bytes=shared_bytes)
+
+
+def layer_norm(params: Params, norm: str, layer: int, x, step: Step, epilogue: str) -> None:
+    """normed (N, C), or (R, C) for logits."""
+    w = step.workspace
+    columns = params.config.n_embd
+    rows = w.inputs.logit_rows if epilogue == LOGITS else w.every
+    count, row_kind = rows_of(epilogue, step.shape)
+    function = layer_norm_kernel(DTYPES[params.dtype].numbers.name, columns)
+    sizes = padded_columns(columns), float(params.config.layer_norm_epsilon), w.inputs.sizes, row_kind
+    arguments = w.normed, x, rows, *params.norms[norm], layer, *sizes
+    w.device.launch(function, -(-count // NORM_WARPS), NORM_WARPS * WARP, *arguments)
+
+
+def linear(params: Params, name: str, layer: int, target, inputs, step: Step, epilogue: str) -> None:
+    """Queue a linear layer, of many tokens by `gemm_kernel`."""
+    w = step.workspace
+    weights = params.linears[name]
+    dtype = params.dtype
+    count, row_kind = rows_of(epilogue, step.shape)
+    arguments = target, inputs, weights, layer, width_of(params, epilogue), w.inputs.sizes, row_kind
+    if count > FEW_TOKENS and w.device.capability >= AMPERE:
+        tile = pick_tile(count, weights.features, dtype, w.device)
+        function = gemm_kernel(dtype, tile, epilogue)
+        grid = tile.grid(count, weights.features)
+        w.device.launch(function, grid, tile.threads, *arguments, shared_bytes=tile.shared_bytes(dtype))
+        return
+    octets = min(rounded_up(-(-count // ROWS)), max_octets(dtype))
+    blocks = HEAD_BLOCKS * w.device.multiprocessors if epilogue == LOGITS else weights.num_panels
+    grid = min(blocks, weights.num_panels), -(-count // (octets * ROWS))
+    function = linear_kernel(dtype, octets, epilogue, steps_ahead(dtype, octets, weights.num_steps))
+    w.device.launch(function, grid, LINEAR_THREADS, *arguments)
+
+
+def add_projection(params: Params, name: str, layer: int, x, y, step: Step) -> None:
+    """x (N, C) += linear(y)."""
+    linear(params, name, layer, x, y, step, ADD)
+
+
+def attend(params: Params, layer: int, attended, step: Step) -> None:
+    w = step.workspace
+    c = step.kv_cache
+    shape = step.shape
+    config = params.config
+    keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
+    more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
+    if shape.tiles:  # prefill, and steps with several new tokens of a sequence
+        grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
+        function = attend_prefill_kernel(c.padded_head, c.numbers.name)
+        w.device.launch(function, grid, TILE_WARPS * WARP, attended, *keys, w.inputs.tiles, *more)
+        return
+    is_small = shape.tokens * c.num_heads * shape.key_blocks < 8 * w.device.multiprocessors
+    warps = 1 if is_small else DECODE_WARPS
+    function = attend_decode_kernel(c.padded_head, c.numbers.name)
+    grid = -(-shape.key_blocks // warps), c.num_heads, shape.tokens
+    arguments = attended, w.merges, w.partials, *keys, w.inputs.sizes, *more, shape.key_blocks
+    w.device.launch(function, grid, warps * WARP, *arguments)
+
+
+def heads_of(step: Step) -> Heads:
+    w = step.workspace
+    c = step.kv_cache
+    shapes = c.num_slots, c.padded_len, c.num_heads, c.head_size, c.padded_head
+    return Heads(w.q, c.k, c.v, w.inputs.positions, w.inputs.token_slots, *shapes)
+
+
+def rows_of(epilogue: str, shape: StepShape) -> tuple[int, int]:
+    """Return the most rows of a linear layer, and the index of the true number in `sizes`."""
+    return (shape.logits, NUM_LOGITS) if epilogue == LOGITS else (shape.tokens, NUM_TOKENS)
+
+
+def width_of(params: Params, epilogue: str) -> int:
+    if epilogue == LOGITS:
+        return params.config.vocab_size
+    return params.config.n_embd if epilogue == ADD else padded_columns(params.config.inner_size)
+
+
+def show(look, step: Step, count: int, kind: str, layer: int) -> None:
+    """Show hooks the stream (N, C), and take it back, or the queries (N, H, D)."""
+    w = step.workspace
+    c = step.kv_cache
+    if (kind, layer) not in look.points:
+        return
+    if kind != "q":
+        rows = w.device.read(w.x[: count * c.num_heads * c.head_size]).reshape(count, -1)
+        look(kind, layer, rows)
+        if look.changes:
+            w.device.write(w.x, rows)
+        return
+    q = w.device.read(w.q[: count * c.num_heads * c.padded_head]).reshape(count, c.num_heads, c.padded_head)
+    look(kind, layer, c.numbers.decode(q)[..., : c.head_size])
+
+
+def multi_step(
+    params: Params,
+    batch,
+    kv_cache: KVCache,
+    workspace: Workspace,
+    warpers,
+    seeds,
+    sample_indices,
+    num_steps: int,
+    ends,
+) -> Iterable[np.ndarray]:
+    """Queue all steps at once, in spite of `ends`; one step if the host draws. Return the tokens (S,) of each."""
+    if num_steps > MAX_STEPS:
+        raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
+    draws = warpers, seeds, sample_indices, batch.context_lens
+    if needs_reference_draw(warpers).any():
+        return [sample(forward(params, batch, kv_cache, workspace), *draws)]
+    step = Step(StepShape.of(batch, workspace.max_shape, num_steps), kv_cache, workspace)
+    return _queued_steps(params, step, batch, draws, num_steps)
+
+
+def _queued_steps(params: Params, step: Step, batch, draws: tuple, num_steps: int) -> Iterator[np.ndarray]:
+    w = step.workspace
+    s = w.sampling
+    count = batch.token_ids.size
+    greedy = is_greedy(draws[0])
+    fill(w, batch)
+    s.write(w.device, np.arange(count), *draws)
+
+    def run() -> None:
+        queue_step(params, step)
+        queue_choice(w, step.shape.tokens, params.config.vocab_size, greedy)
+        arrays = w.inputs.token_ids, w.inputs.positions, s.positions, s.token_ids, s.history, w.inputs.sizes
+        w.device.launch(advance, 1, ADVANCE_THREADS, *arrays, w.max_shape.decode_tokens)
+
+    marks = []
+    for first in range(0, num_steps, READ_STEPS):
+        for _ in range(min(READ_STEPS, num_steps - first)):
+            w.graphs.run((step.shape, greedy), run)
+        marks.append(w.device.mark())
+    return _read_tokens(w, marks, num_steps, count)
+
+
+def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
+    """Yield the tokens (count,) of each step. marks: of every READ_STEPS steps."""
+    size = workspace.max_shape.decode_tokens
+    history = workspace.sampling.history
+    for number, mark in enumerate(marks):
+        first = number * READ_STEPS
+        stop = min(first + READ_STEPS, num_steps)
+        tokens = workspace.device.read_at(mark, history[first * size : stop * size])
+        yield from tokens.reshape(-1, size)[:, :count]
+
+
+@kernel
+def advance(token_ids, positions, draw_positions, chosen, history, sizes, capacity):
+    """Make the chosen tokens the next step's, 0 for -1, and note them in history[steps done]. One block."""
+    wait_for_kernel_before()
+    thread = int32(cuda.threadIdx.x)
+    count = sizes[NUM_TOKENS]
+    step = sizes[NUM_STEPS_DONE]
+    for n in range(thread, count, int32(ADVANCE_THREADS)):
+        history[step * capacity + n] = chosen[n]
+        token_ids[n] = max(chosen[n], int32(0))
+        positions[n] += int32(1)
+        draw_positions[n] += int32(1)
+    cuda.syncthreads()
+    if thread == 0:
+        sizes[NUM_STEPS_DONE] = step + int32(1)
+
+
+def stop_early(workspace: Workspace, is_wanted: bool) -> None:
+    """Do nothing: queued steps are taken."""
+
+
+def final_norm(params: Params, x: np.ndarray) -> np.ndarray:
+    return normalize(x, *params.final_norm, params.config.layer_norm_epsilon)

@@ -1,4 +1,4 @@
-"""A model's weights on the device, in panels of 8 features, packed once from a checkpoint's tensors.
+"""The dtypes of a model's weights, and the weights on the device, in panels of 8 features.
 
 In a panel's step of 64 of K, lane 4 g + q holds 16 numbers of feature g; a warp reads 512 contiguous bytes a load:
     bfloat16: two loads of 8 numbers, k = 32 h + 8 q + i
@@ -10,17 +10,152 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import float32, uint32
 
 from ..backend import KINDS, LINEARS, NORMS, DeviceError
-from ..numbers import stacked, to_bfloat16
-from .runtime import device as devices
+from ..numbers import from_bfloat16, stacked, to_bfloat16
+from . import device as devices
+from .jit import (
+    AMPERE,
+    bits_to_float32,
+    device_function,
+    int8_to_bfloat16,
+    mma_bfloat16,
+    pack_bfloat16,
+    store_bfloat16,
+    store_bfloat16_pair,
+)
 
 OUT_TILE = 8  # features of a panel
 STEP = 64
 STEP_SIZE = OUT_TILE * STEP  # numbers
 # Every kernel sums K in 8 runs of whole steps, each in order, then the runs in order.
 SEGMENTS = 8
-ARRAY_TYPES = {"float32": np.float32, "bfloat16": np.uint16, "int8": np.int8}
+LOAD_BYTES = 16  # of a lane
+
+
+@device_function
+def _store_float32(array, index, value):
+    array[index] = value
+
+
+@device_function
+def _store_float32_pair(array, index, low, high):
+    array[index] = low
+    array[index + 1] = high
+
+
+@device_function
+def _load(array, index):
+    return float32(array[index])
+
+
+@device_function
+def _load_bfloat16(array, index):
+    return bits_to_float32(uint32(array[index]) << uint32(16))
+
+
+def _as_float32(values: np.ndarray) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A family of activations, which the KV cache holds as well: how arrays keep them, and how they are multiplied.
+
+    encode and decode: the host's float32 as an array's numbers, and back
+    store: (array, index, value), and store_pair: (array, index, low, high), of float32
+    pack and mma: two float32 as a word, and the product of a warp on tensor cores; None for ordinary units
+    oldest: the least compute capability
+    """
+
+    name: str
+    array_type: Any
+    encode: Any
+    decode: Any
+    store: Any
+    store_pair: Any
+    oldest: tuple[int, int]
+    pack: Any = None
+    mma: Any = None
+
+    @property
+    def item_bytes(self) -> int:
+        return np.dtype(self.array_type).itemsize
+
+    @property
+    def has_mma(self) -> bool:
+        """Return whether tensor cores multiply, which take values of two positions in a word."""
+        return self.mma is not None
+
+
+FLOAT32 = Numbers(
+    name="float32",
+    array_type=np.float32,
+    encode=_as_float32,
+    decode=_as_float32,
+    store=_store_float32,
+    store_pair=_store_float32_pair,
+    oldest=devices.OLDEST,
+)
+BFLOAT16 = Numbers(
+    name="bfloat16",
+    array_type=np.uint16,
+    encode=to_bfloat16,
+    decode=from_bfloat16,
+    store=store_bfloat16,
+    store_pair=store_bfloat16_pair,
+    oldest=AMPERE,
+    pack=pack_bfloat16,
+    mma=mma_bfloat16,
+)
+NUMBERS = {numbers.name: numbers for numbers in (FLOAT32, BFLOAT16)}
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A dtype of weights.
+
+    numbers: of the activations
+    splits, order: of a feature's step of 64, and of panels (P, OUT_TILE, steps, *splits), as lanes read them
+    load: (array, index), a number as float32
+    expand: a word as two words of operands of `mma`; None if words are operands
+    """
+
+    numbers: Numbers
+    array_type: Any
+    splits: tuple[int, int, int]
+    order: tuple[int, ...]
+    load: Any
+    expand: Any = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Return whether each feature has a scale."""
+        return self.array_type == np.int8
+
+    @property
+    def item_bytes(self) -> int:
+        return np.dtype(self.array_type).itemsize
+
+    @property
+    def lane_size(self) -> int:
+        """Return the numbers of a lane's load."""
+        return LOAD_BYTES // self.item_bytes
+
+    @property
+    def words(self) -> int:
+        """Return the uint32 of a lane in a step."""
+        return 4 * self.item_bytes
+
+
+BY_LOAD = 0, 2, 3, 1, 4, 5  # (P, steps, load, g, q, i)
+BY_LANE = 0, 2, 1, 4, 3, 5  # (P, steps, g, q, load, i)
+DTYPES = {
+    "float32": Dtype(FLOAT32, np.float32, (4, 4, 4), BY_LOAD, _load),
+    "bfloat16": Dtype(BFLOAT16, np.uint16, (2, 4, 8), BY_LOAD, _load_bfloat16),
+    "int8": Dtype(BFLOAT16, np.int8, (2, 4, 8), BY_LANE, _load, int8_to_bfloat16),
+}
 
 
 class Weights(NamedTuple):
@@ -67,7 +202,9 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
 
     def weights(names: list[str], bias: np.ndarray) -> Weights:
         n, k = checkpoint.tensor(names[0]).shape
-        panels = device.zeros((len(names), panel_count(n) * OUT_TILE, padded_columns(k)), array_type(dtype))
+        panels = device.zeros(
+            (len(names), panel_count(n) * OUT_TILE, padded_columns(k)), DTYPES[dtype].array_type
+        )
         scales = np.empty((len(names), panel_count(n) * OUT_TILE), np.float32)
         size = panels.size // len(names)
         for i, name in enumerate(names):  # one matrix at a time is in memory twice
@@ -111,20 +248,7 @@ def params_bytes(config: Any, dtype: str, tied: bool) -> int:
 
 
 def _linear_bytes(n: int, k: int, dtype: str) -> int:
-    return panel_count(n) * OUT_TILE * (padded_columns(k) * item_bytes(dtype) + 4)
-
-
-def array_type(dtype: str) -> Any:
-    return ARRAY_TYPES[dtype]
-
-
-def item_bytes(dtype: str) -> int:
-    return np.dtype(array_type(dtype)).itemsize
-
-
-def activation_dtype(dtype: str) -> str:
-    """Return the dtype of activations."""
-    return "float32" if dtype == "float32" else "bfloat16"
+    return panel_count(n) * OUT_TILE * (padded_columns(k) * DTYPES[dtype].item_bytes + 4)
 
 
 def panel_count(n: int) -> int:
@@ -142,20 +266,18 @@ def padded_columns(columns: int) -> int:
 def pack(weight: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Return weight (N, K) float32 as flat panels, padded with zeros, and a scale for each feature, 1 unless int8."""
     n, k = weight.shape
-    panels, steps = panel_count(n), step_count(k)
+    panels = panel_count(n)
+    steps = step_count(k)
     padded = np.zeros((panels * OUT_TILE, steps * STEP), np.float32)
     padded[:n, :k] = weight
+    row = DTYPES[dtype]
     scales = np.ones(panels * OUT_TILE, np.float32)
-    if dtype == "float32":
-        by_lane = padded.reshape(panels, OUT_TILE, steps, 4, 4, 4).transpose(
-            0, 2, 3, 1, 4, 5
-        )  # (P, steps, p, g, q, i)
-    elif dtype == "bfloat16":
-        lanes = to_bfloat16(padded).reshape(panels, OUT_TILE, steps, 2, 4, 8)
-        by_lane = lanes.transpose(0, 2, 3, 1, 4, 5)  # (P, steps, h, g, q, i)
-    else:
+    if row.has_scales:
         greatest = np.abs(padded).max(1)
-        scales = np.where(greatest > 0, greatest / np.float32(127), np.float32(1)).astype(np.float32)
-        lanes = np.rint(padded / scales[:, None]).astype(np.int8).reshape(panels, OUT_TILE, steps, 2, 4, 8)
-        by_lane = lanes.transpose(0, 2, 1, 4, 3, 5)  # (P, steps, g, q, h, i)
-    return np.ascontiguousarray(by_lane).ravel(), scales
+        scales = np.where(greatest == 0, np.float32(1), greatest / np.float32(127))
+        with np.errstate(invalid="ignore"):  # the numbers of a row with a NaN: its scale is NaN
+            numbers = np.rint(padded / scales[:, None]).astype(np.int8)
+    else:
+        numbers = row.numbers.encode(padded)
+    lanes = numbers.reshape(panels, OUT_TILE, steps, *row.splits).transpose(row.order)
+    return np.ascontiguousarray(lanes).ravel(), scales

@@ -1,4 +1,4 @@
-"""The device's buffers of a step, allocated for the largest one, and the steps' graphs."""
+"""A step's sizes, which decide kernels and grids, and a model's buffers on the device."""
 
 import math
 from dataclasses import dataclass
@@ -7,13 +7,93 @@ from typing import Any
 import numpy as np
 
 from ..backend import DeviceError, query_tiles
+from ..numbers import needs_reference_draw
+from . import device as devices
+from .device import Graphs, need_capability
+from .draw import NUM_SETTINGS
 from .kv_cache import kv_cache_bytes, padded_head
-from .params import activation_dtype, array_type, item_bytes, padded_columns, params_bytes
-from .runtime import device as devices
-from .runtime.device import Graphs
-from .runtime.jit import need_capability
-from .sampling.sampling import SamplingBuffers, new_sampling_buffers, sampling_bytes
-from .shapes import NUM_SIZES, QUERY_TILE, MaxShape, PackedArrays
+from .layers.attention import QUERY_TILE
+from .layers.attention_products import KEY_BLOCK
+from .params import DTYPES, padded_columns, params_bytes
+
+# Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
+NUM_TOKENS = 0
+NUM_LOGITS = 1
+NUM_STEPS_DONE = 2
+NUM_SIZES = 4
+SLICES = 32  # of a row of logits, at most, that blocks search side by side
+MAX_STEPS = 32  # of a multi-step
+Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by name
+
+
+@dataclass(frozen=True)
+class MaxShape:
+    """The largest step: new tokens, rows with logits, sequences that decode, positions of a sequence."""
+
+    tokens: int
+    logits: int
+    decode_tokens: int
+    positions: int
+
+    @classmethod
+    def of(cls, config: Any, max_num_tokens: int, max_num_logits: int) -> "MaxShape":
+        """A decode step has no more tokens than rows of logits."""
+        return cls(max_num_tokens, max_num_logits, min(max_num_tokens, max_num_logits), config.n_positions)
+
+    @property
+    def max_blocks(self) -> int:
+        return -(-self.positions // KEY_BLOCK)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """A step's sizes, rounded up: similar steps share a graph."""
+
+    tokens: int
+    logits: int
+    key_blocks: int  # of a decoding token
+    tiles: int  # of queries; 0 if each sequence has one new token
+
+    @classmethod
+    def of(cls, batch: Any, max_shape: MaxShape, num_steps: int = 1) -> "StepShape":
+        """num_steps: steps of this shape, each with one more position."""
+        tokens = batch.token_ids.size
+        positions = int(batch.context_lens.max()) + num_steps - 1
+        key_blocks = min(rounded_up(-(-positions // KEY_BLOCK)), max_shape.max_blocks)
+        is_decode = tokens == batch.slots.size and tokens <= max_shape.decode_tokens
+        tiles = 0 if is_decode else rounded_up(query_tiles(batch.seq_starts, QUERY_TILE).size - 1)
+        return cls(rounded_up(tokens), rounded_up(batch.logit_rows.size), key_blocks, tiles)
+
+
+def rounded_up(count: int) -> int:
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+@dataclass(frozen=True)
+class PackedArrays:
+    """The length and dtype of each array in a larger one, larger items first."""
+
+    shapes: dict[str, tuple[int, Any]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.shapes.values())
+
+    def split(self, whole: Any) -> dict[str, Any]:
+        found, start = {}, 0
+        for name, (length, dtype) in self.shapes.items():
+            stop = start + length * np.dtype(dtype).itemsize
+            found[name] = whole[start:stop].view(dtype)
+            start = stop
+        return found
+
+    def join(self, values: dict[str, np.ndarray]) -> np.ndarray:
+        """Return num_bytes uint8: each part holds its values, then zeros."""
+        whole = np.zeros(self.num_bytes, np.uint8)
+        for name, part in self.split(whole).items():
+            given = np.ravel(values[name])
+            part[: given.size] = given
+        return whole
 
 
 @dataclass(frozen=True)
@@ -28,6 +108,40 @@ class Inputs:
     token_slots: Any  # (N,) the KV slot of each token
     logit_rows: Any  # (R,)
     tiles: Any  # bounds of runs of up to QUERY_TILE tokens of one sequence; the rest are empty
+
+
+@dataclass(frozen=True)
+class SamplingBuffers:
+    """Buffers for R rows. `settings` to `positions` are parts of `whole`: one copy."""
+
+    whole: Any
+    parts: PackedArrays
+    settings: Any  # (R, NUM_SETTINGS) float64
+    seeds: Any  # (R,) uint64
+    sample_indices: Any  # (R,) uint64
+    rows: Any  # (R,) int32, indices of logits; negative for none
+    positions: Any  # (R,) int32, the token's in its sequence
+    scores: Any  # (R, V) float32
+    ids: Any  # (R, V) int32
+    counts: Any  # (R, V) int32, 0 between uses
+    keys: Any  # (R, SLICES) int64
+    arrivals: Any  # (R,) uint32, 0 between steps
+    token_ids: Any  # (R,) int32, the chosen tokens
+    history: Any  # (MAX_STEPS, tokens of a decode step) int32
+
+    def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
+        """Copy the settings of draws to the device. A rare draw is greedy here."""
+        temperature = np.where(needs_reference_draw(warpers), 0.0, warpers.temperature)
+        padded_rows = np.full(self.rows.size, -1, np.int32)
+        padded_rows[: len(rows)] = rows
+        values = {
+            "settings": np.stack((temperature, warpers.top_k, warpers.top_p, warpers.min_p), 1),
+            "seeds": seeds,
+            "sample_indices": sample_indices,
+            "rows": padded_rows,
+            "positions": positions,
+        }
+        device.write(self.whole, self.parts.join(values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,26 +170,32 @@ def new_workspace(
 ) -> Workspace:
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
-    inputs = _input_parts(max_shape)
-    whole = device.zeros((inputs.num_bytes,), np.uint8)
-    shapes = _shapes(config, max_shape, activation_dtype(dtype))
-    return Workspace(
+    parts = _input_parts(max_shape)
+    whole = device.zeros((parts.num_bytes,), np.uint8)
+    workspace = Workspace(
         device=device,
-        inputs=Inputs(whole, inputs, **inputs.split(whole)),
-        every=device.array(np.arange(max(max_shape.tokens, max_shape.logits), dtype=np.int32)),
-        merges=device.zeros((max_shape.decode_tokens * config.n_head,), np.int32),
+        inputs=Inputs(whole, parts, **parts.split(whole)),
         sampling=new_sampling_buffers(device, config, max_shape),
         max_shape=max_shape,
         graphs=Graphs(device),
-        **{name: device.zeros(shape, array_type(kind)) for name, (shape, kind) in shapes.items()},
+        **_zeros(device, _shapes(config, max_shape, dtype)),
+    )
+    device.write(workspace.every, np.arange(workspace.every.size, dtype=np.int32))
+    return workspace
+
+
+def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> SamplingBuffers:
+    parts = _setting_parts(max_shape)
+    whole = device.zeros((parts.num_bytes,), np.uint8)
+    return SamplingBuffers(
+        whole, parts, **parts.split(whole), **_zeros(device, _sampling_shapes(config, max_shape))
     )
 
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    shapes = _shapes(config, max_shape, activation_dtype(dtype)).values()
-    buffers = sum(math.prod(shape) * item_bytes(kind) for shape, kind in shapes)
-    counts = 4 * (max(max_shape.tokens, max_shape.logits) + max_shape.decode_tokens * config.n_head)
-    return buffers + counts + _input_parts(max_shape).num_bytes + sampling_bytes(config, max_shape)
+    shapes = _shapes(config, max_shape, dtype) | _sampling_shapes(config, max_shape)
+    arrays = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
+    return arrays + _input_parts(max_shape).num_bytes + _setting_parts(max_shape).num_bytes
 
 
 def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, *step) -> dict[str, int]:
@@ -89,9 +209,11 @@ def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
 
 def check_memory(*sizes) -> None:
     """Raise DeviceError, before a load, for the GPU's dtypes or its free memory. sizes: as of bytes_needed."""
-    need_capability(devices.the_device().capability, sizes[2])
+    _, _, dtype, *_ = sizes
+    device = devices.the_device()
+    need_capability(device.capability, DTYPES[dtype].numbers.oldest, dtype)
     needed = bytes_needed(*sizes)
-    free = devices.the_device().free_bytes()
+    free = device.free_bytes()
     total = sum(needed.values())
     if total > free:
         parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in needed.items())
@@ -119,26 +241,66 @@ def fill(workspace: Workspace, batch) -> None:
     workspace.device.write(workspace.embeds, batch.embeds)
 
 
-def _shapes(config, max_shape: MaxShape, family: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
+    return {name: device.zeros(shape, kind) for name, (shape, kind) in shapes.items()}
+
+
+def _shapes(config, max_shape: MaxShape, dtype: str) -> Shapes:
     n = max_shape.tokens
     r = max_shape.logits
     heads = config.n_head
     padded = padded_head(config.head_size)
     columns = padded_columns(config.n_embd)
+    kind = DTYPES[dtype].numbers.array_type
     return {
-        "embeds": ((n, config.n_embd), "float32"),
-        "x": ((n, config.n_embd), "float32"),
-        "normed": ((max(n, r), columns), family),
-        "q": ((n, heads, padded), family),
-        "attended": ((n, columns), family),
-        "partials": ((max_shape.decode_tokens, heads, max_shape.max_blocks, padded + 2), "float32"),
-        "inner": ((n, padded_columns(config.inner_size)), family),
-        "logits": ((r, config.vocab_size), "float32"),
+        "embeds": ((n, config.n_embd), np.float32),
+        "x": ((n, config.n_embd), np.float32),
+        "normed": ((max(n, r), columns), kind),
+        "q": ((n, heads, padded), kind),
+        "attended": ((n, columns), kind),
+        "partials": ((max_shape.decode_tokens, heads, max_shape.max_blocks, padded + 2), np.float32),
+        "merges": ((max_shape.decode_tokens, heads), np.int32),
+        "inner": ((n, padded_columns(config.inner_size)), kind),
+        "logits": ((r, config.vocab_size), np.float32),
+        "every": ((max(n, r),), np.int32),
+    }
+
+
+def _sampling_shapes(config: Any, max_shape: MaxShape) -> Shapes:
+    r = max_shape.logits
+    v = config.vocab_size
+    return {
+        "scores": ((r, v), np.float32),
+        "ids": ((r, v), np.int32),
+        "counts": ((r, v), np.int32),
+        "keys": ((r, SLICES), np.int64),
+        "arrivals": ((r,), np.uint32),
+        "token_ids": ((r,), np.int32),
+        "history": ((MAX_STEPS, max_shape.decode_tokens), np.int32),
     }
 
 
 def _input_parts(max_shape: MaxShape) -> PackedArrays:
-    n, r = max_shape.tokens, max_shape.logits
-    lengths = {"sizes": NUM_SIZES, "token_ids": n, "positions": n, "token_slots": n, "logit_rows": r}
-    lengths["tiles"] = 2 * n + 2  # their number is rounded up
+    n = max_shape.tokens
+    lengths = {
+        "sizes": NUM_SIZES,
+        "token_ids": n,
+        "positions": n,
+        "token_slots": n,
+        "logit_rows": max_shape.logits,
+        "tiles": 2 * n + 2,  # their number is rounded up
+    }
     return PackedArrays({name: (length, np.int32) for name, length in lengths.items()})
+
+
+def _setting_parts(max_shape: MaxShape) -> PackedArrays:
+    r = max_shape.logits
+    return PackedArrays(
+        {
+            "settings": (r * NUM_SETTINGS, np.float64),
+            "seeds": (r, np.uint64),
+            "sample_indices": (r, np.uint64),
+            "rows": (r, np.int32),
+            "positions": (r, np.int32),
+        }
+    )

@@ -25,11 +25,12 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.jit import kernel, release_of_libnvvm
-from tinygpt.kernels.cuda.runtime.ptx import (
+from tinygpt.kernels.cuda import device as devices
+from tinygpt.kernels.cuda.device import release_of_libnvvm
+from tinygpt.kernels.cuda.jit import (
     commit_copies,
     copy_async,
+    kernel,
     let_next_kernel_begin,
     load_shared,
     mma_bfloat16,

@@ -12,8 +12,8 @@ from tinygpt.bench import sweep
 from tinygpt.bench.roofline import MachineLimits, measure_limits
 from tinygpt.cli import main as cli
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime import peak
+from tinygpt.kernels.cuda import device as devices
+from tinygpt.kernels.cuda import peak
 
 KERNELS_OF_A_STEP = 10  # embed; 2 norms, 4 linear layers and attention of a layer; the head and its norm
 KERNELS_OF_A_DECODE_STEP = KERNELS_OF_A_STEP + 2  # one chooses a token, one goes on with it
@@ -53,12 +53,8 @@ def test_passes_are_timed_by_the_gpus_clock(model, device, monkeypatch, capsys, 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--threads 2", "--device cuda measures a GPU in this process: omit --threads."),
-        ("--preset batch-inference --remote", "--device cuda measures a GPU in this process: omit --remote."),
-        ("--preset cpu-study", "--preset cpu-study is a study of CPUs: omit --device cuda"),
         ("--dtype int4", "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only"),
         ("--random tiny --kv-cache-dtype int8", "is 'int8' and must be one of 'auto', 'float32' for"),
-        ("--compare a b", "measures nothing: omit --device"),
     ],
 )
 def test_what_a_gpu_is_not_for_is_refused(flags, message, device, capsys):

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.bench_records import planned
+from support.bench_records import case_of, planned
 from tinygpt import LLM
 from tinygpt import hardware as memory
 from tinygpt.bench import measure
-from tinygpt.bench.measure import CHOICE, GENERATION, PROMPT, TOGETHER, Case, HostMeter, run_case
+from tinygpt.bench.measure import CHOICE, GENERATION, PROMPT, TOGETHER, HostMeter
 from tinygpt.errors import RequestError
 
 
@@ -79,21 +79,17 @@ def test_no_step_is_taken_unseen():
 
 
 def test_counts_of_one_prompt(llm):
-    measurement = run_case(llm, Case(batch_size=1, prompt_length=3, new_tokens=6), 3)
-    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [
-        (6, 1, 5)
-    ] * 3
-    for run in measurement.runs:
+    runs = measure.measure(llm, case_of(1, 3, 6), 3)
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in runs] == [(6, 1, 5)] * 3
+    for run in runs:
         assert 0 < run.prompt < run.first_token < run.total
         assert run.prompt + run.generation + run.sampling < run.total
-    assert measurement.peak_memory > 0 or sys.platform == "win32"
+    assert HostMeter().peak_memory() > 0 or sys.platform == "win32"
 
 
 def test_prompts_longer_than_a_step_are_read_in_several(llm):
-    measurement = run_case(llm, Case(batch_size=4, prompt_length=300), 1)
-    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in measurement.runs] == [
-        (3, 3, 0)
-    ]
+    runs = measure.measure(llm, case_of(4, 300), 1)
+    assert [(run.num_steps, run.num_prompt_steps, run.num_together) for run in runs] == [(3, 3, 0)]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])
@@ -101,7 +97,7 @@ def test_prompts_longer_than_a_step_are_read_in_several(llm):
 @pytest.mark.parametrize("prompt_length", [1, 16, 17, 300])
 def test_a_batch_decodes_together(llm, batch_size, new_tokens, prompt_length):
     """The first prompt is read first where the others wait for it, and no pass is counted before they are read."""
-    (run,) = run_case(llm, Case(batch_size, prompt_length, new_tokens), 1).runs
+    (run,) = measure.measure(llm, case_of(batch_size, prompt_length, new_tokens), 1)
     assert run.num_prompt_steps == (2 if prompt_length > 16 and batch_size > 1 else 1)
     assert run.num_together == new_tokens - 1
     assert 0 < run.together <= run.generation
@@ -114,7 +110,7 @@ def test_short_prompts_of_a_batch_are_read_in_one_step():
     assert planned(batch_sizes=[64], prompt_lengths=[16], new_tokens=[0]).step_tokens == 512
     sizes = {"max_num_seqs": 64, "max_model_len": 18, "max_num_batched_tokens": found.step_tokens}
     with LLM("random:tiny", threads=1, prefix_cache_seqs=0, **sizes) as llm:
-        (run,) = run_case(llm, found.cases[1], 1).runs
+        (run,) = measure.measure(llm, found.cases[1], 1)
     assert (run.num_prompt_steps, run.num_together) == (1, 1)
 
 
@@ -127,7 +123,7 @@ def test_the_engine_gets_its_backend_back(llm):
 
 def test_impossible_prompts_are_refused(llm):
     with pytest.raises(RequestError, match="1024"):
-        run_case(llm, Case(1, 1000, 25), 1)
+        measure.measure(llm, case_of(1, 1000, 25), 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux forgets a peak")

@@ -15,8 +15,6 @@ from tinygpt.bench.report import (
     COLUMNS,
     FORMATS,
     aligned,
-    compare,
-    comparison_table,
     read_records,
     significant,
     table,
@@ -103,30 +101,6 @@ def test_a_terminal_has_columns_without_bars(records):
     ]
     assert aligned(f"# title\n\n{markdown}\n\n- note | with a bar").split("\n") == lines
     assert "|" not in FORMATS["text"](records)
-
-
-def test_tests_in_both_files_are_compared(records, tmp_path):
-    faster = {**records[0], "samples_ts": [12e6, 24e6, 6e6]}
-    for form in ("json", "jsonl"):
-        (tmp_path / form).write_text(FORMATS[form]([faster, {**records[1], "n_threads": 3}]))
-        prompt, *others = compare(records, read_records(tmp_path / form))
-        assert (prompt["ratio"], prompt["old_ts"], prompt["new_ts"]) == (2, 6e6, 12e6)
-        assert (prompt["new_low_ts"], prompt["new_high_ts"], prompt["new_samples"]) == (6e6, 24e6, 3)
-        assert [(record["n_threads"], record["ratio"]) for record in others] == [(2, None), (3, None)]
-        assert (others[0]["new_ts"], others[1]["old_ts"]) == (None, None)
-    rows = comparison_table([prompt, *others]).splitlines()[2:5]
-    name = "| tiny, float32, KV cache f32, threads 2, batch 4, pp3 | "
-    assert rows[0] == name + "6000000 (3000000 to 12000000) | 12000000 (6000000 to 24000000) | +100.0% |"
-    assert rows[1].endswith("|  |  |")
-
-
-def test_llama_benchs_records_are_compared():
-    theirs = {"model_filename": "m.gguf", "model_type": "gpt2 0.1B F16", "type_k": "f16", "n_threads": 2}
-    theirs |= {"n_prompt": 512, "n_gen": 0, "n_depth": 0, "samples_ts": [5.0]}
-    assert compare([theirs], [theirs])[0]["ratio"] == 1
-    assert "m.gguf, gpt2 0.1B F16, KV cache f16, threads 2, pp512" in comparison_table(
-        compare([theirs], [theirs])
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,38 @@
-"""The published studies: counts, tables and published figures, never how long anything took."""
+"""The published studies: counts, tables and published figures, never how long anything took.
+
+`PYTHONPATH=.:tests python tests/bench/test_studies.py` records their pages again.
+"""
 
 import json
 from dataclasses import replace
 
 import pytest
 
+from support.paths import ROOT
 from tinygpt import LLM
-from tinygpt.bench import study_runs
+from tinygpt.bench import studies, sweep
 from tinygpt.bench.measure import random_prompts
-from tinygpt.bench.studies import ABSENT, STUDIES
-from tinygpt.bench.study_runs import Options, run_study, study_text
+from tinygpt.bench.studies import ABSENT, STUDIES, Options, study_text
+from tinygpt.bench.sweep import run_study
 from tinygpt.errors import RequestError
 from tinygpt.evaluation.tasks import perplexity
+from tinygpt.weights.config import ModelConfig
 
+RECORD = ROOT / "tests" / "data" / "studies.txt"
 TEXT = "The old king and the wolf went to the house, and it was dark. " * 40
 KEYS = {"preset", "model_filename", "dtype", "n_threads", "batch_size", "num_prompts", "n_prompt", "n_gen"}
 KEYS |= {"avg_ns", "stddev_ns", "samples_ns", "first_token_ns", "num_steps", "peak_memory"}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found():
     """Each study runs once, with fewer tokens: study, options, records and text by name."""
-    text_file = tmp_path_factory.mktemp("studies") / "text.txt"
-    text_file.write_text(TEXT, encoding="utf-8")
     runs = {}
     for name, study in STUDIES.items():
         short = tuple({replace(case, new_tokens=min(case.new_tokens, 8)): None for case in study.small})
         study = replace(study, small=short)
         dtypes = ("int8", "auto") if name in ("fastertransformer", "onnx-study") else ("int8",)
-        text = text_file if name == "onnx-study" else None
+        text = TEXT if name == "onnx-study" else None
         options = Options("demo", dtypes, threads=2, repetitions=2, small=True, text=text)
         records = []
         notes = run_study(study, options, records)
@@ -58,10 +62,10 @@ def test_a_study_runs_to_its_end(name, found):
 @pytest.mark.parametrize("name", STUDIES)
 def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    drawn, draw = [], study_runs.draw
-    monkeypatch.setattr(study_runs, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
+    drawn, draw = [], studies.draw
+    monkeypatch.setattr(studies, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
     study, options, records, _ = found[name]
-    study_runs.draw_study(study, options, records, tmp_path / "picture.png")
+    studies.draw_study(study, options, records, tmp_path / "picture.png")
     (_, title, (panel,), note) = drawn[0]
     assert (title, note) == (f"{name}, demo", f"Published: {study.source}.")
     assert panel.lines
@@ -81,22 +85,26 @@ def test_small_is_less_of_the_same_study():
         assert small * study.repetitions[1] < full * study.repetitions[0]
 
 
-def test_the_studies_sizes():
-    """As published: the number of queries, their lengths, and the grid."""
-    sizes = {
-        name: [(case.batch_size, max(case.prompt_lengths), case.new_tokens) for case in study.cases]
-        for name, study in STUDIES.items()
-    }
-    assert sizes["batch-inference"] == [(1, 27, 64), (8, 27, 64)]
-    assert [len(case.prompt_lengths) for case in STUDIES["batch-inference"].cases] == [100, 100]
-    assert sum(STUDIES["batch-inference"].cases[0].prompt_lengths) == 10 * (
-        3 + 9 + 27 + 10 + 10 + 9 + 12 + 9 + 14 + 4
-    )
-    assert sizes["batching-notebook"] == [(size, 7, 10) for size in (1, 2, 4, 8, 16, 32, 64, 128)]
-    assert STUDIES["batching-notebook"].cases[2].prompt_lengths == (7, 5, 4, 7)
-    assert sizes["cpu-study"] == [(1, 13, 100)]
-    assert len(sizes["onnx-study"]) == 3 * 5 + 4
-    assert sizes["fastertransformer"][::7] == [(1, 128, 8), (1, 512, 32)]
+def test_whole_studies_are_those_on_record():
+    """With the published figures, and ours of 1 and 2 seconds."""
+    assert pages() == RECORD.read_text(encoding="utf-8")
+
+
+def pages() -> str:
+    """Return the sizes and the page of each study, as if each case had taken 2 and then 1 seconds in 7 passes."""
+    config = ModelConfig()
+    found = []
+    for study in STUDIES.values():
+        plans = [sweep.Plan("random:tiny", {}, (2,), (case,), 2, config) for case in study.cases]
+        more = {"num_steps": 7, "peak_memory": 10**9}
+        times = [(2.0, 0.5), (1.0, 0.25)]
+        records = [sweep._study_record(study, plan, "int8", times, **more) for plan in plans]
+        records = [{**record, "gpu_info": "a machine", "perplexity": 9.5} for record in records]
+        for case in study.cases:
+            lengths = ", ".join(map(str, case.prompt_lengths[:10]))
+            found.append(f"{case.batch_size} of {len(case.prompt_lengths)} x ({lengths}) + {case.new_tokens}")
+        found.append(study_text(study, Options("random:tiny"), records, []))
+    return "\n".join(found) + "\n"
 
 
 def test_batches_take_fewer_passes(found):
@@ -106,21 +114,6 @@ def test_batches_take_fewer_passes(found):
     assert int(batched["Inference Count"]) < 20 * 8 / 4
     assert single["Throughput comparing to Baseline"] == "1x"
     assert [row["Execution Time"] for row in published] == ["63.05s", "12.07s", "78.04s", "4.86s"]
-
-
-def test_published_figures_stand_next_to_ours(found):
-    notebook = rows_of(found["batching-notebook"][3])
-    assert [row["published: throughput (tokens/ms)"] for row in notebook] == [ABSENT] * 4  # 8 tokens, not 10
-    full = STUDIES["batching-notebook"].published
-    assert (full[128, 7, 10], full[1, 7, 10]) == ((93.0, 13.8, 9.3), (59.8, 0.2, 6.0))
-    first = rows_of(found["fastertransformer"][3])[0]
-    assert (first["published: FT Latency (ms)"], first["published: Memory Usage (GB)"]) == ("25.43", "3.43")
-    assert STUDIES["fastertransformer"].published[64, 512, 32] == (529.18, 8.67)
-    log = [row for row in rows_of(found["onnx-study"][3]) if row["prompt length"] == "10"]
-    assert (log[0]["published: hf base (s)"], log[0]["published: nanoGPT (s)"]) == ("0.0348", "0.0639")
-    implementations = [row["implementation"] for row in rows_of(found["cpu-study"][3])]
-    assert implementations[0] == "tinygpt, int8"
-    assert len(implementations) == 4
 
 
 def test_the_perplexity_is_that_of_each_dtype(found):
@@ -134,7 +127,8 @@ def test_the_perplexity_is_that_of_each_dtype(found):
 
 def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     study = replace(STUDIES["onnx-study"], small=STUDIES["onnx-study"].cases)
-    monkeypatch.setattr(study_runs, "_run_local", lambda study, options, dtype, case: {"case": case})
+    monkeypatch.setattr(sweep, "run", lambda plan, dtype, threads: plan.cases)
+    monkeypatch.setattr(sweep, "_local_record", lambda study, plan, case: {"case": case})
     records = []
     (note,) = run_study(study, Options("demo", small=True), records)  # 512 positions
     assert note.startswith(
@@ -144,26 +138,6 @@ def test_cases_that_do_not_fit_are_left_out(monkeypatch):
     long = replace(study, small=study.cases[-1:])
     with pytest.raises(RequestError, match="10 \\+ 1000 tokens do not fit the 512 positions of demo"):
         run_study(long, Options("demo", small=True), [])
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        (
-            "cpu-study",
-            {"text": "setup.cfg"},
-            "--text is for the perplexity of onnx-study and cpu-study has none",
-        ),
-        ("cpu-study", {"remote": True}, "--remote is for batch-inference"),
-        ("cpu-study", {"repetitions": 0}, "--repetitions is 0"),
-        ("onnx-study", {"text": "no-such-file"}, "--text no-such-file cannot be read"),
-        ("onnx-study", {"text": __file__}, "--text needs a tokenizer and random:tiny has none"),
-    ],
-)
-def test_impossible_options_are_refused(name, options, message, monkeypatch):
-    monkeypatch.setattr(study_runs, "LLM", lambda *arguments, **names: pytest.fail("work has begun"))
-    with pytest.raises(RequestError, match=message):
-        run_study(STUDIES[name], Options("random:tiny", threads=1, small=True, **options), [])
 
 
 def test_the_model_in_another_process_generates_as_much(monkeypatch):
@@ -185,7 +159,7 @@ def test_the_model_in_another_process_generates_as_much(monkeypatch):
 def test_a_server_that_does_not_start_is_an_error():
     with (
         pytest.raises(RequestError, match="the server did not start"),
-        study_runs.served("no-such-model", "int8", {}),
+        sweep.served("no-such-model", "int8", {}),
     ):
         pass
 
@@ -195,3 +169,7 @@ def test_prompts_begin_differently():
     assert [len(prompt) for prompt in prompts] == [3, 9, 1] * 5
     assert len({prompt[0] for prompt in prompts}) == 15
     assert prompts == random_prompts([3, 9, 1] * 5, 20)
+
+
+if __name__ == "__main__":
+    RECORD.write_text(pages(), encoding="utf-8")

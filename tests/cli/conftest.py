@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from support.processes import Result
+from support.processes import Outcome, Result
 from tinygpt import LLM, SamplingParams
 from tinygpt.text.tokenizer import Tokenizer
 
@@ -13,6 +13,12 @@ from tinygpt.text.tokenizer import Tokenizer
 @pytest.fixture(scope="module", autouse=True)
 def _demo_is_small(demo_is_small):
     """No command depends on the model."""
+
+
+@pytest.fixture
+def call(capsys):
+    """A command line in this process, as call("score", "Once upon")."""
+    return lambda *words: Outcome(capsys, [*words])
 
 
 @pytest.fixture

@@ -107,22 +107,11 @@ def test_a_line_that_is_no_text(talk):
 
 
 def test_a_conversation_is_saved(talk, llm, tmp_path):
-    _, _, err = talk("Once", f"/save {tmp_path}/a b.json", "/save", f"/save {tmp_path}")
+    _, _, err = talk("Once", f"/save {tmp_path}/a b.json")
     [answer] = answers(llm, "Once")
     messages = [{"role": "user", "content": "Once"}, {"role": "assistant", "content": answer}]
     assert json.loads((tmp_path / "a b.json").read_text()) == {"messages": messages}
-    assert err.splitlines()[-3:] == [
-        f"tinygpt: {tmp_path}/a b.json has 2 messages",
-        "tinygpt: /save needs the name of a file",
-        f"tinygpt: {tmp_path} cannot be written: Is a directory",
-    ]
-
-
-def test_other_commands(talk, llm):
-    _, out, err = talk("/help", "/rest", "/quit", "never read")
-    assert out == ""
-    assert "/save FILE" in err
-    assert err.splitlines()[-1] == "tinygpt: unknown command /rest; did you mean /reset?"
+    assert err.endswith(f"tinygpt: {tmp_path}/a b.json has 2 messages\n")
 
 
 def test_ctrl_c_ends_the_answer_and_keeps_its_text(talk, llm, monkeypatch):
@@ -154,20 +143,6 @@ def test_a_long_conversation_loses_its_beginning(talk, small_demo):
     assert out == ""
     assert "shorten the prompt" in err
     assert "The conversation is unchanged; /reset begins a new one." in err
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (["--n", "2"], "--n is 2 and must be 1: a chat has one answer"),
-        (["--max-tokens", "600"], "max_tokens is 600"),
-        (["--best-of", "2"], "--best-of is 2 and a stream cannot choose"),
-    ],
-)
-def test_what_no_message_could_do_is_refused_at_once(talk, flags, says):
-    code, out, err = talk("Once", flags=flags)
-    assert (code, out) == (2, "")
-    assert says in err
 
 
 def heed_interrupts() -> None:

@@ -61,13 +61,6 @@ def test_no_color_and_never_leave_the_text_plain(run, monkeypatch):
     assert "\x1b" not in plain.out + plain.err
 
 
-@pytest.mark.parametrize("flags", [["--json"], ["--input", "absent"]], ids=["json", "input"])
-def test_surprise_is_for_text(run, flags):
-    result = run([*([] if "--input" in flags else ["Once"]), "--color", "surprise", *flags])
-    assert (result.code, result.out) == (2, "")
-    assert "--color surprise is for text: give --logprobs" in result.err
-
-
 def test_a_chat_is_colored_and_saved_plain(llm, monkeypatch, capsys, tmp_path, give_stdin):
     def talk(*flags):
         give_stdin(f"Once\n/save {tmp_path}/x\n".encode())
@@ -124,9 +117,3 @@ def test_commands_color_errors_by_themselves(monkeypatch):
     for command in (["info", "/absent"], ["generate", "Once", "-m", "/absent"]):
         assert cli.main(command) == 2
     assert terminal.getvalue().count("\x1b[31mtinygpt: error: ") == 2
-
-
-def test_colors_are_of_log_probabilities_of_the_model(run):
-    result = run([*ARGUMENTS, "--color", "surprise", "--logprobs-mode", "processed"])
-    assert (result.code, result.out) == (2, "")
-    assert "--logprobs-mode is 'processed' and must be raw with --color surprise" in result.err

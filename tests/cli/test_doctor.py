@@ -11,7 +11,7 @@ import pytest
 from support.processes import run_process
 from tinygpt import hardware
 from tinygpt.cli import main as cli
-from tinygpt.cli.info import instructions
+from tinygpt.cli.info import driver, instructions
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
 
@@ -79,10 +79,28 @@ def test_bandwidth_reads_every_byte_in_every_repetition(monkeypatch):
 )
 def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
     device = SimpleNamespace(capability=capability)
-    monkeypatch.setattr("tinygpt.kernels.cuda.runtime.device.the_device", lambda: device)
+    monkeypatch.setattr("tinygpt.kernels.cuda.device.the_device", lambda: device)
     monkeypatch.setattr(hardware, "read_bandwidth", lambda threads: 1e9)
     assert cli.main(["doctor", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpu"]["kernels"] == f"they run here {answer}"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the tool's stand-in is a shell script")
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo A, 580.65; echo B C, 580.65", {"driver": "580.65", "devices": ["A", "B C"]}),
+        ("echo NVIDIA-SMI has failed; exit 9", {"driver": None, "devices": []}),
+        (None, {"driver": None, "devices": []}),
+    ],
+    ids=["two", "failed", "absent"],
+)
+def test_the_drivers_own_tool_names_the_gpus(monkeypatch, tmp_path, script, told):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if script is not None:
+        (tool := tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        tool.chmod(0o755)
+    assert driver() == told
 
 
 def test_the_command_as_users_run_it():

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import foreign, tiny_checkpoint
-from support.gguf_writer import gguf_bytes
+from support import tiny_checkpoint
 from support.paths import DEMO, EOS, VOCAB_SIZE
 from tinygpt import hardware
 from tinygpt.cli import main as cli
@@ -64,28 +63,6 @@ def test_a_checkpoint(capsys, folder):
     }
 
 
-def test_what_another_program_wrote(capsys, tmp_path):
-    path = foreign.nanogpt(tmp_path / "out", tiny_checkpoint.random_tensors(prefix=""))
-    report = info(capsys, path)
-    assert (report["container"], report["family"], report["refused"]) == ("torch zip", "nanoGPT", [])
-    assert report["quirks"] == ["activation_function is gelu, which the checkpoint does not say"]
-    assert report["config"]["n_embd"] == tiny_checkpoint.C
-    assert [*report["files"]] == ["ckpt.pt"]
-    assert "optimizer.state.0.exp_avg" in report["ignored"]
-    assert {"container torch zip", "family nanoGPT"} <= {*text(capsys, "info", path)}
-
-
-def test_a_head_of_its_own_and_ignored_tensors(capsys, tmp_path):
-    tensors = tiny_checkpoint.random_tensors()
-    tensors["lm_head.weight"] = tensors["transformer.wte.weight"] + 1
-    tensors["transformer.h.0.attn.bias"] = np.ones((1, 1, 6, 6), np.int16)
-    report = info(capsys, tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tensors))
-    assert report["tied"] is False
-    assert report["ignored"] == ["transformer.h.0.attn.bias"]
-    assert report["tensors"]["transformer.h.0.attn.bias"]["size"] == 2 * 36
-    assert report["refused"] == []
-
-
 def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", n_head=3, activation_function="selu")
     (folder / "model.safetensors").write_bytes(b"not weights")
@@ -102,30 +79,6 @@ def test_everything_that_is_wrong_is_said_at_once(capsys, tmp_path):
     assert err.endswith('cannot be used: the report says why, under "refused".\n')
     assert "activation_function is 'selu'" in out.partition("\nrefused\n")[2]
     assert "unknown" in out
-
-
-def test_tensors_that_are_not_the_configs(capsys, tmp_path):
-    tensors = tiny_checkpoint.random_tensors()
-    del tensors["transformer.ln_f.bias"]
-    folder = tiny_checkpoint.write_checkpoint(tmp_path / "tiny", tensors, n_positions=5)
-    report = info(capsys, folder)
-    (refused,) = report["refused"]
-    assert "missing: ln_f.bias" in refused
-    assert "wpe.weight is (6, 8)" in refused
-    assert report["config"]["n_positions"] == 5
-    assert report["tied"] is None
-    assert "transformer.wpe.weight" in report["tensors"]
-
-
-@pytest.mark.parametrize("text", ["Once upon a time there was a king.", "", None])
-def test_what_is_no_checkpoint(capsys, tmp_path, text):
-    path = tmp_path if text is None else tmp_path / "story.txt"
-    if text is not None:
-        path.write_text(text)
-    assert cli.main(["info", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"{path} is {'no checkpoint' if text is None else 'in no format of weights'}" in err
 
 
 def test_hashes(capsys, folder):
@@ -179,30 +132,6 @@ def test_a_converted_checkpoint_and_a_damaged_one(capsys, folder, tmp_path):
     assert report["tensors"]
 
 
-def test_text_groups_what_layers_share(capsys, folder):
-    lines = text(capsys, "info", folder)
-    tensors = {
-        "transformer.h.*.mlp.c_fc.weight float32 (8, 20) 2 x 640 B",
-        "transformer.ln_f.bias float32 (8,) 32 B",
-    }
-    assert tensors | {"head tied to wte", "n_embd 8", "converted_to none"} <= {*lines}
-    assert lines[-2:] == ["refused", "nothing"]
-
-
-FORMS = {
-    "gguf": "blk.*.ffn_up.weight",
-    "openai_tf": "model/h*/mlp/c_fc/w",
-    "megatron": "mp_rank_00/model.language_model.encoder.layers.*.mlp.dense_h_to_4h.weight",
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_text_groups_what_layers_share_in_other_programs_files(capsys, tmp_path, form):
-    path = foreign.WRITERS[form](tmp_path / "there", tiny_checkpoint.random_tensors(prefix=""))
-    lines = [line.split() for line in text(capsys, "info", path)]
-    assert [line[-3:] for line in lines if line[:1] == [FORMS[form]]] == [["x", "640", "B"]]
-
-
 HOSTILE = "score.\x1b[2J\x07\x9b\u202e"
 ESCAPED = "score.\\x1b[2J\\x07\\x9b\\u202e"
 
@@ -231,13 +160,6 @@ def test_no_file_outside_the_folder_is_hashed_or_copied(capsys, with_tokenizer, 
     code = cli.main(["convert", str(with_tokenizer), str(tmp_path / "to"), "--to", "safetensors"])
     assert (code, (tmp_path / "to").exists()) == (2, False)
     assert "vocab.txt cannot be read: it is a link out of its folder" in capsys.readouterr().err
-
-
-def test_sizes_of_blocks_are_those_in_the_file(capsys, tmp_path):
-    blocks = {"a": ((64,), 2, bytes(36)), "b": ((256,), 14, bytes(210))}
-    (tmp_path / "x.gguf").write_bytes(gguf_bytes(foreign.GGUF_KEYS, blocks))
-    tensors = info(capsys, tmp_path / "x.gguf")["tensors"]
-    assert [(tensor["dtype"], tensor["size"]) for tensor in tensors.values()] == [("Q4_0", 36), ("Q6_K", 210)]
 
 
 DAMAGES = {  # what is wrong -> how it became so
@@ -297,16 +219,6 @@ def with_added(folder: Path, count: int) -> Path:
     return tiny_checkpoint.write_with_demo_tokenizer(
         folder, {f"<extra {i}>": VOCAB_SIZE + i for i in range(count)}
     )
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_tokens_without_a_row_of_the_embedding_are_listed(tmp_path, capsys, count):
-    folder = with_added(tmp_path / "added", count)
-    outside = info(capsys, folder)["tokenizer"]["outside_vocabulary"]
-    assert outside == [{"id": VOCAB_SIZE + i, "text": f"<extra {i}>"} for i in range(count)]
-    lines = [line for line in text(capsys, "info", folder) if "outside_vocabulary" in line]
-    assert len(lines) == (count > 0)
-    assert all(f"{VOCAB_SIZE} '<extra 0>'" in line and ("2 more" in line) == (count == 7) for line in lines)
 
 
 def test_a_text_to_calibrate_on_that_holds_such_a_token_is_refused(tmp_path, capsys):

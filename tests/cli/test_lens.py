@@ -3,22 +3,14 @@
 import json
 import re
 
-import pytest
-
-from support.processes import Result
 from tinygpt.look.html import lens as lens_of
 
 TEXT = "Once upon <b>a time"
 
 
-@pytest.fixture
-def lens(capsys):
-    return lambda *arguments: Result(capsys, "lens", [*arguments])
-
-
-def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(lens, llm):
-    title, head, *rows = lens(
-        TEXT, "--top", "2", "--names", "resid_post,blocks.0.hook_resid_mid"
+def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(call, llm):
+    title, head, *rows = call(
+        "lens", TEXT, "--top", "2", "--names", "resid_post,blocks.0.hook_resid_mid"
     ).out.splitlines()
     found = lens_of(llm, TEXT, ["resid_post", "blocks.0.hook_resid_mid"], 2)
     assert title.startswith("demo: ")
@@ -42,34 +34,17 @@ def test_a_table_has_rows_for_a_token_and_a_column_for_each_stream(lens, llm):
             assert [*re.findall(r"\d+% (?:'[^']*'|\"[^\"]*\")", rows[2 * t + k])] == cells
 
 
-def test_json(lens, llm):
+def test_json(call, llm):
     found = lens_of(llm, TEXT, top=1)
-    record = json.loads(lens(TEXT, "--json", "--top", "1").out)
+    record = json.loads(call("lens", TEXT, "--json", "--top", "1").out)
     assert (record["model"], record["text"], record["tokens"]) == ("demo", TEXT, found.tokens)
     assert record["surprisals"] == found.surprisals
     assert record["names"] == [f"blocks.{i}.hook_resid_post" for i in range(llm.config.n_layer)]
     assert (record["candidates"], record["probabilities"]) == (found.texts, found.probs.tolist())
 
 
-def test_html_of_stdin(lens, llm, tmp_path, give_stdin):
+def test_html_of_stdin(call, llm, tmp_path, give_stdin):
     give_stdin(TEXT.encode())
     file = tmp_path / "lens.html"
-    assert lens("--html", str(file)).out == ""
+    assert call("lens", "--html", str(file)).out == ""
     assert file.read_text().endswith(f"{lens_of(llm, TEXT)._repr_html_()}\n")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([""], "the TEXT is empty"),
-        (["Once", "--names", "zz"], "--names has no point 'zz'"),
-        (["Once", "--names", "z"], "--names has 'blocks.0.attn.hook_z', which is no stream"),
-        (["Once", "--top", "0"], "--top is 0 and must be from 1 to"),
-        (["Once", "--html", "/no/where/x"], "/no/where"),
-    ],
-    ids=["empty", "unknown", "no stream", "top", "no folder"],
-)
-def test_what_has_no_lens(lens, arguments, says):
-    result = lens(*arguments)
-    assert (result.code, result.out) == (2, "")
-    assert says in result.err

@@ -4,14 +4,7 @@ import json
 
 import pytest
 
-from support.processes import Result
-
 TEXT = "Once upon a time, a surprisal"
-
-
-@pytest.fixture
-def score(capsys):
-    return lambda *arguments: Result(capsys, "score", [*arguments])
 
 
 def expected(llm, text: str, prompt: str = "") -> dict:
@@ -39,15 +32,15 @@ def without_words(line: str) -> dict:
     return record
 
 
-def test_json(score, llm):
-    result = score(TEXT, "The dog", "--json", "-p", "One day.")
+def test_json(call, llm):
+    result = call("score", TEXT, "The dog", "--json", "-p", "One day.")
     assert [without_words(line) for line in result.out.splitlines()] == [
         {"id": i, **expected(llm, text, "One day.")} for i, text in ((1, TEXT), (2, "The dog"))
     ]
 
 
-def test_a_table_of_words(score, llm):
-    title, head, *rows = score(TEXT).out.splitlines()
+def test_a_table_of_words(call, llm):
+    title, head, *rows = call("score", TEXT).out.splitlines()
     [found] = llm.score("", [TEXT])
     facts = f"log probability {found.cumulative_logprob:.4f}, perplexity {found.perplexity:.4f}"
     assert (
@@ -63,44 +56,14 @@ def test_a_table_of_words(score, llm):
     assert rows[0].split()[1:] == [f"{found.surprisals[0]:.2f}"]
 
 
-def test_texts_of_files_and_of_stdin(score, llm, tmp_path, give_stdin):
+def test_texts_of_files_and_of_stdin(call, llm, tmp_path, give_stdin):
     (lines := tmp_path / "lines.txt").write_text("The dog\n\n {x}\n")
-    found = [json.loads(line) for line in score("--input", str(lines), "--json").out.splitlines()]
+    found = [json.loads(line) for line in call("score", "--input", str(lines), "--json").out.splitlines()]
     assert [(record["id"], record["text"]) for record in found] == [(1, "The dog"), (3, " {x}")]
     (records := tmp_path / "records.jsonl").write_text('{"text": "The dog", "id": "a"}\n{"text": "cat"}\n')
-    found = [without_words(line) for line in score("--input", str(records), "--json").out.splitlines()]
+    found = [
+        without_words(line) for line in call("score", "--input", str(records), "--json").out.splitlines()
+    ]
     assert found == [{"id": "a", **expected(llm, "The dog")}, {"id": 2, **expected(llm, "cat")}]
     give_stdin(b"The dog\n")
-    assert without_words(score("--json").out) == {"id": 1, **expected(llm, "The dog\n")}
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{"prompt": "a"}', 'line 1: a line is {"text": ...}'),
-        ('{"text": "a", "id": [1]}', "line 1: a line is"),
-        ("a", "line 1: not JSON"),
-    ],
-)
-def test_lines_that_are_no_texts(score, tmp_path, line, says):
-    (file := tmp_path / "records.jsonl").write_text(line)
-    result = score("--input", str(file))
-    assert (result.code, result.out) == (2, "")
-    assert says in result.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["a", "--input", "x"], "both a TEXT and --input were given"),
-        ([""], "a text to score is empty"),
-        (["word " * 600], "together"),
-        (["-", "a", "-"], "- was given several times"),
-        (["--input", "/no/where"], "--input /no/where cannot be read"),
-    ],
-    ids=["both", "empty", "long", "stdin twice", "no file"],
-)
-def test_what_cannot_be_scored(score, arguments, says):
-    result = score(*arguments)
-    assert (result.code, result.out) == (2, "")
-    assert says in result.err
+    assert without_words(call("score", "--json").out) == {"id": 1, **expected(llm, "The dog\n")}

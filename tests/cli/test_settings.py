@@ -4,14 +4,8 @@ import sys
 
 import pytest
 
-from support.processes import Outcome
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import params_of
-
-
-@pytest.fixture
-def call(capsys):
-    return lambda *words: Outcome(capsys, [*words])
 
 
 @pytest.fixture
@@ -85,57 +79,9 @@ def test_a_file_may_be_toml(config):
     assert (args.model, args.stop, args.top_k) == ("m", ["a"], 3)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("prot: 1", "unknown key prot; did you mean --port?"),
-        ("config: x", "unknown key config"),
-        ("port: many", "argument --port: invalid int value: 'many'"),
-        ("log-format: xml", "argument --log-format: invalid choice: 'xml'"),
-        (
-            "enable-log-requests: 1",
-            "argument --enable-log-requests: invalid value: 1 (must be true or false)",
-        ),
-        ("- port", "must map names of flags to values"),
-        ("{", "cannot be read: while parsing"),
-    ],
-)
-def test_a_wrong_file_is_a_usage_error(call, config, text, says):
-    result = call("serve", "--config", file := config(text))
-    assert (result.code, result.out) == (2, "")
-    assert f"--config {file}" in result.err
-    assert says in result.err
-
-
-def test_other_wrong_settings(call, monkeypatch):
-    assert (
-        "--config ./no.yaml cannot be read: [Errno 2] No such file"
-        in call("serve", "--config", "./no.yaml").err
-    )
+def test_a_wrong_variable_is_a_usage_error(call, monkeypatch):
     monkeypatch.setenv("TINYGPT_THREADS", "all")
     assert "TINYGPT_THREADS: argument -t/--threads: invalid int value: 'all'" in call("generate", "x").err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("generate x -n 1 --max-tokens 100", "-n and --max-tokens name one thing"),
-        ("generate x --temp 1 --temperature 1", "--temp and --temperature name one thing"),
-        (
-            "generate x --num-samples 2 --num_return_sequences 2",
-            "--num-samples and --num_return_sequences name",
-        ),
-        ("warmup ./a --model ./b", "./a and --model name one thing"),
-        ("info demo -m demo", "demo and --model name one thing"),
-        ("generate x --grammar-file ./no.gbnf", "--grammar-file: no.gbnf cannot be read: No such file"),
-        ("generate x --n-gpu-layers 3 --nonsense", "unknown flag --nonsense"),
-        ("serve --uds x", "unknown flag --uds"),
-    ],
-)
-def test_two_names_of_one_thing_are_refused(call, words, says):
-    result = call(*words.split())
-    assert result.code == 2
-    assert says in result.err
 
 
 def test_a_flag_that_is_given_twice_counts_by_its_end():

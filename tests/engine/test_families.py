@@ -1,13 +1,19 @@
-"""All that the engine offers, on models that are no GPT-2: bits on the CPU, tokens on the reference."""
+"""Models that are no GPT-2: transformers' logits and tokens, and all that the engine offers, to the bit on the CPU."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.family_models import T, V, write_family
+from support import moe_models
+from support.family_models import FAMILY_MODELS, T, V, write_family
 from support.golden_models import golden_ids
-from support.moe_models import moe_arrays, write_moe
+from support.moe_models import E, moe_arrays, write_moe
+from support.oracles import TOLERANCE, family_greedy_of, family_logits_of, moe_logits_of
+from support.processes import Result
+from support.recorded import needs_transformers
+from support.tiny_checkpoint import convert
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.weights.open import open_checkpoint
@@ -146,12 +152,10 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
-def test_converted_checkpoints(folder, dtype, tmp_path, capsys):
-    from support.processes import Result
-
-    assert Result(capsys, "convert", [folder, str(tmp_path / "packed"), "--dtype", dtype]).code == 0
+def test_converted_checkpoints(folder, dtype, tmp_path):
+    packed = convert(folder, tmp_path / "packed", "--dtype", dtype)
     ids = golden_ids(30, "dtypes", V)
-    with LLM(folder, dtype) as llm, LLM(str(tmp_path / "packed")) as packed:
+    with LLM(folder, dtype) as llm, LLM(packed) as packed:
         np.testing.assert_array_equal(llm.logits(ids), packed.logits(ids))
 
 
@@ -174,3 +178,90 @@ def test_a_gpu_refuses_them_by_name(name, message, tmp_path):
     with pytest.raises(DeviceError, match=message):
         check_model(open_checkpoint(write(tmp_path, name)).config)
     check_model(open_checkpoint(write(tmp_path / "opt", "opt")).config)
+
+
+# Beside transformers' own classes, and GPT with experts, live or as recorded.
+
+PROMPT, NEW = 6, 20
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_logits_and_greedy_tokens(name, device, tmp_path):
+    ids = golden_ids(T, vocab_size=V)
+    prompt = golden_ids(PROMPT, name, V)
+    expected = family_logits_of(name, ids)
+    tokens = family_greedy_of(name, prompt, NEW)
+    assert expected.std() > 1
+    with LLM(str(write_family(tmp_path, name)), device=device) as llm:
+        np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
+        output = llm.generate([prompt], SamplingParams(max_tokens=NEW))[0].outputs[0]
+    assert output.token_ids == tokens.tolist()
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["opt", "opt-350m", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
+def test_the_command(name, tmp_path, capsys):
+    flags = [str(write_family(tmp_path, name)), "--device", "reference", "--max-tokens", "4"]
+    layers = [] if name == "opt-350m" else ["--layers"]
+    result = Result(capsys, "parity", [*flags, *layers, "--json"])
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert report["passed"]
+    if layers:
+        assert max(layer["largest"] for layer in report["by_layer"]) < TOLERANCE
+
+
+def test_layers_cannot_be_compared_where_they_have_several_widths(tmp_path, capsys):
+    result = Result(
+        capsys, "parity", [str(write_family(tmp_path, "opt-350m")), "--device", "reference", "--layers"]
+    )
+    assert result.code == 2
+    assert "needs hidden states of one width" in result.err
+
+
+@pytest.mark.parametrize("per_token", [1, 2, 3])
+def test_logits_of_experts(per_token, device, tmp_path):
+    ids = golden_ids(moe_models.T, vocab_size=moe_models.V)
+    expected = moe_logits_of(per_token, ids)
+    assert expected.std() > 1
+    with LLM(str(write_moe(tmp_path, moe_arrays(), topk=per_token)), device=device) as llm:
+        np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
+
+
+def first_alone(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A model of the first expert alone: its probability is 1."""
+    kept = {name: a for name, a in arrays.items() if ".experts." not in name or ".experts.0." in name}
+    return {name: a[:1] if name.endswith("gate.weight") else a for name, a in kept.items()}
+
+
+def logits_of(folder, arrays, device, **settings):
+    with LLM(str(write_moe(folder, arrays, **settings)), device=device) as llm:
+        return llm.logits(golden_ids(moe_models.T, vocab_size=moe_models.V))
+
+
+def test_of_equal_probabilities_the_first_expert_is_chosen(device, tmp_path):
+    """So all tokens go to one expert, and the others have none."""
+    arrays = {
+        name: np.zeros_like(a) if name.endswith("gate.weight") else a for name, a in moe_arrays().items()
+    }
+    first = {
+        name: a / np.float32(E) if "experts.0.c_proj.weight" in name else a for name, a in arrays.items()
+    }
+    expected = logits_of(tmp_path / "alone", first_alone(first), device, topk=1)
+    np.testing.assert_allclose(
+        logits_of(tmp_path / "all", arrays, device, topk=1), expected, rtol=0, atol=1e-5
+    )
+
+
+def test_experts_that_are_the_same_are_one(device, tmp_path):
+    arrays = moe_arrays()
+    same = {
+        name: arrays[f"{name.split('.experts.')[0]}.experts.0.{name.split('.', 5)[5]}"]
+        if ".experts." in name
+        else a
+        for name, a in arrays.items()
+    }
+    expected = logits_of(tmp_path / "alone", first_alone(same), device, topk=1)
+    for per_token in (2, E):
+        found = logits_of(tmp_path / str(per_token), same, device, topk=per_token)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

@@ -20,7 +20,7 @@ def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None)
     """One whose prompt begins like no other, or like those with the same `begin`."""
     prompt = [next(FRESH) if begin is None else begin] + [1] * (prompt_len - 1)
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(Sample(prompt, params, 0, 0, frozenset({EOS})))
+    return Sequence(Sample(prompt, params, 0, frozenset({EOS})))
 
 
 class Cache:

@@ -221,15 +221,6 @@ def test_ppl_prints_a_row_for_each_dtype(run, text_file):
     assert float(rows[1][4].rstrip("%")) == pytest.approx(100 * change, abs=0.1)  # of four digits
 
 
-def test_what_a_later_dtype_cannot_is_refused_before_the_first_is_measured(run, text_file, tmp_path):
-    """A converted model has one dtype."""
-    cli.main(["convert", "demo", str(tmp_path / "model"), "--dtype", "int8"])
-    code, out, err = run("ppl", text_file, "--model", tmp_path / "model", "--dtype", "int8,float32")
-    assert (code, out) == (2, "")
-    assert "is converted to 'int8'" in err
-    assert "ppl of" not in err
-
-
 @pytest.mark.parametrize(("dtypes", "code", "num_rows"), [("float32,int8", 1, 1), ("int8,float32", 2, 0)])
 def test_a_dtype_that_cannot_be_loaded_fails_behind_others(
     run, text_file, monkeypatch, dtypes, code, num_rows
@@ -287,33 +278,3 @@ def test_lambada_names_each_protocol(run, rows_file):
     ]
     code, out, _ = run("lambada", rows_file, "--json")
     assert [json.loads(line)["num_rows"] for line in out.splitlines()] == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["ppl", "TEXT", "--limit", "3"], "--limit is for eval lambada"),
-        (["lambada", "ROWS", "--stride", "3"], "--stride is for eval ppl"),
-        (["lambada", "ROWS", "--limit", "0"], "--limit is 0"),
-        (["lambada", "TEXT"], "is not a row of LAMBADA"),
-        (["ppl", "MISSING"], "cannot be read"),
-        (["ppl", "EMPTY"], "is empty"),
-        (["ppl", "BYTES"], "is not UTF-8 (byte 1)"),
-        (["ppl", "UTF16"], "and must be UTF-8 text"),
-        (["ppl", "BINARY"], "and must be UTF-8 text"),
-        (["ppl", "TEXT", "--stride", "0"], "stride is 0 and must be from 1 to 512"),
-        (["ppl", "TEXT", "--stride", "513"], "stride is 513 and must be"),
-    ],
-)
-def test_the_impossible_is_a_sentence(run, tmp_path, text_file, rows_file, arguments, expected):
-    (tmp_path / "empty").write_bytes(b" \n")
-    (tmp_path / "bytes").write_bytes(b"a\xff")
-    files = {"TEXT": text_file, "ROWS": rows_file, "MISSING": tmp_path / "missing"}
-    (tmp_path / "utf16").write_bytes("Once upon a time".encode("utf-16"))
-    (tmp_path / "binary").write_bytes((60).to_bytes(8, "little") + b'{"wte.weight": {}}')
-    files |= {"BINARY": tmp_path / "binary"}
-    files |= {"UTF16": tmp_path / "utf16", "EMPTY": tmp_path / "empty", "BYTES": tmp_path / "bytes"}
-    code, out, err = run(*(files.get(argument, argument) for argument in arguments))
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1  # nothing before it
-    assert expected in err

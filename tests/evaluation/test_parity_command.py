@@ -178,13 +178,6 @@ def test_text(capsys, folder, golden):
     assert any(line.startswith("from 32 ") for line in lines)
 
 
-def test_flags_that_do_not_go_together(capsys, folder, golden, tmp_path):
-    assert "--golden has its own prompts" in say_no(capsys, folder, "--golden", golden, "--input", golden)
-    assert "--max-tokens is -1" in say_no(capsys, folder, "--max-tokens", -1)
-    assert "--tolerance is nan" in say_no(capsys, folder, "--tolerance", "nan")
-    assert "does not exist" in say_no(capsys, folder, "--save-golden", tmp_path / "none" / "golden.npz")
-
-
 def test_golden_files_that_cannot_be_used(capsys, folder, golden, tmp_path):
     data = golden.read_bytes()
     file = tmp_path / "damaged.npz"

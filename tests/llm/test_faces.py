@@ -1,8 +1,10 @@
 """What a user meets at the prompt: keywords as SamplingParams, prompt dicts, a bar, reprs, the tokenizer."""
 
 import asyncio
+import inspect
 import io
 import sys
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
 from tinygpt.errors import RequestError
+from tinygpt.llm_args import LLMArgs
 from tinygpt.outputs import ranked
 
 PROMPT = "Once upon a time"
@@ -57,6 +60,13 @@ def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
         llm.generate(PROMPT, SamplingParams(), sampling_params=SamplingParams())
     with pytest.raises(TypeError, match="nonsense"):
         LLM("demo", nonsense=3)
+
+
+def test_help_explains_each_argument():
+    lines = LLM.__init__.__doc__.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [field.name for field in fields(LLMArgs)]
+    assert [*inspect.signature(LLM).parameters] == [field.name for field in fields(LLMArgs)]
+    assert lines[4] == "max_num_seqs: samples that run at once; others wait."
 
 
 def test_other_programs_names_of_arguments(llm):

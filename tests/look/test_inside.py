@@ -237,7 +237,7 @@ def test_files_that_are_none(tmp_path):
 
 def test_llama_cpp_steers_alike(tmp_path, folder, llm, vector):
     llama_cpp = pytest.importorskip("llama_cpp")
-    from tinygpt.weights.convert.gguf_out import write_gguf
+    from tinygpt.weights.convert.gguf import write_gguf
     from tinygpt.weights.open import open_checkpoint
 
     model = write_gguf(tmp_path, open_checkpoint(str(folder)), "float32", None)

@@ -312,9 +312,9 @@ from tinygpt.kernels.cpu.model import take_steps
 with LLM(sys.argv[1], threads=2) as llm:
     llm.generate([[1, 2, 3]], max_tokens=4)
     llm.embed([[1, 2, 3]])
-    print(["Hooks(" in str(types) for types in take_steps.overloads])
+    print(["HookBuffers(" in str(types) for types in take_steps.overloads])
     llm.run_with_cache([1, 2, 3], "resid_pre")
-    print(["Hooks(" in str(types) for types in take_steps.overloads])
+    print(["HookBuffers(" in str(types) for types in take_steps.overloads])
 print([name for name in ("captures", "edits", "hooks") if f"tinygpt.look.{name}" in sys.modules])
 """
 

@@ -271,6 +271,14 @@ def test_a_draft_model_is_rank_0s_alone(monkeypatch, folders):
         assert threads.num_broadcasts - before < 5
 
 
+def test_a_stream_that_is_given_is_refused_and_the_ranks_go_on(monkeypatch, folders, alone):
+    expected = alone("five", "float32")["logits"]
+    with on_ranks(monkeypatch, (2, 1), folders("five")) as (llm, _):
+        with pytest.raises(RequestError, match="edits need an LLM of one process"):
+            llm.logit_lens(np.zeros((1, llm.config.n_embd)))
+        assert digest(llm.logits([i * 7 % 101 for i in range(70)])) == expected
+
+
 def test_a_model_of_another_layout_and_size_follows(monkeypatch, folders, alone):
     """The plan of a step has another length then, and the ranks stand otherwise to one another."""
     expected = alone("five", "float32")["logits"]

@@ -49,7 +49,7 @@ ROWS = [random_row, tied_row, masked_row, one_survivor, signed_zeros]
 
 
 def sequence_of(prompt, new, **fields):
-    sequence = Sequence(Sample(prompt, SamplingParams(max_tokens=64, **fields), 0, 0, frozenset(EOS)))
+    sequence = Sequence(Sample(prompt, SamplingParams(max_tokens=64, **fields), 0, frozenset(EOS)))
     sequence.new_token_ids.extend(new)
     return sequence
 

@@ -38,7 +38,7 @@ class BareRunner:
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
     params = SamplingParams(max_tokens=64, **fields)
-    sequence = Sequence(Sample(list(prompt), params, seed, index, frozenset(EOS)))
+    sequence = Sequence(Sample(list(prompt), params, seed, frozenset(EOS)), index)
     sequence.new_token_ids.extend(new)
     return sequence
 

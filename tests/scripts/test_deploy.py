@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import queue
 import re
@@ -36,72 +37,63 @@ DASHBOARD = json.loads((DEPLOY / "grafana" / "tinygpt.json").read_text())
 PODS = {"kubernetes": DEPLOYMENT["spec"]["template"]["spec"], "kserve": KSERVE["spec"]["predictor"]}
 
 
-def dockerfile() -> list[tuple[str, str]]:
-    """(instruction, what it is given)."""
-    text = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
-    return [(name, rest.strip()) for name, _, rest in (line.strip().partition(" ") for line in lines)]
+TEXT = re.sub(r"\\\n", " ", (DEPLOY / "Dockerfile").read_text())
+STEPS = [line.strip().partition(" ")[::2] for line in TEXT.splitlines() if line.strip() and line[0] != "#"]
+IMAGE = dict(STEPS)  # instruction -> what its last one is given
+ENVIRONMENT = dict(item.split("=") for item in shlex.split(IMAGE["ENV"]))
+# What each template gives the server: words, seconds to end, port, and the folder that outlives it.
+COMPOSED = COMPOSE["services"]["tinygpt"]
+TEMPLATES = {
+    "image": (json.loads(IMAGE["CMD"]), math.inf, int(IMAGE["EXPOSE"]), IMAGE["VOLUME"]),
+    "compose": (
+        COMPOSED["command"],
+        float(COMPOSED["stop_grace_period"].removesuffix("s")),
+        int(COMPOSED["ports"][0].split(":")[-1]),
+        COMPOSED["volumes"][0].removeprefix("cache:"),
+    ),
+}
+for name, pod in PODS.items():
+    [container] = pod["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    port = container["ports"][0]["containerPort"]
+    TEMPLATES[name] = container["args"], pod["terminationGracePeriodSeconds"], port, mounts["cache"]
 
 
-def environment_of_image() -> dict[str, str]:
-    return dict(item.split("=") for item in shlex.split(dict(dockerfile())["ENV"]))
-
-
-def served_with(*arguments: str):
-    """What `serve` makes of the image's entry point and these; argparse ends the test if it does not know one."""
-    entry = json.loads(dict(dockerfile())["ENTRYPOINT"])
-    assert entry[:4] == ["python", "-m", "tinygpt", "serve"]
-    return parse([*entry[3:], *arguments])
-
-
-def test_the_image_serves_as_another_user_and_keeps_what_is_made_once():
-    found = dict(dockerfile())
-    args = served_with(*json.loads(found["CMD"]))
-    assert (args.host, args.port) == ("0.0.0.0", int(found["EXPOSE"]))
-    assert int(found["USER"]) > 0
-    for name in ("HF_HOME", "TINYGPT_CACHE_DIR"):
-        assert environment_of_image()[name].startswith(found["VOLUME"] + "/")
-    assert f":{args.port}/health" in found["HEALTHCHECK"]
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_starts_the_server_with_flags_that_it_has(name):
+    """It may end in its own time, at the image's port, and what it makes once is kept."""
+    words, seconds, port, folder = TEMPLATES[name]
+    program, module, *entry = json.loads(IMAGE["ENTRYPOINT"])[1:]
+    assert (program, module) == ("-m", "tinygpt")
+    args = parse([*entry, *words])  # ends the test for an unknown flag
+    assert (args.host, args.port, folder) == ("0.0.0.0", port, IMAGE["VOLUME"])
+    assert seconds > args.drain_seconds
+    if name in PODS:
+        [container] = PODS[name]["containers"]
+        assert container["resources"]["limits"]["cpu"] == str(args.threads)
+        assert PODS[name]["securityContext"]["runAsUser"] == int(IMAGE["USER"]) > 0
+        paths = {value["httpGet"]["path"] for key, value in container.items() if key.endswith("Probe")}
+        assert paths <= {"/health", "/version"}
 
 
 def test_the_image_is_made_of_what_the_package_needs():
-    copied = [shlex.split(rest)[:-1] for name, rest in dockerfile() if name == "COPY"]
-    names = {name for group in copied for name in group}
+    names = {name for step, rest in STEPS if step == "COPY" for name in shlex.split(rest)[:-1]}
     assert all((ROOT / name).exists() for name in names)
-    assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE", "tinygpt", "kernels", "weights"} == names
-    let_in = {
-        line[1:] for line in (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines() if line[:1] == "!"
-    }
-    assert let_in == names
+    let_in = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in let_in if line[:1] == "!"} == names
+    assert all(ENVIRONMENT[name].startswith("/cache/") for name in ("HF_HOME", "TINYGPT_CACHE_DIR"))
 
 
-def test_compose_starts_the_server_with_flags_that_it_has():
-    service = COMPOSE["services"]["tinygpt"]
-    args = served_with(*service["command"])
-    assert float(service["stop_grace_period"].removesuffix("s")) > args.drain_seconds
-    assert service["ports"] == [f"127.0.0.1:{args.port}:{args.port}"]
-    assert service["volumes"] == [f"cache:{dict(dockerfile())['VOLUME']}"]
-    assert service["read_only"]
-    assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
-        DEPLOY / "Dockerfile"
-    )
-
-
-def test_prometheus_finds_the_server_and_grafana_finds_prometheus():
+def test_the_server_is_found_by_prometheus_and_the_pods_by_their_service():
     [job] = PROMETHEUS["scrape_configs"]
-    assert job["static_configs"] == [{"targets": [f"tinygpt:{served_with().port}"]}]
-    assert job["metrics_path"] == "/metrics"
+    assert (job["static_configs"], job["metrics_path"]) == ([{"targets": ["tinygpt:8000"]}], "/metrics")
     [source] = yaml.safe_load((DEPLOY / "grafana" / "datasources.yaml").read_text())["datasources"]
-    assert source["url"] == "http://prometheus:9090"
-    used = {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]}
-    assert (
-        used
-        == {source["uid"]}
-        == {variable["datasource"]["uid"] for variable in DASHBOARD["templating"]["list"]}
-    )
-    [provider] = yaml.safe_load((DEPLOY / "grafana" / "dashboards.yaml").read_text())["providers"]
-    mounts = [volume.split(":")[1] for volume in COMPOSE["services"]["grafana"]["volumes"]]
-    assert any(mount.startswith(provider["options"]["path"] + "/") for mount in mounts)
+    assert {panel["datasource"]["uid"] for panel in DASHBOARD["panels"]} == {source["uid"]}
+    template = DEPLOYMENT["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels == SERVICE["spec"]["selector"]
+    [port], [container] = SERVICE["spec"]["ports"], PODS["kubernetes"]["containers"]
+    assert port["targetPort"] == container["ports"][0]["name"]
 
 
 def test_the_dashboard_shows_metrics_that_the_server_has():
@@ -134,28 +126,6 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_a_pod_is_as_the_image_and_the_server_need_it(name):
-    pod, found = PODS[name], dict(dockerfile())
-    [container] = pod["containers"]
-    args = served_with(*container["args"])
-    assert pod["terminationGracePeriodSeconds"] > args.drain_seconds
-    assert container["resources"]["limits"]["cpu"] == str(args.threads)
-    assert pod["securityContext"]["runAsUser"] == int(found["USER"])
-    assert pod["securityContext"]["runAsNonRoot"]
-    assert [port["containerPort"] for port in container["ports"]] == [args.port]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"cache": found["VOLUME"], "tmp": "/tmp"}
-    assert {volume["name"] for volume in pod["volumes"]} == mounts.keys()
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    [secret] = container["env"]
-    assert secret["name"] == "TINYGPT_API_KEY"
-    assert "secretKeyRef" in secret["valueFrom"]
-    for probe in (value for key, value in container.items() if key.endswith("Probe")):
-        assert probe["httpGet"]["path"] in ("/health", "/version")
-        assert probe["httpGet"]["port"] in ("http", args.port)
-
-
-@pytest.mark.parametrize("name", PODS)
 def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
     """Others may write to an emptyDir; what the init container makes in it is mounted in its place."""
     pod = PODS[name]
@@ -173,19 +143,8 @@ def test_compiled_kernels_outlive_a_pods_container(name, tmp_path, monkeypatch):
     # In the container the folder is the mount point itself, so nothing of the volume lies above it.
     seen = tmp_path / "cache"
     (volume / mount["subPath"]).rename(seen)
-    monkeypatch.setenv(
-        "TINYGPT_CACHE_DIR", environment_of_image()["TINYGPT_CACHE_DIR"].replace("/cache", str(seen), 1)
-    )
+    monkeypatch.setenv("TINYGPT_CACHE_DIR", ENVIRONMENT["TINYGPT_CACHE_DIR"].replace("/cache", str(seen), 1))
     assert open_cache("kernels").folder == seen / "kernels" / "kernels"
-
-
-def test_the_service_finds_its_pods():
-    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
-    assert DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels == SERVICE["spec"]["selector"]
-    [port], [container] = SERVICE["spec"]["ports"], PODS["kubernetes"]["containers"]
-    assert port["targetPort"] == container["ports"][0]["name"]
-    annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
-    assert annotations["prometheus.io/port"] == str(container["ports"][0]["containerPort"])
 
 
 def test_probes_need_no_key():

@@ -12,7 +12,7 @@ from support.cuda_compile import compile_kernel
 from support.cuda_device import on_a_gpu, why_no_gpu
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM
-from tinygpt.kernels.cuda.runtime import device as devices
+from tinygpt.kernels.cuda import device as devices
 
 SMALL = {
     "mma": first_contact.mma,

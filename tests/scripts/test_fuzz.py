@@ -11,8 +11,6 @@ import pytest
 from scripts import fuzz
 from support.examples import examples
 from support.paths import ROOT
-from tinygpt import LLM
-from tinygpt.errors import TinyGPTError
 
 DATA = ROOT / "tests" / "data" / "fuzz"
 pytestmark = [
@@ -93,27 +91,10 @@ class AnyText(str):
         return False
 
 
-def test_requests_in_company_and_alone():
-    fuzz.fuzz_requests(examples(15), 1)
-
-
-def test_a_request_that_sees_others_is_found(monkeypatch):
-    """Its seed depends on the number of requests before it."""
-    count, submit = iter(range(10**6)), LLM.submit
-
-    def submit_with_another_seed(llm, prompt, params):
-        return submit(llm, prompt, replace(params, seed=next(count), temperature=1.0, guided_choice=None))
-
-    monkeypatch.setattr(LLM, "submit", submit_with_another_seed)
-    with pytest.raises((AssertionError, TinyGPTError)):
-        fuzz.fuzz_requests(50, 1)
-
-
 def test_the_command_reports_each_format(tmp_path):
     command = [
         sys.executable,
         str(ROOT / "scripts" / "fuzz.py"),
-        "files",
         "--examples",
         "5",
         "--formats",

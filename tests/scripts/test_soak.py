@@ -1,10 +1,14 @@
-"""scripts/soak.py: a short run of both kinds, and the problems that it would report."""
+"""scripts/soak.py: a short run of each kind, and the problems that it would report."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 
 from scripts import soak
+from support.examples import examples
+from tinygpt import LLM
+from tinygpt.errors import TinyGPTError
 
 
 @pytest.mark.parametrize("more", [[], ["--server"]])
@@ -30,3 +34,19 @@ def test_problems_are_reported(changes, sentence):
     found = soak.Report(**{**fields, **changes}).problems(10)
     assert len(found) == (sentence is not None)
     assert sentence is None or sentence in found[0]
+
+
+def test_requests_in_company_and_alone():
+    soak.compare_alone(examples(15), 1)
+
+
+def test_a_request_that_sees_others_is_found(monkeypatch):
+    """Its seed depends on the number of requests before it."""
+    count, submit = iter(range(10**6)), LLM.submit
+
+    def submit_with_another_seed(llm, prompt, params):
+        return submit(llm, prompt, replace(params, seed=next(count), temperature=1.0, guided_choice=None))
+
+    monkeypatch.setattr(LLM, "submit", submit_with_another_seed)
+    with pytest.raises((AssertionError, TinyGPTError)):
+        soak.compare_alone(50, 1)

@@ -5,7 +5,6 @@ import io
 import json
 import lzma
 import random
-import runpy
 import sys
 from pathlib import Path
 
@@ -82,7 +81,7 @@ def test_tinygpt_computes_the_logits_that_transformers_does(trained):
 
 def test_embedded_it_keeps_what_its_card_says(trained, tmp_path):
     out, _ = trained
-    runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))["embed"](out, tmp_path)
+    train_demo.embed(out, tmp_path)
     facts = record_of(out)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
     assert f"| 0.0 million tokens of it, {10240 / facts['corpus_tokens']:.1f} passes," in card
@@ -101,7 +100,7 @@ def test_the_loss_falls_and_the_record_says_how_far(trained):
     assert losses[1] < losses[0] < 6.3  # ln 557 is 6.32
     record = record_of(out)
     assert (record["validation_loss"], record["tokens_seen"], record["window"]) == (losses[1], 10240, 64)
-    assert f"python scripts/embed_demo.py {out}" in printed
+    assert f"python scripts/train_demo.py --out {out} --embed" in printed
 
 
 def test_resuming_goes_on_where_the_run_stopped_and_keeps_the_best_weights(trained, corpus, monkeypatch):

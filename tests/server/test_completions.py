@@ -7,9 +7,8 @@ import pytest
 from support.paths import DEMO, VOCAB_SIZE
 from tinygpt import SamplingParams
 from tinygpt.engine.input_processor import InputProcessor
-from tinygpt.engine.prompts import Prompt
-from tinygpt.outputs import CompletionOutput, RequestOutput
-from tinygpt.server.completions import with_suffix
+from tinygpt.outputs import CompletionOutput
+from tinygpt.server.api import kept_tokens
 from tinygpt.server.replies import TokenNames
 from tinygpt.text.tokenizer import Tokenizer
 
@@ -40,24 +39,26 @@ def test_a_reply_is_what_generate_gives(server, llm, name):
     [output] = llm.generate(PROMPT, SamplingParams(**CASES[name]))
     reply = server.complete(prompt=PROMPT, return_token_ids=True, **CASES[name])
     assert reply.status == 200
-    for choice, sample in zip(reply.json["choices"], output.outputs, strict=True):
+    for choice, sample in zip(reply.choices, output.outputs, strict=True):
         for name in ("index", "text", "finish_reason", "stop_reason", "token_ids"):
             assert choice[name] == getattr(sample, name)
-    assert all(choice["prompt_token_ids"] == output.prompt_token_ids for choice in reply.json["choices"])
+    assert all(choice["prompt_token_ids"] == output.prompt_token_ids for choice in reply.choices)
+
+
+def uncached(usage):
+    """What two equal requests have both: the second finds more in the cache."""
+    return usage | {"prompt_tokens_details": None}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_stream_is_the_reply_in_pieces(server, name):
     asked = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **CASES[name]}
-    whole = server.complete(**asked).json
-    events = server.complete(**asked, stream=True, stream_options={"include_usage": True}).events
-    assert events[-1]["choices"] == []
-    assert {**events[-1]["usage"], "prompt_tokens_details": None} == {
-        **whole["usage"],
-        "prompt_tokens_details": None,
-    }
-    for choice in whole["choices"]:
-        parts = [part for event in events for part in event["choices"] if part["index"] == choice["index"]]
+    whole = server.complete(**asked)
+    stream = server.complete(**asked, stream=True, stream_options={"include_usage": True})
+    assert stream.events[-1]["choices"] == []
+    assert uncached(stream.events[-1]["usage"]) == uncached(whole.json["usage"])
+    for choice in whole.choices:
+        parts = [part for part in stream.parts if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in parts) == choice["text"]
         assert [i for part in parts for i in part["token_ids"]] == choice["token_ids"]
         assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
@@ -70,14 +71,13 @@ def test_a_stream_is_the_reply_in_pieces(server, name):
 
 def test_a_plain_stream_has_an_event_for_each_text(server):
     asked = {"prompt": PROMPT, **SAMPLED}
-    events = server.complete(**asked, stream=True).events
-    text = "".join(event["choices"][0]["text"] for event in events)
-    assert text == server.complete(**asked).json["choices"][0]["text"]
-    assert all(len(event["choices"]) == 1 and event["object"] == "text_completion" for event in events)
-    assert {event["id"] for event in events} == {events[0]["id"]}
-    assert {tuple(event["choices"][0]) for event in events[:-1]} == {
-        ("index", "text", "logprobs", "finish_reason")
+    stream = server.complete(**asked, stream=True)
+    events, parts = stream.events, stream.parts
+    assert "".join(part["text"] for part in parts) == server.complete(**asked).choices[0]["text"]
+    assert {(event["id"], event["object"], len(event["choices"])) for event in events} == {
+        (events[0]["id"], "text_completion", 1)
     }
+    assert {tuple(part) for part in parts[:-1]} == {("index", "text", "logprobs", "finish_reason")}
 
 
 @pytest.mark.parametrize("max_tokens", [0, 2])
@@ -87,15 +87,15 @@ def test_an_echo_is_what_score_gives(server, llm, max_tokens):
     ids = llm.tokenizer.encode(PROMPT)
     asked = {"echo": True, "logprobs": 0, "max_tokens": max_tokens}
     [whole, first, rest] = [*llm.score("", [PROMPT, ids[:1]]), *llm.score(ids[:1], [ids[1:]])]
-    echoed = server.complete(prompt=[bos, *ids], **asked).json["choices"][0]["logprobs"]["token_logprobs"]
+    echoed = server.complete(prompt=[bos, *ids], **asked).choices[0]["logprobs"]["token_logprobs"]
     assert echoed[1 : 1 + len(ids)] == whole.logprobs
-    echoed = server.complete(prompt=PROMPT, **asked).json["choices"][0]["logprobs"]["token_logprobs"]
+    echoed = server.complete(prompt=PROMPT, **asked).choices[0]["logprobs"]["token_logprobs"]
     assert echoed[: len(ids)] == first.logprobs + rest.logprobs
 
 
 def test_log_probabilities_are_the_engines(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, logprobs=3, prompt_logprobs=3))
-    found = server.complete(prompt=PROMPT, logprobs=3, echo=True, **SAMPLED).json["choices"][0]["logprobs"]
+    found = server.complete(prompt=PROMPT, logprobs=3, echo=True, **SAMPLED).choices[0]["logprobs"]
     [sample] = output.outputs
     ids = output.prompt_token_ids + sample.token_ids
     entries = [*output.prompt_logprobs[1:], *sample.logprobs]
@@ -113,7 +113,7 @@ def test_log_probabilities_are_the_engines(server, llm):
 
 
 def test_offsets_count_the_characters_of_the_text(server):
-    choice = server.complete(prompt="A café", echo=True, logprobs=0, **CASES["greedy"]).json["choices"][0]
+    choice = server.complete(prompt="A café", echo=True, logprobs=0, **CASES["greedy"]).choices[0]
     found = choice["logprobs"]
     for offset, name in zip(found["text_offset"], found["tokens"], strict=True):
         shown = choice["text"][offset:].lstrip(
@@ -130,53 +130,33 @@ def test_halves_of_a_character_have_names_of_their_own(server, llm):
     others = [i for i in range(llm.config.vocab_size) if i not in halves]
     assert [*map(server.api.names.name, others)] == [llm.tokenizer.decode([i]) for i in others]
     assert all(name.startswith("bytes:\\x") for name in names)
-    found = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).json["choices"][0][
-        "logprobs"
-    ]
-    assert found["tokens"] == [server.api.names.name(halves[0])]
+    [choice] = server.complete(prompt=[halves[0]], echo=True, logprobs=0, max_tokens=0).choices
+    assert choice["logprobs"]["tokens"] == [server.api.names.name(halves[0])]
     asked = {"prompt": "Once", "max_tokens": 3, "logprobs": 0, "seed": 1, "allowed_token_ids": halves}
-    whole = server.complete(**asked).json["choices"][0]["logprobs"]["tokens"]
-    events = server.complete(**asked, stream=True).events  # also of a token without a text
-    assert [name for event in events for name in event["choices"][0]["logprobs"]["tokens"]] == whole
+    whole = server.complete(**asked).choices[0]["logprobs"]["tokens"]
+    parts = server.complete(**asked, stream=True).parts  # also of a token without a text
+    assert [name for part in parts for name in part["logprobs"]["tokens"]] == whole
 
 
 def test_several_prompts_of_every_kind(server, llm):
     texts = ["Once", "The king"]
     ids = [[46, 1364], [262]]
+    asked = {"temperature": 0.7, "seed": 3, "n": 2, "max_tokens": 4}
     for prompts in (texts, ids):
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.7, seed=3, n=2, max_tokens=4))
-        choices = server.complete(prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4).json["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
-        assert [choice["text"] for choice in choices] == [
-            s.text for output in outputs for s in output.outputs
-        ]
-        events = server.complete(
-            prompt=prompts, temperature=0.7, seed=3, n=2, max_tokens=4, stream=True
-        ).events
-        texts_of = [""] * 4
-        for event in events:
-            texts_of[event["choices"][0]["index"]] += event["choices"][0]["text"]
-        assert texts_of == [choice["text"] for choice in choices]
+        outputs = llm.generate(prompts, SamplingParams(**asked))
+        expected = [sample.text for output in outputs for sample in output.outputs]
+        choices = server.complete(prompt=prompts, **asked).choices
+        assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(expected)]
+        found = [""] * 4
+        for part in server.complete(prompt=prompts, **asked, stream=True).parts:
+            found[part["index"]] += part["text"]
+        assert found == expected
 
 
 def test_names_of_other_programs(server):
-    ours = {
-        "prompt": "Once",
-        "max_tokens": 3,
-        "repetition_penalty": 1.3,
-        "seed": 1,
-        "temperature": 0.0,
-        "top_k": 5,
-    }
-    others = {
-        "prompt": "Once",
-        "n_predict": 3,
-        "repeat_penalty": 1.3,
-        "random_seed": 1,
-        "do_sample": False,
-        "topk": 5,
-    }
-    first, second = (server.complete(**body).json["choices"] for body in (ours, others))
+    ours = {"max_tokens": 3, "repetition_penalty": 1.3, "seed": 1, "temperature": 0.0, "top_k": 5}
+    others = {"n_predict": 3, "repeat_penalty": 1.3, "random_seed": 1, "do_sample": False, "topk": 5}
+    first, second = (server.complete(prompt="Once", **body).choices for body in (ours, others))
     assert first == second
 
 
@@ -194,14 +174,14 @@ def test_special_tokens_in_texts_are_text_unless_the_client_says_so(server, llm)
     split, whole = (llm.read_prompt(text, is_split).token_ids for is_split in (True, False))
     assert len(split) > len(whole)
     for asked, ids in (({}, split), ({"split_special_tokens": False}, whole)):
-        choice = server.complete(prompt=text, max_tokens=1, return_token_ids=True, **asked).json["choices"][0]
+        choice = server.complete(prompt=text, max_tokens=1, return_token_ids=True, **asked).choices[0]
         assert choice["prompt_token_ids"] == ids
 
 
 @pytest.mark.parametrize("text", [PROMPT, "O"])
 def test_max_tokens_0_says_what_the_model_thinks_of_the_prompt(server, text):
-    more = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=1, temperature=0).json["choices"][0]
-    choice = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=0).json["choices"][0]
+    more = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=1, temperature=0).choices[0]
+    choice = server.complete(prompt=text, echo=True, logprobs=2, max_tokens=0).choices[0]
     assert (choice["text"], choice["finish_reason"]) == (text, "length")
     for field, values in choice["logprobs"].items():
         assert values == more["logprobs"][field][: len(values)]
@@ -212,7 +192,7 @@ def test_max_tokens_0_says_what_the_model_thinks_of_the_prompt(server, text):
 
 def test_max_tokens_0_takes_as_many_tokens_as_there_are_positions(server, llm):
     ids = [262] * llm.max_model_len
-    found = server.complete(prompt=ids, echo=True, logprobs=0, max_tokens=0).json["choices"][0]["logprobs"]
+    found = server.complete(prompt=ids, echo=True, logprobs=0, max_tokens=0).choices[0]["logprobs"]
     assert len(found["token_logprobs"]) == len(ids)
     assert server.complete(prompt=ids, max_tokens=1).error["code"] == "context_length_exceeded"
 
@@ -241,7 +221,7 @@ IN_OTHER_WORDS = {
 def test_a_request_in_other_words_is_the_same(server, llm, name):
     asked, params = ({"max_tokens": 6, **each} for each in IN_OTHER_WORDS[name])
     [output] = llm.generate(PROMPT, SamplingParams(**params))
-    choices = server.complete(prompt=PROMPT, **asked).json["choices"]
+    choices = server.complete(prompt=PROMPT, **asked).choices
     assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
 
 
@@ -259,23 +239,16 @@ def test_a_suffix_chooses_among_candidates(server, llm):
     assert expected != output.outputs[0].text  # or the test would see nothing
     reply = server.complete(prompt=PROMPT, **SAMPLED, best_of=4, suffix=suffix).json
     assert [choice["text"] for choice in reply["choices"]] == [expected]
-    plain = server.complete(prompt=PROMPT, **SAMPLED).json["choices"][0]["text"]
-    assert server.complete(prompt=PROMPT, **SAMPLED, suffix=suffix).json["choices"][0]["text"] == plain
+    plain = server.complete(prompt=PROMPT, **SAMPLED).choices[0]["text"]
+    assert server.complete(prompt=PROMPT, **SAMPLED, suffix=suffix).choices[0]["text"] == plain
 
 
 def test_prompt_logprobs_in_vllms_words(server, llm):
     [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
-    found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).json["choices"][0][
-        "prompt_logprobs"
-    ]
+    found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).choices[0]["prompt_logprobs"]
     assert found[0] is None
-    events = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=2, n=2, stream=True).events
-    told = [
-        choice["prompt_logprobs"]
-        for event in events
-        for choice in event["choices"]
-        if "prompt_logprobs" in choice
-    ]
+    parts = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=2, n=2, stream=True).parts
+    told = [part["prompt_logprobs"] for part in parts if "prompt_logprobs" in part]
     assert told == [found, found]  # of each choice
     for entry, expected in zip(found[1:], output.prompt_logprobs[1:], strict=True):
         assert {int(i): told["logprob"] for i, told in entry.items()} == expected
@@ -286,7 +259,7 @@ def test_prompt_logprobs_in_vllms_words(server, llm):
 def test_candidates_have_ids_where_ids_are_asked_for(server, llm):
     """JavaScript reorders keys that are numbers, so clients look up ids by name."""
     asked = {"prompt": PROMPT, "max_tokens": 4, "seed": 1, "logprobs": 6, "echo": True}
-    found = server.complete(**asked, return_token_ids=True).json["choices"][0]["logprobs"]
+    found = server.complete(**asked, return_token_ids=True).choices[0]["logprobs"]
     assert len(found["top_token_ids"]) == len(llm.tokenizer.encode(PROMPT)) + 4
     for names, ids in zip(found["top_logprobs"], found["top_token_ids"], strict=True):
         assert names.keys() == ids.keys()
@@ -313,16 +286,12 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
         (name, mode) == ("a low temperature", "processed")
     )
     for echo in (False, True):
-        whole = server.complete(prompt=PROMPT, echo=echo, **asked).json["choices"][0]
+        whole = server.complete(prompt=PROMPT, echo=echo, **asked).choices[0]
         assert [[*top.values()] for top in whole["logprobs"]["top_logprobs"][-len(expected) :]] == expected
-        events = server.complete(prompt=PROMPT, echo=echo, stream=True, **asked).events
-        parts = [event["choices"][0]["logprobs"] for event in events]
-        assert [value for part in parts for value in part["top_logprobs"]] == whole["logprobs"][
-            "top_logprobs"
-        ]
-        assert [value for part in parts for value in part["token_logprobs"]] == whole["logprobs"][
-            "token_logprobs"
-        ]
+        parts = server.complete(prompt=PROMPT, echo=echo, stream=True, **asked).parts
+        for field in ("top_logprobs", "token_logprobs"):
+            values = [value for part in parts for value in part["logprobs"][field]]
+            assert values == whole["logprobs"][field]
 
 
 @pytest.mark.parametrize(
@@ -331,8 +300,7 @@ def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode)
 )
 def test_a_candidate_is_ranked_without_the_token_that_ended_it(reason, stop, expected):
     sample = CompletionOutput(0, "text", [5, 6, 7], "stop", reason, None, None, None, 0)
-    output = RequestOutput(None, [1], [sample], None, None, None, 0, 0)
-    assert with_suffix([output], Prompt(None, [9]), stop, lambda text: [len(text)]) == [[1, *expected, 9]]
+    assert kept_tokens(sample, stop, lambda text: [len(text)]) == expected
 
 
 def test_no_two_ids_of_a_padded_vocabulary_share_a_name():

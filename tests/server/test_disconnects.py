@@ -76,7 +76,7 @@ def test_a_client_that_leaves_in_the_prefill(server, llm, gate):
 def test_others_go_on(server, llm, gate):
     gate.allow(float("inf"))
     asked = {"prompt": "The king", "seed": 5, "max_tokens": 30}
-    alone = server.complete(**asked).json["choices"]
+    alone = server.complete(**asked).choices
     client = server.begin(**LONG, stream=True)
     next(client.events())
     stays = server.begin(**asked, stream=True)

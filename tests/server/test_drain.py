@@ -27,7 +27,7 @@ def test_what_runs_is_finished_and_new_clients_are_told_to_ask_elsewhere(llm, ca
         idle = socket.create_connection(("127.0.0.1", server.port), 60)  # has not asked, and holds up nothing
         stream = server.begin(**LONG, stream=True)
         plain = server.begin(**LONG)
-        until(lambda: len(server.api._works) == 2)
+        until(lambda: len(server.api._running) == 2)
         gate.allow(2)
         events = stream.events()
         next(events)
@@ -130,7 +130,7 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
         client = server.begin("/v1/embeddings", input=["a", "b"])
         assert embed.called.wait(60)
         server.terminate()
-        until(lambda: server.api.outbox.stopped)
+        until(lambda: server.api.outbox.shutdown_error)
         if ends:
             embed.release.set()
         assert client.socket.recv(1000).startswith(b"HTTP/1.1 503")

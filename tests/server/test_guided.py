@@ -15,7 +15,7 @@ from tinygpt import SamplingParams, fields
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import how_to_install
-from tinygpt.server.running import GRAMMAR_THREADS
+from tinygpt.server.requests import GRAMMAR_THREADS
 from tinygpt.text.chat_template import ChatTemplate
 
 PROMPT = "In the house lived"

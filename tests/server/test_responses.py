@@ -101,30 +101,3 @@ def test_a_text_that_ends_by_itself_is_completed(respond):
     found = respond(stop_token_ids=list(range(400)), max_output_tokens=400, stream=True)
     assert events_of(found)[-1]["type"] == "response.completed"
     assert respond(stop_token_ids=list(range(400)), max_output_tokens=400).json["status"] == "completed"
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"max_output_tokens": 5000}, "max_output_tokens"),
-        ({"input": "again and " * 300}, "input"),
-        ({"temperature": -1}, "temperature"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"tools": [{}]}, "tools"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"n": 2}, "n"),
-        ({"max_tokens": 3}, "max_tokens"),  # next to max_output_tokens
-        ({"n_predict": 3}, "n_predict"),
-    ],
-)
-def test_what_is_not_possible(respond, body, param):
-    reply = respond(**body)
-    assert (reply.status, reply.error["param"]) == (400, param)
-
-
-def test_a_model_without_a_template_says_so(server):
-    reply = server.ask("/v1/responses", ASKED)
-    assert (reply.status, reply.error["code"]) == (400, "no_chat_template")

@@ -8,7 +8,7 @@ import pytest
 
 from support.gate import Gate, Held
 from support.serving import Reply, served, until
-from tinygpt.server import running
+from tinygpt.server import requests
 from tinygpt.text.chat_template import ChatTemplate
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 20, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -72,7 +72,7 @@ def test_two_requests_of_one_connection_are_answered_in_their_order(server):
 
 @pytest.mark.parametrize(("path", "num_events"), [("/v1/completions", 20), ("/generate", 21)])
 def test_a_silent_stream_is_kept_alive(server, llm, monkeypatch, path, num_events):
-    monkeypatch.setattr(running, "PING_SECONDS", 0.02)
+    monkeypatch.setattr(requests, "PING_SECONDS", 0.02)
     with llm.engine.wrapped(Gate) as gate:
         client = server.begin(path, **ASKED)
         while not client._lines.readline().startswith(b": ping"):
@@ -131,8 +131,8 @@ def test_an_upgrade_is_not_taken(server, protocol):
 
 
 def test_a_stream_that_is_not_read_ends_with_an_error(server, llm, monkeypatch):
-    monkeypatch.setattr(running, "MAX_UNREAD", 20)
-    monkeypatch.setattr(running, "UNREAD_SECONDS", 0)
+    monkeypatch.setattr(requests, "MAX_UNREAD", 20)
+    monkeypatch.setattr(requests, "UNREAD_SECONDS", 0)
     held = Held(lambda: None)
     client = server.begin(prompt="Once", max_tokens=200, n=2, ignore_eos=True, stream=True)
     events = client.events()

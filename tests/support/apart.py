@@ -13,7 +13,7 @@ from typing import Any
 from tinygpt.errors import TinyGPTError
 from tinygpt.text.tokenizer import Tokenizer
 from tinygpt.weights.adapters.lora import merge_lora
-from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.adapters.peft import read_soft_prompt
 from tinygpt.weights.open import open_checkpoint
 
 IMPORTED = ("tinygpt.llm", "tinygpt.kernels.cpu", "tinygpt.weights.open", "tinygpt.weights.adapters.lora")

@@ -2,9 +2,10 @@
 
 from datetime import datetime, timezone
 
-from tinygpt.bench.measure import Case, Measurement, Run
-from tinygpt.bench.roofline import MachineLimits
-from tinygpt.bench.sweep import Plan, Test, make_plan, record_of
+from tinygpt.bench.measure import Run
+from tinygpt.bench.report import record_of
+from tinygpt.bench.roofline import Case, MachineLimits
+from tinygpt.bench.sweep import Plan, Test, make_plan
 from tinygpt.weights.config import ModelConfig
 
 # Keys that llama-bench always writes, and that llama.cpp's compare-llama-bench.py requires.
@@ -29,21 +30,26 @@ def record(
     case: Case, runs: list[Run], dtype: str = "float32", cache: str = "float32", peak_memory: int = 0
 ) -> dict:
     plan = Plan("tiny", {dtype: cache}, (2,), (case,), len(runs), TINY)
-    return record_of(plan, Test(dtype, 2, case, Measurement(tuple(runs), peak_memory), ENDED), LIMITS)
+    return record_of(plan, Test(dtype, 2, case, tuple(runs), peak_memory, ended=ENDED), LIMITS)
+
+
+def case_of(batch_size: int, prompt_length: int, new_tokens: int = 0) -> Case:
+    """As `make_plan` makes it."""
+    return Case(batch_size, (prompt_length,) * batch_size, new_tokens, is_at_depth=new_tokens > 0)
 
 
 def prompt_record(dtype: str = "float32") -> dict:
     """4 prompts of 3 tokens, read in two passes."""
     times = [{"prompt": s, "first_token": 2 * s, "sampling": s, "total": 10 * s} for s in (2e-6, 1e-6, 4e-6)]
     runs = [run_of(**time, num_steps=2, num_prompt_steps=2) for time in times]
-    return record(Case(4, 3), runs, dtype, peak_memory=5_000_000)
+    return record(case_of(4, 3), runs, dtype, peak_memory=5_000_000)
 
 
 def generation_record(kv_cache_dtype: str = "bfloat16") -> dict:
     """4 sequences after 3 tokens: 6 new ones each, of which a pass of all decodes 5; and a pass of fewer."""
     times = {"generation": 12e-6, "together": 10e-6, "sampling": 1, "total": 4}
     run = run_of(**times, num_steps=7, num_prompt_steps=1, num_together=5)
-    return record(Case(4, 3, 6), [run], "int4", kv_cache_dtype)
+    return record(case_of(4, 3, 6), [run], "int4", kv_cache_dtype)
 
 
 def planned(model="random:tiny", **changes):

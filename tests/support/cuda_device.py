@@ -9,13 +9,12 @@ import pytest
 
 from support import cuda_compile
 from support.ptx_machine import Touched, simulate
-from tinygpt.kernels.cuda.launches import MAX_OCTETS
+from tinygpt.kernels.backend import DeviceError
+from tinygpt.kernels.cuda.device import need_driver
+from tinygpt.kernels.cuda.jit import HOPPER
 from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV, Heads
-from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, steps_ahead
-from tinygpt.kernels.cuda.params import STEP, Weights, pack, panel_count, step_count
-from tinygpt.kernels.cuda.runtime.jit import DeviceError, need_driver
-from tinygpt.kernels.cuda.runtime.ptx import HOPPER
-from tinygpt.kernels.numbers import to_bfloat16
+from tinygpt.kernels.cuda.layers.linear import LINEAR_THREADS, linear_kernel, max_octets, steps_ahead
+from tinygpt.kernels.cuda.params import DTYPES, STEP, Weights, pack, panel_count, step_count
 
 
 def why_no_gpu() -> str:
@@ -30,7 +29,7 @@ on_a_gpu = pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu())
 
 
 class SimulatedDevice:
-    """As kernels/cuda/runtime/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
+    """As kernels/cuda/device.py's Device, and as strict: no empty arrays, and a graph is what was captured."""
 
     multiprocessors, name = 2, "a simulated GPU"
 
@@ -115,10 +114,10 @@ class SimulatedDevice:
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Activations (n, K) as the kernels of a family keep them, K filled up with zeros; flat."""
+    """Activations (n, K) as the kernels of a dtype keep them, K filled up with zeros; flat."""
     padded = np.zeros((len(values), step_count(values.shape[1]) * STEP), np.float32)
     padded[:, : values.shape[1]] = values
-    return (padded if dtype == "float32" else to_bfloat16(padded)).ravel()
+    return DTYPES[dtype].numbers.encode(padded).ravel()
 
 
 def packed(weight: np.ndarray, bias: np.ndarray, dtype: str) -> Weights:
@@ -134,7 +133,7 @@ def normal(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def run_linear(target, inputs, weights, layer, width, count, dtype, octets, epilogue):
-    octets = min(octets, MAX_OCTETS[dtype])
+    octets = min(octets, max_octets(dtype))
     grid = (weights.num_panels, math.ceil(count / (8 * octets)))
     sizes = np.array([0, count], np.int32)
     kernel = linear_kernel(dtype, octets, epilogue, steps_ahead(dtype, octets, weights.num_steps))
@@ -145,7 +144,7 @@ def heads_of(
     dtype: str, count: int, slots: int, length: int, heads: int, size: int, positions, token_slots
 ) -> Heads:
     padded = -(-size // 32) * 32
-    kind = np.float32 if dtype == "float32" else np.uint16
+    kind = DTYPES[dtype].numbers.array_type
     q = np.zeros(count * heads * padded, kind)
     cache = 2 * slots * heads * length * padded
     places = np.array(positions, np.int32), np.array(token_slots, np.int32)
@@ -157,8 +156,8 @@ INTS = np.zeros(8, np.int32)
 
 
 def sample_arguments(dtype: str, epilogue: str):
-    activations = FLOATS if dtype == "float32" else np.zeros(8, np.uint16)
+    activations = np.zeros(8, DTYPES[dtype].numbers.array_type)
     heads = Heads(activations, activations, activations, INTS, INTS, 1, 1, 1, 1, 1)
     target = {ADD: FLOATS, LOGITS: FLOATS, QKV: heads}.get(epilogue, activations)
-    panels = {"float32": FLOATS, "bfloat16": np.zeros(8, np.uint16), "int8": np.zeros(8, np.int8)}[dtype]
+    panels = np.zeros(8, DTYPES[dtype].array_type)
     return target, activations, Weights(panels, FLOATS, FLOATS, 1, 1, 1)

@@ -99,59 +99,29 @@ def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None)
 
 
 CHARACTERS = (string.ascii_letters + string.digits)[: V - 1] + " "  # of token ids 0 to V - 1
-
-
-def write_characters(folder: Path) -> Path:
-    """A tokenizer.json beside a model: each token is a character."""
-    splitter = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    model = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(CHARACTERS)}, "unk_token": "[UNK]"}
-    steps = {
-        "normalizer": None,
-        "pre_tokenizer": splitter,
-        "post_processor": None,
-        "decoder": {"type": "Fuse"},
-    }
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"version": "1.0", "added_tokens": [], **steps, "model": model})
-    )
-    return folder
-
-
 PREFIXES = {"opt": "model.decoder.", "xglm": "model.", "biogpt": "biogpt."}
 HEADS = {"biogpt": "output_projection.weight"}
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tokens_embed.weight")
-
-
-def _barts(C: int, F: int) -> dict[str, tuple[int, int]]:
-    return {f"self_attn.{part}_proj": (C, C) for part in ("q", "k", "v", "out")} | {
-        "fc1": (F, C),
-        "fc2": (C, F),
-    }
-
-
-def _blooms(C: int, F: int) -> dict[str, tuple[int, int]]:
-    attention = {"self_attention.query_key_value": (3 * C, C), "self_attention.dense": (C, C)}
-    return attention | {"mlp.dense_h_to_4h": (F, C), "mlp.dense_4h_to_h": (C, F)}
-
-
-def _mpts(C: int, F: int) -> dict[str, tuple[int, int]]:
-    return {"attn.Wqkv": (3 * C, C), "attn.out_proj": (C, C), "ffn.up_proj": (F, C), "ffn.down_proj": (C, F)}
-
-
-def _gpt1s(C: int, F: int) -> dict[str, tuple[int, int]]:
-    return {"attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, F), "mlp.c_proj": (F, C)}
-
-
-# By model_type: the prefix of layers, their linears, their norms, and the norms outside.
+# Linears of a layer: a letter for each size, C the width, Q that of queries, keys and values, F the MLP's.
+BARTS = {f"self_attn.{part}_proj": "CC" for part in ("q", "k", "v", "out")} | {"fc1": "FC", "fc2": "CF"}
+BLOOMS = {
+    "self_attention.query_key_value": "QC",
+    "self_attention.dense": "CC",
+    "mlp.dense_h_to_4h": "FC",
+    "mlp.dense_4h_to_h": "CF",
+}
+MPTS = {"attn.Wqkv": "QC", "attn.out_proj": "CC", "ffn.up_proj": "FC", "ffn.down_proj": "CF"}
+GPT1S = {"attn.c_attn": "CQ", "attn.c_proj": "CC", "mlp.c_fc": "CF", "mlp.c_proj": "FC"}
 BART_NORMS = ("self_attn_layer_norm", "final_layer_norm")
 BLOOM_NORMS = ("input_layernorm", "post_attention_layernorm")
+# By model_type: the prefix of layers, their linears, their norms, and the norms outside.
 LAYERS = {
-    "opt": ("layers.", _barts, BART_NORMS, ("final_layer_norm",)),
-    "xglm": ("layers.", _barts, BART_NORMS, ("layer_norm",)),
-    "biogpt": ("layers.", _barts, BART_NORMS, ("layer_norm",)),
-    "bloom": ("h.", _blooms, BLOOM_NORMS, ("word_embeddings_layernorm", "ln_f")),
-    "mpt": ("blocks.", _mpts, ("norm_1", "norm_2"), ("norm_f",)),
-    "openai-gpt": ("h.", _gpt1s, ("ln_1", "ln_2"), ()),
+    "opt": ("layers.", BARTS, BART_NORMS, ("final_layer_norm",)),
+    "xglm": ("layers.", BARTS, BART_NORMS, ("layer_norm",)),
+    "biogpt": ("layers.", BARTS, BART_NORMS, ("layer_norm",)),
+    "bloom": ("h.", BLOOMS, BLOOM_NORMS, ("word_embeddings_layernorm", "ln_f")),
+    "mpt": ("blocks.", MPTS, ("norm_1", "norm_2"), ("norm_f",)),
+    "openai-gpt": ("h.", GPT1S, ("ln_1", "ln_2"), ()),
 }
 
 
@@ -179,7 +149,8 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if E != C:
         shapes |= {"project_in.weight": (C, E), "project_out.weight": (E, C)}
     for i in range(L):
-        for name, shape in linears(C, F).items():
+        for name, letters in linears.items():
+            shape = tuple({"C": C, "F": F, "Q": 3 * C}[letter] for letter in letters)
             shapes[f"{layers}{i}.{name}.weight"] = shape
             if fields.get("enable_bias", kind != "mpt"):
                 shapes[f"{layers}{i}.{name}.bias"] = shape[1:] if kind == "openai-gpt" else shape[:1]

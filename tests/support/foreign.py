@@ -72,8 +72,14 @@ def mingpt(folder: Path, arrays: Arrays) -> Path:
     return folder
 
 
-GGUF_MODULES = {"attn.c_attn": "attn_qkv", "attn.c_proj": "attn_output", "ln_1": "attn_norm"}
-GGUF_MODULES |= {"mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down", "ln_2": "ffn_norm"}
+GGUF_MODULES = {
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_1": "attn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+    "ln_2": "ffn_norm",
+}
 GGUF_TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
 GGUF_KEYS = {
     "general.architecture": (8, "gpt2"),
@@ -134,8 +140,6 @@ def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
         "ln_1": "input_layernorm",
         "attn.c_attn": "attention.query_key_value",
         "attn.c_proj": "attention.dense",
-    }
-    modules |= {
         "ln_2": "post_attention_layernorm",
         "mlp.c_fc": "mlp.dense_h_to_4h",
         "mlp.c_proj": "mlp.dense_4h_to_h",
@@ -244,7 +248,7 @@ def _write_onnx(folder: Path, name: str, arrays: Arrays, written: list) -> Path:
     return folder
 
 
-_WRITERS = (
+_WRITERS: tuple[Callable[[Path, Arrays], Path], ...] = (
     hugging_face,
     nanogpt,
     nanogpt_legacy,
@@ -255,5 +259,6 @@ _WRITERS = (
     nemo,
     fastertransformer,
     onnx,
+    onnx_external,
 )
-WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {w.__name__: w for w in (*_WRITERS, onnx_external)}
+WRITERS = {writer.__name__: writer for writer in _WRITERS}

@@ -151,8 +151,6 @@ def write_soft_prompt(folder: Path, kind: str, num_virtual_tokens: int, **fields
         "token_dim": C,
         "num_layers": L,
         "task_type": "CAUSAL_LM",
-    }
-    config |= {
         "num_attention_heads": sizes["n_head"],
         "num_transformer_submodules": 1,
         "inference_mode": True,

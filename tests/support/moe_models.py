@@ -6,6 +6,7 @@ import numpy as np
 
 from support.golden_models import filled, golden_array
 from support.megatron_writer import Form, args, cut, stage_state
+from support.tiny_checkpoint import shapes_of
 from support.torch_files import own_bytes
 
 V = 64
@@ -16,23 +17,18 @@ F = 40
 L = 4
 E = 5
 EXPERT_LAYERS = (1, 3)
-MLP = {"c_fc.weight": (C, F), "c_fc.bias": (F,), "c_proj.weight": (F, C), "c_proj.bias": (C,)}
-LAYER = {"attn.c_attn.weight": (C, 3 * C), "attn.c_attn.bias": (3 * C,), "attn.c_proj.weight": (C, C)}
-LAYER |= dict.fromkeys(("attn.c_proj.bias", "ln_1.weight", "ln_1.bias", "ln_2.weight", "ln_2.bias"), (C,))
+MLP = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 PREFIX = "mlp.deepspeed_moe."
 
 
 def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAYERS) -> dict[str, np.ndarray]:
     """By the engine's names; matrices of layers are (in, out)."""
-    shapes = {"wte.weight": (V, C), "wpe.weight": (T, C), "ln_f.weight": (C,), "ln_f.bias": (C,)}
-    for i in range(L):
-        shapes |= {f"h.{i}.{name}": shape for name, shape in LAYER.items()}
-        if i not in expert_layers:
-            shapes |= {f"h.{i}.mlp.{name}": shape for name, shape in MLP.items()}
-            continue
+    shapes = shapes_of(C, F, L, V, T)
+    for i in expert_layers:
         shapes[f"h.{i}.mlp.gate.weight"] = (num_experts, C)
-        for e in range(num_experts):
-            shapes |= {f"h.{i}.mlp.experts.{e}.{name}": shape for name, shape in MLP.items()}
+        for name in MLP:
+            shape = shapes.pop(f"h.{i}.mlp.{name}")
+            shapes |= {f"h.{i}.mlp.experts.{e}.{name}": shape for e in range(num_experts)}
     scales = {name: 1 if "gate" in name else 3 / np.sqrt(shape[0]) for name, shape in shapes.items()}
     arrays = {
         name: filled(name, golden_array(f"moe {name}", shape), scales[name]) for name, shape in shapes.items()

@@ -1,6 +1,6 @@
 """Live parity with transformers: tiny random GPT-2 checkpoints in each form, with the model that transformers reads.
 
-RECIPES try each field of config.json, each form of file and odd sizes of all kinds.
+RECIPES try fields of config.json and sizes of all kinds.
 """
 
 import json
@@ -33,10 +33,7 @@ LOGITS_STD = 3.0  # as of trained GPT-2s; the absolute tolerance presupposes it
 
 @dataclass(frozen=True)
 class Recipe:
-    """One checkpoint. `fields` go into config.json over the defaults of transformers' GPT2Config.
-
-    eos: "none" leaves generation to its length; "one" and "several" name ids that the greedy run meets.
-    """
+    """One checkpoint. `fields` go into config.json over the defaults of transformers' GPT2Config."""
 
     name: str
     fields: dict[str, Any]
@@ -44,8 +41,6 @@ class Recipe:
     dtype: str = "float32"
     prefix: str = "transformer."
     buffers: bool = False  # attn.bias and attn.masked_bias, as in old checkpoints
-    n_ctx: bool = False
-    eos: str = "none"
     seed: int = 0
 
     @property
@@ -69,58 +64,29 @@ def recipe(name: str, sizes: tuple[int, int, int, int, int], **rest: Any) -> Rec
 
 ACTIVATION = (36, 3, 2, 181, 72)
 SCORES = (48, 4, 3, 193, 85)
-INNER = (40, 5, 2, 149, 80)
-HEAD = (44, 4, 2, 223, 90)
 BY_LAYER = {"scale_attn_by_inverse_layer_idx": True}
-UNSCALED = {"scale_attn_weights": False}
-UPCAST = {"reorder_and_upcast_attn": True}
-UNTIED = {"tie_word_embeddings": False}
 RECIPES = (
     recipe("plain", (64, 4, 2, 257, 96)),
-    recipe("one-layer", (32, 2, 1, 97, 70), prefix=""),
-    recipe("one-head", (48, 1, 2, 101, 73), prefix="model."),
-    recipe("head-size-1", (6, 6, 2, 97, 70), seed=26, dtype="float16"),
-    recipe("head-size-5", (35, 7, 3, 97, 131), seed=2, form="bin"),
-    recipe("head-size-7", (21, 3, 2, 131, 77), seed=3, form="safetensors-sharded", dtype="bfloat16"),
-    recipe("head-size-20", (60, 3, 2, 257, 90), form="bin-legacy", prefix=""),
-    recipe("head-size-64", (128, 2, 2, 503, 150), form="bin-sharded"),
-    recipe("head-size-80", (160, 2, 2, 211, 75), prefix="module.transformer."),
-    recipe("head-size-128", (256, 2, 1, 509, 81), seed=1, dtype="bfloat16", form="bin"),
-    recipe("head-size-300", (300, 1, 1, 97, 69), form="bin-legacy", dtype="bfloat16"),
-    recipe("odd-width", (17, 1, 2, 97, 71), seed=3, n_ctx=True),
-    recipe("one-token-wider", (65, 5, 2, 129, 129), seed=1, dtype="float16", form="safetensors-sharded"),
-    recipe("vocab-50304", (16, 4, 1, 50304, 70), eos="one"),
+    recipe("one-head", (48, 1, 2, 101, 73)),
+    recipe("head-size-1", (6, 6, 2, 97, 70), seed=26),
+    recipe("head-size-7", (21, 3, 2, 131, 77), seed=3),
+    recipe("head-size-64", (128, 2, 2, 503, 150)),
+    recipe("head-size-80", (160, 2, 2, 211, 75)),
+    recipe("head-size-128", (256, 2, 1, 509, 81), seed=1),
+    recipe("head-size-300", (300, 1, 1, 97, 69)),
+    recipe("odd-width", (17, 1, 2, 97, 71), seed=3),
+    recipe("one-token-wider", (65, 5, 2, 129, 129), seed=1),
+    recipe("vocab-50304", (16, 4, 1, 50304, 70)),
     recipe("vocab-3", (16, 2, 2, 3, 74), seed=1),
-    recipe("short", (20, 4, 2, 113, 16), seed=1, eos="several"),
-    recipe(
-        "inner-wide", INNER, activation_function="gelu_python_tanh", n_inner=333, form="bin", dtype="float16"
-    ),
-    recipe("inner-narrow", INNER, seed=1, n_inner=7, prefix="_orig_mod.transformer."),
-    recipe("gelu", ACTIVATION, activation_function="gelu", buffers=True, n_ctx=True),
-    recipe("gelu-tanh", ACTIVATION, activation_function="gelu_pytorch_tanh", prefix="_orig_mod."),
-    recipe("gelu-fast", ACTIVATION, activation_function="gelu_fast", eos="several"),
-    recipe("quick-gelu", ACTIVATION, seed=1, activation_function="quick_gelu", prefix="model.transformer."),
-    recipe("relu", ACTIVATION, seed=1, activation_function="relu", form="bin", buffers=True),
-    recipe("silu", ACTIVATION, seed=1, activation_function="silu", eos="one"),
-    recipe("swish", ACTIVATION, seed=1, activation_function="swish", prefix="module."),
-    recipe("tanh", ACTIVATION, activation_function="tanh", form="bin-legacy", buffers=True),
-    recipe("scores-unscaled", (48, 4, 2, 193, 85), **UNSCALED),
-    recipe("scores-by-layer", SCORES, seed=2, form="bin-sharded", dtype="float16", buffers=True, **BY_LAYER),
-    recipe("scores-both", SCORES, seed=2, eos="several", **UNSCALED, **BY_LAYER),
-    recipe("upcast", (48, 4, 2, 193, 85), buffers=True, n_ctx=True, **UPCAST),
-    recipe("mistral-like", (80, 4, 3, 211, 100), eos="one", **UPCAST, **BY_LAYER),
-    recipe("epsilon-large", (32, 4, 2, 157, 78), layer_norm_epsilon=0.1, dtype="bfloat16"),
-    recipe("epsilon-small", (32, 4, 2, 157, 78), activation_function="gelu_python", layer_norm_epsilon=1e-12),
-    recipe("untied", HEAD, activation_function="gelu_accurate", **UNTIED),
-    recipe(
-        "untied-bin",
-        HEAD,
-        form="bin-sharded",
-        dtype="bfloat16",
-        prefix="module.transformer.",
-        eos="several",
-        **UNTIED,
-    ),
+    recipe("short", (20, 4, 2, 113, 16), seed=1),
+    recipe("inner-wide", (40, 5, 2, 149, 80), activation_function="gelu_python_tanh", n_inner=333),
+    recipe("inner-narrow", (40, 5, 2, 149, 80), seed=1, n_inner=7),
+    *(recipe(name, ACTIVATION, activation_function=name) for name in ("gelu", "gelu_fast", "tanh")),
+    *(recipe(name, ACTIVATION, seed=1, activation_function=name) for name in ("quick_gelu", "relu", "silu")),
+    recipe("scores-both", SCORES, seed=2, scale_attn_weights=False, **BY_LAYER),
+    recipe("mistral-like", (80, 4, 3, 211, 100), reorder_and_upcast_attn=True, **BY_LAYER),
+    recipe("epsilon-large", (32, 4, 2, 157, 78), layer_norm_epsilon=0.1),
+    recipe("untied", (44, 4, 2, 223, 90), activation_function="gelu_accurate", tie_word_embeddings=False),
 )
 
 
@@ -148,17 +114,13 @@ class Case:
 def make_case(recipe: Recipe, folder: Path) -> Case:
     """Write the recipe's checkpoint; if transformers reads its names, it reads the model back from the files."""
     model = make_model(recipe)
-    config = {**recipe.config.to_dict(), **({"n_ctx": recipe.config.n_positions} if recipe.n_ctx else {})}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(recipe.config.to_dict()))
     write_weights(folder, state_of(recipe, model), recipe.form)
     if recipe.prefix in ("", "transformer."):
         attention = {"attn_implementation": "eager"} if recipe.config.reorder_and_upcast_attn else {}
         model = GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32, **attention).eval()
-    case = Case(recipe, folder, model)
-    if recipe.eos != "none":
-        choose_eos(case)
-    return case
+    return Case(recipe, folder, model)
 
 
 def make_model(recipe: Recipe) -> GPT2LMHeadModel:
@@ -251,18 +213,6 @@ def greedy(model: GPT2LMHeadModel, prompt: list[int], max_new_tokens: int) -> Gr
     return Greedy(output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).min().item())
 
 
-def choose_eos(case: Case) -> None:
-    """Write a generation_config.json with EOS ids that the greedy run of `prompt_of(case)` meets."""
-    prompt = prompt_of(case)
-    run = greedy(case.model, prompt, case.model.config.n_positions - len(prompt)).token_ids
-    fresh = [token for i, token in enumerate(run) if token not in run[:i]]
-    met = fresh[min(5, len(fresh) - 1)]
-    never = next(i for i in range(case.model.config.vocab_size) if i not in run)
-    eos = met if case.recipe.eos == "one" else [never, met]
-    (case.folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    case.model.generation_config.eos_token_id = eos
-
-
 def prompt_of(case: Case) -> list[int]:
     return case.random_ids(PROMPT_TOKENS, seed=1)
 
@@ -281,9 +231,8 @@ def assert_same_greedy(llm: LLM, expected: Greedy, prompt: list[int], params: Sa
     assert expected.lead > LEAD, f"two logits lie within {expected.lead:.1e}: choose another seed"
     output = llm.generate([prompt], params)[0].outputs[0]
     assert output.token_ids == expected.token_ids
-    stopped = not params.ignore_eos and expected.token_ids[-1] in llm.config.eos_token_ids
-    assert output.finish_reason == ("stop" if stopped else "length")
-    assert stopped or len(output.token_ids) == params.max_tokens
+    assert output.finish_reason == "length"
+    assert len(output.token_ids) == params.max_tokens
 
 
 def without_eos(model: GPT2LMHeadModel) -> Any:

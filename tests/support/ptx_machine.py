@@ -20,7 +20,7 @@ import numpy as np
 
 from support import cuda_compile
 from support.ptx_code import KINDS, Piece, Program, PtxError, read_ptx
-from tinygpt.kernels.cuda.runtime.device import _narrowed
+from tinygpt.kernels.cuda.device import _narrowed
 
 WARP = 32
 SPOILT = 0xFF  # a byte of NaN

@@ -37,10 +37,10 @@ def check_draw_tokens() -> None:
 
 
 CHECKS = {
-    "linear": lambda: load("linear").test_linear_adds_to_the_residual_stream("bfloat16", 19, 8, 648, 2),
+    "linear": lambda: load("linear").test_linear("add", "bfloat16", 19, 8, 648, 2),
     "normed_linear": lambda: load("linear").test_the_fused_layer_norm_gives_the_same_bits("bfloat16", 7, 192),
     "gemm": lambda: [
-        load("gemm").test_the_bits_are_those_of_the_linear_kernel("bfloat16", *shape)
+        load("gemm").test_the_bits_are_those_of_the_linear_kernel("add", "bfloat16", *shape)
         for shape in ((65, 35, 136), (17, 19, 552))
     ],
     "attend_decode": lambda: load("attention").test_decode(2, 64, "bfloat16"),

@@ -46,6 +46,15 @@ class Reply:
         return self.json["error"]
 
     @property
+    def choices(self) -> list[dict[str, Any]]:
+        return self.json["choices"]
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """The choices of a stream's events."""
+        return [choice for event in self.events for choice in event["choices"]]
+
+    @property
     def events(self) -> list[Any]:
         """The values of a stream's events, which has to end with [DONE]."""
         *events, done, end = self.body.decode().split("\n\n")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from support.paths import DEMO, VOCAB_SIZE
+from tinygpt.cli import main as cli
 from tinygpt.weights.checkpoint import Checkpoint
-from tinygpt.weights.config import HEAD, is_transposed
+from tinygpt.weights.config import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 
@@ -28,8 +29,10 @@ CONFIG = {
     "n_embd": C,
     "n_inner": F,
     "n_layer": LAYERS,
+    "n_head": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
-CONFIG |= {"n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def shapes_of(
@@ -42,9 +45,10 @@ def shapes_of(
         "ln_1.bias": (C,),
         "attn.c_attn.weight": (C, 3 * C),
         "attn.c_attn.bias": (3 * C,),
-    }
-    layer |= {"attn.c_proj.weight": (C, C), "attn.c_proj.bias": (C,), "ln_2.weight": (C,), "ln_2.bias": (C,)}
-    layer |= {
+        "attn.c_proj.weight": (C, C),
+        "attn.c_proj.bias": (C,),
+        "ln_2.weight": (C,),
+        "ln_2.bias": (C,),
         "mlp.c_fc.weight": (C, F),
         "mlp.c_fc.bias": (F,),
         "mlp.c_proj.weight": (F, C),
@@ -83,12 +87,32 @@ def assert_holds(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> No
         np.testing.assert_array_equal(found, array.T if is_transposed(name) else array, err_msg=name)
 
 
+def assert_same(one: Checkpoint, other: Checkpoint) -> None:
+    """Compare all bits of all parameters."""
+    for name in parameter_shapes(one.config):
+        np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """Compare the names and all bits of the tensors in the model.safetensors of two folders."""
+    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
 def assert_refused(path: object, *sentences: str) -> None:
     """Assert that one error has all of these regular expressions."""
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)
     for sentence in sentences:
         assert re.search(sentence, str(error.value)), f"no {sentence} in {error.value}"
+
+
+def convert(source: object, target: Path, *flags: str) -> Path:
+    """The folder that `tinygpt convert` has made of a checkpoint."""
+    assert cli.main(["convert", str(source), str(target), *flags]) == 0
+    return target
 
 
 def write_json(path: Path, value: object) -> None:

@@ -10,7 +10,7 @@ from support.library_tokenizers import ALPHABET, bpe, save, write, write_pair
 from support.paths import DEMO
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.text.files import FEW
-from tinygpt.text.prepared import write_prepared
+from tinygpt.text.gpt2_bpe import write_prepared
 from tinygpt.text.tokenizer import Tokenizer
 
 WHOLE = (DEMO / "merges.txt").read_bytes()

@@ -1,6 +1,5 @@
 """The tokenizer against Hugging Face's `tokenizers`, which is the specification: equal ids on any text."""
 
-import functools
 import json
 import re
 import subprocess
@@ -81,10 +80,6 @@ class TestText:
                 gpt2_bpe, "PARTS", re.compile(gpt2_bpe.PARTS.pattern.replace("65536", "1"), re.DOTALL)
             )
             assert_equal(ours, trained, text)
-
-    @given(texts)
-    def test_round_trip(self, ours, text):
-        assert ours.decode(ours.encode(text)) == text
 
     @pytest.mark.parametrize(
         "step", [pytest.param(1, marks=pytest.mark.slow, id="all"), pytest.param(7, id="some")]
@@ -320,10 +315,6 @@ class TestFiles:
         assert ours.special_ids == {257}  # as in transformers: the next id, which the model may not have
         assert ours.decode([257]) == hugging_face(tmp_path).decode([257], skip_special_tokens=False)
 
-    def test_tokenizer_json_comes_first(self, tmp_path, trained):
-        write_pair(bpe([("a", "b")]), tmp_path)
-        assert_equal(save(trained, tmp_path), trained, "the quick brown")
-
     def test_demo(self):
         ours = Tokenizer.from_folder(DEMO)
         theirs = hugging_face(DEMO)
@@ -468,11 +459,13 @@ class TestSpecialTokens:
         parts | st.sampled_from(["ab", " ", "  ", "\n", "\u3000", "é", "text"]), max_size=12
     ).map("".join)
 
-    @pytest.fixture(scope="class", params=["two files", "tokenizer.json", "single_word"])
+    @pytest.fixture(scope="class", params=["two files", "tokenizer.json", "single_word", "demo"])
     @classmethod
     def both(cls, request, tmp_path_factory):
-        """Ours and transformers' of one folder: run by tiktoken, twice, and by the package."""
+        """Ours and transformers' of one folder: run by tiktoken, by the package if one has single_word."""
         transformers = pytest.importorskip("transformers", reason=MISSING)
+        if request.param == "demo":
+            return Tokenizer.from_folder(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
         folder = tmp_path_factory.mktemp("special")
         write_pair(bpe([("a", "b"), ("o", "f")], ["<|endoftext|>"]), folder, **FILES)
         theirs = transformers.GPT2TokenizerFast.from_pretrained(folder)
@@ -502,20 +495,6 @@ class TestSpecialTokens:
         theirs = hugging_face(tmp_path)
         assert ours.encode("a <s> <m> ") == [*ours.encode("a"), 257, *ours.encode(" "), 258]
         assert_equal(ours, theirs, "a <s> <m> ")
-
-    @given(texts)
-    def test_demo(self, text):
-        ours, theirs = self.demos()
-        assert ours.encode(text) == theirs(text).input_ids
-        assert (
-            ours.encode(text, split_special_tokens=True) == theirs(text, split_special_tokens=True).input_ids
-        )
-
-    @staticmethod
-    @functools.cache
-    def demos():
-        transformers = pytest.importorskip("transformers", reason=MISSING)
-        return Tokenizer.from_folder(DEMO), transformers.AutoTokenizer.from_pretrained(DEMO)
 
     def test_threads_that_want_it_otherwise(self, tmp_path, monkeypatch):
         """The package keeps the switch in the tokenizer, where another thread might turn it."""
@@ -656,19 +635,6 @@ def test_bytes_of_many_tokens_are_those_of_each(tokens):
 
 
 class TestOtherFamilies:
-    def test_opt_begins_every_text_with_its_end_token(self, trained, tmp_path):
-        """GPT-2's two files, and what transformers writes beside them for OPT."""
-        options = {
-            "add_bos_token": True,
-            "bos_token": {"__type": "AddedToken", "content": "</s>"},
-            "eos_token": "</s>",
-        }
-        write_pair(trained, tmp_path, tokenizer_config=options, added_tokens={"</s>": 700})
-        tokenizer = Tokenizer.from_folder(tmp_path)
-        assert tokenizer.encode("a man") == [700, *trained.encode("a man").ids]
-        assert tokenizer.eos_token_id == 700
-        assert tokenizer.decode(tokenizer.encode("a man"), skip_special_tokens=True) == "a man"
-
     def test_blooms_own_splitting_runs_on_the_library(self, tmp_path):
         library = bpe([("a", "b"), ("Ġ", "ab")])
         pattern = Regex(" ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")

@@ -9,6 +9,7 @@ import re
 import struct
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -55,22 +56,18 @@ PICKLES = {
 }
 
 
-@pytest.mark.parametrize("case", PICKLES)
-def test_a_pickle_whose_work_is_more_than_its_size(tmp_path, case):
-    write_config(tmp_path)
-    path = tmp_path / "pytorch_model.bin"
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("archive/data.pkl", PICKLES[case])
+def write_pickle(folder, data):
+    write_config(folder)
+    with zipfile.ZipFile(folder / "pytorch_model.bin", "w") as archive:
+        archive.writestr("archive/data.pkl", data)
         archive.writestr("archive/data/0", b"\0" * 16)
-    assert f"{path} is a damaged pickle" in outcome("open_checkpoint(folder)", tmp_path)
 
 
-def test_a_safetensors_file_with_huge_dimensions(tmp_path):
-    write_config(tmp_path)
+def write_huge_dimensions(folder):
+    write_config(folder)
     header = {"a": {"dtype": "F32", "shape": [0] + [2**40] * 300_000, "data_offsets": [0, 0]}}
     data = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
-    assert "impossible shape" in outcome("open_checkpoint(folder)", tmp_path)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(data)) + data)
 
 
 def write_lora(folder, **fields):
@@ -84,31 +81,11 @@ def write_lora(folder, **fields):
     write_json(folder / "adapter_config.json", config)
 
 
-MERGE = "merge_lora(open_checkpoint(folder + '/base'), folder)"
-CATASTROPHIC = r"(((.+)+)+)+\d{3}X"
-LORAS = {
-    "target_modules": ({"target_modules": CATASTROPHIC}, "unexpected"),
-    "target_modules without end": ({"target_modules": "(?:(.|..)+)+(?<!n)"}, "seconds: name the modules"),
-    "many": ({"rank_pattern": {f"{i:05}.*": 2 for i in range(200_000)}}, "refused"),
-    "long": ({"target_modules": "|".join(["a" * 500_000 + end for end in "bc"])}, "refused"),
-}
-
-
-@pytest.mark.parametrize("case", LORAS)
-def test_a_lora_whose_names_take_for_ever_to_match(tmp_path, case):
-    fields, expected = LORAS[case]
-    write_lora(tmp_path, **fields)
-    assert expected in outcome(MERGE, tmp_path)
-
-
-def test_a_tensors_name_without_end(tmp_path):
-    write_lora(tmp_path)
+def write_long_name(folder):
+    write_lora(folder)
     names = ("module." * 100_000 + f"transformer.h.0.attn.c_attn.lora_{factor}.weight" for factor in "AB")
-    save_file(
-        {f"base_model.model.{name}": np.zeros(1, "f4") for name in names},
-        tmp_path / "adapter_model.safetensors",
-    )
-    assert "names a tensor by" in outcome(MERGE, tmp_path)
+    tensors = {f"base_model.model.{name}": np.zeros(1, "f4") for name in names}
+    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 def write_tokenizer(folder, added=None, **fields):
@@ -131,24 +108,56 @@ TEMPLATE = {
     + [{"Sequence": {"id": "A", "type_id": 0}}],
     "special_tokens": {"a": {"id": "a", "ids": [1] * 200_000, "tokens": ["a"] * 200_000}},
 }
-TOKENIZERS = {
+OPEN = "open_checkpoint(folder)"
+MERGE = "merge_lora(open_checkpoint(folder + '/base'), folder)"
+TOKENIZE = "Tokenizer.from_folder(folder)"
+# By name, a function that writes the files, the call, and its sentence.
+CASES = {
+    **{
+        name: (partial(write_pickle, data=data), OPEN, "pytorch_model.bin is a damaged pickle")
+        for name, data in PICKLES.items()
+    },
+    "huge dimensions in safetensors": (write_huge_dimensions, OPEN, "impossible shape"),
+    "target_modules": (partial(write_lora, target_modules=r"(((.+)+)+)+\d{3}X"), MERGE, "unexpected"),
+    "target_modules without end": (
+        partial(write_lora, target_modules="(?:(.|..)+)+(?<!n)"),
+        MERGE,
+        "seconds: name the modules",
+    ),
+    "many patterns": (
+        partial(write_lora, rank_pattern={f"{i:05}.*": 2 for i in range(200_000)}),
+        MERGE,
+        "refused",
+    ),
+    "a long pattern": (
+        partial(write_lora, target_modules="|".join(["a" * 500_000 + end for end in "bc"])),
+        MERGE,
+        "refused",
+    ),
+    "a tensor's name without end": (write_long_name, MERGE, "names a tensor by"),
     "added tokens with one long beginning": (
-        {"added": [{"id": 256 + i, "content": "a" * 700_000 + end} for i, end in enumerate("bc")]},
+        partial(
+            write_tokenizer,
+            added=[{"id": 256 + i, "content": "a" * 700_000 + end} for i, end in enumerate("bc")],
+        ),
+        TOKENIZE,
         "has 700001 characters",
     ),
-    "a template that grows": ({"post_processor": TEMPLATE}, "more than 1000 tokens around a text"),
+    "a template that grows": (
+        partial(write_tokenizer, post_processor=TEMPLATE),
+        TOKENIZE,
+        "more than 1000 tokens around a text",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", TOKENIZERS)
-def test_a_tokenizer_whose_work_is_more_than_its_size(tmp_path, case):
-    fields, expected = TOKENIZERS[case]
-    write_tokenizer(tmp_path, **fields)
-    assert expected in outcome("Tokenizer.from_folder(folder)", tmp_path)
+@pytest.mark.parametrize("case", CASES)
+def test_work_that_is_more_than_a_files_size(tmp_path, case):
+    write, call, sentence = CASES[case]
+    write(tmp_path)
+    assert sentence in outcome(call, tmp_path)
 
 
-OPEN = "open_checkpoint(folder)"
-TOKENIZE = "Tokenizer.from_folder(folder)"
 FILES = dict.fromkeys(("generation_config.json", "model.safetensors", "model.safetensors.index.json"), OPEN)
 FILES |= dict.fromkeys(("pytorch_model.bin", "model.tinygpt.safetensors", "shard"), OPEN)
 FILES |= dict.fromkeys(("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"), MERGE)

@@ -9,10 +9,9 @@ from support.tiny_checkpoint import CONFIG
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import model_config as read_config
 from tinygpt.weights.config import ACTIVATIONS, ModelConfig
-from tinygpt.weights.containers.mapped_file import Container
-from tinygpt.weights.families.config_fields import config_of_parts
-from tinygpt.weights.families.family import Source
-from tinygpt.weights.families.table import MODEL_TYPES
+from tinygpt.weights.families.family import Source, config_of_parts
+from tinygpt.weights.families.transformers import MODEL_TYPES
+from tinygpt.weights.tensor import Container
 
 ACCEPTED = [
     {},

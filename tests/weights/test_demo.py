@@ -26,7 +26,7 @@ from tinygpt.weights.open import open_checkpoint, resolve
 if HAS_TRANSFORMERS:
     import torch
 
-    SCRIPT = runpy.run_path(str(ROOT / "scripts" / "embed_demo.py"))
+    SCRIPT = runpy.run_path(str(ROOT / "scripts" / "train_demo.py"))
 
 
 @pytest.fixture

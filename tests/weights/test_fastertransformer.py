@@ -4,21 +4,27 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
 from support.megatron_writer import tar_bytes
-from support.processes import Result
-from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, random_tensors
+from support.tiny_checkpoint import (
+    assert_holds,
+    assert_refused,
+    assert_same,
+    assert_same_files,
+    convert,
+    gpt2_arrays,
+    random_tensors,
+)
 from support.torch_files import torch_bytes
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
-from tinygpt.weights.config import HEAD, ModelConfig, parameter_shapes
-from tinygpt.weights.containers.mapped_file import Container
+from tinygpt.weights.adapters.peft import read_soft_prompt
+from tinygpt.weights.config import HEAD, ModelConfig
 from tinygpt.weights.families.family import Source
 from tinygpt.weights.families.fastertransformer import _settings, _structure
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.tensor import Container
 
 TENSORS = random_tensors(prefix="")
 
@@ -49,8 +55,9 @@ BLOOM = {
     "model_variant": "bloom-pre",
     "has_positional_encoding": "False",
     "has_pre_decoder_layernorm": "True",
+    "use_attention_linear_bias": "True",
+    "has_post_decoder_layernorm": "True",
 }
-BLOOM |= {"use_attention_linear_bias": "True", "has_post_decoder_layernorm": "True"}
 
 
 @pytest.mark.parametrize(
@@ -68,21 +75,14 @@ def test_other_families(tmp_path, name, settings, gpus):
     assert checkpoint.config.activation == config.activation
     assert checkpoint.config.n_positions == (6 if config.has_alibi else T)  # what the files say
     assert checkpoint.tied
-    for parameter in parameter_shapes(config):
-        np.testing.assert_array_equal(
-            checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter
-        )
+    assert_same(checkpoint, expected)
 
 
-def test_a_bloom_becomes_hugging_faces(tmp_path, capsys):
+def test_a_bloom_becomes_hugging_faces(tmp_path):
     source = open_checkpoint(write_family(tmp_path / "source", "bloom-6"))
     sizes = {"head_num": 6, "size_per_head": 5, "max_pos_seq_len": T}
     there = fastertransformer(tmp_path / "there", gpt2_arrays(source), **BLOOM, **sizes)
-    assert Result(capsys, "convert", [str(there), str(tmp_path / "back"), "--to", "safetensors"]).code == 0
-    back, first = (load_file(folder / "model.safetensors") for folder in (tmp_path / "back", source.path))
-    assert back.keys() == first.keys()
-    for name, array in first.items():
-        np.testing.assert_array_equal(back[name], array, err_msg=name)
+    assert_same_files(convert(there, tmp_path / "back", "--to", "safetensors"), source.path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from support.foreign import GGUF_KEYS, gguf_name, linear
 from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
-from support.tiny_checkpoint import assert_refused, random_tensors
+from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
@@ -100,8 +100,9 @@ def write_bloom(folder, path, **others):
         "block_count": config.n_layer,
         "context_length": config.n_positions,
         "embedding_length": config.n_embd,
+        "feed_forward_length": config.inner_size,
+        "attention.head_count": heads,
     }
-    sizes |= {"feed_forward_length": config.inner_size, "attention.head_count": heads}
     keys = {
         "general.architecture": (8, "bloom"),
         **{f"bloom.{name}": (4, size) for name, size in sizes.items()},
@@ -109,42 +110,21 @@ def write_bloom(folder, path, **others):
     path.write_bytes(gguf_bytes(keys | {"bloom.attention.layer_norm_epsilon": (6, 1e-5)} | others, tensors))
 
 
-def test_bloom(tmp_path):
-    """Of the same tensors as Hugging Face's file."""
-    write_bloom(write_family(tmp_path, "bloom-6"), tmp_path / "x.gguf")
-    expected = open_checkpoint(tmp_path)
-    found = open_checkpoint(tmp_path / "x.gguf")
-    assert (found.family, found.config.n_head) == ("BLOOM of GGUF", 6)
-    assert found.config.structure == expected.config.structure
-    for name in expected.stored:
-        np.testing.assert_array_equal(found.tensor(name), expected.tensor(name), err_msg=name)
-
-
-def converted(capsys, source, target, *flags):
-    """What convert has made of a file or a folder."""
-    result = Result(capsys, "convert", [str(source), str(target), *flags])
-    assert result.code == 0, result.err
-    return target
-
-
-def test_a_bloom_of_gguf_becomes_hugging_faces(tmp_path, capsys):
+def test_a_bloom_of_gguf_becomes_hugging_faces(tmp_path):
     """All the tensors that it was made of, and a config.json that says what its header says."""
     write_bloom(write_family(tmp_path / "bloom", "bloom-6"), tmp_path / "x.gguf")
-    folder = converted(capsys, tmp_path / "x.gguf", tmp_path / "there", "--to", "safetensors")
-    there, back = (load_file(path / "model.safetensors") for path in (tmp_path / "bloom", folder))
-    assert there.keys() == back.keys()
-    for name, array in there.items():
-        np.testing.assert_array_equal(back[name], array, err_msg=name)
+    folder = convert(tmp_path / "x.gguf", tmp_path / "there", "--to", "safetensors")
+    assert_same_files(folder, tmp_path / "bloom")
     said = {"bos_token_id": 1, "eos_token_ids": (2,)}
     assert open_checkpoint(folder).config == replace(read_config(tmp_path / "bloom"), **said)
 
 
 @pytest.mark.parametrize("source", ["bloom", "x.gguf"])
 @pytest.mark.parametrize("name", ["bloom-6", "bloom-untied"])
-def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, capsys, name, source):
+def test_bloom_is_written_as_llama_cpp_has_it(tmp_path, name, source):
     """The bytes of a file that was made of Hugging Face's tensors by other code."""
     write_bloom(write_family(tmp_path / "bloom", name), tmp_path / "x.gguf")
-    folder = converted(capsys, tmp_path / source, tmp_path / "there", "--to", "gguf")
+    folder = convert(tmp_path / source, tmp_path / "there", "--to", "gguf")
     expected = read_gguf(tmp_path / "x.gguf")
     found = read_gguf(folder / "model.gguf")
     assert found.tensors.keys() == expected.tensors.keys()
@@ -217,7 +197,7 @@ def ending_with(token_id):
 )
 def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, capsys, change):
     source = write_gguf_folder(tmp_path / "x", TENSORS, **TOKENIZER)
-    folder = converted(capsys, source, tmp_path / "folder", "--to", "safetensors")
+    folder = convert(source, tmp_path / "folder", "--to", "safetensors")
     spec = json.loads((folder / "tokenizer.json").read_text())
     (folder / "tokenizer.json").write_text(json.dumps({**spec, **change}))
     result = Result(capsys, "convert", [str(folder), str(tmp_path / "there"), "--to", "gguf"])
@@ -229,7 +209,7 @@ def test_a_tokenizer_that_gguf_cannot_hold_is_left_out_and_said_to_be(tmp_path, 
     assert open_checkpoint(tmp_path / "there" / "model.gguf").read_tokenizer() is None
 
 
-def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
+def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path):
     """Words of anything but punctuation, which GPT-2 cuts from letters: here and there, and back."""
     tokens = ["a", "b", "c", "ab", "<end>", "\u0120", "-", "b-", "b-c", ".", "\u0120a"]
     keys = TOKENIZER | {
@@ -239,11 +219,11 @@ def test_a_tokenizer_that_cuts_texts_as_blooms_does(tmp_path, capsys):
         "tokenizer.ggml.merges": (9, (8, ["b -", "b- c", "\u0120 a"])),
     }
     path = write_gguf_folder(tmp_path / "x", TENSORS, **keys)
-    again = converted(capsys, path, tmp_path / "gguf", "--to", "gguf")
+    again = convert(path, tmp_path / "gguf", "--to", "gguf")
     for there in (
         path,
         again / "model.gguf",
-        converted(capsys, path, tmp_path / "folder", "--to", "safetensors"),
+        convert(path, tmp_path / "folder", "--to", "safetensors"),
     ):
         assert load_tokenizer(open_checkpoint(there)).encode("b-c. a<end>") == [8, 9, 10, 4]
     assert read_gguf(again / "model.gguf").metadata["tokenizer.ggml.pre"] == "bloom"

@@ -254,7 +254,7 @@ def test_an_adapter_by_its_id(tmp_path):
     write_json(made(tmp_path / "lora") / "adapter_config.json", {"peft_type": "LORA", "r": 1})
     (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"wanted")
     (tmp_path / "lora" / "README.md").write_text("x")
-    code = "from tinygpt.weights.adapters.files import existing_path; print(*existing_path('o/a').iterdir(), sep='\\n')"
+    code = "from tinygpt.weights.adapters.peft import existing_path; print(*existing_path('o/a').iterdir(), sep='\\n')"
     with HubServer({"o/a": tmp_path / "lora"}) as hub:
         env = os.environ | {
             "HF_HOME": str(tmp_path / "home"),

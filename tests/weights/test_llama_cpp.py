@@ -7,10 +7,10 @@ import pytest
 
 from support.family_models import CHARACTERS, write_family
 from support.paths import DEMO
+from support.tiny_checkpoint import convert
 from tinygpt import LLM
-from tinygpt.cli import main as cli
 from tinygpt.weights.config import parameter_shapes
-from tinygpt.weights.families.tokenizers import byte_level_tokenizer
+from tinygpt.weights.families.gpt2 import byte_level_tokenizer
 from tinygpt.weights.open import open_checkpoint
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="needs llama.cpp: pip install llama-cpp-python")
@@ -24,9 +24,7 @@ FILE_TYPES = {"float32": 0, "float16": 1, "Q4_0": 2, "Q8_0": 7, "Q4_K": 15, "Q5_
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory):
     """The demo in float32, as convert writes it."""
-    folder = tmp_path_factory.mktemp("gguf") / "demo"
-    assert cli.main(["convert", str(DEMO), str(folder), "--to", "gguf"]) == 0
-    return folder / "model.gguf"
+    return convert(DEMO, tmp_path_factory.mktemp("gguf") / "demo", "--to", "gguf") / "model.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +106,7 @@ def test_what_llama_cpp_quantises_is_computed_alike(theirs, kind):
 
 @pytest.mark.parametrize(("dtype", "kind"), [("float16", "float16"), ("int8", "Q8_0"), ("int4", "Q4_0")])
 def test_both_round_to_the_same_weights(theirs, tmp_path, dtype, kind):
-    assert cli.main(["convert", str(DEMO), str(tmp_path / "x"), "--to", "gguf", "--dtype", dtype]) == 0
-    ours = open_checkpoint(tmp_path / "x")
+    ours = open_checkpoint(convert(DEMO, tmp_path / "x", "--to", "gguf", "--dtype", dtype))
     theirs = open_checkpoint(theirs(kind))
     for name in parameter_shapes(ours.config):
         if name not in (
@@ -127,10 +124,10 @@ def test_a_bloom_as_convert_writes_it(tmp_path, name, words):
     vocab = {"Ġ" if character == " " else character: i for i, character in enumerate(CHARACTERS)}
     spec = byte_level_tokenizer(vocab, [], [], cuts_as_bloom=words == "bloom")
     (folder / "tokenizer.json").write_text(json.dumps(spec))
-    assert cli.main(["convert", str(folder), str(tmp_path / "there"), "--to", "gguf"]) == 0
-    llama = load(tmp_path / "there" / "model.gguf")
+    path = convert(folder, tmp_path / "there", "--to", "gguf") / "model.gguf"
+    llama = load(path)
     text = "the cat and a  wolf2go"
-    with LLM(tmp_path / "there" / "model.gguf", device="reference") as llm:
+    with LLM(path, device="reference") as llm:
         ids = llm.tokenizer.encode(text)
         assert llama.tokenize(text.encode(), add_bos=False, special=True) == ids
         tokens, logits = greedy(llama, ids, 16)

@@ -20,6 +20,7 @@ from support.golden_models import (
 )
 from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
+from support.tiny_checkpoint import convert
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.backend import Batch
@@ -365,8 +366,6 @@ def test_what_does_not_fit_is_refused_by_name(plain, tmp_path, change, named):
 
 
 def test_a_converted_checkpoint_is_refused(plain, tmp_path):
-    from tinygpt.cli.main import main
-
-    assert main(["convert", str(plain.base), str(tmp_path / "packed"), "--dtype", "float32"]) == 0
+    packed = convert(plain.base, tmp_path / "packed", "--dtype", "float32")
     with pytest.raises(CheckpointError, match="is converted"):
-        merge_lora(open_checkpoint(tmp_path / "packed"), plain.adapter)
+        merge_lora(open_checkpoint(packed), plain.adapter)

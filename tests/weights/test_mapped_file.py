@@ -8,7 +8,6 @@ import pytest
 from support import tiny_checkpoint
 from support.apart import told
 from tinygpt import LLM, SamplingParams
-from tinygpt.cli import main as cli
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.numbers import Warpers
@@ -49,8 +48,7 @@ def call_after(tell, folder, change):
 @pytest.fixture
 def folder(tmp_path):
     source = tiny_checkpoint.write_checkpoint(tmp_path / "source", tiny_checkpoint.random_tensors())
-    assert cli.main(["convert", str(source), str(tmp_path / "int8")]) == 0
-    return tmp_path / "int8"
+    return tiny_checkpoint.convert(source, tmp_path / "int8")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows lets nobody cut a file that is mapped")

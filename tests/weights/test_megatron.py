@@ -17,9 +17,9 @@ from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.lora import merge_lora
 from tinygpt.weights.checkpoint import random_checkpoint
 from tinygpt.weights.config import HEAD, ModelConfig
-from tinygpt.weights.containers.mapped_file import MappedFile
 from tinygpt.weights.containers.ranks import _tar_members
 from tinygpt.weights.open import open_checkpoint
+from tinygpt.weights.tensor import MappedFile
 
 # Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
 CONFIG = ModelConfig(vocab_size=18, n_positions=5, n_embd=24, n_head=6, n_layer=4, n_inner=36)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from support.recorded import MISSING
-from support.tiny_checkpoint import write_json
+from support.tiny_checkpoint import assert_same, write_json
 from tinygpt import LLM
-from tinygpt.weights.config import parameter_shapes
 from tinygpt.weights.open import open_checkpoint
 
 torch = pytest.importorskip("torch", reason=MISSING)
@@ -116,10 +115,7 @@ def test_what_an_exporter_makes_of_a_model_is_that_model(source, tmp_path, name)
         logits = llm.logits(IDS)
     for file in files:
         checkpoint = open_checkpoint(file)
-        for parameter in parameter_shapes(expected.config):
-            np.testing.assert_array_equal(
-                checkpoint.tensor(parameter), expected.tensor(parameter), err_msg=parameter
-            )
+        assert_same(checkpoint, expected)
         assert checkpoint.tied
         with LLM(file, device="reference") as llm:
             np.testing.assert_array_equal(llm.logits(IDS), logits)

@@ -12,7 +12,16 @@ from support.foreign import WRITERS, nanogpt_state
 from support.kernel_tools import same_bits
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
-from support.tiny_checkpoint import CONFIG, V, gpt2_arrays, random_tensors, write_checkpoint, write_json
+from support.tiny_checkpoint import (
+    CONFIG,
+    V,
+    assert_same,
+    convert,
+    gpt2_arrays,
+    random_tensors,
+    write_checkpoint,
+    write_json,
+)
 from support.torch_files import own_bytes
 from tinygpt import LLM
 from tinygpt.cli import main as cli
@@ -27,30 +36,20 @@ TENSORS = random_tensors(prefix="")
 WIDE = ModelConfig(vocab_size=70, n_positions=9, n_embd=64, n_head=2, n_layer=2, n_inner=96, bos_token_id=1)
 
 
-def convert(source, target, *flags):
-    return cli.main(["convert", str(source), str(target), *flags])
-
-
-def same_parameters(one, other):
-    for name in parameter_shapes(one.config):
-        np.testing.assert_array_equal(one.tensor(name), other.tensor(name), err_msg=name)
-
-
 @pytest.mark.parametrize("to", ["safetensors", "gguf"])
 @pytest.mark.parametrize("form", [form for form in WRITERS if form not in ("nanogpt", "nanogpt_legacy")])
 def test_every_form_becomes_every_other(tmp_path, form, to):
     """nanoGPT's activation is not llama.cpp's."""
     source = open_checkpoint(WRITERS[form](tmp_path / "source", TENSORS))
-    assert convert(source.path, tmp_path / "there", "--to", to) == 0
-    there = open_checkpoint(tmp_path / "there")
-    same_parameters(there, source)
+    there = open_checkpoint(convert(source.path, tmp_path / "there", "--to", to))
+    assert_same(there, source)
     assert there.config.activation == source.config.activation
     assert there.config.layer_norm_epsilon == source.config.layer_norm_epsilon
 
 
 def test_hugging_faces_layout_and_its_own_files(tmp_path):
     source = write_checkpoint(tmp_path / "source", scale_attn_weights=False, n_ctx=6)
-    assert convert(source, tmp_path / "there", "--to", "safetensors") == 0
+    convert(source, tmp_path / "there", "--to", "safetensors")
     assert (tmp_path / "there" / "config.json").read_bytes() == (source / "config.json").read_bytes()
     container = read_safetensors(tmp_path / "there" / "model.safetensors")
     assert container.metadata == {"format": "pt"}
@@ -64,8 +63,7 @@ def test_biases_that_a_model_was_trained_without_are_written(tmp_path, flags):
     state = nanogpt_state(arrays, bias=False)
     (tmp_path / "ckpt.pt").write_bytes(own_bytes(state))
     write_json(tmp_path / "config.json", {"activation_function": "gelu_new"})
-    assert convert(tmp_path / "ckpt.pt", tmp_path / "there", *flags) == 0
-    there = open_checkpoint(tmp_path / "there")
+    there = open_checkpoint(convert(tmp_path / "ckpt.pt", tmp_path / "there", *flags))
     for name in parameter_shapes(there.config):
         assert there.tensor(name).any() != name.endswith("bias"), name
 
@@ -74,7 +72,7 @@ def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):
     torch = pytest.importorskip("torch", reason=MISSING)
     transformers = pytest.importorskip("transformers", reason=MISSING)
     source = WRITERS["nanogpt"](tmp_path / "source", TENSORS)
-    assert convert(source, tmp_path / "there", "--to", "safetensors") == 0
+    convert(source, tmp_path / "there", "--to", "safetensors")
     model, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "there", output_loading_info=True)
     assert not any(info.values())
     ours = transformers.GPT2LMHeadModel.from_pretrained(
@@ -87,7 +85,7 @@ def test_transformers_computes_the_same_of_a_foreign_checkpoint(tmp_path):
 
 def test_numpys_file(tmp_path):
     source = WRITERS["gguf"](tmp_path / "source", TENSORS)
-    assert convert(source, tmp_path / "there", "--to", "npz") == 0
+    convert(source, tmp_path / "there", "--to", "npz")
     with np.load(tmp_path / "there" / "model.npz") as arrays:
         assert sorted(arrays.files) == sorted(random_tensors())
         for name, array in random_tensors().items():
@@ -104,7 +102,7 @@ def test_halves_are_rounded_to_even(tmp_path, to, dtype):
     source = write_checkpoint(
         tmp_path / "source", {f"transformer.{name}": array for name, array in tensors.items()}
     )
-    assert convert(source, tmp_path / "there", "--to", to, "--dtype", dtype) == 0
+    convert(source, tmp_path / "there", "--to", to, "--dtype", dtype)
     there = open_checkpoint(tmp_path / "there").tensor("h.0.mlp.c_proj.weight").T.reshape(-1)
     if dtype == "float16":
         np.testing.assert_array_equal(there, values.astype(np.float16).astype(np.float32))
@@ -127,7 +125,7 @@ def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
     import gguf
 
     source = open_checkpoint(wide(tmp_path / "source"))
-    assert convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype) == 0
+    convert(source.path, tmp_path / "there", "--to", "gguf", "--dtype", dtype)
     reader = gguf.GGUFReader(tmp_path / "there" / "model.gguf")
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     for theirs, ours in (
@@ -147,7 +145,7 @@ def test_blocks_are_those_of_the_gguf_package(tmp_path, dtype, kind):
 
 
 def test_the_tokenizer_goes_along(tmp_path):
-    assert convert(DEMO, tmp_path / "there", "--to", "gguf") == 0
+    convert(DEMO, tmp_path / "there", "--to", "gguf")
     for path in (tmp_path / "there", tmp_path / "there" / "model.gguf"):
         checkpoint = open_checkpoint(path)
         ours = load_tokenizer(checkpoint)
@@ -159,7 +157,7 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert metadata["model"]["type"] == "BPE"
     (tmp_path / "alone").mkdir()
     moved = (tmp_path / "there" / "model.gguf").rename(tmp_path / "alone" / "x.gguf")
-    assert convert(moved, tmp_path / "back", "--to", "safetensors") == 0
+    convert(moved, tmp_path / "back", "--to", "safetensors")
     back = load_tokenizer(open_checkpoint(tmp_path / "back"))
     assert back.encode(text) == theirs.encode(text)
     assert back.eos_token_id == theirs.eos_token_id
@@ -170,7 +168,7 @@ def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):
     source = write_checkpoint(tmp_path / "source", arrays, vocab_size=8200)
     for name in ("vocab.json", "merges.txt"):
         (source / name).write_bytes((DEMO / name).read_bytes())
-    assert convert(source, tmp_path / "there", "--to", "gguf") == 0
+    convert(source, tmp_path / "there", "--to", "gguf")
     from tinygpt.weights.containers.gguf import read_gguf
 
     metadata = read_gguf(tmp_path / "there" / "model.gguf").metadata
@@ -183,7 +181,7 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
     source = open_checkpoint(
         wide(tmp_path / "source", scale_attn_weights=False, scale_attn_by_inverse_layer_idx=True)
     )
-    assert convert(source.path, tmp_path / "there", "--to", "gguf") == 0
+    convert(source.path, tmp_path / "there", "--to", "gguf")
     there = open_checkpoint(tmp_path / "there" / "model.gguf")
     for layer in (0, 1):
         name = f"h.{layer}.attn.c_attn.weight"
@@ -205,7 +203,7 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
 )
 def test_what_a_format_cannot_hold_is_refused_before_any_work(tmp_path, capsys, flags, fields, sentence):
     source = write_checkpoint(tmp_path / "source", **fields)
-    assert convert(source, tmp_path / "there", *flags) == 2
+    assert cli.main(["convert", str(source), str(tmp_path / "there"), *flags]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
 
@@ -226,8 +224,7 @@ def source(tmp_path) -> Path:
 
 @pytest.fixture
 def target(source, tmp_path) -> Path:
-    assert cli.main(["convert", str(source), str(tmp_path / "float8"), "--dtype", "float8"]) == 0
-    return tmp_path / "float8"
+    return convert(source, tmp_path / "float8", "--dtype", "float8")
 
 
 @needs_transformers

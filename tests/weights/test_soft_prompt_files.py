@@ -11,7 +11,7 @@ import pytest
 from support.golden_models import NEED_PEFT, change_config, change_tensors
 from support.recorded import MISSING
 from tinygpt.errors import CheckpointError
-from tinygpt.weights.adapters.soft_prompt import read_soft_prompt
+from tinygpt.weights.adapters.peft import read_soft_prompt
 from tinygpt.weights.config import ModelConfig
 
 peft = pytest.importorskip("peft", reason=NEED_PEFT)

@@ -12,8 +12,7 @@ from support.megatron_writer import Form, rank_file
 from support.recorded import MISSING
 from support.tiny_checkpoint import random_tensors
 from support.torch_files import own_bytes
-from tinygpt.weights.containers.torch import read_training_checkpoint
-from tinygpt.weights.containers.torch_pickle import Stub, fields_of
+from tinygpt.weights.containers.torch import Stub, fields_of, read_training_checkpoint
 
 torch = pytest.importorskip("torch", reason=MISSING)
 TENSORS = random_tensors(prefix="")

@@ -11,28 +11,14 @@ import numpy as np
 from ..hardware import forget_peak, peak_memory
 from ..llm import LLM
 from ..sampling_params import SamplingParams
+from .roofline import Case
 
 PROMPT = "prompt"
 GENERATION = "generation"
 TOGETHER = "together"
 CHOICE = "choice"
+NUM_WARMUP_PROMPTS = 10  # at least
 SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
-
-
-@dataclass(frozen=True)
-class Case:
-    """Prompts to read, or, with new_tokens, to continue."""
-
-    batch_size: int
-    prompt_length: int
-    new_tokens: int = 0
-
-    @property
-    def length(self) -> int:
-        return self.prompt_length + max(self.new_tokens, 1)  # reading a prompt ends with its first new token
-
-    def __str__(self) -> str:
-        return f"{self.batch_size} x {self.prompt_length}" + f" + {self.new_tokens}" * bool(self.new_tokens)
 
 
 @dataclass(frozen=True)
@@ -48,14 +34,6 @@ class Run:
     num_prompt_steps: int = 0  # passes that read prompts
     together: float = 0.0  # passes in which all sequences decode one token
     num_together: int = 0
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """All repetitions of one test."""
-
-    runs: tuple[Run, ...]
-    peak_memory: int  # bytes of the process, or of the GPU; 0 if unknown
 
 
 class HostMeter:
@@ -80,7 +58,7 @@ class DeviceMeter:
     warmups = 2  # the first run compiles kernels, the second captures a graph
 
     def __init__(self):
-        from ..kernels.cuda.runtime.device import the_device
+        from ..kernels.cuda.device import the_device
 
         self._device = the_device()
         self.gpu, self._free = self._device.name, self._device.free_bytes()
@@ -147,26 +125,32 @@ class TimedRunner:
         return result
 
 
-def run_case(llm: LLM, case: Case, repetitions: int, meter: Meter | None = None) -> Measurement:
-    """Measure a case with an LLM of prefix_cache_seqs=0 and slots for the whole batch."""
+def measure(
+    llm: LLM, case: Case, repetitions: int, meter: Meter | None = None, **sampling: Any
+) -> tuple[Run, ...]:
+    """Measure a case after a warm-up, with an LLM of prefix_cache_seqs=0 and slots for the whole batch.
+
+    sampling: fields of SamplingParams (default: greedy).
+    """
     meter = meter or HostMeter()
-    if case.new_tokens:
+    if case.is_at_depth:
         prompts = prompts_to_continue(llm.config.vocab_size, case)
     else:
-        prompts = random_prompts([case.prompt_length] * case.batch_size, llm.config.vocab_size)
-    ends = {"temperature": 0.0, "ignore_eos": True}
-    params = [SamplingParams(max_tokens=case.length - len(prompt), **ends) for prompt in prompts]
+        prompts = random_prompts(case.prompt_lengths, llm.config.vocab_size)
+    params = params_of(case, prompts, **sampling)
+    num_warm = max(case.batch_size, NUM_WARMUP_PROMPTS)
     for _ in range(meter.warmups):
-        llm.generate(prompts, params, use_tqdm=False)
-    return measure(llm, prompts, params, repetitions, meter)
-
-
-def measure(llm: LLM, prompts: list[list[int]], params: Any, repetitions: int, meter: Meter) -> Measurement:
-    """Continue prompts by generate's `params`. The LLM needs prefix_cache_seqs=0, and a warm-up before."""
+        llm.generate(prompts[:num_warm], params[:num_warm], use_tqdm=False)
     meter.forget_peak()
-    return Measurement(
-        tuple(_run(llm, prompts, params, meter) for _ in range(repetitions)), meter.peak_memory()
-    )
+    return tuple(_run(llm, prompts, params, meter) for _ in range(repetitions))
+
+
+def params_of(case: Case, prompts: list[list[int]], **sampling: Any) -> list[SamplingParams]:
+    """Return params of each prompt, which make a sequence of a prompt that is cut short as long as the others."""
+    how = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    new = max(case.new_tokens, 1)
+    counts = [new + n - len(prompt) for prompt, n in zip(prompts, case.prompt_lengths, strict=True)]
+    return [SamplingParams(max_tokens=count, **how) for count in counts]
 
 
 def _run(llm: LLM, prompts: list[list[int]], params: Any, meter: Meter) -> Run:

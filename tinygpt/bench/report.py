@@ -1,20 +1,40 @@
-"""Records as text: markdown, aligned columns, CSV, JSON and JSONL; and the comparison of two files of records.
+"""Records of cases, with llama-bench's keys; records as text, and the comparison of two files of records.
 
 The markdown tables of all commands and scripts are made here.
+
+Reading prompts is llama-bench's "pp" test and generating its "tg" test, which begins after `n_depth` tokens. n_prompt,
+n_gen and n_depth are of one sequence; tokens a second are of all `batch_size` together. Fields of tinygpt's own:
+
+    median_ts, low_ts, high_ts          tokens a second: median, slowest and fastest run
+    ms_per_token                        tg: from one token of a sequence to its next
+    first_token_ms                      pp: from the call of generate to the first token of the last prompt
+    read_gbs, bandwidth_share           weights and KV cache read a second; share of bandwidth_gbs, which is measured
+    gflops, peak_share                  10**9 operations a second; share of block_peak_gflops and head_peak_gflops
+    outside_share, sampling_share       share of generate's time outside forward passes; in choosing tokens
+    peak_memory                         bytes of the process, or of the GPU; null if unknown
 """
 
 import csv
+import functools
 import io
 import json
 import math
 import statistics
 import string
+import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import tinygpt
 
 from ..errors import RequestError
+from ..hardware import cpu_name
+from . import roofline
+
+if TYPE_CHECKING:
+    from .sweep import Plan, Test
 
 Record = dict[str, Any]
 
@@ -47,6 +67,119 @@ TEST_FIELDS = (
     "n_gen",
 )
 TEST_FIELDS += ("n_depth",)
+# GGML's names.
+DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
+# Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
+UNUSED_FIELDS = {
+    "cpu_mask": "0x0",
+    "cpu_strict": False,
+    "poll": 0,
+    "n_gpu_layers": 0,
+    "split_mode": "none",
+    "main_gpu": 0,
+    "no_kv_offload": False,
+    "flash_attn": False,
+    "tensor_split": "0.00",
+    "tensor_buft_overrides": "none",
+    "use_mmap": False,
+    "embeddings": False,
+    "no_op_offload": 0,
+}
+
+
+def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Record:
+    """Return the record of a test, with llama-bench's keys and the keys of this module's docstring."""
+    config = plan.config
+    case = test.case
+    dtype = test.dtype
+    counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
+    n_prompt, n_gen, n_depth = counts
+    (commit, number) = build()
+    cache = plan.caches[dtype]
+    works = [roofline.work_of(case, run, config, dtype, cache) for run in test.runs]
+    rates = [work.tokens / work.seconds for work in works]
+    # llama-bench times all tokens: a generation has one pass less than new tokens.
+    times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
+    block_rate, head_rate = map(limits.tile_rates.get, roofline.tiles_of(dtype, plan.device))
+    read = statistics.median(work.bytes_read / work.seconds for work in works)
+    operations = [(work.in_blocks + work.in_head) / work.seconds for work in works]
+    peak_shares = [(work.in_blocks / block_rate + work.in_head / head_rate) / work.seconds for work in works]
+    together = case.batch_size if n_gen else 1
+    size = roofline.num_parameters(config)
+    cache_name = roofline.CACHE_NAMES[cache]
+    model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
+    return {
+        "build_commit": commit,
+        "build_number": number,
+        "cpu_info": cpu_name(),
+        "gpu_info": test.gpu,
+        "backends": "CUDA" if test.gpu else "CPU",
+        "model_filename": plan.model,
+        "model_type": model_type,
+        "model_size": roofline.model_bytes(config, dtype),
+        "model_n_params": size,
+        "n_batch": plan.step_tokens,
+        "n_ubatch": plan.step_tokens,
+        "n_threads": test.threads,
+        "type_k": cache_name,
+        "type_v": cache_name,
+        **UNUSED_FIELDS,
+        **({} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}),
+        **({"n_gpu_layers": config.n_layer} if test.gpu else {}),
+        "n_prompt": n_prompt,
+        "n_gen": n_gen,
+        "n_depth": n_depth,
+        "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "avg_ns": round(statistics.fmean(times)),
+        "stddev_ns": round(_deviation(times)),
+        "avg_ts": statistics.fmean(rates),
+        "stddev_ts": _deviation(rates),
+        "samples_ns": times,
+        "samples_ts": rates,
+        "median_ts": statistics.median(rates),
+        "low_ts": min(rates),
+        "high_ts": max(rates),
+        "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
+        "dtype": dtype,
+        "kv_cache_dtype": cache,
+        "batch_size": case.batch_size,
+        "read_gbs": read / 1e9,
+        "bandwidth_share": read / limits.bandwidth,
+        "bandwidth_gbs": limits.bandwidth / 1e9,
+        "gflops": statistics.median(operations) / 1e9,
+        "peak_share": statistics.median(peak_shares),
+        "block_peak_gflops": block_rate / 1e9,
+        "head_peak_gflops": head_rate / 1e9,
+        "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
+        "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in test.runs),
+        "outside_share": statistics.median(
+            1 - (run.prompt + run.generation) / run.total for run in test.runs
+        ),
+        "sampling_share": statistics.median(run.sampling / run.total for run in test.runs),
+        "peak_memory": test.peak_memory or None,
+    }
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+@functools.cache
+def build() -> tuple[str, int]:
+    """Return the commit of a checkout, with "+" if files changed, and its number; else the version and 0."""
+    root = Path(tinygpt.__file__).resolve().parents[1]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if (root / ".git").exists():
+            commit = git("describe", "--always", "--dirty=+", "--abbrev=8", "--exclude=*")
+            return commit, int(git("rev-list", "--count", "HEAD"))
+    except (OSError, subprocess.CalledProcessError):  # no git, or a folder that git does not trust
+        pass
+    return tinygpt.__version__, 0
 
 
 def to_markdown(records: Sequence[Record]) -> str:

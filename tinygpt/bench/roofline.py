@@ -1,11 +1,15 @@
-"""The least work of a pass through the model, and the machine's limits.
+"""Cases of a benchmark, the least work of their passes through the model, and the machine's limits.
 
 A multiplication and an addition count as two operations.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..weights.config import ModelConfig
+
+if TYPE_CHECKING:
+    from .measure import Run
 
 # Bytes of a weight in the blocks and in the head. int4 has 4 bytes of scale and offset a group of 32.
 BYTES = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
@@ -15,6 +19,38 @@ CACHE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
 # Dtype of the tiles that multiply in the blocks and in the head.
 TILES = {name: (name, "int8" if name == "int4" else name) for name in BYTES}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of these lengths to read, or, with new_tokens, to continue, in batches of at most `batch_size`.
+
+    is_at_depth: the prompts begin alike, so that most of the time goes into generating.
+    """
+
+    batch_size: int
+    prompt_lengths: tuple[int, ...]
+    new_tokens: int = 0
+    is_at_depth: bool = False
+
+    @property
+    def prompt_length(self) -> int:
+        return max(self.prompt_lengths)
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + max(self.new_tokens, 1)  # reading a prompt ends with its first new token
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of the passes that count, their tokens, bytes read, and operations of the blocks and of the head."""
+
+    seconds: float
+    tokens: int
+    bytes_read: float
+    in_blocks: float
+    in_head: float
 
 
 @dataclass(frozen=True)
@@ -34,7 +70,7 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
     """Measure the limits of the threads, or of the GPU, in half a second."""
     kinds = sorted({*tiles_of(dtype, device)})
     if device == "cuda":
-        from ..kernels.cuda.runtime import peak
+        from ..kernels.cuda import peak
 
         return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
     from ..hardware import read_bandwidth
@@ -47,6 +83,22 @@ def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
     if device == "cuda" and dtype != "float32":
         return "bfloat16", "bfloat16"  # to which a GPU expands int8
     return TILES[dtype]
+
+
+def work_of(case: Case, run: "Run", config: ModelConfig, dtype: str, kv_cache_dtype: str) -> Work:
+    """Return the work of a run: of reading the prompts, or of the passes in which the whole batch decodes."""
+    if not case.new_tokens:
+        tokens = case.batch_size * case.prompt_length
+        num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends
+        read = weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
+        in_blocks = block_operations(config, tokens, (case.prompt_length + 1) / 2)
+        return Work(run.prompt, tokens, read, in_blocks, head_operations(config, case.batch_size))
+    tokens = run.num_together * case.batch_size
+    attended = case.prompt_length + case.new_tokens / 2  # by a token, on average
+    read = weight_bytes(config, dtype, run.num_together)
+    read += kv_cache_bytes(config, kv_cache_dtype, tokens * attended)
+    in_blocks = block_operations(config, tokens, attended)
+    return Work(run.together, tokens, read, in_blocks, head_operations(config, tokens))
 
 
 def num_parameters(config: ModelConfig) -> int:

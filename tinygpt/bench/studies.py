@@ -1,35 +1,25 @@
 """Published studies of GPT-2's speed as rows of data: `bench --preset NAME` repeats one on this machine.
 
 A row of STUDIES holds a study's cases, the columns of its table, and the published figures with their source. A new
-study is one more row; `study_runs` measures it.
+study is one more row.
 """
 
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import cycle, islice, product
+from pathlib import Path
 from typing import Any
+
+from ..hardware import cpu_name, thread_count
+from .plot import Lines, Panel, draw
+from .report import Record, cells_of, parameters_text, runs_text, table, threads_text
+from .roofline import Case, num_parameters
 
 NOT_PUBLISHED, ABSENT = "not published", "-"
 NUM_CHARACTERS = 10_000  # of a text for perplexity, as 10 passages of up to 1000
+SAME_SIZE = 0.1  # relative difference of models of one size
 NUM_CALLERS = 64  # connections to the model in another process
-
-
-@dataclass(frozen=True)
-class StudyCase:
-    """Prompts of these lengths, continued by `new_tokens` each, in batches of at most `batch_size`."""
-
-    batch_size: int
-    prompt_lengths: tuple[int, ...]
-    new_tokens: int
-
-    @property
-    def length(self) -> int:
-        return max(self.prompt_lengths) + self.new_tokens
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Return arguments of an LLM without prefix caching."""
-        return {"max_num_seqs": self.batch_size, "max_model_len": self.length, "prefix_cache_seqs": 0}
 
 
 @dataclass(frozen=True)
@@ -40,10 +30,10 @@ class Study:
     summary: str
     source: str
     hardware: str
-    cases: tuple[StudyCase, ...]
-    small: tuple[StudyCase, ...]
+    cases: tuple[Case, ...]
+    small: tuple[Case, ...]
     repetitions: tuple[int, int]  # of the study, and of --small
-    columns: dict[str, str]  # title -> format of a record with the fields of study_runs.derived
+    columns: dict[str, str]  # title -> format of a record with the fields of `derived`
     x: tuple[str, str]  # axis label and field
     y: tuple[str, str]  # axis label and field of samples
     published_columns: tuple[str, ...] = ()
@@ -58,13 +48,13 @@ class Study:
 
 def _cases(
     sizes: Iterable[int], lengths: tuple[int, ...], new: int, count: int | None = None
-) -> tuple[StudyCase, ...]:
+) -> tuple[Case, ...]:
     """Return a case for each batch size, of `count` prompts (None: the batch size) whose lengths go in turns."""
-    return tuple(StudyCase(size, tuple(islice(cycle(lengths), count or size)), new) for size in sizes)
+    return tuple(Case(size, tuple(islice(cycle(lengths), count or size)), new) for size in sizes)
 
 
-def _grid(prompts: Iterable[int], new_tokens: Iterable[int]) -> tuple[StudyCase, ...]:
-    return tuple(StudyCase(1, (prompt,), new) for prompt, new in product(prompts, new_tokens))
+def _grid(prompts: Iterable[int], new_tokens: Iterable[int]) -> tuple[Case, ...]:
+    return tuple(Case(1, (prompt,), new) for prompt, new in product(prompts, new_tokens))
 
 
 QUERY_LENGTHS = (3, 9, 27, 10, 10, 9, 12, 9, 14, 4)  # of batch-inference's ten texts in GPT-2's tokens
@@ -253,3 +243,108 @@ STUDIES = {
         ),
     )
 }
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices of the user. repetitions: None is the study's number. text: for perplexity."""
+
+    model: str
+    dtypes: tuple[str, ...] = ("auto",)
+    threads: int | None = None
+    repetitions: int | None = None
+    small: bool = False
+    text: str | None = None
+    remote: bool = False
+    device: str = "cpu"
+
+
+def derived(records: list[Record]) -> list[Record]:
+    """Return records with the fields that columns and axes of studies show.
+
+    speedup: over the first record of the dtype, here or remote.
+    """
+    found, baselines = [], {}
+    for record in records:
+        n_gen = record["n_gen"]
+        num_steps = record["num_steps"]
+        is_remote = record.get("remote", False)
+        seconds, first_tokens = (
+            [ns / 1e9 for ns in record[name]] for name in ("samples_ns", "first_token_ns")
+        )
+        rest = [total - first for total, first in zip(seconds, first_tokens, strict=True)]
+        num_tokens = record["num_prompts"] * n_gen
+        median = statistics.median(seconds)
+        error = f" ± {statistics.stdev(seconds) / len(seconds) ** 0.5:.4f}" if len(seconds) > 1 else ""
+        samples = {
+            "seconds": seconds,
+            "milliseconds": [1e3 * total for total in seconds],
+            "tokens_per_s": [num_tokens / total for total in seconds],
+            "tokens_per_ms": [num_tokens / (1e3 * total) for total in seconds],
+        }
+        more = {
+            "name": f"tinygpt, {record['dtype']}" + ", remote" * is_remote,
+            "num_tokens": num_tokens,
+            "mean_and_error": f"{statistics.mean(seconds):.4f}{error}",
+            "fastest_s": min(seconds),
+            "speedup": baselines.setdefault((record["dtype"], is_remote), median) / median,
+            "tokens_per_step": num_steps and num_tokens / num_steps,
+            "ms_per_token": 1e3 * median / n_gen,
+            "first_token_ms": 1e3 * statistics.median(first_tokens),
+            "later_token_ms": 1e3 * statistics.median(rest) / max(n_gen - 1, 1),
+            "memory_gb": record["peak_memory"] and record["peak_memory"] / 1e9,
+        }
+        medians = {f"median_{name}": statistics.median(values) for name, values in samples.items()}
+        found.append({**record, **samples, **medians, **more})
+    return found
+
+
+def study_text(study: Study, options: Options, records: list[Record], notes: list[str]) -> str:
+    """Return the study's page: our rows, next to or above the published figures, and notes."""
+    header = [*study.columns, *(f"published: {title}" for title in study.published_columns)]
+    absent = (ABSENT,) * len(study.published_columns)
+    rows = []
+    for record in derived(records):
+        published = study.published.get((record["batch_size"], record["n_prompt"], record["n_gen"]), absent)
+        rows.append([*cells_of(record, study.columns.values(), ABSENT), *map(str, published)])
+    count = len(records[0]["samples_ns"])
+    about = "random prompts of the study's lengths, none cached; tokenization and warm-up are not timed"
+    lines = (f"Ours: {runs_text(count)}; {about}.", *notes, *study.notes)
+    parts = (
+        f"## {study.name}",
+        f"Published: {study.source}; {study.model}, {study.hardware}.",
+        f"Here: {_here(study, options, records[0]['gpu_info'])}.",
+        table(header, [*rows, *map(list, study.published_rows)], header[1:]),
+        "\n".join(f"- {line}" for line in lines),
+    )
+    return "\n\n".join(parts)
+
+
+def _here(study: Study, options: Options, gpu: str) -> str:
+    from ..weights.open import open_checkpoint
+
+    size = num_parameters(open_checkpoint(options.model).config)
+    machine = gpu or f"{threads_text(thread_count(options.threads))} of {cpu_name()}"
+    small = ", with fewer sizes and runs than the study has" * options.small
+    is_other = abs(size / study.num_parameters - 1) > SAME_SIZE
+    other = (
+        f". This is another size than the study's {study.model}, so the figures are not of the same work"
+        * is_other
+    )
+    return f"{Path(options.model).name}, {parameters_text(size)} parameters, {machine}{small}{other}"
+
+
+def draw_study(study: Study, options: Options, records: list[Record], path: Path) -> None:
+    """Draw our results and the published figures. Raise RequestError as `plot.check` does."""
+    lines: Lines = {}
+    has_lengths = len({(record["n_prompt"], record["n_gen"]) for record in records}) > 1
+    for record in derived(records):
+        lengths = f", prompt of {record['n_prompt']}" if has_lengths else ""
+        lines.setdefault(record["name"] + lengths, []).append((record[study.x[1]], record[study.y[1]]))
+    published: Lines = {
+        f"published: {study.model}, {name}": [(x, [y]) for x, y in points]
+        for name, points in study.published_lines.items()
+    }
+    panel = Panel("", study.x[0], study.y[0], lines, published)
+    title = f"{study.name}, {Path(options.model).name}"
+    draw(path, title, [panel], f"Published: {study.source}.")

@@ -1,61 +1,35 @@
-"""The cases of `tinygpt bench`: checked before any work, measured, and recorded with llama-bench's keys.
+"""Measure the cases of `tinygpt bench` and of published studies, checked before any work."""
 
-Reading prompts is llama-bench's "pp" test and generating its "tg" test, which begins after `n_depth` tokens. n_prompt,
-n_gen and n_depth are of one sequence; tokens a second are of all `batch_size` together. Fields of tinygpt's own:
-
-    median_ts, low_ts, high_ts          tokens a second: median, slowest and fastest run
-    ms_per_token                        tg: from one token of a sequence to its next
-    first_token_ms                      pp: from the call of generate to the first token of the last prompt
-    read_gbs, bandwidth_share           weights and KV cache read a second; share of bandwidth_gbs, which is measured
-    gflops, peak_share                  10**9 operations a second; share of block_peak_gflops and head_peak_gflops
-    outside_share, sampling_share       share of generate's time outside forward passes; in choosing tokens
-    peak_memory                         bytes of the process, or of the GPU; null if unknown
-"""
-
-import functools
+import os
+import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-import tinygpt
-
-from ..engine.model_runner import load_backend
+from ..engine.model_runner import ModelSource, load_backend, load_tokenizer
 from ..engine.scheduler import WORTH_WAITING
-from ..errors import RequestError
-from ..hardware import cpu_name, thread_count
+from ..errors import CheckpointError, RequestError, how_to_install, invalid
+from ..evaluation.tasks import NUM_TOGETHER, perplexity
+from ..hardware import thread_count
 from ..llm import LLM
 from ..llm_args import LLMArgs
 from ..ranks.lead import open_sources
+from ..remote import KEY_VARIABLE, RemoteLLM
 from ..weights.config import ModelConfig
-from . import roofline
-from .measure import Case, Measurement, Run, meter_of, run_case
-from .report import Record, parameters_text, threads_text
-from .roofline import CACHE_NAMES, MachineLimits, measure_limits
-
-# GGML's names.
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
-# Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
-UNUSED_FIELDS = {
-    "cpu_mask": "0x0",
-    "cpu_strict": False,
-    "poll": 0,
-    "n_gpu_layers": 0,
-    "split_mode": "none",
-    "main_gpu": 0,
-    "no_kv_offload": False,
-    "flash_attn": False,
-    "tensor_split": "0.00",
-    "tensor_buft_overrides": "none",
-    "use_mmap": False,
-    "embeddings": False,
-    "no_op_offload": 0,
-}
+from ..weights.open import open_checkpoint
+from .measure import NUM_WARMUP_PROMPTS, Run, measure, meter_of, params_of, random_prompts
+from .report import Record, record_of, threads_text
+from .roofline import Case, MachineLimits, measure_limits
+from .studies import NUM_CALLERS, NUM_CHARACTERS, Options, Study
 
 
 @dataclass(frozen=True)
@@ -70,6 +44,7 @@ class Plan:
     config: ModelConfig
     ranks: tuple[int, int] = (1, 1)  # tensor_parallel_size, pipeline_parallel_size
     device: str = "cpu"
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.caches) * len(self.threads) * len(self.cases)
@@ -81,9 +56,21 @@ class Plan:
     @property
     def step_tokens(self) -> int:
         """New tokens in a step. A batch of short prompts is read in one, or its first sequence would end too early."""
-        short = [case for case in self.cases if case.new_tokens and case.prompt_length <= WORTH_WAITING]
+        short = [case for case in self.cases if case.is_at_depth and case.prompt_length <= WORTH_WAITING]
         at_once = max((case.batch_size * case.prompt_length for case in short), default=0)
         return max(load_backend(self.device, "auto").MAX_STEP_TOKENS, self.max_batch_size, at_once)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Return arguments of an LLM, which has no prefix cache."""
+        return {
+            "max_num_seqs": self.max_batch_size,
+            "max_num_batched_tokens": self.step_tokens,
+            "max_model_len": max(case.length for case in self.cases),
+            "prefix_cache_seqs": 0,
+            "tensor_parallel_size": self.ranks[0],
+            "pipeline_parallel_size": self.ranks[1],
+        }
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,9 @@ class Test:
     dtype: str
     threads: int
     case: Case
-    measurement: Measurement
+    runs: tuple[Run, ...]
+    peak_memory: int  # bytes of the process, or of the GPU; 0 if unknown
+    gpu: str = ""
     ended: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
 
@@ -126,7 +115,7 @@ def make_plan(
     caches = {source.dtype: source.kv_cache_dtype for source in sources}
     config = sources[0].config
     cases = tuple(
-        Case(batch_size, prompt_length, count)
+        Case(batch_size, (prompt_length,) * batch_size, count, is_at_depth=count > 0)
         for batch_size in sorted(set(batch_sizes))
         for prompt_length in sorted(set(prompt_lengths))
         for count in (0, *sorted(set(new_tokens) - {0}))
@@ -144,6 +133,16 @@ def _check_numbers(flag: str, numbers: Collection[int], least: int, also: str = 
             raise RequestError(f"{flag} gives {number} and must give {least} or more{also}.")
 
 
+def run(plan: Plan, dtype: str, threads: int) -> Iterator[Test]:
+    """Measure the cases of a plan in one dtype, and yield each once measured."""
+    meter = meter_of(plan.device)
+    how = {"threads": threads, "device": plan.device, "kv_cache_dtype": plan.caches[dtype], **plan.sizes}
+    with LLM(plan.model, dtype, **how) as llm:
+        for case in plan.cases:
+            runs = measure(llm, case, plan.repetitions, meter, **plan.sampling)
+            yield Test(dtype, threads, case, runs, meter.peak_memory(), meter.gpu)
+
+
 def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None]) -> None:
     """Append a record of each case to `records`, also if interrupted; tell the speed of each case once measured.
 
@@ -155,21 +154,13 @@ def run_plan(plan: Plan, records: list[Record], tell: Callable[[str], None]) -> 
         # disable=None: no bar if stderr is not a terminal.
         with tqdm(total=len(plan), unit="case", disable=None) as bar:
             for dtype, threads in [(dtype, threads) for dtype in plan.caches for threads in plan.threads]:
-                meter = meter_of(plan.device)
+                bar.set_description_str(f"{dtype}, {threads_text(threads)}")
                 _update_limits(limits, plan, dtype, threads)
-                sizes = {"max_num_seqs": plan.max_batch_size, "max_num_batched_tokens": plan.step_tokens}
-                sizes |= {"max_model_len": max(case.length for case in plan.cases), "prefix_cache_seqs": 0}
-                sizes |= {"tensor_parallel_size": plan.ranks[0], "pipeline_parallel_size": plan.ranks[1]}
-                cache = plan.caches[dtype]
-                with LLM(
-                    plan.model, dtype, threads=threads, device=plan.device, kv_cache_dtype=cache, **sizes
-                ) as llm:
-                    for case in plan.cases:
-                        bar.set_description_str(f"{dtype}, {threads_text(threads)}, {case}")
-                        tests.append(Test(dtype, threads, case, run_case(llm, case, plan.repetitions, meter)))
-                        bar.update()
-                        with tqdm.external_write_mode(file=sys.stderr):
-                            tell(_progress(plan, tests, limits))
+                for test in run(plan, dtype, threads):
+                    tests.append(test)
+                    bar.update()
+                    with tqdm.external_write_mode(file=sys.stderr):
+                        tell(_progress(plan, tests, limits))
                 _update_limits(limits, plan, dtype, threads)
     finally:
         records.extend(record_of(plan, test, limits[test.threads]) for test in tests)
@@ -186,119 +177,146 @@ def _progress(plan: Plan, tests: list[Test], limits: dict[int, MachineLimits]) -
     return f"{len(tests)} of {len(plan)}: {case}: {record['median_ts']:.1f} tokens/s"
 
 
-def record_of(plan: Plan, test: Test, limits: MachineLimits) -> Record:
-    """Return the record of a test, with llama-bench's keys and the keys of this module's docstring."""
-    config = plan.config
-    case = test.case
-    dtype = test.dtype
-    found = test.measurement
-    counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
-    n_prompt, n_gen, n_depth = counts
-    gpu = meter_of(plan.device).gpu
-    (commit, number) = build()
-    passes = [_work(plan, test, run) for run in found.runs]
-    rates = [tokens / seconds for seconds, tokens, *_ in passes]
-    # llama-bench times all tokens: a generation has one pass less than new tokens.
-    times = [round(1e9 * case.batch_size * (n_prompt + n_gen) / rate) for rate in rates]
-    block_rate, head_rate = map(limits.tile_rates.get, roofline.tiles_of(dtype, plan.device))
-    read = statistics.median(bytes_read / seconds for seconds, _, bytes_read, *_ in passes)
-    operations = [(blocks + head) / seconds for seconds, *_, blocks, head in passes]
-    peak_shares = [(blocks / block_rate + head / head_rate) / seconds for seconds, *_, blocks, head in passes]
-    together = case.batch_size if n_gen else 1
-    size = roofline.num_parameters(config)
-    cache = CACHE_NAMES[plan.caches[dtype]]
-    model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
-    return {
-        "build_commit": commit,
-        "build_number": number,
-        "cpu_info": cpu_name(),
-        "gpu_info": gpu,
-        "backends": "CUDA" if gpu else "CPU",
-        "model_filename": plan.model,
-        "model_type": model_type,
-        "model_size": roofline.model_bytes(config, dtype),
-        "model_n_params": size,
-        "n_batch": plan.step_tokens,
-        "n_ubatch": plan.step_tokens,
-        "n_threads": test.threads,
-        "type_k": cache,
-        "type_v": cache,
-        **UNUSED_FIELDS,
-        **({} if plan.ranks == (1, 1) else {"split_mode": "tensor {} x pipeline {}".format(*plan.ranks)}),
-        **({"n_gpu_layers": config.n_layer} if gpu else {}),
-        "n_prompt": n_prompt,
-        "n_gen": n_gen,
-        "n_depth": n_depth,
-        "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "avg_ns": round(statistics.fmean(times)),
-        "stddev_ns": round(_deviation(times)),
-        "avg_ts": statistics.fmean(rates),
-        "stddev_ts": _deviation(rates),
-        "samples_ns": times,
-        "samples_ts": rates,
-        "median_ts": statistics.median(rates),
-        "low_ts": min(rates),
-        "high_ts": max(rates),
-        "test": f"tg{n_gen} @ d{n_depth}" if n_gen else f"pp{n_prompt}",
-        "dtype": dtype,
-        "kv_cache_dtype": plan.caches[dtype],
-        "batch_size": case.batch_size,
-        "read_gbs": read / 1e9,
-        "bandwidth_share": read / limits.bandwidth,
-        "bandwidth_gbs": limits.bandwidth / 1e9,
-        "gflops": statistics.median(operations) / 1e9,
-        "peak_share": statistics.median(peak_shares),
-        "block_peak_gflops": block_rate / 1e9,
-        "head_peak_gflops": head_rate / 1e9,
-        "ms_per_token": statistics.median(1e3 * together / rate for rate in rates),
-        "first_token_ms": None if n_gen else 1e3 * statistics.median(run.first_token for run in found.runs),
-        "outside_share": statistics.median(
-            1 - (run.prompt + run.generation) / run.total for run in found.runs
-        ),
-        "sampling_share": statistics.median(run.sampling / run.total for run in found.runs),
-        "peak_memory": found.peak_memory or None,
-    }
+def run_study(study: Study, options: Options, records: list[Record]) -> list[str]:
+    """Append a record of each case to `records`, also if interrupted. Return notes on cases that were left out.
 
-
-def _work(plan: Plan, test: Test, run: Run) -> tuple[float, int, float, float, float]:
-    """Return seconds, tokens, bytes read, and operations of the blocks and of the head, of the passes that count.
-
-    In a generation these are the passes in which the whole batch decodes.
+    Raises RequestError or CheckpointError, before any work, if the study cannot run.
     """
-    config = plan.config
-    case = test.case
-    dtype = test.dtype
-    if not case.new_tokens:
-        tokens = case.batch_size * case.prompt_length
-        num_logit_passes = min(run.num_prompt_steps, case.batch_size)  # passes in which a prompt ends
-        read = roofline.weight_bytes(config, dtype, run.num_prompt_steps, num_logit_passes)
-        blocks = roofline.block_operations(config, tokens, (case.prompt_length + 1) / 2)
-        return run.prompt, tokens, read, blocks, roofline.head_operations(config, case.batch_size)
-    tokens = run.num_together * case.batch_size
-    attended = case.prompt_length + case.new_tokens / 2  # by a token, on average
-    read = roofline.weight_bytes(config, dtype, run.num_together)
-    read += roofline.kv_cache_bytes(config, plan.caches[dtype], tokens * attended)
-    blocks = roofline.block_operations(config, tokens, attended)
-    return run.together, tokens, read, blocks, roofline.head_operations(config, tokens)
+    _check(study, options)
+    sources = ModelSource.open_all(LLMArgs(options.model, device=options.device), options.dtypes)
+    cases = study.small if options.small else study.cases
+    n_positions = sources[0].config.n_positions
+    fitting = [case for case in cases if case.length <= n_positions]
+    named = ", ".join(f"{case.prompt_length} + {case.new_tokens}" for case in cases if case not in fitting)
+    left_out = [
+        f"Left out: {named} tokens do not fit the {n_positions} positions of {options.model}."
+    ] * bool(named)
+    if not fitting:
+        raise RequestError(left_out[0])
+    caches = {source.dtype: source.kv_cache_dtype for source in sources}
+    count = options.repetitions or study.repetitions[options.small]
+    about = caches, (thread_count(options.threads),)
+    more = {"device": options.device, "sampling": study.sampling}
+    plans = [Plan(options.model, *about, (case,), count, sources[0].config, **more) for case in fitting]
+    for dtype in caches:
+        found = {"perplexity": _perplexity(options, dtype)} if study.name == "onnx-study" else {}
+        for plan in tqdm(plans, unit="case", disable=None):
+            for test in run(plan, dtype, plan.threads[0]):
+                records.append(_local_record(study, plan, test) | found)
+        if options.remote:
+            records.extend(_run_remote(study, plan, dtype, options.threads) for plan in plans)
+    return left_out
 
 
-def _deviation(values: list[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def _check(study: Study, options: Options) -> None:
+    thread_count(options.threads)
+    if options.repetitions is not None and options.repetitions < 1:
+        raise invalid("--repetitions", options.repetitions, "at least 1")
+    if options.text is not None and study.name != "onnx-study":
+        raise RequestError(f"--text is for the perplexity of onnx-study and {study.name} has none.")
+    if options.remote:
+        if study.name != "batch-inference":
+            raise RequestError(f"--remote is for batch-inference and {study.name} has no such case.")
+        try:
+            import tinygpt.server.app  # noqa: F401
+        except ImportError as error:
+            raise RequestError(f"--remote needs {error.name}: {how_to_install('serve')}.") from None
+    if options.text is not None:
+        try:
+            load_tokenizer(open_checkpoint(options.model))
+        except CheckpointError:
+            raise RequestError(
+                f"--text needs a tokenizer and {options.model} has none that can be used."
+            ) from None
 
 
-@functools.cache
-def build() -> tuple[str, int]:
-    """Return the commit of a checkout, with "+" if files changed, and its number; else the version and 0."""
-    root = Path(tinygpt.__file__).resolve().parents[1]
+def _perplexity(options: Options, dtype: str) -> float | None:
+    if options.text is None:
+        return None
+    how = {"threads": options.threads, "device": options.device, "max_num_seqs": NUM_TOGETHER}
+    with LLM(options.model, dtype, **how) as llm:
+        return perplexity(llm, options.text[:NUM_CHARACTERS]).token_perplexity
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    try:
-        if (root / ".git").exists():
-            commit = git("describe", "--always", "--dirty=+", "--abbrev=8", "--exclude=*")
-            return commit, int(git("rev-list", "--count", "HEAD"))
-    except (OSError, subprocess.CalledProcessError):  # no git, or a folder that git does not trust
-        pass
-    return tinygpt.__version__, 0
+def _run_remote(study: Study, plan: Plan, dtype: str, threads: int | None) -> Record:
+    (case,) = plan.cases
+    prompts = random_prompts(case.prompt_lengths, plan.config.vocab_size)
+    params = params_of(case, prompts, **study.sampling)
+    with (
+        served(plan.model, dtype, plan.sizes | {"threads": threads}) as (url, _),
+        RemoteLLM(url, max_connections=NUM_CALLERS) as remote,
+    ):
+        remote.generate(prompts[:NUM_WARMUP_PROMPTS], params[:NUM_WARMUP_PROMPTS])
+        times = []
+        for _ in range(plan.repetitions):
+            start = time.perf_counter()
+            outputs = remote.generate(prompts, params)
+            total = time.perf_counter() - start
+            times.append((total, max(output.metrics.first_token for output in outputs) - start))
+    return _study_record(study, plan, dtype, times, remote=True)
+
+
+def _local_record(study: Study, plan: Plan, test: Test) -> Record:
+    times = [(run.total, run.first_token) for run in test.runs]
+    more = {"num_steps": test.runs[-1].num_steps, "peak_memory": test.peak_memory or None}
+    return _study_record(study, plan, test.dtype, times, gpu_info=test.gpu, **more)
+
+
+def _study_record(
+    study: Study, plan: Plan, dtype: str, times: list[tuple[float, float]], **more: Any
+) -> Record:
+    """Return llama-bench's keys as far as they go. times: seconds of each generate, and to its last first token."""
+    (case,) = plan.cases
+    samples, first_tokens = (
+        [round(1e9 * seconds) for seconds in column] for column in zip(*times, strict=True)
+    )
+    record = {
+        "preset": study.name,
+        "model_filename": plan.model,
+        "gpu_info": "",
+        "n_threads": plan.threads[0],
+        "dtype": dtype,
+        "batch_size": case.batch_size,
+        "num_prompts": len(case.prompt_lengths),
+        "n_prompt": case.prompt_length,
+        "n_gen": case.new_tokens,
+        "num_steps": None,
+        "avg_ns": round(statistics.mean(samples)),
+        "samples_ns": samples,
+        "stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0,
+        "first_token_ns": first_tokens,
+        "peak_memory": None,
+    }
+    return record | ({"remote": False} if study.name == "batch-inference" else {}) | more
+
+
+@contextmanager
+def served(model: str, dtype: str, flags: dict[str, int | None]) -> Iterator[tuple[str, int]]:
+    """Serve a model in another process; yield its URL and process id. Raise RequestError if it does not start."""
+    command = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--model", model, "--dtype", dtype]
+    for name, value in flags.items():
+        command += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
+    with started(
+        command, env={name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
+    ) as found:
+        yield found
+
+
+@contextmanager
+def started(command: list[str], **options: Any) -> Iterator[tuple[str, int]]:
+    """Run a server's command with options of Popen, as `served` does."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as log:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, **options)
+        try:
+            said, has_ended = "", False
+            while (address := re.search(r"serving .* on (http://\S+)", said)) is None:
+                if has_ended:
+                    raise RequestError(f"the server did not start: {' '.join(said.splitlines()[-1:])}")
+                time.sleep(0.05)
+                has_ended = process.poll() is not None
+                log.seek(0)
+                said = log.read()
+            yield address[1], process.pid
+        finally:
+            process.terminate()
+            process.wait()

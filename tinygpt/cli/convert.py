@@ -14,7 +14,7 @@ from ..llm_args import CHECKPOINT
 from ..weights.config import DTYPES, STORAGE_DTYPE
 from .flags import CPU_FLAGS, Command, add_flag, add_group
 from .loading import set_thread_pools
-from .streams import log, progress
+from .streams import log, progress, read_plain_text
 
 if TYPE_CHECKING:
     from ..weights.checkpoint import Checkpoint
@@ -129,9 +129,9 @@ def _becoming(target: Path) -> Iterator[Path]:
 def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from ..engine.model_runner import check_tokenizer
-    from ..text.prepared import write_prepared
+    from ..text.gpt2_bpe import write_prepared
     from ..weights.checkpoint import is_random
-    from ..weights.convert import export, gguf_out, packed
+    from ..weights.convert import export, gguf, packed
     from ..weights.convert.export import write_sidecar_files
     from ..weights.open import open_checkpoint
 
@@ -147,8 +147,8 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     export.layout_of(checkpoint)  # raises before any work
     check_tokenizer(checkpoint)
     if args.to == "gguf":
-        gguf_out.check_gguf(checkpoint, args.dtype)
-        write = partial(gguf_out.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
+        gguf.check_gguf(checkpoint, args.dtype)
+        write = partial(gguf.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
     elif args.to:
         writer = export.write_npz if args.to == "npz" else export.write_safetensors
         write = partial(writer, folder, checkpoint, args.dtype)
@@ -173,7 +173,7 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
     """Return the tokenizer in the form of a tokenizer.json if it is GPT-2's kind or BLOOM's, or log why not."""
     from ..engine.model_runner import read_spec
     from ..text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2
-    from ..weights.families.tokenizers import is_blooms_kind
+    from ..weights.families.gpt2 import is_blooms_kind
 
     try:
         spec = read_spec(checkpoint)
@@ -195,7 +195,6 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..engine.model_runner import load_tokenizer
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
-    from ..evaluation.texts import read_text
     from ..hardware import thread_count
     from ..kernels.cpu import packed
     from ..kernels.cpu.params import load_params
@@ -205,7 +204,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     if args.act_scales is not None:
         calibration = read_act_scales(args.act_scales, checkpoint, share)
     elif args.calibrate is not None:
-        text = read_text("--calibrate", args.calibrate)
+        text = read_plain_text("--calibrate", args.calibrate)
         token_ids = encode(text, load_tokenizer(checkpoint), checkpoint.config.vocab_size)
         log(f"calibrating on {args.calibrate}")
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))

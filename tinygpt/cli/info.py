@@ -1,11 +1,11 @@
 """`tinygpt info` reports on a checkpoint, `tinygpt doctor` on the machine, the kernels and the packages."""
 
 import argparse
-import ctypes
 import hashlib
 import math
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -103,11 +103,10 @@ def describe(path: Path) -> dict[str, Any]:
     refused: why the checkpoint, or its tokenizer, cannot be loaded. size: bytes in the file, 0 for unknown formats.
     """
     from ..weights.containers.formats import read_weights
-    from ..weights.containers.mapped_file import Container
     from ..weights.containers.safetensors import read_safetensors
     from ..weights.families.family import Source
-    from ..weights.families.table import family_of
-    from ..weights.matching import match
+    from ..weights.matching import family_of, match
+    from ..weights.tensor import Container
 
     refused: list[str] = []
     unread: list[str] = []
@@ -300,10 +299,10 @@ def _run_doctor(args: argparse.Namespace) -> None:
 def _print_machine(report: dict[str, dict[str, Any]]) -> None:
     memory = report["memory"]
     cache = report["cache"]
-    limits = report["decode_limits"]
     memory |= {name: size_text(memory[name]) for name in ("total", "available")}
     memory["read_bandwidth"] = f"{memory['read_bandwidth'] / 1e9:.1f} GB/s"
     cache |= {name: size_text(cache[name]) for name in ("size", "other_builds_size")}
+    limits = report["decode_limits"]
     rates = {dtype: f"{rate:.0f} tokens/s" for dtype, rate in limits.pop("tokens_per_second").items()}
     shown = {"decode_limits": limits | rates}
     shown["versions"] = {name: version or "not installed" for name, version in report["versions"].items()}
@@ -411,39 +410,29 @@ def _size_of(folders: list[Path]) -> int:
 
 
 def _gpu() -> dict[str, Any]:
-    from ..kernels.cuda.runtime.device import the_device
-    from ..kernels.cuda.runtime.jit import OLDEST, DeviceError
+    from ..kernels.backend import DeviceError
+    from ..kernels.cuda.device import the_device
+    from ..kernels.cuda.params import DTYPES
 
+    oldest = {dtype: row.numbers.oldest for dtype, row in DTYPES.items()}
     try:
         capability = the_device().capability
-        answer = "they run here in " + ", ".join(dtype for dtype in OLDEST if capability >= OLDEST[dtype])
-        if missing := ", ".join(dtype for dtype in OLDEST if capability < OLDEST[dtype]):
+        answer = "they run here in " + ", ".join(dtype for dtype in oldest if capability >= oldest[dtype])
+        if missing := ", ".join(dtype for dtype in oldest if capability < oldest[dtype]):
             answer += f"; a later GPU is needed for {missing}"
     except DeviceError as error:
         answer = str(error)
-    return {"numba_cuda": _version_of("numba-cuda"), **_cuda_driver(), "kernels": answer}
+    return {"numba_cuda": _version_of("numba-cuda"), **driver(), "kernels": answer}
 
 
-def _cuda_driver() -> dict[str, Any]:
-    """Ask the driver itself, which may be there without numba-cuda."""
-    try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return {"driver": None, "devices": []}
-    if error := driver.cuInit(0):
-        return {"driver": None, "devices": [], "error": f"cuInit returned {error}"}
-    version = ctypes.c_int()
-    count = ctypes.c_int()
-    device = ctypes.c_int()
-    name = ctypes.create_string_buffer(256)
-    driver.cuDriverGetVersion(ctypes.byref(version))
-    driver.cuDeviceGetCount(ctypes.byref(count))
-    devices = []
-    for i in range(count.value):
-        driver.cuDeviceGet(ctypes.byref(device), i)
-        driver.cuDeviceGetName(name, len(name), device)
-        devices.append(name.value.decode(errors="replace"))
-    return {"driver": f"CUDA {version.value // 1000}.{version.value % 1000 // 10}", "devices": devices}
+def driver() -> dict[str, Any]:
+    """Ask the driver's own tool, which may be there without numba-cuda."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    rows = []
+    with suppress(OSError, subprocess.CalledProcessError):
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        rows = [line.split(", ") for line in listed.splitlines()]
+    return {"driver": rows[0][-1] if rows else None, "devices": [row[0] for row in rows]}
 
 
 INFO = Command(

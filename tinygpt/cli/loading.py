@@ -4,14 +4,12 @@ import argparse
 import gc
 import importlib.util
 import os
-import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 # Each library reads its variable once, when it is imported.
 LIBRARIES = ("NUMBA_NUM", "OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM")
 THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
-LAUNCHED = "TINYGPT_LAUNCHED"  # of ranks that `_launch` starts: the descriptor of stdout
+LAUNCHED = "TINYGPT_LAUNCHED"  # a variable of the ranks that `_launch` starts
 USAGE = 2
 
 
@@ -105,8 +103,6 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
 
     world = process_world()
     if world.rank == 0:
-        with suppress(OSError):  # not inherited
-            os.dup2(int(os.environ.get(LAUNCHED, 1)), 1)
         world_of(layout)
         driver_of(world)  # now: a command line may be refused before any model is opened
         signal.signal(signal.SIGTERM, lambda number, _: world.abort(128 + number))
@@ -129,31 +125,4 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = [mpiexec, "-n", str(layout.size), sys.executable, "-m", "tinygpt", *words]
-    is_mpich = (program := Path(mpiexec).resolve()).stem == "mpiexec" and program.with_name(
-        "mpiexec.hydra"
-    ).is_file()
-    os.execve(mpiexec, command, {**os.environ, LAUNCHED: str(_without_banners() if is_mpich else 1)})
-
-
-def _without_banners() -> int:
-    """Make stdout a pipe, on which MPICH says in ten lines that a rank was killed. Return rank 0's descriptor.
-
-    A process that outlives mpiexec reads the pipe and says it on stderr.
-    """
-    stdout, (source, sink) = os.dup(1), os.pipe()
-    os.set_inheritable(stdout, True)
-    if os.fork() == 0:
-        if os.fork() == 0:  # a child of its own would be mpiexec's to wait for
-            os.close(sink)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with open(source, "rb") as pipe:
-                said = pipe.read()
-            if killed := re.search(rb"PID \d+ RUNNING AT (\S+)", said):  # the PID may be another rank's
-                said = b"tinygpt: error: a rank on %b was killed, which ends all ranks\n" % killed[1]
-            os.write(2, said)
-        os._exit(0)
-    os.wait()
-    os.dup2(sink, 1)
-    os.close(source)
-    os.close(sink)
-    return stdout
+    os.execve(mpiexec, command, {**os.environ, LAUNCHED: "1"})

@@ -14,7 +14,7 @@ import tinygpt
 
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
 from ..ranks.mpi import is_first_of_host, launched_rank
-from .flags import Command, flag_of
+from .flags import Command, flag_of, set_defaults
 from .loading import has_ranks, start_ranks
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
@@ -35,8 +35,9 @@ COMMANDS = (
 COMMANDS += ("parity", "completion")
 COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
-# Of commands that share one; any other has its own.
-MODULES = {"warmup": "convert", "doctor": "info", "parity": "eval", "completion": "main"}
+# Of commands whose module has another name or place.
+MODULES = {"lens": ".score", "warmup": ".convert", "doctor": ".info", "completion": ".main"}
+MODULES |= {"bench": "..bench.command"} | dict.fromkeys(("eval", "parity"), "..evaluation.command")
 DONE = 0
 FAILED = 1
 USAGE = 2
@@ -107,8 +108,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if "config" in given or (
         words[0] != "convert" and any(name.startswith("TINYGPT_") for name in os.environ)
     ):
-        from .settings import set_defaults
-
         config = parser.parse_known_args(rest)[0].config if "config" in given else None
         set_defaults(parser, lambda flag: _own_words([flag], parser)[0], given, config)
     # Intermixed: flags may stand between the words of a PROMPT; but it reads words after -- as flags.
@@ -232,7 +231,7 @@ def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.Argu
 
 
 def _command(name: str) -> Command:
-    return getattr(import_module(f"tinygpt.cli.{MODULES.get(name, name)}"), name.upper())
+    return getattr(import_module(MODULES.get(name, f".{name}"), __package__), name.upper())
 
 
 def _prepare_streams() -> None:

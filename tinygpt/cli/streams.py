@@ -217,9 +217,7 @@ def write_results(text: str, path: Path | None) -> None:
 
 
 def read_bytes(name: str, path: str | Path) -> bytes:
-    """Return the content of a file, or of stdin for "-". Raise RequestError, which begins with `name`."""
-    from ..evaluation.texts import check_encoding
-
+    """Return the bytes of a file, or of stdin for "-". Raise RequestError, which begins with `name`."""
     if str(path) == STDIN:
         if sys.stdin is None:  # the descriptor was closed, as by `<&-`
             raise RequestError("no PROMPT was given and stdin is closed: give a PROMPT, or --input.")
@@ -231,11 +229,14 @@ def read_bytes(name: str, path: str | Path) -> bytes:
             data = Path(path).read_bytes()
         except OSError as error:
             raise RequestError(f"{name} cannot be read: {error.strerror}.") from None
-    check_encoding(name, data)
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:8]:
+        raise RequestError(
+            f"{name} is UTF-16, UTF-32 or binary and must be UTF-8 text: convert it, as by `iconv`."
+        )
     return data
 
 
-def read_text(name: str, path: str = STDIN) -> str:
+def read_text(name: str, path: str | Path = STDIN) -> str:
     """Return a UTF-8 text as it is. Raise RequestError as `read_bytes`, and for other data."""
     data = read_bytes(name, path)
     try:
@@ -244,6 +245,14 @@ def read_text(name: str, path: str = STDIN) -> str:
         raise RequestError(
             f"{name} is not UTF-8 text: see its byte {error.start}, or convert it first."
         ) from None
+
+
+def read_plain_text(flag: str, path: str | Path) -> str:
+    """Return a file's text with "\\n" at the ends of lines. Raise RequestError as `read_text`, and without text."""
+    text = read_text(f"{flag} {path}", path).replace("\r\n", "\n").replace("\r", "\n")
+    if not text.strip():
+        raise RequestError(f"{flag} {path} is empty: give a file that holds text.")
+    return text
 
 
 def stdin_lines(reader: str) -> Iterator[str]:

@@ -166,9 +166,8 @@ class Engine:
         try:
             while self._take_turn():
                 pass
-        except (
-            BaseException
-        ) as failure:  # the requests of a failed step could not be removed: no step can follow
+        except BaseException as failure:
+            # The requests of a failed step could not be removed: no step can follow.
             error = _plain(failure)
             with self._lock:
                 self._failure, self._is_broken = failure, True

@@ -4,7 +4,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from ..look.captures import Captures
     from ..look.edits import EditsType
     from ..look.hooks import HookPoints, Names
-    from ..weights.adapters.soft_prompt import SoftPrompt
+    from ..weights.adapters.peft import SoftPrompt
     from .guided import Guidance
 
 OnChunk = Callable[[StreamChunk], None]
@@ -203,9 +202,9 @@ class InputProcessor:
             )
         token_ids = context + continuation[:-1]
         wanted = PromptLogprobs(len(context) - 1, continuation, num_best=1)
-        looks = self.looks((), params.edits, len(context), len(token_ids)) if params.edits else None
-        sample = Sample(token_ids, params, 0, 0, frozenset(), soft_prompt=virtual)
-        sequence = Sequence(sample, prompt_logprobs=wanted, looks=looks)
+        captures = self.captures((), params.edits, len(context), len(token_ids)) if params.edits else None
+        sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
+        sequence = Sequence(sample, prompt_logprobs=wanted, captures=captures)
         return Request(Prompt(None, token_ids), params, [sequence])
 
     def _describe_positions(self) -> str:
@@ -256,13 +255,12 @@ class InputProcessor:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
-        looks = self._looks(params, len(fitted.token_ids), count)
+        captures = self._captures_of(params, len(fitted.token_ids), count)
         sample = Sample(
             fitted.token_ids,
             params,
             seed,
-            index=0,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids,
             deadline=None if params.max_time is None else arrival + params.max_time,
             window=fitted.window,
             on_chunk=on_chunk,
@@ -272,35 +270,38 @@ class InputProcessor:
         )
         return [
             Sequence(
-                replace(sample, index=index),
+                sample,
+                index,
                 text=self._text_stream(params),
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
                 prompt_logprobs=None if index else wanted,
-                looks=None if looks is None else looks.copy(),
+                captures=None if captures is None else captures.copy(),
             )
             for index in range(count)
         ]
 
-    def _looks(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
+    def _captures_of(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
         if not (params.capture or params.edits):
             return None
-        return self.looks(params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count)
+        return self.captures(
+            params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count
+        )
 
-    def looks(
+    def captures(
         self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1
     ) -> "Captures":
-        """Return the looks of `count` texts of `length` positions. Raise RequestError."""
+        """Return the captures of `count` texts of `length` positions. Raise RequestError."""
         from ..look.captures import Captures, check_size  # rarely needed
 
         if self._points is None:
             raise RequestError("need an LLM of one process, without ranks or Ray.", "capture and edits")
-        looks = Captures.of(capture, edits, self._points(), num_prompt, length)
+        captures = Captures.of(capture, edits, self._points(), num_prompt, length)
         most = self._engine_config.max_model_len
-        for one in chain(*looks.edits.values()):
+        for one in chain(*captures.edits.values()):
             if one.first >= most:
                 raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
-        check_size(looks, length, count, self._engine_config.max_capture_bytes)
-        return looks
+        check_size(captures, length, count, self._engine_config.max_capture_bytes)
+        return captures
 
     def _eos_token_ids(self, params: SamplingParams) -> tuple[int, ...]:
         return self._config.eos_token_ids if params.eos_token_id is None else params.eos_token_id
@@ -360,14 +361,14 @@ class SoftPrompts:
         self._lock = threading.Lock()
         self._named: dict[str, VirtualTokens] = {}
         for name, source in sources.items():
-            from ..weights.adapters.soft_prompt import read_soft_prompt  # rarely needed
+            from ..weights.adapters.peft import read_soft_prompt  # rarely needed
 
             self._named[name] = self._add(read_soft_prompt(source, config, name))
         self._next_id = SINGLE_USE_IDS
 
     def find(self, name: str | None, embeds: np.ndarray | None = None) -> VirtualTokens | None:
         if embeds is not None:
-            from ..weights.adapters.soft_prompt import SoftPrompt
+            from ..weights.adapters.peft import SoftPrompt
 
             if embeds.shape[1] != (width := self._config.embedding_size):
                 raise RequestError(

@@ -19,9 +19,9 @@ from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
 from ..weights.config import STORAGE_DTYPE, ModelConfig
-from ..weights.containers.mapped_file import MappedFile
 from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
+from ..weights.tensor import MappedFile
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +31,13 @@ DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which expo
 
 @dataclass(frozen=True)
 class ModelSource:
-    """An opened checkpoint and how it runs. LLM explains each argument."""
+    """An opened checkpoint and how it runs. adapters: of lora_modules, as Backend.with_adapters takes them."""
 
     backend: ModuleType
     checkpoint: Checkpoint | PackedCheckpoint
     dtype: str
     kv_cache_dtype: str
-    adapters: tuple[
-        dict[str, tuple], ...
-    ] = ()  # of lora_modules: kernels.backend.Backend.with_adapters explains them
+    adapters: tuple[dict[str, tuple], ...] = ()
 
     @classmethod
     def open(cls, args: LLMArgs) -> "ModelSource":
@@ -235,9 +233,9 @@ class ModelRunner:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
         if self._backend.multi_step is None:
             return 1
-        return (
-            MAX_STEPS if self._backend.QUEUES_STEPS else min(num_in_time, MAX_STEPS)
-        )  # tokens come while steps run
+        if self._backend.QUEUES_STEPS:  # tokens come while steps run
+            return MAX_STEPS
+        return min(num_in_time, MAX_STEPS)
 
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray

@@ -11,7 +11,7 @@ from ..sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # the command line imports this module, and answers --help without the tokenizer
     from ..text.tokenizer import Tokenizer
-    from ..weights.adapters.soft_prompt import SoftPrompt
+    from ..weights.adapters.peft import SoftPrompt
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,13 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
     """Make a request fit as its `overflow` says. Raise RequestError, with the numbers, if that is impossible."""
     num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
     fitted = OVERFLOWS[params.overflow](token_ids, params, max_model_len, num_fixed)
-    positions = describe_positions(max_model_len, n_positions)
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
+        positions = describe_positions(max_model_len, n_positions)
         raise _too_long(len(token_ids), num_fixed, params, max_model_len, positions)
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"needs the whole prompt, and of its {len(token_ids)} tokens the overflow {params.overflow!r} leaves out "
-            f"{fitted.num_truncated}, as {positions}: shorten it.",
+            f"{fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it.",
             "prompt_logprobs",
         )
     return fitted

@@ -317,9 +317,8 @@ def not_finite(sequence: Sequence, position: int | None = None) -> str:
 
 def draws_of(sequences: Seq[Sequence]) -> tuple[np.ndarray, np.ndarray]:
     """Return seeds and sample indices (R,), which with the position key each draw."""
-    return np.array([s.sample.seed for s in sequences], np.uint64), np.array(
-        [s.sample.index for s in sequences], np.uint64
-    )
+    seeds = [sequence.sample.seed for sequence in sequences]
+    return np.array(seeds, np.uint64), np.array([sequence.index for sequence in sequences], np.uint64)
 
 
 def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
@@ -335,7 +334,7 @@ def _draw_exclusions(warpers: Warpers, sequences: Seq[Sequence]) -> None:
     for r, sequence in enumerate(sequences):
         params = sequence.params
         share = params.xtc_probability
-        if share and uniform(sequence.sample.seed, sequence.sample.index, len(sequence), XTC) < share:
+        if share and uniform(sequence.sample.seed, sequence.index, len(sequence), XTC) < share:
             warpers.xtc_threshold[r] = params.xtc_threshold
 
 

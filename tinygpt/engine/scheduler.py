@@ -43,8 +43,8 @@ class Chunk(NamedTuple):
 
     @property
     def first_layer(self) -> int:
-        looks = self.sequence.looks
-        return 0 if looks is None else looks.first_layer(self.sequence.num_cached)
+        captures = self.sequence.captures
+        return 0 if captures is None else captures.first_layer(self.sequence.num_cached)
 
     @property
     def is_decode(self) -> bool:

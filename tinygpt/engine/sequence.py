@@ -35,12 +35,11 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """What was asked of one sample of a request."""
+    """What was asked of each sample of a request."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     seed: int
-    index: int  # of the sample within its request
     eos_token_ids: frozenset[int]
     deadline: float | None = None  # by time.perf_counter()
     window: Window | None = None
@@ -60,10 +59,11 @@ class Sequence:
     """The progress and results of a sample."""
 
     sample: Sample
+    index: int = 0  # within its request
     text: TextStream | None = None  # None if the checkpoint has no tokenizer
     guide: "Guide | None" = None
     prompt_logprobs: "PromptLogprobs | None" = None
-    looks: "Captures | None" = None
+    captures: "Captures | None" = None
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 
     new_token_ids: list[int] = field(default_factory=list)
@@ -115,7 +115,7 @@ class Sequence:
         shift = (self.sample.adapter + 1) << 32
         if shift:
             ids = [token_id + shift if token_id >= 0 else token_id - shift for token_id in ids]
-        return ids if self.looks is None else self.looks.prefix_ids(ids)
+        return ids if self.captures is None else self.captures.prefix_ids(ids)
 
     @property
     def num_uncached(self) -> int:
@@ -124,7 +124,7 @@ class Sequence:
     @property
     def max_prefix_tokens(self) -> int:
         """Tokens that may be copied from other sequences: not the last, and none whose logits or rows are wanted."""
-        if self.looks is not None and self.looks.names:
+        if self.captures is not None and self.captures.names:
             return 0
         count = self.num_cached + self.num_uncached - 1
         return count if self.prompt_logprobs is None else min(count, self.prompt_logprobs.max_prefix_tokens)
@@ -137,7 +137,7 @@ class Sequence:
     @property
     def needs_python(self) -> bool:
         """Whether Python must act after each of its tokens: backends take single steps."""
-        return not (self.beams is None and self.looks is None and self.sample.window is None)
+        return not (self.beams is None and self.captures is None and self.sample.window is None)
 
     @property
     def has_to_slide(self) -> bool:
@@ -155,8 +155,8 @@ class Sequence:
     @property
     def activations(self) -> "Activations | None":
         """What `capture` asked for. The last token never runs."""
-        has_none = self.looks is None or not self.looks.names
-        return None if has_none else self.looks.activations(self.context_token_ids[:-1])
+        has_none = self.captures is None or not self.captures.names
+        return None if has_none else self.captures.activations(self.context_token_ids[:-1])
 
     # Its place in the KV cache.
 
@@ -259,9 +259,9 @@ class Sequence:
             reported = self.prompt_logprobs.reported
             prompt_logprobs = None if reported is None else [copied(entry) for entry in reported]
         chunk = StreamChunk(
-            text, token_id, self.finish_reason, self.sample.index, logprobs, prompt_logprobs, self.stop_reason
+            text, token_id, self.finish_reason, self.index, logprobs, prompt_logprobs, self.stop_reason
         )
-        if self.looks is not None and self.is_finished:
+        if self.captures is not None and self.is_finished:
             chunk = chunk._replace(activations=self.activations)
         try:
             self.sample.on_chunk(chunk)

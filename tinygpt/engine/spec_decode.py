@@ -60,7 +60,7 @@ class Drafter:
         count = sequence.params.prompt_lookup_num_tokens
         if not count and self._draft_model is not None:
             count = self._draft_model.num_speculative_tokens
-        if not count or sequence.beams is not None or sequence.looks is not None or not chunk.reaches_end:
+        if not count or sequence.beams is not None or sequence.captures is not None or not chunk.reaches_end:
             return 0
         if (window := sequence.sample.window) is not None:
             count = min(count, window.size - len(sequence) + sequence.num_dropped)
@@ -141,6 +141,7 @@ class DraftModel:
         num_cached = common_prefix(self._cached.get(sequence.slot, []), sequence.token_ids)
         return Sequence(
             self._plain_samples[sample],
+            sequence.index,
             guide=None if sequence.guide is None else sequence.guide.copy(),
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_cached, len(sequence) - 1),

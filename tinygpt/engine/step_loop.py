@@ -108,14 +108,16 @@ class StepLoop:
         confirm_drafts(self.sampler, logits, step)
 
     def _forward(self, step: StepInput) -> Any:
-        looks = {
-            i: chunk.sequence.looks for i, chunk in enumerate(step.chunks) if chunk.sequence.looks is not None
+        captures = {
+            i: chunk.sequence.captures
+            for i, chunk in enumerate(step.chunks)
+            if chunk.sequence.captures is not None
         }
-        if not looks:
+        if not captures:
             return self.runner.forward(step.batch)
         from ..look.captures import StepCaptures  # rarely needed
 
-        look = StepCaptures(step.batch, looks, step.chunks[0].first_layer)
+        look = StepCaptures(step.batch, captures, step.chunks[0].first_layer)
         logits = self.runner.forward(step.batch, look)
         for i, error in look.failed.items():
             step.chunks[i].sequence.error = error

@@ -1,8 +1,10 @@
 """Strided perplexity, LAMBADA and ROUGE, by published protocols."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,6 @@ from ..errors import RequestError, how_to_install, invalid
 from ..llm import LLM
 from ..outputs import ContinuationScore, UseTqdm, with_bar
 from ..sampling_params import SamplingParams
-from .texts import Article
 
 NUM_TOGETHER = 8  # threads that share the engine's steps
 # ROUGE as FasterTransformer's summarization example.
@@ -18,7 +19,14 @@ PROMPT_TOKENS = 923
 NEW_TOKENS = 100
 SENTENCES = 4
 SEED = 5
+SUMMARIES = ("highlights", "summary")  # fields of a row; the first is CNN/DailyMail's
 ROUGE_KINDS = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+
+
+@dataclass(frozen=True)
+class Article:
+    text: str
+    summary: str
 
 
 @dataclass(frozen=True)
@@ -179,3 +187,40 @@ def new_scorer() -> Any:
             f"ROUGE needs the package rouge-score ({error}): {how_to_install('eval')}."
         ) from error
     return RougeScorer(list(ROUGE_KINDS), use_stemmer=True)
+
+
+def read_rows(name: str, lines: str) -> list[str]:
+    """Return the texts of JSONL. Raise RequestError, which calls it `name`, for a text of less than two words."""
+    rows = []
+    for row, place in _rows(name, lines):
+        text = row.get("text")
+        if not isinstance(text, str) or len(text.split()) < 2:
+            raise RequestError(
+                f'{place} is not a row of LAMBADA: give {{"text": ...}} with at least two words.'
+            )
+        rows.append(text)
+    return rows
+
+
+def read_articles(name: str, lines: str) -> list[Article]:
+    """Return the articles of JSONL. Raise RequestError, as `read_rows`, without an article and its summary."""
+    articles = []
+    for row, place in _rows(name, lines):
+        text = row.get("article")
+        summary = next((row[field] for field in SUMMARIES if field in row), None)
+        if not isinstance(text, str) or not isinstance(summary, str) or not summary.strip():
+            raise RequestError(
+                f'{place} is no article with a summary: give {{"article": ..., "highlights": ...}}.'
+            )
+        articles.append(Article(text, summary))
+    return articles
+
+
+def _rows(name: str, lines: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the object of each line, {} for another value, and the place that errors name."""
+    for number, line in enumerate(lines.split("\n"), 1):
+        if line.strip():
+            row = None
+            with suppress(ValueError, RecursionError):
+                row = json.loads(line)
+            yield (row if isinstance(row, dict) else {}), f"line {number} of {name}"

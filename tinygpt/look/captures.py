@@ -266,11 +266,11 @@ class Captures:
         return layer if position >= start else 0
 
     def copy(self) -> "Captures":
-        """Return the looks of another sequence of the request."""
+        """Return the captures of another sequence of the request."""
         return replace(self, rows={})
 
     def step(self, batch: Batch) -> "StepCaptures":
-        """Return the Look of a step of this sequence alone."""
+        """Return the hooks of a step of this sequence alone."""
         return StepCaptures(batch, {0: self})
 
     def record(self, where: Place, rows: np.ndarray, start: int) -> None:
@@ -290,9 +290,9 @@ class Captures:
         return Activations(self.points, self.names, rows, token_ids)
 
 
-def check_size(looks: Captures, length: int, count: int, limit: int) -> None:
+def check_size(captures: Captures, length: int, count: int, limit: int) -> None:
     """Raise RequestError if `count` texts of this length capture more than `limit` bytes."""
-    sizes = {name: looks.points.num_bytes(name, length) for name in looks.names}
+    sizes = {name: captures.points.num_bytes(name, length) for name in captures.names}
     total = count * sum(sizes.values())
     if total > limit:
         largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
@@ -304,24 +304,24 @@ def check_size(looks: Captures, length: int, count: int, limit: int) -> None:
 
 
 class StepCaptures:
-    """The Look (kernels/backend.py) of a step: of its sequences, by their rows."""
+    """The Hooks (kernels/backend.py) of a step, for its sequences by their rows."""
 
-    def __init__(self, batch: Batch, looks: dict[int, Captures], first: int = 0):
-        """looks: by the number of a sequence in the batch."""
+    def __init__(self, batch: Batch, captures: dict[int, Captures], first: int = 0):
+        """captures: by the number of a sequence in the batch."""
         self.first, self.failed = first, {}  # the error of a sequence's function, by number
-        rows = {s: slice(*batch.seq_starts[s : s + 2]) for s in looks}
-        self._looks = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in looks.items()]
-        self.points = {where for one in looks.values() for where in (*one.sources, *one.edits)}
-        self.changes = any(one.edits for one in looks.values())
+        rows = {s: slice(*batch.seq_starts[s : s + 2]) for s in captures}
+        self._captures = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in captures.items()]
+        self.points = {where for one in captures.values() for where in (*one.sources, *one.edits)}
+        self.changes = any(one.edits for one in captures.values())
 
     def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
         if (kind, layer) not in self.points:
             return
-        for s, looks, rows, start in self._looks:
+        for s, captures, rows, start in self._captures:
             if s in self.failed or sequence not in (None, s):
                 continue
             try:
-                looks.record((kind, layer), array if kind in SCORES else array[rows], start)
+                captures.record((kind, layer), array if kind in SCORES else array[rows], start)
             except BaseException as error:  # a user's: the step's other sequences go on
                 self.failed[s] = f"an edit at {kind} of layer {layer} failed: {error!r}."
 
@@ -336,7 +336,7 @@ def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
 
 
 def given(batch: Batch, num_layers: int, stream: np.ndarray) -> StepCaptures:
-    """Return the Look of a step through no layer, whose head reads this stream (N, C)."""
+    """Return the hooks of a step through no layer, whose head reads this stream (N, C)."""
     edit = Edit("resid_post", keep=0, value=stream)
     placed = {("resid_post", num_layers - 1): [PlacedEdit(edit, range(len(stream)), True)]}
     return StepCaptures(batch, {0: Captures(edits=placed)}, first=num_layers)

@@ -276,7 +276,7 @@ class ControlVector:
 
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write a GGUF file for llama.cpp's --control-vector. Raise CheckpointError for a layer 0, which it lacks."""
-        from ..weights.convert.gguf_out import write_tensors
+        from ..weights.convert.gguf import write_tensors
         from ..weights.families.gguf import ARCHITECTURE  # rarely needed
 
         if min(self.directions) < 1:

@@ -44,19 +44,19 @@ class Probe:
         self._max_num_tokens = engine_config.max_num_batched_tokens
         self._chunk_size = min(LOGIT_ROWS, engine_config.max_num_batched_tokens, engine_config.max_model_len)
 
-    def logits(self, token_ids: list[int], looks: "Captures | None" = None) -> np.ndarray:
-        """Return logits (T, V). looks: of all positions. Raise FailedRequestError if an edit fails."""
-        if looks is None:  # copies: the next step overwrites them
+    def logits(self, token_ids: list[int], captures: "Captures | None" = None) -> np.ndarray:
+        """Return logits (T, V). captures: of all positions. Raise FailedRequestError if an edit fails."""
+        if captures is None:  # copies: the next step overwrites them
             return np.concatenate(
                 [self._runner.forward(batch).copy() for batch in self._batches(token_ids, "all")]
             )
-        looks.sources |= {self._last}
+        captures.sources |= {self._last}
         for batch in self._batches(token_ids, [0]):
-            look = looks.step(batch)
+            look = captures.step(batch)
             self._runner.forward(batch, look)
             if look.failed:
                 raise FailedRequestError(look.failed[0])
-        return self.logits_of(np.concatenate(looks.rows[self._last]))
+        return self.logits_of(np.concatenate(captures.rows[self._last]))
 
     def logits_of(self, stream: np.ndarray) -> np.ndarray:
         """Return logits (N, V) of a residual stream (N, C) after the last layer."""
@@ -262,11 +262,11 @@ class LookMethods:
         edits = SamplingParams(edits=edits).edits
         is_plain = what == "logits" and not edits
         sizes = [(len(ids), len(ids), len(given)) for ids in given]
-        looks = [None if is_plain else self._inputs.looks(names, edits, *each) for each in sizes]
+        captures = [None if is_plain else self._inputs.captures(names, edits, *each) for each in sizes]
         logits = [
-            self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, looks, strict=True)
+            self.engine.call(partial(self._probe.logits, *pair)) for pair in zip(given, captures, strict=True)
         ]
-        return logits, [one and one.activations(ids) for ids, one in zip(given, looks, strict=True)]
+        return logits, [one and one.activations(ids) for ids, one in zip(given, captures, strict=True)]
 
 
 def _some(field: str, prompts: Prompts) -> list:

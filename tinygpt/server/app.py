@@ -9,13 +9,14 @@ import time
 import warnings
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import HTMLResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -27,11 +28,10 @@ import tinygpt
 
 from ..errors import suggest
 from ..llm import LLM
-from . import protocol
+from .answers import BUG, ApiError, ErrorReply, from_validation, respond
 from .api import Api, ServerConfig
 from .info_routes import InfoRoutes
-from .replies import BUG, ApiError, from_validation, respond
-from .running import JsonRoute
+from .requests import JsonRoute
 
 PAGE = Path(__file__).resolve().parent / "page.html"
 # Monitors and browsers read these without a key; they hold no text of a client.
@@ -40,7 +40,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 CLIENT_LEFT = 499  # nginx's status
 _ID = re.compile(r"[\x21-\x7e]{1,200}")
 access_log = logging.getLogger("tinygpt.server.access")
-REFUSED = {"4XX": {"model": protocol.ErrorReply}, "5XX": {"model": protocol.ErrorReply}}
+REFUSED = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 
@@ -48,34 +48,13 @@ STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
 def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     """Return an app for any ASGI server. The caller closes the LLM."""
     api = Api(llm, config)
-    facts = InfoRoutes(api)
     app = FastAPI(title="tinygpt", version=tinygpt.__version__, docs_url=None, redoc_url=None)
     app.router.route_class = JsonRoute
     app.state.api = api
-    for path, handle in (
-        ("/v1/completions", api.completions),
-        ("/v1/chat/completions", api.chat),
-        ("/v1/responses", api.responses),
-        ("/generate", api.generate),
-        ("/v1/embeddings", api.embeddings),
-        ("/v1/score", api.score),
-        ("/classify", api.classify),
-        ("/lens", api.lens),
-        ("/score_continuations", api.score_continuations),
-        ("/tokenize", facts.tokenize),
-        ("/detokenize", facts.detokenize),
-    ):
-        is_streamed = handle in (api.completions, api.chat, api.responses, api.generate)
-        app.post(path, responses=REFUSED | (STREAMED if is_streamed else {}))(api.checked(handle))
-    for path, handle in (
-        ("/v1/models", facts.models),
-        ("/tokenizer_info", facts.tokenizer_info),
-        ("/health", facts.health),
-        ("/version", facts.version),
-    ):
-        app.get(path, responses=REFUSED)(handle)
-    app.get("/metrics", responses=REFUSED, response_class=PlainTextResponse)(facts.prometheus)
-    app.api_route("/v1/models/{model:path}", methods=["GET", "DELETE"], responses=REFUSED)(facts.model)
+    for owner in (api, InfoRoutes(api)):
+        for name, method in vars(type(owner)).items():
+            if hasattr(method, "route"):
+                _add_route(app, getattr(owner, name), *method.route)
     app.get("/", include_in_schema=False)(page)
     app.openapi = partial(_openapi, app)
     app.add_middleware(Gate, api=api, paths=frozenset(route.path for route in app.routes))
@@ -85,6 +64,17 @@ def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
     handlers = {HTTPException: _http_error, RequestValidationError: _invalid, ClientDisconnect: _client_left}
     app.exception_handlers |= {**handlers, Exception: _bug}
     return app
+
+
+def _add_route(
+    app: FastAPI, handle: Any, path: str, methods: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    form = signature(handle).parameters.get("form")
+    responses = REFUSED
+    if form is not None:
+        handle = app.state.api.checked(handle)
+        responses = REFUSED | (STREAMED if "stream" in form.annotation.model_fields else {})
+    app.api_route(path, methods=[*methods], responses=responses, **options)(handle)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -133,9 +123,8 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     path = ascii(request.url.path)[1:-1]
     paths = [route.path for route in request.app.routes if "{" not in route.path]
     hint = suggest(path, paths) if error.status_code == 404 else ""
-    return respond(
-        HTTPException(error.status_code, f"{request.method} {path}: {error.detail}{hint}", error.headers)
-    )
+    message = f"{request.method} {path}: {error.detail}{hint}"
+    return respond(HTTPException(error.status_code, message, error.headers))
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
@@ -197,18 +186,16 @@ class Gate:
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
         host = headers.get("host", "").lower()
-        name = (
-            host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        )  # without the port
+        # Without the port.
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name not in self._hosts:
             listed = ", ".join(sorted(self._hosts))
             return respond(
                 ApiError(403, f"the Host header must be one of {listed}.", code="host_not_allowed")
             )
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        matches = [
-            secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys
-        ]  # constant time
+        # In constant time.
+        matches = [secrets.compare_digest(key.encode("latin-1"), known) for known in self._keys]
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))

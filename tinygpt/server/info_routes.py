@@ -1,17 +1,26 @@
-"""InfoRoutes: the routes that run no step of the engine: tokenizer, models, health, metrics."""
+"""InfoRoutes: the routes that generate no text: embeddings, scores, tokenizer, models, health, metrics."""
 
+import base64
+import secrets
+import time
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from fastapi import Request
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import tinygpt
 
+from ..engine.prompts import Prompt
+from ..wire import record_to_json
 from . import protocol
-from .api import Api, read_apart
-from .replies import ApiError, json_large, json_reply
+from .answers import ApiError, json_reply
+from .api import Api, listed
+from .looks import lens_to_json
+from .requests import read_apart, route
 
 
 class InfoRoutes:
@@ -22,6 +31,71 @@ class InfoRoutes:
         self._llm = api.llm
         self._config = api.config
 
+    @route("/v1/embeddings", "POST")
+    async def embeddings(self, form: protocol.EmbeddingRequest, request: Request) -> Response:
+        """Return a vector for each text."""
+        if form.dimensions not in (None, width := self._llm.config.n_embd):
+            message = f"dimensions is {form.dimensions}, and this model's vectors have {width}."
+            raise ApiError(400, message, "dimensions")
+        vectors, count = await self._vectors(form.input, form, request, "input")
+        if form.encoding_format == "float":
+            written = vectors.tolist()
+        else:
+            written = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+        data = ({"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(written))
+        return await self._list(form, data, count)
+
+    @route("/v1/score", "POST")
+    async def score(self, form: protocol.ScoreRequest, request: Request) -> Response:
+        """Return the cosines of texts' embeddings."""
+        num_first = len(listed(form.text_1))
+        num_second = len(listed(form.text_2))
+        if num_first not in (1, num_second):
+            message = f"text_1 has {num_first} texts and text_2 {num_second}: send one text_1, or one for each text_2."
+            raise ApiError(400, message, "text_1")
+        first, count_1 = await self._vectors(form.text_1, form, request, "text_1")
+        second, count_2 = await self._vectors(form.text_2, form, request, "text_2")
+        first = first.astype(np.float64)
+        second = second.astype(np.float64)
+        lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
+        products = (first * second).sum(axis=1)  # (N,)
+        cosines = np.clip(
+            np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1
+        )  # (N,)
+        data = ({"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist()))
+        return await self._list(form, data, count_1 + count_2, "score-")
+
+    @route("/classify", "POST")
+    async def classify(self, form: protocol.ClassifyRequest, request: Request) -> Response:
+        """Return the label of each text and its probabilities, or those of each token."""
+        prompts, count = await self._inputs(form.input, form, request, "input")
+        found = await self._api.in_turn([partial(self._llm.classify, prompt) for prompt in prompts])
+        names = "label", "probs", "num_classes"
+        data = ({"index": i} | {name: getattr(one, name) for name in names} for i, [one] in enumerate(found))
+        return await self._list(form, data, count, "classify-")
+
+    @route("/lens", "POST")
+    async def lens(self, form: protocol.LensRequest, request: Request) -> Response:
+        """Return what each layer would say after a prompt, and how much its last token attends to each."""
+        if not self._config.look:
+            raise ApiError(400, "/lens needs a server that was started with --look.")
+        [prompt], _ = await self._inputs(form.prompt, form, request, "prompt")
+        return await json_reply(
+            *await self._api.in_turn([partial(lens_to_json, self._llm, prompt, self._api.names)])
+        )
+
+    @route("/score_continuations", "POST")
+    async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:
+        """Return log probabilities of continuations, as LLM.score does, for RemoteLLM."""
+        is_split = form.split_special_tokens is not False
+        score = partial(
+            self._llm.score, form.prompt or "", soft_prompt=form.soft_prompt, split_special_tokens=is_split
+        )
+        await request.state.reading.aclose()
+        found = await self._api.in_turn([partial(score, [each]) for each in form.continuations])
+        return await json_reply({"scores": (record_to_json(each) for [each] in found)})
+
+    @route("/tokenize", "POST")
     async def tokenize(self, form: protocol.TokenizeRequest, request: Request) -> Response:
         """Return a text's token ids."""
 
@@ -30,8 +104,9 @@ class InfoRoutes:
             names = {"token_strs": [*map(self._api.names.name, ids)]} if form.return_token_strs else {}
             return {"count": len(ids), "max_model_len": self._llm.max_model_len, "tokens": ids, **names}
 
-        return await json_large(await read_apart(request, read))
+        return await json_reply(await read_apart(request, read))
 
+    @route("/detokenize", "POST")
     async def detokenize(self, form: protocol.DetokenizeRequest, request: Request) -> Response:
         """Return the text of token ids."""
         if (highest := max(form.tokens, default=0)) >= (size := self._llm.config.vocab_size):
@@ -39,49 +114,99 @@ class InfoRoutes:
                 400, f"tokens holds {highest}, which is outside the vocabulary of {size} ids.", "tokens"
             )
         decode = partial(self._llm.tokenizer.decode, form.tokens, bool(form.skip_special_tokens))
-        return json_reply({"prompt": await read_apart(request, decode)})
+        return await json_reply({"prompt": await read_apart(request, decode)})
 
+    @route("/v1/models", "GET")
+    async def models(self) -> Response:
+        """List the names of the model."""
+        return await json_reply({"object": "list", "data": [*map(self._card, self._api.model_names)]})
+
+    @route("/tokenizer_info", "GET")
     async def tokenizer_info(self) -> Response:
         """Return the facts of the tokenizer that evaluation harnesses need."""
         config = self._llm.config
         template = self._api.chat_template
-        ids = next(iter(config.eos_token_ids), None), config.bos_token_id
-        ids = ids if self._api.names.has_tokenizer else (None, None)
-        eos, bos = (None if i is None else self._llm.tokenizer.decode([i]) for i in ids)
-        names = {"tokenizer_class": "GPT2Tokenizer", "eos_token": eos, "bos_token": bos, "pad_token": None}
-        sizes = {"vocab_size": config.vocab_size, "model_max_length": self._llm.max_model_len}
-        return json_reply(names | sizes | {"chat_template": template.source if template else None})
 
-    async def models(self) -> Response:
-        """List the names of the model."""
-        return json_reply({"object": "list", "data": [*map(self._card, self._api.model_names)]})
+        def text_of(token_id: int | None) -> str | None:
+            is_known = token_id is not None and self._api.names.has_tokenizer
+            return self._llm.tokenizer.decode([token_id]) if is_known else None
 
+        return await json_reply(
+            {
+                "tokenizer_class": "GPT2Tokenizer",
+                "eos_token": text_of(next(iter(config.eos_token_ids), None)),
+                "bos_token": text_of(config.bos_token_id),
+                "pad_token": None,
+                "vocab_size": config.vocab_size,
+                "model_max_length": self._llm.max_model_len,
+                "chat_template": template.source if template else None,
+            }
+        )
+
+    @route("/health", "GET")
+    async def health(self) -> Response:
+        """Return whether new requests are taken."""
+        if self._api.is_draining:
+            return JSONResponse({"status": "draining"}, 503, {"connection": "close"})
+        return await json_reply({"status": "ok"})
+
+    @route("/version", "GET")
+    async def version(self) -> Response:
+        """Return the version of tinygpt."""
+        return await json_reply({"version": tinygpt.__version__})
+
+    @route("/metrics", "GET", response_class=PlainTextResponse)
+    async def prometheus(self) -> Response:
+        """Return the metrics."""
+        return Response(self._api.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @route("/v1/models/{model:path}", "GET", "DELETE")
     async def model(self, model: str, request: Request) -> Response:
         """Return the model by one of its names; DELETE is refused for a served name, and deletes nothing."""
         is_served = model in self._api.model_names
         if request.method == "DELETE" and is_served:
             raise ApiError(403, f"{model!r} is the model that this server was started with.", "model")
         if request.method == "DELETE":
-            return json_reply({"id": model, "object": "model", "deleted": False})
+            return await json_reply({"id": model, "object": "model", "deleted": False})
         self._api.check_model(model)
-        return json_reply(self._card(model))
+        return await json_reply(self._card(model))
 
     def _card(self, name: str) -> dict[str, Any]:
-        sizes = {"max_model_len": self._llm.max_model_len, "max_logprobs": self._config.max_logprobs}
-        card = {"id": name, "object": "model", "created": self._api.started, "owned_by": "tinygpt"}
-        parent = self._api.model_name if name in self._api.llm.lora_modules else None
-        return card | {"root": self._api.model_name, "parent": parent, "look": self._config.look} | sizes
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._api.started,
+            "owned_by": "tinygpt",
+            "root": self._api.model_name,
+            "parent": self._api.model_name if name in self._llm.lora_modules else None,
+            "look": self._config.look,
+            "max_model_len": self._llm.max_model_len,
+            "max_logprobs": self._config.max_logprobs,
+        }
 
-    async def health(self) -> Response:
-        """Return whether new requests are taken."""
-        if self._api.is_draining:
-            return JSONResponse({"status": "draining"}, 503, {"connection": "close"})
-        return json_reply({"status": "ok"})
+    async def _inputs(self, given: Any, form: Any, request: Request, field: str) -> tuple[list[Prompt], int]:
+        """Return prompts that nothing follows, and the number of tokens."""
+        prompts = await self._api.read_prompts(given, form, request, field)
+        limit = self._llm.max_model_len
+        if (longest := max(len(prompt.token_ids) for prompt in prompts)) > limit:
+            message = f"this model's context has {limit} tokens, and {field} has one of {longest}."
+            raise ApiError(400, message, field, "context_length_exceeded")
+        await request.state.reading.aclose()
+        count = sum(len(prompt.token_ids) for prompt in prompts)
+        request.state.notes["prompt_tokens"] = request.state.notes.get("prompt_tokens", 0) + count
+        return prompts, count
 
-    async def prometheus(self) -> Response:
-        """Return the metrics."""
-        return Response(self._api.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+    async def _vectors(self, given: Any, form: Any, request: Request, field: str) -> tuple[np.ndarray, int]:
+        """Return the embeddings, (N, C) float32, and the number of tokens."""
+        prompts, count = await self._inputs(given, form, request, field)
+        vectors = await self._api.in_turn(
+            [partial(self._llm.embed, prompt, form.pooling) for prompt in prompts]
+        )
+        return np.concatenate(vectors), count
 
-    async def version(self) -> Response:
-        """Return the version of tinygpt."""
-        return json_reply({"version": tinygpt.__version__})
+    async def _list(self, form: Any, data: Iterable[Any], count: int, prefix: str = "") -> Response:
+        """prefix: of an id, which embeddings do not have."""
+        head = {"id": prefix + secrets.token_hex(16), "created": int(time.time())} if prefix else {}
+        counts = {"prompt_tokens": count, "total_tokens": count}
+        more = {"object": "list", "model": form.model or self._api.model_name, "data": data, "usage": counts}
+        return await json_reply(head | more)

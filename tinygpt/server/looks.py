@@ -2,7 +2,7 @@
 
 import base64
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,8 +12,11 @@ from ..kernels import numbers
 from ..llm import LLM
 from ..look.edits import Edit
 from ..sampling_params import SamplingParams
+from .answers import ApiError
 from .protocol import Array, LookFields
-from .replies import ApiError, TokenNames
+
+if TYPE_CHECKING:
+    from .replies import TokenNames
 
 FIELDS = ("capture", "edits", "extra_args")
 
@@ -38,16 +41,15 @@ def check_size(llm: LLM, params: SamplingParams, prompts: list[Prompt]) -> None:
     """Raise RequestError if the captures of all samples together are larger than max_capture_bytes."""
     longest = max(len(prompt.token_ids) for prompt in prompts)
     count = len(prompts) * (params.best_of or params.n)
-    llm._inputs.looks(params.capture, (), longest, longest + params.max_tokens - 1, count)
+    llm._inputs.captures(params.capture, (), longest, longest + params.max_tokens - 1, count)
 
 
-def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
+def lens_to_json(llm: LLM, prompt: Prompt, names: "TokenNames") -> dict[str, Any]:
     """Return each layer's best token, by the logit lens, and (L, H, T) of the last token's attention."""
     _, cache = llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
     layers = range(llm.config.n_layer)
-    logprobs = numbers.log_softmax(
-        llm.logit_lens(np.stack([cache["resid_post", i][0, -1] for i in layers]))
-    )  # (L, V)
+    residuals = np.stack([cache["resid_post", i][0, -1] for i in layers])  # (L, C)
+    logprobs = numbers.log_softmax(llm.logit_lens(residuals))  # (L, V)
     pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
     best = [{"token": names.name(i), "logprob": row[i].item()} for i, row in pairs]
     attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
@@ -56,13 +58,11 @@ def lens_to_json(llm: LLM, prompt: Prompt, names: TokenNames) -> dict[str, Any]:
 
 def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return each array as little-endian float32 in base64, with its shape."""
-    data = {
-        name: base64.b64encode(np.asarray(array, "<f4").tobytes()).decode()
-        for name, array in activations.items()
-    }
-    return {
-        name: {"dtype": "float32", "shape": [*activations[name].shape], "data": data[name]} for name in data
-    }
+    found = {}
+    for name, array in activations.items():
+        data = base64.b64encode(np.asarray(array, "<f4").tobytes()).decode()
+        found[name] = {"dtype": "float32", "shape": [*array.shape], "data": data}
+    return found
 
 
 def _edit(field: str, form: Any) -> Edit:

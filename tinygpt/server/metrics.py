@@ -1,6 +1,7 @@
 """Metrics for Prometheus, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards."""
 
 from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,6 +22,7 @@ from ..engine.sequence import Progress
 from ..llm import LLM
 
 OURS, VLLM = "tinygpt:", "vllm:"
+Kind = TypeVar("Kind", Counter, Gauge, Histogram)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)
@@ -53,18 +55,18 @@ class Metrics:
         disable_created_metrics()
         self._registry = CollectorRegistry()
         self.own = CollectorRegistry()  # own: series that also have vLLM's names
-        label, own = ["model_name"], self.own
+
+        def new(kind: type[Kind], name: str, text: str, *labels: str, registry=self.own, **more: Any) -> Kind:
+            return kind(OURS + name, text, ["model_name", *labels], registry=registry, **more)
+
         self._counters = {
-            name: Counter(OURS + name, text, label, registry=own).labels(model_name)
-            for name, text in COUNTERS.items()
+            name: new(Counter, name, text).labels(model_name) for name, text in COUNTERS.items()
         }
         self._histograms = {
-            name: Histogram(OURS + name, text, label, registry=own, buckets=bounds).labels(model_name)
+            name: new(Histogram, name, text, buckets=bounds).labels(model_name)
             for name, (text, bounds) in HISTOGRAMS.items()
         }
-        ended = Counter(
-            f"{OURS}request_success", "Requests that ended", [*label, "finished_reason"], registry=own
-        )
+        ended = new(Counter, "request_success", "Requests that ended", "finished_reason")
         self._count_end = lambda reason: ended.labels(model_name, reason).inc()
         scheduler = llm.engine.scheduler
         num_slots = llm.engine.engine_config.max_num_seqs
@@ -74,23 +76,23 @@ class Metrics:
             "kv_cache_usage_perc": ("Share of the slots in use", lambda: len(scheduler.running) / num_slots),
         }
         for name, (text, read) in gauges.items():
-            Gauge(OURS + name, text, label, registry=own).labels(model_name).set_function(read)
-        http = Counter(
-            f"{OURS}http_requests", "HTTP requests", [*label, "path", "status"], registry=self._registry
-        )
+            new(Gauge, name, text).labels(model_name).set_function(read)
+        others = {"registry": self._registry}
+        http = new(Counter, "http_requests", "HTTP requests", "path", "status", **others)
         self.count_http = lambda path, status: http.labels(model_name, path, str(status)).inc()
-        info = Gauge(
-            f"{OURS}build_info", "Version and dtype", [*label, "version", "dtype"], registry=self._registry
-        )
+        info = new(Gauge, "build_info", "Version and dtype", "version", "dtype", **others)
         info.labels(model_name, tinygpt.__version__, llm.dtype).set(1)
-        self._registry.register(_TwoNames(own))
+        self._registry.register(_TwoNames(self.own))
         ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
     def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
-        """Count ended requests, as `Work.found` returns them. token_gaps: seconds between the tokens of streams."""
+        """Count ended requests, as `RunningRequest.found` returns them.
+
+        token_gaps: seconds between the tokens of streams.
+        """
         for seconds in token_gaps:
             self._histograms["inter_token_latency_seconds"].observe(seconds)
         for progress, reasons in found:

@@ -6,10 +6,10 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AliasChoices,
@@ -60,6 +60,10 @@ def _to_the_first_error(given: Any) -> Any:
     return given
 
 
+def _items(most: int, least: int | None = None) -> Any:
+    return Field(min_length=least, max_length=most, fail_fast=True)
+
+
 _Whole = BeforeValidator(_whole)  # stands after the limits, or the schema would lack them
 # Named types have a schema each, into which the app writes the limits of its model.
 TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT)])
@@ -68,6 +72,8 @@ ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
 
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
+Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
+NumSamples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Biases = Annotated[
     dict[Annotated[str, Field(max_length=1000)], Bias],
@@ -76,17 +82,15 @@ Biases = Annotated[
 ]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
-_Ids = Field(max_length=MAX_IDS, fail_fast=True)
-TokenIds = Annotated[list[TokenId], Field(min_length=1), _Ids, BeforeValidator(_whole_numbers)]
-Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-IdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-Prompts = (
-    str
-    | TokenIds
-    | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
-    | IdLists
-)
 Schema = dict[str, Any] | Pattern
+TokenIds = Annotated[list[TokenId], Field(min_length=1), _items(MAX_IDS), BeforeValidator(_whole_numbers)]
+Texts = Annotated[list[Text], _items(MAX_PROMPTS, 1)]
+IdLists = Annotated[list[TokenIds], _items(MAX_PROMPTS, 1)]
+Prompts = str | TokenIds | Annotated[list[str], _items(MAX_PROMPTS, 1)] | IdLists
+Stops = Text | Annotated[list[Text], _items(MAX_STOPS)]
+Words = Text | Annotated[list[Text], _items(MAX_WORDS)]
+Names = Text | Annotated[list[Text], _items(MAX_PROMPTS)]
+Messages = _items(10_000, 1)
 Pooling = Literal["last", "mean", "sum"]
 
 
@@ -94,6 +98,7 @@ class Strict(BaseModel):
     """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    takes_adapter: ClassVar[bool] = False  # `model` may name one: the reply is the adapter's, or the same
 
     @model_validator(mode="before")
     @classmethod
@@ -108,6 +113,12 @@ class Strict(BaseModel):
     @classmethod
     def fields_by_name(cls) -> dict[str, Any]:
         return {field.alias or name: field for name, field in cls.model_fields.items()}
+
+    @classmethod
+    @cache
+    def logprobs_fields(cls) -> list[str]:
+        """Return the names of the fields that `--max-logprobs` bounds: all of type NumLogprobs."""
+        return [name for name, field in cls.model_fields.items() if NumLogprobs in get_args(field.annotation)]
 
     def name_of(self, field: str) -> str | None:
         """Return the name that this request has for a field of the engine; None if it has no such field."""
@@ -171,7 +182,7 @@ def _on_the_wire(hint: Any) -> Any:
     if origin in (Union, UnionType):
         return reduce(or_, (_on_the_wire(each) for each in args if not is_dataclass(each)))
     if origin is Iterable:
-        return Annotated[list[_on_the_wire(args[0])], _Ids]
+        return Annotated[list[_on_the_wire(args[0])], _items(MAX_IDS)]
     if origin is Mapping:  # the keys of a JSON object are strings
         return dict[str, _on_the_wire(args[1])]
     return {int: Annotated[int, _Whole], str: Text}.get(hint, hint)
@@ -191,16 +202,15 @@ _SAMPLING = {
 class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING)):
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole] | None = None
+    takes_adapter = True
+    n: NumSamples | None = None
     best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    stop: Stops | None = None
     logit_bias: Biases | None = None
-    dry_sequence_breakers: (
-        Text | Annotated[list[Text], Field(max_length=MAX_STOPS, fail_fast=True)] | None
-    ) = None
-    bad_words: Text | Annotated[list[Text], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
-    bad_words_ids: Annotated[list[TokenIds], Field(max_length=MAX_WORDS, fail_fast=True)] | None = None
+    dry_sequence_breakers: Stops | None = None
+    bad_words: Words | None = None
+    bad_words_ids: Annotated[list[TokenIds], _items(MAX_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
     guided_json: Schema | None = None
@@ -213,18 +223,18 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
         """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
-        given = {
-            name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()
-        } | others
         guides = self.guides()
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
+        given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
+        given |= others
         given |= {
             "seed": None if self.seed in (None, -1) else self.seed % 2**64,
             "best_of": self.best_of or None,
+            "logit_bias": self._biases(encode),
         }
-        given |= {"logit_bias": self._biases(encode)} | dict(guides.values())
+        given |= dict(guides.values())
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:
             given.setdefault("num_beams", self.n or 1)
@@ -247,27 +257,17 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     def guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
         found = {name: (name, getattr(self, name)) for name in GUIDED_FIELDS}
-        if (given := self.structured_outputs) is not None:
-            values = {
-                "json": given.json_,
-                "regex": given.regex,
-                "choice": given.choice,
-                "grammar": given.grammar,
-            }
-            found |= {
-                f"structured_outputs.{name}": (f"guided_{name}", value) for name, value in values.items()
-            }
-            found["structured_outputs.json_object"] = (
-                "guided_json",
-                ANY_OBJECT if given.json_object else None,
-            )
+        if self.structured_outputs is not None:
+            given = self.structured_outputs.model_dump(by_alias=True)
+            for name in ("json", "regex", "choice", "grammar"):
+                found[f"structured_outputs.{name}"] = f"guided_{name}", given[name]
+            if given["json_object"]:
+                found["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
         if isinstance(self.response_format, SchemaFormat):
-            found["response_format.json_schema.schema"] = (
-                "guided_json",
-                self.response_format.json_schema.schema_,
-            )
+            schema = self.response_format.json_schema.schema_
+            found["response_format.json_schema.schema"] = "guided_json", schema
         elif self.response_format is not None and self.response_format.type == "json_object":
-            found["response_format"] = ("guided_json", ANY_OBJECT)
+            found["response_format"] = "guided_json", ANY_OBJECT
         return {name: pair for name, pair in found.items() if pair[1] is not None}
 
 
@@ -280,7 +280,6 @@ class Array(Strict):
 
 
 Values = float | list[Any] | Array
-Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
 
 
 class EditFields(Strict):
@@ -301,8 +300,8 @@ class ExtraArgs(Strict):
 
 
 class LookFields(SamplingFields):
-    capture: Text | Annotated[list[Text], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
-    edits: Annotated[list[EditFields], Field(max_length=MAX_PROMPTS, fail_fast=True)] | None = None
+    capture: Names | None = None
+    edits: Annotated[list[EditFields], _items(MAX_PROMPTS)] | None = None
     steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
     extra_args: ExtraArgs | None = None
 
@@ -338,23 +337,28 @@ class ChatMessage(Strict):
 
 def text_of(message: Any) -> str:
     """Return the text of a message, or of its parts."""
-    return (
-        message.content
-        if isinstance(message.content, str)
-        else "".join(part.text for part in message.content)
-    )
+    if isinstance(message.content, str):
+        return message.content
+    return "".join(part.text for part in message.content)
 
 
 class ChatRequest(LookFields):
     """max_tokens is the older name of max_completion_tokens."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Messages]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+
+    def listed_messages(self) -> list[dict[str, str]]:
+        found = []
+        for message in self.messages:
+            name = {} if message.name is None else {"name": message.name}
+            found.append({"role": message.role, "content": text_of(message), **name})
+        return found
 
     def name_of(self, field: str) -> str | None:
         if field == "max_tokens" and self.max_completion_tokens is not None:
@@ -384,7 +388,7 @@ class ResponseMessage(Strict):
 class ResponsesRequest(SamplingFields):
     """instructions: a first message of the system. Nothing is stored, and the output is one text."""
 
-    input: Text | Annotated[list[ResponseMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    input: Text | Annotated[list[ResponseMessage], Messages]
     instructions: str | None = None
     max_tokens: Positive | None = Field(
         None, alias="max_output_tokens", validation_alias=AliasChoices("max_output_tokens", "max_tokens")
@@ -396,13 +400,12 @@ class ResponsesRequest(SamplingFields):
     prompt_logprobs: None = None
     return_token_ids: None = None
 
-    def messages(self) -> list[dict[str, str]]:
+    def listed_messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]
-        given = (
-            [("user", self.input)]
-            if isinstance(self.input, str)
-            else [(m.role, text_of(m)) for m in self.input]
-        )
+        if isinstance(self.input, str):
+            given = [("user", self.input)]
+        else:
+            given = [(message.role, text_of(message)) for message in self.input]
         return [{"role": role, "content": text} for role, text in first + given]
 
     def name_of(self, field: str) -> str | None:
@@ -438,33 +441,21 @@ class ScoreRequest(Form):
 
 class ContinuationsRequest(Form):
     prompt: str | TokenIds | None
-    continuations: Annotated[list[Text | TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    continuations: Annotated[list[Text | TokenIds], _items(MAX_PROMPTS)]
     soft_prompt: Text | None = None
-
-
-NOT_GENERATING = ClassifyRequest, LensRequest, ScoreRequest, ContinuationsRequest
 
 
 class TokenizeRequest(Form):
     """Special tokens in the prompt are special tokens here, so that clients learn their ids."""
 
+    takes_adapter = True
     prompt: str
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Strict):
+    takes_adapter = True
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], _Ids, BeforeValidator(_whole_numbers)]
+    tokens: Annotated[list[TokenId], _items(MAX_IDS), BeforeValidator(_whole_numbers)]
     skip_special_tokens: bool | None = None
-
-
-class Error(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(BaseModel):
-    error: Error

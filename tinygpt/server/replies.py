@@ -1,101 +1,31 @@
-"""Replies, events and refusals as JSON: token names, log probabilities, usage, and OpenAI's shape of an error."""
+"""Replies and events as JSON: completions, chats, OpenAI's Responses, and the outputs of a RemoteLLM's requests."""
 
-import asyncio
 import codecs
-import json
-import reprlib
-import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
-from types import GeneratorType
+from itertools import chain, count, islice
 from typing import Any
 
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
-
-from ..aliases import OURS
-from ..engine.sampler import NOT_FINITE
-from ..errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
-from ..outputs import RequestOutput, StreamChunk
+from ..engine.prompts import Prompt
+from ..errors import RequestError
+from ..outputs import CompletionOutput, RequestOutput, StreamChunk
+from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
-from .protocol import Strict
+from ..wire import chunk_to_json, output_to_json, record_to_json
+from .answers import event, json_parts, to_json
+from .looks import activations_to_json
+from .protocol import StreamOptions
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
-PING = ": ping\n\n"
-RETRIED = {429, 500, 503}  # OpenAI's library retries these; other refusals tell it not to
-TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
-TYPES |= {500: "server_error", 503: "server_error"}
-RETRY = {"retry-after": "1"}  # seconds
-MAX_SHOWN = 100  # characters of a field name that the client made up
-SLICE_SECONDS, BLOCK = 0.002, 32  # of a turn; elements that are written at once
-to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+OBFUSCATED_SIZE = 64  # bytes
+# Fields of all of OpenAI's Responses.
+ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
+ALWAYS |= {"text": {"format": {"type": "text"}}, "tool_choice": "none", "tools": [], "truncation": "disabled"}
 Logprobs = dict[int, float]
 PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
-
-
-def json_parts(value: Any) -> Iterator[str]:
-    """Yield the JSON of a value; one call would hold the GIL for seconds. A generator is a list."""
-    if isinstance(value, GeneratorType):
-        separator = "["
-        for each in value:
-            yield separator
-            yield from json_parts(each)
-            separator = ","
-        yield "[]" if separator == "[" else "]"
-    elif isinstance(value, list) and len(value) > BLOCK:
-        for start in range(0, len(value), BLOCK):
-            yield f"{',' if start else '['}{to_json(value[start : start + BLOCK])[1:-1]}"
-        yield "]"
-    elif isinstance(value, dict) and any(
-        isinstance(each, list | dict | GeneratorType) for each in value.values()
-    ):
-        separator = "{"
-        for name, each in value.items():
-            yield f"{separator}{to_json(name)}:"
-            yield from json_parts(each)
-            separator = ","
-        yield "}"
-    else:
-        yield to_json(value)
-
-
-async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
-    """Yield the parts together, and let the loop and the engine have a turn every SLICE_SECONDS."""
-    made = []
-    end = time.perf_counter() + SLICE_SECONDS
-    for part in parts:
-        made.append(part)
-        if time.perf_counter() > end:
-            yield "".join(made).encode()
-            await asyncio.sleep(0)
-            made = []
-            end = time.perf_counter() + SLICE_SECONDS
-    if made:
-        yield "".join(made).encode()
-
-
-async def whole(parts: Iterable[str]) -> bytes:
-    return b"".join([part async for part in in_turns(parts)])
-
-
-def json_reply(value: dict[str, Any]) -> Response:
-    return Response(to_json(value), media_type="application/json")
-
-
-async def json_large(value: dict[str, Any]) -> Response:
-    return Response(await whole(json_parts(value)), media_type="application/json")
-
-
-def event(value: dict[str, Any]) -> str:
-    return f"data: {to_json(value)}\n\n"
+Made = CompletionOutput | StreamChunk
 
 
 def counted(num_read: int, num_made: int) -> dict[str, Any]:
@@ -103,11 +33,10 @@ def counted(num_read: int, num_made: int) -> dict[str, Any]:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    num_read = sum(len(output.prompt_token_ids) for output in outputs)
     num_made = sum(len(sample.token_ids) for output in outputs for sample in output.outputs)
-    counts = counted(sum(len(output.prompt_token_ids) for output in outputs), num_made)
-    return counts | {
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)}
-    }
+    num_cached = sum(output.num_cached_tokens for output in outputs)
+    return counted(num_read, num_made) | {"prompt_tokens_details": {"cached_tokens": num_cached}}
 
 
 class TokenNames:
@@ -174,12 +103,11 @@ def chat_logprobs(names: TokenNames, num_top: int, tokens: Iterable[tuple[int, L
             "bytes": list(names.bytes_of(token_id)),
         }
 
-    tops = ((i, found[i], islice(found.items(), num_top)) for i, found in tokens)
-    return {
-        "content": [
-            named(i, value) | {"top_logprobs": [named(*pair) for pair in top]} for i, value, top in tops
-        ]
-    }
+    content = []
+    for token_id, logprobs in tokens:
+        top = [named(*pair) for pair in islice(logprobs.items(), num_top)]
+        content.append(named(token_id, logprobs[token_id]) | {"top_logprobs": top})
+    return {"content": content}
 
 
 def described(
@@ -200,74 +128,282 @@ def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
     return dict(islice(logprobs.items(), num_top)) | {token_id: logprobs[token_id]}
 
 
-class ApiError(HTTPException):
-    """A refused request. param: the wrong field; code: a word that programs can compare."""
+@dataclass
+class Job:
+    """A checked request. head: the beginning of each reply and event. done: the end of a stream.
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
-    ):
-        super().__init__(status, message, headers)
-        self.param, self.code = param, code
+    Events of a stream: `begin`, then `write` for chunks that come together, then `end`.
+    """
+
+    head: dict[str, Any]
+    form: Any  # a model of `protocol`
+    prompts: list[Prompt]
+    params: SamplingParams
+    names: TokenNames
+    id_prefix = ""
+    reply_object = ""
+    event_object = ""
+    done = DONE
+
+    def __post_init__(self):
+        form = self.form
+        self._options = form.stream_options or StreamOptions()
+        has_logprobs = form.logprobs is not None and form.logprobs is not False
+        # Tokens without a text have events, too.
+        self._tells_all = self._options.continuous_usage_stats or form.return_token_ids or has_logprobs
+        self._num_read = sum(len(prompt.token_ids) for prompt in self.prompts)
+        self._num_made = 0
+        self._event_head = f'data: {to_json(self.head)[:-1]},"choices":['  # of each event
+
+    @property
+    def num_logprobs(self) -> int:
+        """The most log probabilities that the reply can have."""
+        params = self.params
+        of_prompt, of_token = (0 if n is None else n + 1 for n in (params.prompt_logprobs, params.logprobs))
+        num_made = len(self.prompts) * params.max_tokens
+        return (params.best_of or params.n) * (self._num_read * of_prompt + num_made * of_token)
+
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        """i: index of the prompt. made: a whole sample, or one token of it."""
+        raise NotImplementedError
+
+    def end_of_choice(self, made: Made, token_ids: list[int]) -> dict[str, Any]:
+        end: dict[str, Any] = {"finish_reason": made.finish_reason}
+        if made.finish_reason is not None:
+            end["stop_reason"] = made.stop_reason
+        if made.activations is not None:
+            end["activations"] = activations_to_json(made.activations)
+        if self.form.return_token_ids:
+            end["token_ids"] = token_ids
+        return end
+
+    def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
+        return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
+
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        return json_parts({**self.head, "choices": self.choices(outputs), "usage": usage(outputs)})
+
+    def begin(self) -> str:
+        return ""
+
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+        for i, chunk in chunks:
+            self._num_made += chunk.token_id is not None
+            choice = self.choice(i, chunk)
+            # The text is empty for a part of a character.
+            tells_prompt = choice.get("text") or "prompt_logprobs" in choice
+            if chunk.text or chunk.finish_reason or self._tells_all or tells_prompt:
+                yield self._event(choice)
+
+    def _event(self, choice: dict[str, Any] | None, counts: dict[str, Any] | None = None) -> str:
+        """choice: None in the event that has the usage alone."""
+        if counts is None and self._options.continuous_usage_stats:
+            counts = counted(self._num_read, self._num_made)
+        tail = "" if counts is None else f',"usage":{to_json(counts)}'
+        written = f"{self._event_head}{'' if choice is None else ''.join(json_parts(choice))}]{tail}}}\n\n"
+        if self._options.include_obfuscation:
+            padding = "x" * (-len(written + ',"obfuscation":""') % OBFUSCATED_SIZE)
+            written = f'{written[:-3]},"obfuscation":"{padding}"}}\n\n'
+        return written
+
+    def all_events(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        """Yield one event for each choice, of a reply without new tokens."""
+        return chain(map(self._event, self.choices(outputs)), self.end(outputs), [self.done])
+
+    def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
+        return [self._event(None, usage(outputs))] if self._options.include_usage else []
 
 
-BUG = ApiError(500, "internal error: the server's log says more.")  # clients are not told the exception
+def _tokens(made: Made) -> tuple[list[int], Iterable[tuple[int, Logprobs]]]:
+    """Return the token ids, and pairs of id and log probabilities."""
+    if isinstance(made, CompletionOutput):
+        ids, logprobs = made.token_ids, made.logprobs or ()
+    else:
+        ids = [] if made.token_id is None else [made.token_id]
+        logprobs = [made.logprobs] if made.logprobs else ()
+    return ids, zip(ids, logprobs, strict=False)
 
 
-def error_body(error: HTTPException) -> dict[str, Any]:
-    kind = TYPES.get(error.status_code, "invalid_request_error")
-    param = getattr(error, "param", None)
-    code = getattr(error, "code", None)
-    return {"error": {"message": error.detail, "type": kind, "param": param, "code": code}}
+class Chat(Job):
+    id_prefix = "chatcmpl-"
+    reply_object = "chat.completion"
+    event_object = "chat.completion.chunk"
+
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        if isinstance(made, CompletionOutput):
+            content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
+        else:
+            content = {"delta": {"content": made.text}}
+        ids, tokens = _tokens(made)
+        num_top = self.form.top_logprobs or 0
+        logprobs = chat_logprobs(self.names, num_top, tokens) if self.form.logprobs else None
+        return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
+
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        found = {**self.head, "choices": self.choices(outputs), "usage": usage(outputs)}
+        if self.form.return_token_ids:
+            found["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return json_parts(found)
+
+    def begin(self) -> str:
+        delta = {"role": "assistant", "content": ""}
+        return "".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
 
 
-def respond(error: HTTPException) -> Response:
-    """Return the reply. `x-should-retry` is a header of OpenAI's client library."""
-    retry = {} if error.status_code in RETRIED else {"x-should-retry": "false"}
-    headers = retry | dict(error.headers or {})
-    return Response(to_json(error_body(error)), error.status_code, headers, "application/json")
+@dataclass
+class Completion(Job):
+    """first: log probabilities of all tokens after BOS alone, which `echo` shows for the first token of a prompt."""
+
+    id_prefix = "cmpl-"
+    reply_object = event_object = "text_completion"
+    first: Logprobs | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._found: dict[int, list[Logprobs | None]] = {}  # of prompts, as soon as they are known
+        self._held: list[PromptChunk] = []  # until then
+        self._lists: dict[int, CompletionLogprobs] = {}  # of choices that have begun
+        # Of the latest prompt, for all of its samples.
+        self._described: tuple[int, list[dict[str, Any] | None]] = (-1, [])
+
+    def choice(self, i: int, made: Made) -> dict[str, Any]:
+        """Return the choice; the first of a sample also has the prompt's part."""
+        form = self.form
+        prompt = self.prompts[i]
+        index = i * self.params.n + made.index
+        text = made.text or ""
+        ids, tokens = _tokens(made)
+        if is_first := index not in self._lists:
+            options = bool(form.return_tokens_as_token_ids), bool(form.return_token_ids)
+            self._lists[index] = CompletionLogprobs(self.names, form.logprobs or 0, *options)
+        if is_first and form.echo:
+            text = self._text_of(prompt) + text
+            given = [] if prompt.text == "" else prompt.token_ids  # without the BOS token of an empty prompt
+            tokens = chain(zip(given, [self.first, *self._found.get(i, [])[1:]], strict=False), tokens)
+        logprobs = None if form.logprobs is None else self._lists[index].add(tokens)
+        choice = {"index": index, "text": text, "logprobs": logprobs, **self.end_of_choice(made, ids)}
+        if is_first and form.return_token_ids:
+            choice["prompt_token_ids"] = prompt.token_ids
+        if is_first and form.prompt_logprobs is not None:
+            if self._described[0] != i:
+                pairs = zip(prompt.token_ids, self._found.get(i, []), strict=False)
+                self._described = i, [described(self.names, form.prompt_logprobs, *pair) for pair in pairs]
+            choice["prompt_logprobs"] = self._described[1]
+        return choice
+
+    def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
+        self._found = {i: output.prompt_logprobs or [] for i, output in enumerate(outputs)}
+        return super().choices(outputs)
+
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+        """Hold chunks until their prompt's log probabilities are known, if they are asked for."""
+        if self.params.prompt_logprobs is not None:
+            found = {i: chunk.prompt_logprobs for i, chunk in chunks if chunk.prompt_logprobs is not None}
+            self._found |= found
+            chunks = self._held + chunks
+            self._held = [pair for pair in chunks if pair[0] not in self._found]
+            chunks = [pair for pair in chunks if pair[0] in self._found]
+        return super().write(chunks)
+
+    def _text_of(self, prompt: Prompt) -> str:
+        if prompt.text is not None:
+            return prompt.text
+        return b"".join(map(self.names.bytes_of, prompt.token_ids)).decode("utf-8", errors="replace")
 
 
-def from_validation(error: RequestValidationError, form: type[Strict] | None) -> ApiError:
-    """Return a refusal with the most specific error, a missing field last."""
-    found = [(_path(each["loc"][1:], error.body), each) for each in error.errors()]
-    path, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
-    if first["type"] == "json_invalid" or not path:
-        reason = first.get("ctx", {}).get("error", first["msg"])
-        return ApiError(400, f"the body must be a JSON object: {reason}.")
-    param, name = path[0], ".".join(path)
-    if first["type"] == "missing":
-        lacking = "" if first["loc"][-1] == path[-1] else f".{first['loc'][-1]}"
-        return ApiError(400, f"{name}{lacking} is required.", param)
-    if first["type"] != "extra_forbidden":
-        first_reason, *others = dict.fromkeys(each["msg"] for one, each in found if one == path)  # of a union
-        reasons = ", or ".join([first_reason, *(each.removeprefix("Input should be ") for each in others)])
-        return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {reasons}.", param)
-    known = form.fields_by_name() if form and len(path) == 1 else {}
-    if known and (ours := OURS.get(param, param)) in form.model_fields:
-        ours = form.model_fields[ours].alias or ours
-        return ApiError(400, f"{name} and {ours} name one thing: give one of them.", param)
-    return ApiError(400, f"unrecognized request argument: {name}{suggest(param, known) or '.'}", param)
+class Generation(Job):
+    """The request of a RemoteLLM, which reads the records of `wire`."""
+
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        samples = (record_to_json(sample) for sample in outputs[0].outputs)
+        return json_parts(output_to_json(replace(outputs[0], outputs=[])) | {"outputs": samples})
+
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+        return (event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
+
+    def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
+        return chain(['data: {"output":'], self.reply(outputs), ["}\n\n"])
 
 
-def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
-    """Return status 400 or 429 for the request's own fault, 500 for another. form: for the field's name."""
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full", **RETRY)
-    if not isinstance(error, RequestError):
-        is_own = isinstance(error, NoTokenizerError | FailedRequestError) and NOT_FINITE not in str(error)
-        return ApiError(400 if is_own else 500, str(error))
-    param = form.name_of(error.field) if form and error.field else None
-    return ApiError(400, str(error.named(param) if param else error), param)
+class Responses(Job):
+    """The plain form of OpenAI's Responses: one text as the output."""
 
+    id_prefix = "resp_"
+    reply_object = event_object = "response"
+    done = ""  # the last event is a response's end
 
-def _path(place: tuple[str | int, ...], given: Any) -> list[str]:
-    """Return the names and positions in the body: pydantic also lists the types of a union that it tried."""
-    path = []
-    for part in place:
-        is_there = (
-            part in given if isinstance(given, dict) else isinstance(given, list) and isinstance(part, int)
+    def __post_init__(self):
+        super().__post_init__()
+        self._numbers = count()
+        self._item_id = self.head["id"].replace("resp", "msg")
+        self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        return json_parts(self._ended(outputs))
+
+    def begin(self) -> str:
+        started = self._response("in_progress", [])
+        return (
+            self._told("created", response=started)
+            + self._told("in_progress", response=started)
+            + self._told("output_item.added", output_index=0, item=self._item("in_progress", []))
+            + self._told("content_part.added", **self._place, part=_part(""))
         )
-        if is_there or part == place[0]:
-            path.append(text if len(text := str(part)) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
-            given = given[part] if is_there else None
-    return path
+
+    def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
+        texts = (chunk.text for _, chunk in chunks if chunk.text)
+        return (self._told("output_text.delta", **self._place, delta=text, logprobs=[]) for text in texts)
+
+    def end(self, outputs: list[RequestOutput]) -> Iterator[str]:
+        ended = self._ended(outputs)
+        text = outputs[0].outputs[0].text or ""
+        yield self._told("output_text.done", **self._place, text=text, logprobs=[])
+        yield self._told("content_part.done", **self._place, part=_part(text))
+        yield self._told("output_item.done", output_index=0, item=ended["output"][0])
+        yield self._told(ended["status"], response=ended)
+
+    def _ended(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        [sample] = outputs[0].outputs
+        status = "incomplete" if sample.finish_reason == "length" else "completed"
+        return self._response(status, [self._item(status, [_part(sample.text or "")])], _counts(outputs))
+
+    def _response(self, status: str, items: list, counts: dict[str, Any] | None = None) -> dict[str, Any]:
+        return {
+            "id": self.head["id"],
+            "object": "response",
+            "created_at": self.head["created"],
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": self.form.instructions,
+            "max_output_tokens": self.form.max_tokens,
+            "metadata": self.form.metadata or {},
+            "model": self.head["model"],
+            "output": items,
+            "temperature": self.params.temperature,
+            "top_p": self.params.top_p,
+            "usage": counts,
+            **ALWAYS,
+        }
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        head = {"id": self._item_id, "type": "message", "status": status}
+        return {**head, "role": "assistant", "content": content}
+
+    def _told(self, name: str, **fields: Any) -> str:
+        kind = f"response.{name}"
+        return f"event: {kind}\n" + event({"type": kind, "sequence_number": next(self._numbers), **fields})
+
+
+def _counts(outputs: list[RequestOutput]) -> dict[str, Any]:
+    counts = usage(outputs)
+    return {
+        "input_tokens": counts["prompt_tokens"],
+        "output_tokens": counts["completion_tokens"],
+        "total_tokens": counts["total_tokens"],
+        "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

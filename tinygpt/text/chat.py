@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from ..errors import CheckpointError, RequestError, how_to_install, invalid
 from ..weights.files import read_json_object
-from .added_tokens import content_of
-from .files import read_text
+from .files import content_of, read_text
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it needs Jinja
@@ -94,7 +93,7 @@ class Marks:
     """
 
     def __init__(self, special_tokens: Iterable[str]):
-        """special_tokens: their texts. An object is for one conversation."""
+        """Take the texts of special tokens. An object is for one conversation."""
         tokens = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest match counts
         self._pattern = re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
         self._tokens = sorted(tokens)

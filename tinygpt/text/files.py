@@ -1,13 +1,12 @@
 """Read the tokenizer files of a checkpoint folder, in any form, as a tokenizer.json."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, filterfalse
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, NoTokenizerError
 from ..weights.files import VOCAB_AND_MERGES, how_to_replace, read_json_object, read_regular_text
-from .added_tokens import content_of, read_added_tokens
 
 
 def read_text(path: Path) -> str:
@@ -262,3 +261,84 @@ def _check_merges(pairs: Sequence[Pair], vocab: Mapping[str, int], path: Path) -
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
+
+
+# Added tokens: strings that are one token each, split off before the others.
+
+FLAGS = {"special": False, "normalized": True, "single_word": False, "lstrip": False, "rstrip": False}
+Token = dict[str, Any]  # an entry of tokenizer.json's `added_tokens`: id, content and FLAGS
+MAX_ADDED_CHARACTERS = 1000  # the search takes time in the square of a token's length
+
+
+def read_added_tokens(spec: dict[str, Any], options: dict[str, Any]) -> list[Token]:
+    """Return each added token once, as tokenizer.json lists them.
+
+    options: tokenizer_config.json with special_tokens_map.json, and added_tokens.json as `added_tokens`. Raise
+        CheckpointError if an id differs from Hugging Face's.
+    """
+    tokens: dict[str, Token] = {}
+    vocab = spec["model"].get("vocab")
+    ids = vocab if isinstance(vocab, dict) else {token: i for i, (token, _) in enumerate(vocab or ())}
+    next_id = len(ids)
+    for entry in _entries(spec, options):
+        content = content_of(entry)
+        if content and content not in tokens:
+            token_id = ids.get(content, next_id)
+            next_id = max(next_id, token_id + 1)
+            tokens[content] = added_token(entry, token_id)
+    return [*tokens.values()]
+
+
+def content_of(token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise CheckpointError(f"the tokenizer's files name {token!r} as a token; it must be a string.")
+    return content
+
+
+def _entries(spec: dict[str, Any], options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    named = list(_special_tokens(options))
+    special = {content_of(token) for token in named}
+    decoder = {int(i): entry for i, entry in options.get("added_tokens_decoder", {}).items()}
+    listed_again = {content_of(entry): entry for entry in decoder.values()}
+    for entry in spec.get("added_tokens") or ():
+        yield {**listed_again.get(content_of(entry), entry), "id": entry["id"]}
+    yield from ({**decoder[i], "id": i} for i in sorted(decoder))
+    older = options.get("added_tokens", {})
+    for content in sorted(older, key=older.get):
+        yield {"content": content, "id": older[content], "special": content in special}
+    yield from map(_named_entry, named)
+
+
+def _named_entry(token: Any) -> dict[str, Any]:
+    flags = token if isinstance(token, dict) else {}
+    if "__type" in flags:  # written before the token was known to be special
+        flags = {"normalized": True, **flags}
+    return {**flags, "content": content_of(token), "special": True}
+
+
+def _special_tokens(options: dict[str, Any]) -> Iterator[Any]:
+    for name, value in options.items():
+        if name.endswith("_token") and isinstance(value, (str, dict)):
+            yield value
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = options.get(name) or ()
+        yield from more.values() if isinstance(more, dict) else more
+
+
+def added_token(entry: dict[str, Any], token_id: int) -> Token:
+    if entry.get("id", token_id) != token_id:
+        raise CheckpointError(
+            f"the added token {entry['content']!r} has id {entry['id']!r} in the tokenizer's files and {token_id} in "
+            "Hugging Face's tokenizers; correct the file, or give token ids."
+        )
+    if len(entry["content"]) > MAX_ADDED_CHARACTERS:
+        raise CheckpointError(
+            f"the added token {entry['content'][:40]!r}... has {len(entry['content'])} characters; at most "
+            f"{MAX_ADDED_CHARACTERS} are taken."
+        )
+    usual = {**FLAGS, "normalized": not entry.get("special", False)}
+    flags = {name: entry.get(name, value) for name, value in usual.items()}
+    if not all(isinstance(flag, bool) for flag in flags.values()):
+        raise CheckpointError(f"the added token {entry!r} has flags that are not true or false.")
+    return {"id": token_id, "content": entry["content"], **flags}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..engine.prompts import Prompt, PromptType, params_or_fields, text_or_ids
+from ..engine.prompts import PromptType, params_or_fields, text_or_ids
 from ..errors import RequestError
 from ..fields import integer, read_field
 from ..outputs import RequestOutput, StreamChunk
@@ -18,38 +18,35 @@ class Session:
     """
 
     def __init__(self, llm: Any, token_ids: list[int]):
-        """llm: the LLM that `session` was called on."""
+        """Begin with these tokens. llm: the LLM that `session` was called on."""
         self._llm = llm
-        self._token_ids = token_ids  # replaced by each change but a stream's
-        self._is_closed = False
+        self._tokens: list[int] | None = token_ids  # replaced by each change but a stream's; None: closed
 
     @property
     def token_ids(self) -> list[int]:
-        """A copy of all tokens so far, with tokens that ended samples."""
-        self._check_open()
-        return list(self._token_ids)
+        """Return a copy of all tokens so far, with tokens that ended samples."""
+        return list(self._open_tokens())
 
     @property
     def text(self) -> str:
-        """The text of all tokens so far, with stop strings and without special tokens."""
+        """Return the text of all tokens so far, with stop strings and without special tokens."""
         return self._llm.tokenizer.decode(self.token_ids, skip_special_tokens=True)
 
     def __repr__(self) -> str:
-        return "Session(closed)" if self._is_closed else f"Session({len(self)} tokens)"
+        return "Session(closed)" if self._tokens is None else f"Session({len(self)} tokens)"
 
     def __len__(self) -> int:
-        return len(self._token_ids)
+        return len(self._tokens or ())
 
     def extend(self, addition: PromptType, split_special_tokens: bool | None = None) -> None:
         """Add a text, encoded by itself, or token ids, or a prompt's dict.
 
         split_special_tokens: None is the LLM's.
         """
-        self._check_open()
+        tokens = self._open_tokens()
         addition = text_or_ids(addition)
         if addition:  # an empty prompt would be BOS
-            added = self._llm.read_prompt(addition, split_special_tokens).token_ids
-            self._token_ids = self._token_ids + added
+            self._tokens = tokens + self._llm.read_prompt(addition, split_special_tokens).token_ids
 
     def generate(self, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
         """Continue the text, and add the sample. An empty session begins at BOS.
@@ -57,8 +54,8 @@ class Session:
         Raise what LLM.generate raises, and RequestError for several samples; then nothing is added.
         """
         params = self._checked(params_or_fields(params, fields))
-        (output,) = self._llm.generate([self._prompt()], params)
-        self._token_ids = output.prompt_token_ids + output.outputs[0].token_ids
+        (output,) = self._llm.generate([self._llm.read_prompt(self._tokens)], params)
+        self._tokens = output.prompt_token_ids + output.outputs[0].token_ids
         return output
 
     def stream(self, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
@@ -67,23 +64,22 @@ class Session:
         Raise RequestError, also from the iterator, after another change of the session.
         """
         params = self._checked(params_or_fields(params, fields))
-        prompt = self._prompt()
-        chunks = self._llm.stream(prompt, params)
-        return self._stream(chunks, self._token_ids, prompt.token_ids)
+        tokens = self._open_tokens()
+        prompt = self._llm.read_prompt(tokens)
+        return self._stream(self._llm.stream(prompt, params), tokens, prompt.token_ids)
 
     def fork(self) -> "Session":
-        self._check_open()
-        return Session(self._llm, list(self._token_ids))
+        return Session(self._llm, self.token_ids)
 
     def rewind(self, position: int) -> None:
         """Remove all tokens from `position` on."""
-        self._check_open()
-        is_within = integer(0, len(self._token_ids), ", the session's tokens")
-        self._token_ids = self._token_ids[: read_field("position", position, is_within)]
+        tokens = self._open_tokens()
+        is_within = integer(0, len(tokens), ", the session's tokens")
+        self._tokens = tokens[: read_field("position", position, is_within)]
 
     def close(self) -> None:
         """Forget the tokens. Later calls raise RequestError."""
-        self._token_ids, self._is_closed = [], True
+        self._tokens = None
 
     def __enter__(self) -> "Session":
         return self
@@ -91,15 +87,12 @@ class Session:
     def __exit__(self, *exception) -> None:
         self.close()
 
-    def _prompt(self) -> Prompt:
-        return self._llm.read_prompt(self._token_ids)
-
     def _stream(
         self, chunks: Iterator[StreamChunk], before: list[int], prompt: list[int]
     ) -> Iterator[StreamChunk]:
         try:
             self._check_unchanged(before)
-            self._token_ids = mine = list(prompt)
+            self._tokens = mine = list(prompt)
             for chunk in chunks:
                 self._check_unchanged(mine)
                 if chunk.token_id is not None:
@@ -109,7 +102,7 @@ class Session:
             chunks.close()
 
     def _checked(self, params: SamplingParams | None) -> SamplingParams:
-        self._check_open()
+        self._open_tokens()
         params = SamplingParams() if params is None else params
         if isinstance(params, SamplingParams) and params.n != 1:
             raise RequestError(
@@ -117,12 +110,13 @@ class Session:
             )
         return params
 
-    def _check_unchanged(self, token_ids: list[int]) -> None:
-        if self._token_ids is not token_ids:
+    def _check_unchanged(self, tokens: list[int]) -> None:
+        if self._tokens is not tokens:
             raise RequestError(
                 "the session was changed while it streamed: read the stream first, or close it."
             )
 
-    def _check_open(self) -> None:
-        if self._is_closed:
+    def _open_tokens(self) -> list[int]:
+        if self._tokens is None:
             raise RequestError("this session has been closed: make a new one.")
+        return self._tokens

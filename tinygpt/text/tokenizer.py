@@ -11,8 +11,7 @@ from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..fields import BOOLEAN, read_field
 from ..weights.files import how_to_replace
 from .files import MALFORMED, checked_spec, read_tokenizer
-from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, token_to_bytes
-from .prepared import read_prepared
+from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, read_prepared, token_to_bytes
 from .stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
 
 

@@ -1,47 +1,72 @@
 """The tables by which the format of a file or a folder is found, and weights in shards."""
 
+import struct
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from ..errors import NAMED, CheckpointError, describe, listed, shown
 from ..files import followed, read_json_object
-from . import ranks
-from .gguf import is_gguf, read_gguf
-from .mapped_file import FILES, Container, Peek, StoredTensor
-from .onnx import is_onnx, read_onnx
-from .safetensors import is_safetensors, read_safetensors
-from .tf_bundle import find_tf_index, is_tf_index, read_tf_bundle
-from .torch import is_torch, read_torch, read_training_checkpoint
+from ..tensor import FILES, Container, Peek, StoredTensor
 
 MAX_SHARDS, NAME_MAX = 1000, 255  # files, bytes of a name
+MAX_HEADER = 100_000_000  # bytes of safetensors' header, the library's bound
+ZIP, PICKLE = b"PK\x03\x04", b"\x80\x02"  # the first bytes of both forms of torch.save's files
+TF_TABLE = bytes.fromhex("57fb808b247547db")  # the last bytes of TensorFlow's index
 INDEX = ".index.json"  # after the name of the whole file: it names the shard of each tensor
 Reader = Callable[[Path], Container]
 
-# Hugging Face's file of each format, a test of its content, and its reader.
-CONTAINERS: dict[str, tuple[Callable[[Peek], bool], Reader]] = {
-    FILES[0]: (is_safetensors, read_safetensors),
-    FILES[1]: (is_torch, read_torch),
+
+def is_safetensors(peek: Peek) -> bool:
+    return peek.head[8:9] == b"{" and struct.unpack("<Q", peek.head[:8])[0] <= MAX_HEADER
+
+
+def is_torch(peek: Peek) -> bool:
+    return peek.head.startswith((ZIP, PICKLE))
+
+
+def is_onnx(peek: Peek) -> bool:
+    """Return whether a file begins with the format's version, then the producer, graph or operators."""
+    return (
+        len(peek.head) > 8
+        and peek.head[0] == 0x08
+        and peek.head[1] < 0x80
+        and peek.head[2] in (0x12, 0x1A, 0x22, 0x28, 0x3A)
+    )
+
+
+# Hugging Face's file of each format, a test of its content, and "module.function" of its reader.
+CONTAINERS: dict[str, tuple[Callable[[Peek], bool], str]] = {
+    FILES[0]: (is_safetensors, "safetensors.read_safetensors"),
+    FILES[1]: (is_torch, "torch.read_torch"),
 }
 # Any other file is known by its content; a folder is searched for PATTERNS.
-FORMATS: tuple[tuple[Callable[[Peek], bool], Reader], ...] = (
-    (is_gguf, read_gguf),
-    (is_tf_index, read_tf_bundle),
-    (ranks.is_tar, ranks.read_nemo),
-    (is_torch, read_training_checkpoint),
-    (is_safetensors, read_safetensors),
-    (is_onnx, read_onnx),
+FORMATS: tuple[tuple[Callable[[Peek], bool], str], ...] = (
+    (lambda peek: peek.head.startswith(b"GGUF"), "gguf.read_gguf"),
+    (lambda peek: peek.tail.endswith(TF_TABLE), "tf_bundle.read_tf_bundle"),
+    (lambda peek: peek.head[257:262] == b"ustar", "ranks.read_nemo"),
+    (is_torch, "torch.read_training_checkpoint"),
+    (is_safetensors, "safetensors.read_safetensors"),
+    (is_onnx, "onnx.read_onnx"),
 )
-# Files that belong together: a function that finds the first, or the folder itself, and the reader.
-FOLDERS: tuple[tuple[Callable[[Path], Path | None], Reader], ...] = (
-    (find_tf_index, read_tf_bundle),
-    (ranks.find_deepspeed, ranks.read_deepspeed),
-    (ranks.find_megatron, ranks.read_megatron),
-    (ranks.find_nemo, ranks.read_unpacked_nemo),
-    (ranks.find_ft_folder, ranks.read_ft_folder),
+# Files that belong together: the function that finds the first, or the folder itself, and the reader.
+FOLDERS = (
+    ("tf_bundle.find_tf_index", "tf_bundle.read_tf_bundle"),
+    ("ranks.find_deepspeed", "ranks.read_deepspeed"),
+    ("ranks.find_megatron", "ranks.read_megatron"),
+    ("ranks.find_nemo", "ranks.read_unpacked_nemo"),
+    ("ranks.find_ft_folder", "ranks.read_ft_folder"),
 )
 PATTERNS = ("*.onnx", "*.nemo", "*.index", "*.gguf", "*.safetensors", "*.bin", "*.pt", "*.pth")
 LAST_PATTERNS = ("*.ckpt", "*.npz")  # names that a folder may also hold next to its weights
+
+
+def _function(place: str) -> Callable[[Path], Any]:
+    """Return a function of a module here, which is imported for its own files alone."""
+    module, name = place.split(".")
+    return getattr(import_module(f".{module}", __package__), name)
 
 
 def read_weights(path: Path) -> Container:
@@ -66,13 +91,13 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
         index = folder / (name + INDEX)
         if file.exists():
             peek = Peek.into(file)
-            others = (read for is_format, read in FORMATS if is_format(peek))
-            return file, read if is_as_named(peek) else next(others, read)
+            others = (other for is_format, other in FORMATS if is_format(peek))
+            return file, _function(read if is_as_named(peek) else next(others, read))
         if index.exists():
-            return index, partial(read_shards, read=read)
+            return index, partial(read_shards, read=_function(read))
     for find, read in FOLDERS:
-        if found := find(folder):
-            return found, read
+        if found := _function(find)(folder):
+            return found, _function(read)
     files = sorted({file for pattern in PATTERNS for file in folder.glob(pattern) if file.is_file()})
     for pattern in LAST_PATTERNS:
         files = files or sorted(folder.glob(pattern))
@@ -88,7 +113,7 @@ def reader_of(file: Path) -> Reader:
     peek = Peek.into(file)
     for is_format, read in FORMATS:
         if is_format(peek):
-            return read
+            return _function(read)
     is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # a damaged one
     is_beside_them = any((file.parent / name).is_file() for name in ("config.json", *FILES))
     if is_beside_them and not is_of_weights:

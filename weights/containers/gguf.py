@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, how_to_install, shown
-from ..tensor import shortest
-from .mapped_file import (
+from ..tensor import (
     MAX_SIZE,
     Container,
     MappedFile,
-    Peek,
     StoredTensor,
     check_places,
     contiguous_strides,
     parsing,
+    shortest,
 )
 
 MAGIC = b"GGUF"
@@ -75,10 +74,6 @@ def decode(kind: int, blocks: np.ndarray) -> np.ndarray:
     from gguf import GGMLQuantizationType, quants
 
     return quants.dequantize(np.ascontiguousarray(blocks), GGMLQuantizationType(kind))
-
-
-def is_gguf(peek: Peek) -> bool:
-    return peek.head.startswith(MAGIC)
 
 
 def read_gguf(path: Path) -> Container:

@@ -10,11 +10,10 @@ import numpy as np
 
 from ..errors import CheckpointError, how_to_install, shown
 from ..files import check_inside
-from .mapped_file import (
+from ..tensor import (
     ITEMSIZE,
     Container,
     MappedFile,
-    Peek,
     StoredTensor,
     contiguous_strides,
     is_possible_shape,
@@ -63,16 +62,6 @@ class InlineTensor(StoredTensor):
 
     def release(self) -> None:
         """Keep the graph, which is in memory as a whole."""
-
-
-def is_onnx(peek: Peek) -> bool:
-    """Return whether a file begins with the format's version, then the producer, graph or operators."""
-    return (
-        len(peek.head) > 8
-        and peek.head[0] == 0x08
-        and peek.head[1] < 0x80
-        and peek.head[2] in (0x12, 0x1A, 0x22, 0x28, 0x3A)
-    )
 
 
 def read_onnx(path: Path) -> Container:

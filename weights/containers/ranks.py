@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, shown
 from ..files import check_inside, open_regular, read_regular_text
-from .mapped_file import ITEMSIZE, Container, MappedFile, Peek, StoredTensor, parsing
+from ..tensor import ITEMSIZE, Container, MappedFile, StoredTensor, parsing
 from .torch import read_training_checkpoint
 
 # Folders of ranks: tensor parallel, then pipeline parallel if there is any.
@@ -151,10 +151,6 @@ def _deepspeed_files(folder: Path) -> dict[str, Path]:
 # NeMo
 
 
-def is_tar(peek: Peek) -> bool:
-    return peek.head[257:262] == b"ustar"
-
-
 def read_nemo(path: Path) -> Container:
     members: dict[str, Member] = {}
     with parsing(path, "archive", tarfile.TarError):
@@ -216,7 +212,6 @@ def _nemo(path: Path, members: dict[str, Member]) -> Container:
 
 # FasterTransformer: config.ini, and for each tensor a file of numbers. The names of parts end in the number of a GPU.
 
-FT_FOLDER = "FasterTransformer folder"
 FT_CONFIG = "config.ini"
 FT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 # Characters: configparser takes time in the square of a line's.
@@ -265,4 +260,4 @@ def read_ft_folder(folder: Path) -> Container:
                 f"{path} has {len(file)} bytes, which are no whole {dtype} numbers: copy it again."
             )
         tensors[path.stem] = StoredTensor(file, dtype, (count,), (1,), 0)
-    return Container(FT_FOLDER, tensors, sections)
+    return Container("FasterTransformer folder", tensors, sections)

@@ -18,10 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from ..files import sync
-from .mapped_file import (
+from ..tensor import (
     Container,
     MappedFile,
-    Peek,
     StoredTensor,
     contiguous_strides,
     is_possible_shape,
@@ -87,7 +86,6 @@ def with_scales(path: Path, tensors: Mapping[str, StoredTensor]) -> dict[str, St
     return joined
 
 
-MAX_HEADER = 100_000_000  # bytes, the library's bound
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 # The format's name, and bytes of an element.
 WRITTEN = {
@@ -106,10 +104,6 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     array: Callable[[], np.ndarray]
-
-
-def is_safetensors(peek: Peek) -> bool:
-    return peek.head[8:9] == b"{" and struct.unpack("<Q", peek.head[:8])[0] <= MAX_HEADER
 
 
 def read_safetensors(path: Path) -> Container:

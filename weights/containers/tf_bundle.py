@@ -14,18 +14,18 @@ from typing import Any
 
 from ..errors import CheckpointError, how_to_install, shown
 from ..files import read_regular_text
-from .mapped_file import (
+from ..tensor import (
     ITEMSIZE,
     ArchiveMember,
     Container,
     MappedFile,
-    Peek,
     StoredTensor,
     check_places,
     contiguous_strides,
     is_possible_shape,
     parsing,
 )
+from .formats import TF_TABLE
 
 INDEX = ".index"
 MAX_SHARDS = 1000
@@ -33,8 +33,7 @@ DTYPES = {1: "float32", 2: "float64", 14: "bfloat16", 19: "float16"}  # by Tenso
 BIG_ENDIAN = 1
 # In the file `checkpoint`; the folder may be another machine's.
 LATEST = re.compile(r'^model_checkpoint_path: "(?:[^"\n]*/)?([\w.-]+)"', re.MULTILINE)
-MAGIC = bytes.fromhex("57fb808b247547db")
-FOOTER = 48  # bytes, MAGIC included
+FOOTER = 48  # bytes, TF_TABLE included
 TRAILER = 5  # bytes after a block: its compression, and its checksum
 MAX_KEY = 1000  # bytes: a key repeats the beginning of the one before
 MAX_KEYS = 20  # times the table's bytes, by all keys
@@ -43,10 +42,6 @@ VARINT = 0
 FIXED64 = 1
 BYTES = 2
 FIXED32 = 5
-
-
-def is_tf_index(peek: Peek) -> bool:
-    return peek.tail.endswith(MAGIC)
 
 
 def find_tf_index(folder: Path) -> Path | None:
@@ -150,7 +145,7 @@ def masked_crc32c(data: Any) -> int:
 
 
 def _read_table(data: bytes) -> dict[bytes, bytes]:
-    if len(data) < FOOTER or not data.endswith(MAGIC):
+    if len(data) < FOOTER or not data.endswith(TF_TABLE):
         raise ValueError("it does not end as such a table does")
     # Place and size of the block of statistics, which is empty, and of the index.
     _, _, start, size, _ = _varints(data, 4, len(data) - FOOTER, len(data))

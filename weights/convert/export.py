@@ -14,15 +14,13 @@ import numpy as np
 
 from ..checkpoint import Checkpoint, read_config
 from ..config import HEAD, POSITIONS, parameter_shapes
-from ..containers.mapped_file import parsing
 from ..containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
 from ..containers.safetensors import NAME as FLOAT8
 from ..errors import CheckpointError, NoTokenizerError
 from ..families.family import TRANSPOSED, Layout, Transform
 from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
-from ..families.table import FAMILIES, comes_with_config
 from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
-from ..tensor import DefaultTensor, Tensor
+from ..tensor import DefaultTensor, Tensor, parsing
 
 SAFETENSORS = "model.safetensors"
 NPZ = "model.npz"
@@ -98,16 +96,12 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
         raise CheckpointError(
             f"{checkpoint.path} is a {checkpoint.family}, which convert writes in no format: load it as it is."
         )
-    return _family_layout(checkpoint) or GPT2_LAYOUT
+    return checkpoint.layout or GPT2_LAYOUT
 
 
 def can_be_written(checkpoint: Checkpoint) -> bool:
     """Return whether a config.json can describe the model."""
-    return not checkpoint.config.structure or _family_layout(checkpoint) is not None
-
-
-def _family_layout(checkpoint: Checkpoint) -> Layout | None:
-    return next((family.layout for family in FAMILIES if family.name == checkpoint.family), None)
+    return not checkpoint.config.structure or checkpoint.layout is not None
 
 
 def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarray:
@@ -147,14 +141,13 @@ def write_sidecar_files(folder: Path, checkpoint: Checkpoint) -> None:
         is_as_beside = read_config(checkpoint.folder) == config
     except CheckpointError:
         is_as_beside = False
-    if is_as_beside or comes_with_config(checkpoint.family):
+    config_json = layout_of(checkpoint).config_json
+    if is_as_beside or config_json is None:
         _copy(CONFIG_FILES, checkpoint.folder, folder)
         if not is_as_beside:
             fields = read_json_object(folder / "config.json")
             _write(folder / "config.json", {**fields, "tie_word_embeddings": config.tie_word_embeddings})
     else:
-        config_json = layout_of(checkpoint).config_json
-        assert config_json is not None  # of families that come without a config.json
         _write(folder / "config.json", config_json(config))
     try:
         spec = checkpoint.read_tokenizer()

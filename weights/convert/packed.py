@@ -15,10 +15,10 @@ import numpy as np
 
 from ..checkpoint import read_config
 from ..config import DTYPES, ModelConfig
-from ..containers.mapped_file import FILES, MappedFile, StoredTensor
 from ..containers.safetensors import Entry, read_safetensors, write_tensors
 from ..errors import CheckpointError
 from ..files import PACKED_FILE, crc32_of, in_a_thread
+from ..tensor import FILES, MappedFile, StoredTensor
 
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes of the widest vector

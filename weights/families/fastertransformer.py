@@ -10,18 +10,33 @@ import numpy as np
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, is_transposed, parameter_shapes
 from ..errors import shown
-from .config_fields import Shapes, config_of_parts
-from .family import Family, NamedTensor, Names, Source, TensorRule, Transform, shared, split_name
+from .family import (
+    Family,
+    NamedTensor,
+    Names,
+    Shapes,
+    Source,
+    TensorRule,
+    Transform,
+    config_of_parts,
+    shared,
+    split_name,
+)
 from .megatron import ATTENTION, MLP
-from .model_types import BLOOM as HUGGING_FACES_BLOOM
+from .transformers import BLOOM_LAYOUT
 
 _NORMS = {"ln_e": "model.pre_decoder_layernorm", "ln_f": "model.final_layernorm"}
 _NAMES = Names("model.layers", {**_NORMS, "lm_head": "model.lm_head"}, ATTENTION + MLP)
 # The axis in files along which GPUs share a tensor; of queries, keys and values, each GPU has its heads of all three.
 _AXES = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
 _GPU = re.compile(r"(.+)\.(\d{1,4})")
-_SIZES = {"decoder_layers": "n_layer", "num_layer": "n_layer", "layernorm_eps": "layer_norm_epsilon"}
-_SIZES |= {"start_id": "bos_token_id", "end_id": "eos_token_id"}
+_SIZES = {
+    "decoder_layers": "n_layer",
+    "num_layer": "n_layer",
+    "layernorm_eps": "layer_norm_epsilon",
+    "start_id": "bos_token_id",
+    "end_id": "eos_token_id",
+}
 _ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu"}  # its gelu is by tanh
 # Settings that change the arithmetic: GPT-2's value, and another value (of OPT-350M and BLOOM) with its meaning.
 _ARITHMETIC: dict[str, tuple[str, str | None, dict[str, Any]]] = {
@@ -187,5 +202,5 @@ BLOOM = replace(
     FAMILY,
     name="BLOOM of FasterTransformer",
     detect=lambda source: _detect(source) and _structure(source, _settings(source)) == _BLOOM,
-    layout=HUGGING_FACES_BLOOM.layout,
+    layout=BLOOM_LAYOUT,
 )

@@ -1,14 +1,15 @@
 """GPT-2 and BLOOM as llama.cpp names them in GGUF files, with their tokenizers (llama.cpp, gguf-py's constants.py)."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..config import EMBEDDING, ModelConfig, parameter_shapes
-from ..errors import shown
-from .config_fields import Shapes, config_of_parts
-from .family import Family, Names, Source, TensorRule
-from .model_types import BLOOM as HUGGING_FACES_BLOOM
-from .tokenizers import gguf_tokenizer
+from ..errors import CheckpointError, NoTokenizerError, shown
+from .family import Family, Names, Shapes, Source, TensorRule, config_of_parts
+from .gpt2 import byte_level_tokenizer
+from .transformers import BLOOM_LAYOUT
 
 ARCHITECTURE = "general.architecture"
 _IN_LAYER = ("attn_norm", "attn_qkv", "attn_output", "ffn_norm", "ffn_up", "ffn_down")
@@ -28,6 +29,12 @@ KEYS = {
     "bos_token_id": "tokenizer.ggml.bos_token_id",
     "eos_token_id": "tokenizer.ggml.eos_token_id",
 }
+
+# kinds of a token in GGUF
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 
 
 def _config(source: Source) -> ModelConfig:
@@ -63,6 +70,56 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     return gguf_tokenizer(about, source.path)
 
 
+def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
+    tokens = about["tokens"]
+    ends = [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
+    lists = [(tokens, str), (about.get("merges", []), str), (about.get("token_type", []), int)]
+    return (
+        all(
+            isinstance(values, list) and all(type(value) is kind for value in values)
+            for values, kind in lists
+        )
+        and len(about.get("token_type", tokens)) == len(tokens)
+        and all(type(end) is int and 0 <= end < len(tokens) for end in ends)
+    )
+
+
+def gguf_tokenizer(about: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the tokenizer of a GGUF file, from its keys after "tokenizer.ggml.". Raise CheckpointError."""
+    if not _is_gguf_tokenizer(about):
+        raise CheckpointError(f"{path} has a damaged tokenizer: download it again, or give token ids.")
+    if about.get("model") != "gpt2" or about.get("pre", "default") not in ("gpt-2", "default", "bloom"):
+        kind = f"{shown(about.get('model'))}, {shown(about.get('pre'))}"
+        raise NoTokenizerError(f"{path} has a tokenizer {kind}, which is not implemented: give token ids.")
+    tokens = about["tokens"]
+    kinds = about.get("token_type") or [NORMAL] * len(tokens)
+    used = [
+        (i, token, kind) for i, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED
+    ]
+    begin = about.get("bos_token_id") if about.get("add_bos_token") else None
+    end = about.get("eos_token_id")
+    added = [
+        {"id": i, "content": token, "special": kind == CONTROL, "normalized": False}
+        for i, token, kind in used
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    start = None if begin is None else _beginning_with(tokens[begin], begin)
+    ids = {token: i for i, token, _ in used}
+    if twice := [token for i, token, _ in used if ids[token] != i]:
+        raise NoTokenizerError(f"{path} has two tokens {shown(twice[0])}: give token ids.")
+    spec = byte_level_tokenizer(ids, about.get("merges") or [], added, start, about.get("pre") == "bloom")
+    return spec if end is None else {**spec, "eos_token": tokens[end]}
+
+
+def _beginning_with(token: str, token_id: int) -> dict[str, Any]:
+    return {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
+        "special_tokens": {token: {"id": token, "ids": [token_id], "tokens": [token]}},
+    }
+
+
 FAMILY = Family(
     name="GPT-2 of GGUF",
     described_by="its header",
@@ -76,5 +133,5 @@ BLOOM = replace(
     FAMILY,
     name="BLOOM of GGUF",
     detect=lambda source: source.container.metadata.get(ARCHITECTURE) == "bloom",
-    layout=HUGGING_FACES_BLOOM.layout,
+    layout=BLOOM_LAYOUT,
 )

@@ -1,14 +1,27 @@
 """GPT-2 as transformers' save_pretrained writes it, and as OpenAI published it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..config import EMBEDDING, HEAD, POSITIONS, STRUCTURE, ModelConfig, is_transposed, parameter_shapes
 from ..files import TENSOR_NAMES
-from .config_fields import Shapes, checked_config, config_of_parts, renamed, written_config
-from .family import AS_IS, Family, Layout, Source, TensorRule, Transform, named_by, rule_in_out
+from .family import (
+    AS_IS,
+    Family,
+    Layout,
+    Shapes,
+    Source,
+    TensorRule,
+    Transform,
+    checked_config,
+    config_of_parts,
+    named_by,
+    renamed,
+    rule_in_out,
+    written_config,
+)
 
 # transformers' attribute_map; an alias wins over the name that it stands for.
 ALIASES = {
@@ -33,7 +46,7 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 
 
 def canonical_name(name: str) -> str:
-    """module.transformer.wte.weight is wte.weight."""
+    """Return the name without wrappers: module.transformer.wte.weight is wte.weight."""
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
 
 
@@ -46,12 +59,12 @@ def is_other_head(canonical_name: str) -> bool:
 
 
 def is_ignored(canonical_name: str) -> bool:
-    """Of causal masks, and heads of other tasks."""
+    """Return whether the tensor is a causal mask or of a head for another task."""
     return is_causal_mask(canonical_name) or is_other_head(canonical_name)
 
 
 def is_gpt2(fields: Mapping[str, Any]) -> bool:
-    """GPT-2's first files have no model_type."""
+    """Return whether a config.json is GPT-2's: the first ones have no model_type."""
     return fields.get("model_type", "gpt2") == "gpt2"
 
 
@@ -102,7 +115,7 @@ _OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_
 
 
 def tf_name(parameter: str) -> str:
-    """h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
+    """Return OpenAI's name: h.3.attn.c_attn.weight is model/h3/attn/c_attn/w."""
     if parameter in (EMBEDDING, POSITIONS):
         return f"model/{parameter.removesuffix('.weight')}"
     *path, kind = parameter.split(".")
@@ -124,7 +137,7 @@ def _openai_config(source: Source) -> ModelConfig:
 
 
 def _openai_rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Matrices were convolutions of width 1: (1, in, out). The head is the embedding."""
+    """Return the rules: matrices were convolutions of width 1, (1, in, out), and the head is the embedding."""
     return {
         name: TensorRule((tf_name(name),), WITHOUT_FIRST_AXIS if is_transposed(name) else AS_IS)
         for name in parameter_shapes(config)
@@ -140,3 +153,43 @@ OPENAI = Family(
     rules=_openai_rules,
     is_ignored=lambda name: bool(_OPTIMIZER.fullmatch(name)),
 )
+
+
+# Tokenizers in the form of a tokenizer.json: byte-level BPE of GPT-2 and BLOOM.
+
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+# BLOOM's words are of anything but white space and the punctuation of several scripts.
+_BLOOM_WORDS = " ?[^(\\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+"
+_AROUND_BLOOM = {"normalizer": (None,), "post_processor": (None, "ByteLevel"), "decoder": ("ByteLevel",)}
+
+
+def byte_level_tokenizer(
+    vocab: Mapping[str, int],
+    merges: Sequence[str],
+    added_tokens: Sequence[Mapping[str, Any]],
+    post_processor: Mapping[str, Any] | None = None,
+    cuts_as_bloom: bool = False,
+) -> dict[str, Any]:
+    return {
+        "version": "1.0",
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        "added_tokens": added_tokens,
+        "normalizer": None,
+        "pre_tokenizer": _blooms_pre_tokenizer() if cuts_as_bloom else dict(_BYTE_LEVEL),
+        "post_processor": post_processor,
+        "decoder": dict(_BYTE_LEVEL),
+    }
+
+
+def is_blooms_kind(spec: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer is byte-level BPE of BLOOM's words, with nothing around a text."""
+    has_words = any(spec["pre_tokenizer"] == _blooms_pre_tokenizer(trims) for trims in (True, False))
+    has_bytes = all((spec[name] or {}).get("type") in kinds for name, kinds in _AROUND_BLOOM.items())
+    return has_words and has_bytes and spec["model"]["type"] == "BPE"
+
+
+def _blooms_pre_tokenizer(trim_offsets: bool = True) -> dict[str, Any]:
+    """Return BLOOM's cut into words. trim_offsets: changes no token."""
+    words = {"type": "Split", "pattern": {"Regex": _BLOOM_WORDS}, "behavior": "Isolated", "invert": False}
+    byte_level = {**_BYTE_LEVEL, "trim_offsets": trim_offsets, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [words, byte_level]}

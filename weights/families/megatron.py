@@ -12,22 +12,24 @@ from typing import Any
 
 from ..config import EMBEDDING, POSITIONS, ModelConfig, parameter_shapes
 from ..containers.ranks import NEMO_CONFIG, RANK
-from ..containers.torch_pickle import fields_of
+from ..containers.torch import fields_of
 from ..errors import listed, shown
 from ..files import read_yaml_object
-from .config_fields import NONE, Shapes, config_of_parts
 from .family import (
     NO_BIAS,
+    NONE,
     Family,
     NamedTensor,
     Names,
+    Shapes,
     Source,
     TensorRule,
     as_is,
+    config_of_parts,
     qkv_by_heads,
     split_name,
 )
-from .tokenizers import byte_level_tokenizer
+from .gpt2 import byte_level_tokenizer
 
 _MODEL = re.compile(r"(?:state_dict\.)?mod(?:el|ule)(\d*)\.(?:module\.)?(?:language_model\.)?")
 _LAYERS = r"(?:encoder|transformer|decoder)\."
@@ -107,9 +109,16 @@ def parts_of(source: Source) -> int:
 # The order of one GPU's rows by checkpoint_version: h heads, head size d, and 3 matrices.
 _ROW_ORDERS = {0: "3hd", 1: "hd3", 2: "h3d", 3: "h3d"}
 # Settings that change the arithmetic, and their allowed values.
-_NEVER = ("swiglu", "squared_relu", "gated_linear_unit", "qk_layernorm", "multi_query_attention")
-_NEVER += ("apply_residual_connection_post_layernorm", "use_rotary_position_embeddings")
-_NEVER += ("apply_layernorm_1p",)  # whose weights are less by 1
+_NEVER = (
+    "swiglu",
+    "squared_relu",
+    "gated_linear_unit",
+    "qk_layernorm",
+    "multi_query_attention",
+    "apply_residual_connection_post_layernorm",
+    "use_rotary_position_embeddings",
+    "apply_layernorm_1p",
+)  # whose weights are less by 1
 _ALLOWED: dict[str, tuple] = {
     **dict.fromkeys(_NEVER, (False,)),
     **dict.fromkeys(("num_experts", "expert_num"), (0,)),
@@ -183,7 +192,7 @@ def config_of(
 
 
 def _number(value: Any) -> Any:
-    """YAML takes 1e-5 for a text."""
+    """Return the number of a text, as YAML takes 1e-5 for one."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -221,8 +230,14 @@ def check_settings(source: Source, settings: Mapping[str, Any]) -> None:
 
 
 # The axis of the parameter along which GPUs have shared it.
-_AXES = {"wte.weight": 0, "lm_head.weight": 0, "attn.c_proj.weight": 1, "mlp.c_proj.weight": 1}
-_AXES |= {"mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0}
+_AXES = {
+    "wte.weight": 0,
+    "lm_head.weight": 0,
+    "attn.c_proj.weight": 1,
+    "mlp.c_proj.weight": 1,
+    "mlp.c_fc.weight": 0,
+    "mlp.c_fc.bias": 0,
+}
 _QKV_BIAS = "attn.c_attn.bias"
 _LINEAR_BIASES = ("attn.c_proj.bias", "mlp.c_fc.bias", "mlp.c_proj.bias")
 _GATE = "mlp.deepspeed_moe.gate.wg.weight"

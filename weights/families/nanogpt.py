@@ -5,17 +5,25 @@ minGPT saves the state dict alone, its head untied (karpathy/minGPT).
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ..config import HEAD, ModelConfig, parameter_shapes
-from ..containers.torch_pickle import fields_of, read_plain_pickle
+from ..containers.torch import fields_of, read_plain_pickle
 from ..errors import CheckpointError
-from .config_fields import Shapes, config_of_parts, renamed
-from .family import NO_BIAS, Family, NamedTensor, Source, TensorRule, named_by
+from .family import (
+    NO_BIAS,
+    Family,
+    NamedTensor,
+    Shapes,
+    Source,
+    TensorRule,
+    config_of_parts,
+    named_by,
+    renamed,
+)
 from .gpt2 import canonical_name, is_causal_mask, named
-from .tokenizers import character_tokenizer
 
 _ARGUMENTS = {
     "block_size": "n_positions",
@@ -31,8 +39,10 @@ _MINGPT_HEADS = {
     "gpt2-large": 20,
     "gpt2-xl": 25,
     "gopher-44m": 16,
+    "gpt-mini": 6,
+    "gpt-micro": 4,
+    "gpt-nano": 3,
 }
-_MINGPT_HEADS |= {"gpt-mini": 6, "gpt-micro": 4, "gpt-nano": 3}
 
 
 def _arguments(source: Source) -> dict[str, Any]:
@@ -54,7 +64,7 @@ def _named_model(source: Source) -> Iterable[NamedTensor]:
 
 
 def _nanogpt_config(source: Source) -> ModelConfig:
-    """Before May 2023, nanoGPT's GELU was gelu_new, which config.json may say."""
+    """Return the configuration. Before May 2023, nanoGPT's GELU was gelu_new, which config.json may say."""
     inner = Shapes(source, _named_model(source)).size("h.0.mlp.c_fc.weight", 0)
     guessed = {"n_inner": inner, "activation_function": "gelu"}
     return config_of_parts(source, "model_args", guessed, said=renamed(_arguments(source), _ARGUMENTS))
@@ -72,7 +82,7 @@ def _mingpt_config(source: Source) -> ModelConfig:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """A model that was trained without biases has none anywhere, nor have its layer norms."""
+    """Return the rules. A model that was trained without biases has none in its layer norms either."""
     names = parameter_shapes(config)
     has_bias = _arguments(source).get("bias")
     if not isinstance(has_bias, bool):
@@ -96,6 +106,29 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     if not characters:
         raise CheckpointError(f"{path} has no characters in its 'stoi': copy it from the data set again.")
     return character_tokenizer(characters, str(path))
+
+
+def character_tokenizer(ids: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Return the tokenizer whose characters have these ids. Raise CheckpointError, which names `place`."""
+    if any(
+        len(character) != 1 or type(token_id) is not int or token_id < 0
+        for character, token_id in ids.items()
+    ):
+        raise CheckpointError(f"{place} must give each character a whole number from 0.")
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Split",
+            "pattern": {"Regex": r"[\s\S]"},
+            "behavior": "Isolated",
+            "invert": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": dict(ids), "unk_token": "[UNK]"},
+    }
 
 
 NANOGPT = Family(

@@ -6,12 +6,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import EMBEDDING, HEAD, ModelConfig, is_transposed, parameter_shapes
-from ..containers.mapped_file import StoredTensor
 from ..containers.onnx import PRODUCTS, Graph, Node
 from ..errors import listed
-from ..tensor import shortest
-from .config_fields import Shapes, config_of_parts, refuse_other_heads
-from .family import AS_IS, TRANSPOSED, Family, NamedTensor, Source, TensorRule
+from ..tensor import StoredTensor, shortest
+from .family import (
+    AS_IS,
+    TRANSPOSED,
+    Family,
+    NamedTensor,
+    Shapes,
+    Source,
+    TensorRule,
+    config_of_parts,
+    refuse_other_heads,
+)
 from .gpt2 import model_config
 
 # Any prefix is a wrapper; merging two decoders into one file leaves the suffix.
@@ -139,7 +147,7 @@ def _activation(node: Node) -> str | None:
 
 
 def _rules(source: Source, config: ModelConfig) -> dict[str, TensorRule]:
-    """Matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
+    """Return the rules: matrices are (in, out) as in Hugging Face's model, unless an operation transposes them."""
     turned = _transposed(source.container.graph, source.container.tensors)
     file_names = {one.name: one.file_name for one in _named(source)}
     rules = {}

@@ -18,15 +18,17 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from ..runtime.jit import device_function, kernel
-from ..runtime.ptx import (
+from ..jit import (
     WARP,
+    device_function,
     is_last_warp,
+    kernel,
     let_next_kernel_begin,
     load_fresh,
     prefetch_run,
     wait_for_kernel_before,
 )
+from ..params import NUMBERS, Numbers
 from .attention_products import (
     DIM_BLOCK,
     KEY_BLOCK,
@@ -38,15 +40,21 @@ from .attention_products import (
 )
 
 TILE_WARPS = 4  # of a block of attend_prefill
-TILE_BLOCKS = {"float32": 4, "bfloat16": 1}  # which share QUERY_TILE queries: a warp has 4 or 16
+QUERY_TILE = 64  # tokens of one sequence that tile_blocks(...) blocks of attend_prefill take
 TURNS_AT_ONCE = 8  # partials that a lane loads together
+
+
+def tile_blocks(numbers: Numbers) -> int:
+    """Return how many blocks share QUERY_TILE queries: a warp has 16 on tensor cores, 4 on ordinary units."""
+    return 1 if numbers.has_mma else 4
 
 
 @functools.cache
 def attend_decode_kernel(size: int, dtype: str):
     """Decode: grid (max_blocks / warps, H, N), threads 32 * warps, a block of keys each. The last warp merges all."""
-    products = attention_products(size, dtype, rows=1)
-    ITEM = 4 if dtype == "float32" else 2
+    numbers = NUMBERS[dtype]
+    products = attention_products(size, numbers, rows=1)
+    ITEM = numbers.item_bytes
     combine = _combine_function(products, size)
     load_queries = products.load_queries
     load_values = products.load_values
@@ -155,8 +163,8 @@ def _combine_function(products: Products, size: int):
 
 @functools.cache
 def attend_prefill_kernel(size: int, dtype: str):
-    """Prefill and mixed steps: grid (tiles, H, TILE_BLOCKS[dtype]), threads 32 * TILE_WARPS."""
-    products = attention_products(size, dtype)
+    """Prefill and mixed steps: grid (tiles, H, tile_blocks), threads 32 * TILE_WARPS."""
+    products = attention_products(size, NUMBERS[dtype])
     load_queries = products.load_queries
     weigh_keys = weigh_keys_function(products)
     weigh_values = products.weigh_values

@@ -2,7 +2,7 @@
 
 `row_lanes` lanes share a query's row: a lane has rows (lane + 32 r) // row_lanes; of each row, scores i of the keys
 2 row_lanes (i // 2) + 2 (lane % row_lanes) + i % 2, and of a block of DIM_BLOCK dims those from
-dims * (lane % row_lanes) on. bfloat16 has mma_bfloat16's layout: 16 queries, 4 lanes to a row.
+dims * (lane % row_lanes) on. Tensor cores have mma's layout: 16 queries, 4 lanes to a row.
 
 Online softmax: Milakov and Gimelshein (2018). Sums take products by `fma`, so that all kernels round alike.
 """
@@ -13,17 +13,8 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ..runtime.jit import device_function, unrolled
-from ..runtime.ptx import (
-    ALL_LANES,
-    WARP,
-    bits_to_float32,
-    float32_to_bits,
-    load_cached,
-    mma_bfloat16,
-    pack_bfloat16,
-    store_bfloat16,
-)
+from ..jit import ALL_LANES, WARP, bits_to_float32, device_function, float32_to_bits, load_cached, unrolled
+from ..params import Numbers
 
 KEY_BLOCK = 64  # positions
 DIM_BLOCK = 32
@@ -55,16 +46,20 @@ class Products:
         return DIM_BLOCK // self.row_lanes
 
 
-def attention_products(size: int, dtype: str, rows: int = 2) -> Products:
-    """rows: that a lane has in bfloat16, twice as many in float32; 1 if a warp has one query."""
-    return _float32_products(size, rows * rows) if dtype == "float32" else _bfloat16_products(size, rows)
+def attention_products(size: int, numbers: Numbers, rows: int = 2) -> Products:
+    """rows: of a lane on tensor cores, twice as many on ordinary units; 1 if a warp has one query."""
+    if numbers.has_mma:
+        return _mma_products(size, rows, numbers)
+    return _fma_products(size, rows * rows, numbers)
 
 
-def _bfloat16_products(size: int, rows: int) -> Products:
+def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
     """Return the functions on tensor cores.
 
     The halves of a lane's 16 bytes, from dim 8 (lane % 4) on, serve two products: these take dims in any order.
     """
+    mma = numbers.mma
+    pack = numbers.pack
     BLOCKS = size // DIM_BLOCK
     TILES = KEY_BLOCK // 8
     STEPS = KEY_BLOCK // 16
@@ -95,8 +90,8 @@ def _bfloat16_products(size: int, rows: int) -> Products:
             for block in range(BLOCKS):
                 keys = load_cached(k_cache, at + (tile * 8 * size + block * DIM_BLOCK))
                 w = 8 * block
-                sums = mma_bfloat16(operand(words, w), (keys[0], keys[1]), sums)
-                sums = mma_bfloat16(operand(words, w + 4), (keys[2], keys[3]), sums)
+                sums = mma(operand(words, w), (keys[0], keys[1]), sums)
+                sums = mma(operand(words, w + 4), (keys[2], keys[3]), sums)
             for i in range(2 * rows):
                 scores[i // 2 * 2 * TILES + 2 * tile + i % 2] = sums[i]
 
@@ -105,7 +100,7 @@ def _bfloat16_products(size: int, rows: int) -> Products:
         for i in range(4 * STEPS):  # step i // 4 of 16 keys, row i % 2, keys 8 (i // 2 % 2) on
             if i % 2 < rows:
                 k = i % 2 * 2 * TILES + i // 2 * 2
-                packed[i] = pack_bfloat16(weights[k], weights[k + 1])
+                packed[i] = pack(weights[k], weights[k + 1])
 
     @device_function
     def load_pairs(v_cache, start, block, step, lane):
@@ -148,18 +143,16 @@ def _bfloat16_products(size: int, rows: int) -> Products:
             for j in range(4):
                 values = (uint32(low[j] & kept_low), uint32(high[j] & kept_high))
                 if IS_PAIRED:
-                    new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
+                    new = mma(weights, values, (sums[j], sums[4 + j], sums[8 + j], sums[12 + j]))
                     sums[j], sums[4 + j], sums[8 + j], sums[12 + j] = new
                 else:
-                    new = mma_bfloat16(weights, values, (sums[j], sums[4 + j], float32(0), float32(0)))
+                    new = mma(weights, values, (sums[j], sums[4 + j], float32(0), float32(0)))
                     sums[j], sums[4 + j] = new[0], new[1]
 
-    @device_function
-    def store(attended, index, value):
-        store_bfloat16(attended, index, value)
-
     counts = rows, 4, 8 * BLOCKS, 4 * STEPS, 8 * STEPS * BLOCKS if HOLDS_VALUES else 1
-    return Products(*counts, load_queries, multiply_keys, pack_weights, load_values, weigh_values, store)
+    return Products(
+        *counts, load_queries, multiply_keys, pack_weights, load_values, weigh_values, numbers.store
+    )
 
 
 @device_function
@@ -170,7 +163,7 @@ def _kept(distance):
     return uint32(0xFFFF) if distance == 0 else uint32(0)
 
 
-def _float32_products(size: int, rows: int) -> Products:
+def _fma_products(size: int, rows: int, numbers: Numbers) -> Products:
     """Return the functions on ordinary units: lanes exchange dims and weights by shuffles."""
     BLOCKS = size // DIM_BLOCK
 
@@ -227,11 +220,7 @@ def _float32_products(size: int, rows: int) -> Products:
                     weight = cuda.shfl_sync(uint32(ALL_LANES), weight, (key + i) // 2)  # 0 after the newest
                     sums[r] = cuda.fma(weight, values[i], sums[r])
 
-    @device_function
-    def store(attended, index, value):
-        attended[index] = value
-
-    functions = load_queries, multiply_keys, pack_weights, load_values, weigh_values, store
+    functions = load_queries, multiply_keys, pack_weights, load_values, weigh_values, numbers.store
     return Products(rows, 32, rows * BLOCKS, 2 * rows, 1, *functions)
 
 

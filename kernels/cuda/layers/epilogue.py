@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
-from ..params import OUT_TILE
-from ..runtime.jit import device_function
-from ..runtime.ptx import load_fresh, store_bfloat16
+from ..jit import device_function, load_fresh
+from ..params import DTYPES, FLOAT32, OUT_TILE, Numbers
 
 # epilogues, next to the names of activations
 ADD = "add"
@@ -43,23 +42,22 @@ class Epilogue(NamedTuple):
 
 @functools.cache
 def epilogue_of(dtype: str, epilogue: str) -> Epilogue:
-    is_float32 = dtype == "float32"
+    numbers = DTYPES[dtype].numbers
     if epilogue == QKV:
-        locate, find, put = (
-            function(is_float32) for function in (_locate_in_heads, _find_in_heads, _put_in_heads)
-        )
+        functions = _locate_in_heads, _find_in_heads, _put_in_heads
+        locate, find, put = (function(numbers) for function in functions)
         return Epilogue(locate, find, _biased, _nothing, put)
     if epilogue == LOGITS:
-        return Epilogue(_locate_logit, _find, _biased, _nothing, _put_float32)
+        return Epilogue(_locate_logit, _find, _biased, _nothing, _put_function(FLOAT32))
     if epilogue == ADD:
-        return Epilogue(_locate, _find, _biased, _read, _put_float32)
+        return Epilogue(_locate, _find, _biased, _read, _put_function(FLOAT32))
     activation = ACTIVATIONS[epilogue]
 
     @device_function
     def activated(value, place):
         return activation(_biased(value, place))
 
-    return Epilogue(_locate, _find, activated, _nothing, _put_float32 if is_float32 else _put_bfloat16)
+    return Epilogue(_locate, _find, activated, _nothing, _put_function(numbers))
 
 
 @device_function
@@ -99,17 +97,19 @@ def _read(target, at):
     return load_fresh(target, at)
 
 
-@device_function
-def _put_float32(target, at, value, place):
-    target[uint64(at)] = value  # a signed index costs three instructions more
+@functools.cache
+def _put_function(numbers: Numbers):
+    store = numbers.store
+
+    def put(target, at, value, place):
+        store(target, uint64(at), value)  # a signed index costs three instructions more
+
+    return device_function(put)
 
 
-@device_function
-def _put_bfloat16(target, at, value, place):
-    store_bfloat16(target, at, value)
+def _locate_in_heads(numbers: Numbers):
+    IS_PAIRED = numbers.has_mma
 
-
-def _locate_in_heads(is_float32: bool):
     def locate(heads, weights, layer, feature):
         scale, bias, _, _ = _locate(heads, weights, layer, feature)
         columns = uint32(heads.num_heads * heads.head_size)
@@ -119,14 +119,16 @@ def _locate_in_heads(is_float32: bool):
         d = int32(c) - head * heads.head_size
         if part == 0:
             return scale, bias, part, head * heads.padded_head + d
-        if part == 2 and not is_float32:  # values of two positions are interleaved
+        if part == 2 and IS_PAIRED:  # values of two positions are interleaved
             d *= 2
         return scale, bias, part, head * heads.padded_len * heads.padded_head + d
 
     return device_function(locate)
 
 
-def _find_in_heads(is_float32: bool):
+def _find_in_heads(numbers: Numbers):
+    IS_PAIRED = numbers.has_mma
+
     def find(heads, layer, width, token, place):
         part, offset = place[2], place[3]
         if part == 0:
@@ -138,15 +140,15 @@ def _find_in_heads(is_float32: bool):
             + position * heads.padded_head
             + offset
         )
-        if part == 2 and not is_float32:
+        if part == 2 and IS_PAIRED:
             at += int32(position & 1) * (1 - heads.padded_head)
         return at
 
     return device_function(find)
 
 
-def _put_in_heads(is_float32: bool):
-    put_number = _put_float32 if is_float32 else _put_bfloat16
+def _put_in_heads(numbers: Numbers):
+    put_number = _put_function(numbers)
 
     def put(heads, at, value, place):
         if place[2] == 0:

@@ -14,22 +14,22 @@ from typing import Any
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ..params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE, activation_dtype, item_bytes
-from ..runtime.jit import device_function, kernel, unrolled
-from ..runtime.ptx import (
+from ..jit import (
     ALL_LANES,
     WARP,
     bits_to_float32,
     commit_copies,
     copy_async,
-    int8_to_bfloat16,
+    device_function,
+    kernel,
     let_next_kernel_begin,
     load_shared,
-    mma_bfloat16,
     shared_address,
+    unrolled,
     wait_for_copies,
     wait_for_kernel_before,
 )
+from ..params import DTYPES, OUT_TILE, SEGMENTS, STEP, STEP_SIZE, Dtype
 from .epilogue import epilogue_of
 from .linear import ROW_TILE, first_weight, segment_start
 
@@ -70,10 +70,10 @@ class Tile:
         return math.ceil(features / self.features), math.ceil(tokens / self.tokens)
 
     def input_bytes(self, dtype: str) -> int:
-        return self.tokens * STEP * item_bytes(activation_dtype(dtype))
+        return self.tokens * STEP * DTYPES[dtype].numbers.item_bytes
 
     def stage_bytes(self, dtype: str) -> int:
-        return self.input_bytes(dtype) + self.features * STEP * item_bytes(dtype)
+        return self.input_bytes(dtype) + self.features * STEP * DTYPES[dtype].item_bytes
 
     def shared_bytes(self, dtype: str) -> int:
         return max(STAGES * self.stage_bytes(dtype), self.tokens * (self.features + SUM_PAD) * 4)
@@ -99,7 +99,7 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
     """Return a kernel with the bits and arguments of linear_kernel's. Grid tile.grid(n, features)."""
     copy_inputs = _copy_inputs_function(dtype, tile)
     copy_weights = _copy_weights_function(dtype, tile)
-    functions = _float32_functions if dtype == "float32" else _bfloat16_functions
+    functions = _mma_functions if DTYPES[dtype].numbers.has_mma else _fma_functions
     sums_size, multiply, add_segment, write_sums = functions(dtype, tile)
     store = _store_function(dtype, tile, epilogue)
     totals_size = tile.token_tiles * tile.panels * 4
@@ -154,9 +154,10 @@ def gemm_kernel(dtype: str, tile: Tile, epilogue: str):
 
 @functools.cache
 def _copy_inputs_function(dtype: str, tile: Tile):
-    # In odd tokens of bfloat16 the halves of a row are exchanged: see _bfloat16_functions.
-    exchange = 0 if dtype == "float32" else 4
-    row_bytes = STEP * item_bytes(activation_dtype(dtype))
+    numbers = DTYPES[dtype].numbers
+    # In odd tokens the halves of a row are exchanged: see _mma_functions.
+    exchange = 4 if numbers.has_mma else 0
+    row_bytes = STEP * numbers.item_bytes
     row_copies = row_bytes // COPY_BYTES
     copy_size = STEP * COPY_BYTES // row_bytes
     tokens_at_once = tile.threads // row_copies
@@ -185,8 +186,8 @@ def _copy_weights_function(dtype: str, tile: Tile):
     input_bytes = tile.input_bytes(dtype)
     threads = tile.threads
     tile_panels = tile.features // OUT_TILE
-    panel_copies = STEP_SIZE * item_bytes(dtype) // COPY_BYTES
-    copy_size = COPY_BYTES // item_bytes(dtype)
+    panel_copies = STEP_SIZE * DTYPES[dtype].item_bytes // COPY_BYTES
+    copy_size = DTYPES[dtype].lane_size
     panels_at_once = threads // panel_copies
     rounds = math.ceil(tile_panels / panels_at_once)
 
@@ -214,15 +215,16 @@ def _copy_weights_function(dtype: str, tile: Tile):
 
 
 @functools.cache
-def _bfloat16_functions(dtype: str, tile: Tile):
-    """Return the sums of a lane, (sums, stage), (totals, sums), (shared, totals), in mma_bfloat16's layout."""
+def _mma_functions(dtype: str, tile: Tile):
+    """Return the sums of a lane, (sums, stage), (totals, sums), (shared, totals), in mma's layout."""
     # Eight lanes read 64 bytes of two tokens each, which without the exchange would share banks.
-    load_panels = _load_panels_function(dtype, tile.panels)
+    load_panels = _load_panels_function(DTYPES[dtype], tile.panels)
+    mma = DTYPES[dtype].numbers.mma
     token_tiles = tile.token_tiles
     panels = tile.panels
     feature_warps = tile.feature_warps
     input_bytes = tile.input_bytes(dtype)
-    panel_bytes = STEP_SIZE * item_bytes(dtype)
+    panel_bytes = STEP_SIZE * DTYPES[dtype].item_bytes
     words_size = tile.panels * 4
     sums_size = token_tiles * panels * 4
     row_size = tile.features + SUM_PAD
@@ -239,12 +241,12 @@ def _bfloat16_functions(dtype: str, tile: Tile):
             for p in range(panels):
                 i = (t * panels + p) * 4
                 c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                c = mma_bfloat16(low, (words[p * 4], words[p * 4 + 1]), c)
+                c = mma(low, (words[p * 4], words[p * 4 + 1]), c)
                 sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
             for p in range(panels):
                 i = (t * panels + p) * 4
                 c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                c = mma_bfloat16(high, (words[p * 4 + 2], words[p * 4 + 3]), c)
+                c = mma(high, (words[p * 4 + 2], words[p * 4 + 3]), c)
                 sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
 
     def multiply(sums, stage):
@@ -289,32 +291,33 @@ def _bfloat16_functions(dtype: str, tile: Tile):
 
 
 @functools.cache
-def _load_panels_function(dtype: str, panels: int):
-    """Load half a step's weights as bfloat16; packed: a step's int8."""
+def _load_panels_function(dtype: Dtype, panels: int):
+    """Load half a step's weights as operands of mma; packed: a step's, which `expand` takes."""
     half_bytes = STEP_SIZE
+    expand = dtype.expand
 
-    def load_bfloat16(words, packed, address, lane, half):
+    def load_operands(words, packed, address, lane, half):
         for p in range(panels):
             loaded = load_shared(address + uint32((p * 2 + half) * half_bytes + lane * int32(COPY_BYTES)))
             for i in range(4):
                 words[p * 4 + i] = loaded[i]
 
-    def load_int8(words, packed, address, lane, half):
+    def load_packed(words, packed, address, lane, half):
         for p in range(panels):
             if half == 0:
                 loaded = load_shared(address + uint32(p * half_bytes + lane * int32(COPY_BYTES)))
                 for i in range(4):
                     packed[p * 4 + i] = loaded[i]
-            first = int8_to_bfloat16(packed[p * 4 + half * 2])
-            second = int8_to_bfloat16(packed[p * 4 + half * 2 + 1])
+            first = expand(packed[p * 4 + half * 2])
+            second = expand(packed[p * 4 + half * 2 + 1])
             words[p * 4], words[p * 4 + 1] = first
             words[p * 4 + 2], words[p * 4 + 3] = second
 
-    return device_function(load_int8 if dtype == "int8" else load_bfloat16)
+    return device_function(load_packed if expand else load_operands)
 
 
 @functools.cache
-def _float32_functions(dtype: str, tile: Tile):
+def _fma_functions(dtype: str, tile: Tile):
     """Return the same. Lane 16 t + 4 f + q has each second token from t on, and each fourth feature from f on."""
     rows = tile.token_tiles * ROW_TILE // 2
     columns = 2 * tile.panels

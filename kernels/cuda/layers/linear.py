@@ -11,23 +11,22 @@ from typing import Any, NamedTuple
 
 from numba import cuda, float32, int32, int64, uint16, uint32
 
-from ..params import OUT_TILE, SEGMENTS, STEP, STEP_SIZE
-from ..runtime.jit import device_function, kernel
-from ..runtime.ptx import (
+from ..jit import (
     ALL_LANES,
     WARP,
     bits_to_float32,
-    int8_to_bfloat16,
+    device_function,
+    kernel,
     let_next_kernel_begin,
     load_cached,
     load_global,
     load_shared,
     load_weights,
-    mma_bfloat16,
     shared_address,
     wait_for_copies,
     wait_for_kernel_before,
 )
+from ..params import DTYPES, OUT_TILE, SEGMENTS, STEP, STEP_SIZE, Dtype
 from .epilogue import LOGITS, epilogue_of
 from .rows import held_numbers, row_functions, shared_norm_functions
 
@@ -35,8 +34,6 @@ ROWS = 8  # tokens of an octet, half of the rows of one mma
 SUMS = ROWS * OUT_TILE  # of an octet
 ROW_TILE = 16  # the rows of one mma
 SHARED_PAD = 32  # bfloat16 between two rows in shared memory: 8 rows lie in different banks
-WORDS = {"float32": 16, "bfloat16": 8, "int8": 4}  # uint32 of a lane in a step
-LANE_SIZE = {"float32": 4, "bfloat16": 8, "int8": 16}  # numbers of a lane's load
 HALF = STEP // 2  # of K: what a lane's load of inputs belongs to
 HELD_OCTETS = 12  # halves of steps whose inputs a lane holds, times octets
 LINEAR_THREADS = SEGMENTS * WARP
@@ -60,9 +57,16 @@ def fused_block_bytes(columns: int) -> int:
     return fused_shared_bytes(columns // STEP) + 4 * (2 * columns + SEGMENTS * SUMS)
 
 
+def max_octets(dtype: str) -> int:
+    """Return the most octets of tokens that a block of `linear` takes."""
+    return 8 if DTYPES[dtype].numbers.has_mma else 1
+
+
 def steps_ahead(dtype: str, octets: int, num_steps: int) -> int:
     """Return how many steps of weights a warp asks for at once: all of its segment if registers allow it."""
-    return 1 if dtype == "float32" else min(-(-num_steps // SEGMENTS), 6 if octets == 1 else 2)
+    if not DTYPES[dtype].numbers.has_mma:
+        return 1
+    return min(-(-num_steps // SEGMENTS), 6 if octets == 1 else 2)
 
 
 @functools.cache
@@ -74,7 +78,7 @@ def linear_kernel(dtype: str, octets: int, epilogue: str, ahead: int):
     load_words = load_words_function(dtype, ahead)
     product = product_function(dtype, octets, ahead)
     locate, find, store = _store_functions(dtype, octets, epilogue)
-    words_size = ahead * WORDS[dtype]
+    words_size = ahead * DTYPES[dtype].words
     partials_size = octets * SEGMENTS * SUMS
     HAS_MANY = epilogue == LOGITS
 
@@ -116,11 +120,11 @@ def normed_linear_kernel(dtype: str, columns: int, epilogue: str):
     load_words = load_words_function(dtype, ahead)
     product = product_function(dtype, 1, ahead, in_shared=True)
     locate, find, store = _store_functions(dtype, 1, epilogue)
-    load_norm, store_scaled = shared_norm_functions(columns, LINEAR_THREADS)
+    load_norm, store_scaled = shared_norm_functions(DTYPES[dtype].numbers, columns, LINEAR_THREADS)
     load_row, normalize_row = row_functions(columns)
     held = held_numbers(columns)
     row_bytes = 2 * (columns + SHARED_PAD)
-    words_size = ahead * WORDS[dtype]
+    words_size = ahead * DTYPES[dtype].words
     partials_size = SEGMENTS * SUMS
 
     def normed_linear(target, norm, weights, layer, width, sizes, row_kind):
@@ -229,9 +233,10 @@ def _total(partials, index):
 @functools.cache
 def load_words_function(dtype: str, ahead: int):
     """Return the function that asks for a warp's first `ahead` steps of a panel."""
-    load_step = _load_step_function(dtype)
-    words = WORDS[dtype]
-    first_lane_weight = _first_lane_weight_function(dtype)
+    row = DTYPES[dtype]
+    load_step = _load_step_function(row)
+    words = row.words
+    first_lane_weight = _first_lane_weight_function(row)
 
     def load_words(held, weights, layer, panel):
         lane, segment = _lane_and_warp()
@@ -246,8 +251,8 @@ def load_words_function(dtype: str, ahead: int):
 
 
 @functools.cache
-def _first_lane_weight_function(dtype: str):
-    lane_size = LANE_SIZE[dtype]
+def _first_lane_weight_function(dtype: Dtype):
+    lane_size = dtype.lane_size
 
     def first_lane_weight(weights, layer, panel, step, lane):
         return first_weight(weights, layer, panel) + int64(
@@ -258,9 +263,9 @@ def _first_lane_weight_function(dtype: str):
 
 
 @functools.cache
-def _load_step_function(dtype: str):
-    loads = WORDS[dtype] // 4
-    load_size = WARP * LANE_SIZE[dtype]
+def _load_step_function(dtype: Dtype):
+    loads = dtype.words // 4
+    load_size = WARP * dtype.lane_size
 
     def load_step(held, first, panels, at):
         for part in range(loads):
@@ -276,16 +281,20 @@ def product_function(dtype: str, octets: int, ahead: int, in_shared: bool = Fals
     """Multiply some octets of tokens by a panel.
 
     partials: shared float32 (octets, SEGMENTS, ROWS, OUT_TILE), of which a warp writes one segment
-    words: local (ahead * WORDS[dtype],), the first weights. inputs: an address if in_shared
+    words: local (ahead steps,), the first weights. inputs: an address if in_shared
     """
-    return _product_float32() if dtype == "float32" else _product_bfloat16(dtype, octets, ahead, in_shared)
+    row = DTYPES[dtype]
+    return _mma_product(row, octets, ahead, in_shared) if row.numbers.has_mma else _fma_product(row)
 
 
-def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
+def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
+    """Multiply on tensor cores."""
     load_step = _load_step_function(dtype)
     first_lane_weight = _first_lane_weight_function(dtype)
-    is_int8 = dtype == "int8"
-    step_words = WORDS[dtype]
+    mma = dtype.numbers.mma
+    expand = dtype.expand
+    IS_PACKED = expand is not None
+    step_words = dtype.words
     tiles = -(-octets // 2)
     IS_PAIRED = octets > 1
     most = 1 if in_shared else max(HELD_OCTETS // octets, 1)
@@ -303,9 +312,9 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
 
     @device_function
     def weights_of(words, ahead, half):
-        if is_int8:
-            first = int8_to_bfloat16(words[ahead * 4 + half * 2])
-            second = int8_to_bfloat16(words[ahead * 4 + half * 2 + 1])
+        if IS_PACKED:
+            first = expand(words[ahead * 4 + half * 2])
+            second = expand(words[ahead * 4 + half * 2 + 1])
             return first[0], first[1], second[0], second[1]
         start = (ahead * 2 + half) * 4
         return words[start], words[start + 1], words[start + 2], words[start + 3]
@@ -320,8 +329,8 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
                 b = a + 4
                 low = (held[a], held[b], held[a + 1], held[b + 1])
                 high = (held[a + 2], held[b + 2], held[a + 3], held[b + 3])
-            c = mma_bfloat16(low, (w[0], w[1]), (sums[s], sums[s + 1], sums[s + 2], sums[s + 3]))
-            c = mma_bfloat16(high, (w[2], w[3]), c)
+            c = mma(low, (w[0], w[1]), (sums[s], sums[s + 1], sums[s + 2], sums[s + 3]))
+            c = mma(high, (w[2], w[3]), c)
             for j in range(4):
                 sums[s + j] = c[j]
 
@@ -378,10 +387,10 @@ def _product_bfloat16(dtype: str, octets: int, ahead: int, in_shared: bool):
     return device_function(product)
 
 
-def _product_float32():
-    """Of one octet: on an H200, two take up to 1.4 times as long."""
-    load_step = _load_step_function("float32")
-    first_lane_weight = _first_lane_weight_function("float32")
+def _fma_product(dtype: Dtype):
+    """Multiply one octet on ordinary units. On an H200, two octets take up to 1.4 times as long."""
+    load_step = _load_step_function(dtype)
+    first_lane_weight = _first_lane_weight_function(dtype)
     quarter = STEP // 4
 
     @device_function

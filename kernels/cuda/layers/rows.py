@@ -9,25 +9,22 @@ import math
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ..params import OUT_TILE, STEP, STEP_SIZE
-from ..runtime.jit import device_function, kernel
-from ..runtime.ptx import (
+from ..jit import (
     WARP,
-    bits_to_float32,
     commit_copies,
     copy_async,
+    device_function,
+    kernel,
     let_next_kernel_begin,
     load_fresh,
     load_fresh_pair,
     load_shared_pair,
-    pack_bfloat16,
     rounded_product,
-    store_bfloat16,
-    store_bfloat16_pair,
     store_shared,
     wait_for_kernel_before,
     warp_sum,
 )
+from ..params import DTYPES, OUT_TILE, STEP, STEP_SIZE, Numbers
 
 EMBED_THREADS = 256
 NORM_WARPS = 4
@@ -79,8 +76,9 @@ def row_functions(columns: int):
 
 
 @functools.cache
-def shared_norm_functions(columns: int, threads: int):
+def shared_norm_functions(numbers: Numbers, columns: int, threads: int):
     """Return load_norm, which begins to copy NormWeights to shared memory, and store_scaled; columns: 64 n."""
+    pack = numbers.pack
     pairs = held_numbers(columns) // 2
     pair_bytes = 4 * PAIRS
     kept_size = 4 * AT_ONCE
@@ -111,7 +109,7 @@ def shared_norm_functions(columns: int, threads: int):
                 if first + i < pairs:
                     even = cuda.fma(values[2 * (first + i)], kept[4 * i], kept[4 * i + 2])
                     odd = cuda.fma(values[2 * (first + i) + 1], kept[4 * i + 1], kept[4 * i + 3])
-                    store_shared(uint32(row + uint32((first + i) * (2 * PAIRS))), pack_bfloat16(even, odd))
+                    store_shared(uint32(row + uint32((first + i) * (2 * PAIRS))), pack(even, odd))
 
     return load_norm, store_scaled
 
@@ -120,7 +118,7 @@ def shared_norm_functions(columns: int, threads: int):
 def layer_norm_kernel(dtype: str, columns: int):
     """normed (n, padded columns) = layer norm of x[rows[i]]; n: sizes[row_kind]. Grid: n / NORM_WARPS."""
     held = held_numbers(columns)
-    store_row = _store_row_function(dtype, columns)
+    store_row = _store_row_function(DTYPES[dtype].numbers, columns)
     load_row, normalize_row = row_functions(columns)
 
     def layer_norm(normed, x, rows, weight, bias, layer, padded_columns, epsilon, sizes, row_kind):
@@ -144,30 +142,24 @@ def layer_norm_kernel(dtype: str, columns: int):
     return kernel(layer_norm)
 
 
-def _store_row_function(dtype: str, columns: int):
+def _store_row_function(numbers: Numbers, columns: int):
     held = held_numbers(columns)
     is_paired = columns % PAIRS == 0
-    is_float32 = dtype == "float32"
+    store = numbers.store
+    store_pair = numbers.store_pair
 
     @device_function
     def store_pairs(normed, start, values, lane):
         at = int64(start + lane * 2)
         for i in range(0, held, 2):
-            if is_float32:
-                normed[at + i * WARP] = values[i]
-                normed[at + i * WARP + 1] = values[i + 1]
-            else:
-                store_bfloat16_pair(normed, at + i * WARP, values[i], values[i + 1])
+            store_pair(normed, at + i * WARP, values[i], values[i + 1])
 
     @device_function
     def store_numbers(normed, start, values, lane):
         for i in range(held):
             c = int32(lane + i * WARP)
             if c < columns:
-                if is_float32:
-                    normed[start + c] = values[i]
-                else:
-                    store_bfloat16(normed, start + c, values[i])
+                store(normed, start + c, values[i])
 
     return store_pairs if is_paired else store_numbers
 
@@ -175,8 +167,10 @@ def _store_row_function(dtype: str, columns: int):
 @functools.cache
 def embed_kernel(dtype: str):
     """x (N, C) = wte[token] + wpe[position]; token -1 - j stands for row j of embeds (E, C). Grid: N."""
-    is_float32 = dtype == "float32"
-    is_int8 = dtype == "int8"
+    load = DTYPES[dtype].load
+    HAS_SCALES = DTYPES[dtype].has_scales
+    RUN = 4 * DTYPES[dtype].lane_size
+    PANEL_RUN = OUT_TILE * RUN
 
     def embed(x, token_ids, positions, embeds, wte, scales, wpe, columns, num_steps, sizes):
         let_next_kernel_begin()
@@ -193,15 +187,11 @@ def embed_kernel(dtype: str):
             else:
                 start = base + (c // int32(STEP)) * int32(STEP_SIZE)
                 k = c % int32(STEP)
-                if is_float32:
-                    value = wte[start + k // 16 * 128 + g * 16 + k % 16]
-                elif is_int8:
-                    weight = float32(wte[start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8])
+                if HAS_SCALES:
+                    weight = load(wte, start + g * 64 + k % 32 // 8 * 16 + k // 32 * 8 + k % 8)
                     value = rounded_product(weight, scales[token])  # not fused with the sum
                 else:
-                    value = bits_to_float32(
-                        uint32(wte[start + k // 32 * 256 + g * 32 + k % 32]) << uint32(16)
-                    )
+                    value = load(wte, start + k // RUN * PANEL_RUN + g * RUN + k % RUN)
             x[n * columns + c] = value + wpe[at + c]
 
     return kernel(embed)

@@ -12,13 +12,14 @@ import pytest
 from support.kernel_tools import bfloat16_bits, from_bits, same_bits, unwritten
 from support.ptx_machine import simulate
 from tinygpt.kernels.cuda.layers.attention import (
-    TILE_BLOCKS,
+    QUERY_TILE,
     TILE_WARPS,
     attend_decode_kernel,
     attend_prefill_kernel,
+    tile_blocks,
 )
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
-from tinygpt.kernels.cuda.shapes import QUERY_TILE
+from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
@@ -138,7 +139,7 @@ class Attention:
         tiles = query_tiles(step) if tiles is None else tiles
         *inputs, positions, token_slots = self.inputs(step)
         attended = self.unwritten_result(len(positions))
-        grid = (len(tiles) - 1, self.heads, TILE_BLOCKS[self.dtype])
+        grid = (len(tiles) - 1, self.heads, tile_blocks(NUMBERS[self.dtype]))
         given = (attended, *inputs, positions, token_slots, np.array(tiles, np.int32))
         given = (*given, self.heads, self.size, self.width, self.scale)
         simulate(attend_prefill_kernel(self.padded_size, self.dtype), grid, 32 * TILE_WARPS, *given)

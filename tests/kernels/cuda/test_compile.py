@@ -7,8 +7,9 @@ import pytest
 
 from support.cuda_compile import Compiled, compile_kernel, sm
 from support.cuda_device import FLOATS, INTS, sample_arguments
+from tinygpt.kernels.cuda.draw import DRAW_THREADS, draw_tokens
+from tinygpt.kernels.cuda.jit import WARP
 from tinygpt.kernels.cuda.kv_cache import COPY, MOVE_THREADS, READ, WRITE, _move_kernel
-from tinygpt.kernels.cuda.launches import DECODE_WARPS
 from tinygpt.kernels.cuda.layers.attention import TILE_WARPS, attend_decode_kernel, attend_prefill_kernel
 from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import ROWS_AT_ONCE, TILES, gemm_kernel
@@ -22,10 +23,8 @@ from tinygpt.kernels.cuda.layers.linear import (
     steps_ahead,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
-from tinygpt.kernels.cuda.multi_step import ADVANCE_THREADS, advance
-from tinygpt.kernels.cuda.runtime.ptx import WARP
-from tinygpt.kernels.cuda.sampling.draw import DRAW_THREADS, draw_tokens, take_greatest
-from tinygpt.kernels.cuda.sampling.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows
+from tinygpt.kernels.cuda.model import ADVANCE_THREADS, DECODE_WARPS, advance
+from tinygpt.kernels.cuda.sampling import CHOOSE_THREADS, ProcessorArrays, process_rows, take_greatest
 
 pytestmark = pytest.mark.toolchain
 

@@ -14,21 +14,24 @@ from numba import cuda, float32, int32
 from support.cuda_compile import compile_kernel, llvm_of
 from support.cuda_device import INTS
 from support.paths import ROOT
-from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
-from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
-from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
-from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
-from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
-from tinygpt.kernels.cuda.runtime import jit
-from tinygpt.kernels.cuda.runtime.device import Device, let_kernels_begin_early
-from tinygpt.kernels.cuda.runtime.jit import DeviceError, DiskCache, describe, kernel, need_compilers
-from tinygpt.kernels.cuda.runtime.ptx import (
+from tinygpt.kernels.backend import DeviceError
+from tinygpt.kernels.cuda import jit
+from tinygpt.kernels.cuda.device import Device, let_kernels_begin_early, need_compilers, release_of_libnvvm
+from tinygpt.kernels.cuda.jit import (
+    DiskCache,
+    describe,
+    kernel,
     let_next_kernel_begin,
     load_weights,
     mma_bfloat16,
     prefetch_run,
     wait_for_kernel_before,
 )
+from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
+from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
+from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
 from tinygpt.kernels.kernel_cache import KernelCache
 
 
@@ -75,7 +78,7 @@ def test_a_missing_compiler_is_refused_in_a_sentence(monkeypatch, module, name, 
 def test_a_linker_older_than_the_compiler_is_refused_in_a_sentence(monkeypatch):
     from cuda.bindings import nvjitlink
 
-    major, minor = compiler = jit.release_of_libnvvm()
+    major, minor = compiler = release_of_libnvvm()
     monkeypatch.setattr(nvjitlink, "version", lambda: compiler)
     need_compilers()
     monkeypatch.setattr(nvjitlink, "version", lambda: (major - 1, 9))
@@ -257,7 +260,7 @@ def test_each_kernel_has_a_description_of_its_own():
 def test_a_description_is_the_same_in_another_process():
     script = (
         "from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel;"
-        "from tinygpt.kernels.cuda.runtime.jit import describe;"
+        "from tinygpt.kernels.cuda.jit import describe;"
         "print(describe(gemm_kernel('int8', next(iter(TILES)), 'relu').py_func))"
     )
     result = subprocess.run(

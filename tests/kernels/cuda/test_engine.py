@@ -11,8 +11,8 @@ from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import model_runner
 from tinygpt.errors import RequestError
-from tinygpt.kernels.cuda.runtime import device as devices
-from tinygpt.kernels.cuda.runtime.jit import DeviceError
+from tinygpt.kernels.backend import DeviceError
+from tinygpt.kernels.cuda import device as devices
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 

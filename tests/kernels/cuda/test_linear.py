@@ -16,20 +16,20 @@ from tinygpt.kernels.cuda.layers.linear import (
     normed_linear_kernel,
 )
 from tinygpt.kernels.cuda.layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
+from tinygpt.kernels.cuda.params import DTYPES as ROWS
 from tinygpt.kernels.cuda.params import STEP, pack, step_count
-from tinygpt.kernels.numbers import from_bfloat16, to_bfloat16
 from tinygpt.kernels.reference import model as reference
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
-DTYPES = ("float32", "bfloat16", "int8")
-# Of a sum of about 1, added in float32.
-TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-6, "int8": 2e-6}
+DTYPES = tuple(ROWS)
+TOLERANCE = 2e-6  # of a sum of about 1, added in float32
 
 
 def seen(values: np.ndarray, dtype: str) -> np.ndarray:
     """Return values as the kernels read them."""
-    return values if dtype == "float32" else from_bfloat16(to_bfloat16(values))
+    numbers = ROWS[dtype].numbers
+    return numbers.decode(numbers.encode(values))
 
 
 def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
@@ -39,33 +39,27 @@ def seen_weights(weight: np.ndarray, dtype: str) -> np.ndarray:
     return seen(weight, dtype)
 
 
+SHAPES = [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2), (9, 8, 4000, 1), (33, 9, 3000, 4)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("count", "features", "k", "octets"),
-    [(1, 3, 40, 1), (3, 17, 200, 1), (19, 8, 648, 2), (9, 8, 4000, 1), (33, 9, 3000, 4)],
+    ("epilogue", "count", "features", "k", "octets"),
+    [*((ADD, *shape) for shape in SHAPES), (LOGITS, 2, 13, 70, 1)],
 )
-def test_linear_adds_to_the_residual_stream(dtype, count, features, k, octets):
+def test_linear(epilogue, dtype, count, features, k, octets):
+    """A sum is added to the residual stream, with its bias, or becomes a logit, without."""
     x = normal(count, k)
     weight = normal(2, features, k) / np.float32(math.sqrt(k))
     bias = normal(2, features)
     target = normal(count, features + 2, seed=1)
-    width = features + 2
     expected = target.astype(np.float64)
-    expected[:, :features] += seen(x, dtype) @ seen_weights(weight[1], dtype).T.astype(np.float64) + bias[1]
+    product = seen(x, dtype) @ seen_weights(weight[1], dtype).T.astype(np.float64)
+    expected[:, :features] = product if epilogue == LOGITS else expected[:, :features] + product + bias[1]
     out = target.ravel().copy()
-    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 1, width, count, dtype, octets, ADD)
-    np.testing.assert_allclose(out.reshape(count, width), expected, atol=TOLERANCE[dtype], rtol=0)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_have_no_bias(dtype):
-    x, weight = normal(2, 70), normal(1, 13, 70)
-    out = np.full(26, np.nan, np.float32)
-    run_linear(
-        out, stored(x, dtype), packed(weight, np.zeros(0, np.float32), dtype), 0, 13, 2, dtype, 1, LOGITS
-    )
-    expected = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64)
-    np.testing.assert_allclose(out.reshape(2, 13), expected, atol=3e-5, rtol=0)
+    arguments = 1, features + 2, count, dtype, octets, epilogue
+    run_linear(out, stored(x, dtype), packed(weight, bias, dtype), *arguments)
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
@@ -74,11 +68,11 @@ def test_activations(activation):
     weight = normal(1, 16, 64)
     bias = 9 * normal(1, 16)
     for dtype, tolerance in (("float32", 3e-6), ("bfloat16", 2**-8)):
-        out = np.full(2 * 64, np.nan, np.float32) if dtype == "float32" else np.zeros(2 * 64, np.uint16)
+        out = stored(np.zeros((2, 64), np.float32), dtype)
         run_linear(out, stored(x, dtype), packed(weight, bias, dtype), 0, 64, 2, dtype, 1, activation)
         product = seen(x, dtype) @ seen_weights(weight[0], dtype).T.astype(np.float64) + bias[0]
         expected = reference.ACTIVATIONS[activation](product)
-        result = (out if dtype == "float32" else from_bfloat16(out)).reshape(2, 64)[:, :16]
+        result = ROWS[dtype].numbers.decode(out).reshape(2, 64)[:, :16]
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
 
 
@@ -90,7 +84,7 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
     positions = [7, 0, 4]
     token_slots = [2, 0, 2]
     columns = heads * size
-    family = "float32" if dtype == "float32" else "bfloat16"
+    numbers = ROWS[dtype].numbers
     x = normal(3, columns)
     weight = normal(2, 3 * columns, columns)
     bias = normal(2, 3 * columns)
@@ -98,15 +92,14 @@ def test_queries_keys_and_values_go_to_their_places(dtype):
     run_linear(places, stored(x, dtype), packed(weight, bias, dtype), layer, 0, 3, dtype, 1, QKV)
     expected = seen(x, dtype) @ seen_weights(weight[layer], dtype).T.astype(np.float64) + bias[layer]
     tolerance = {"rtol": 2**-8, "atol": 1e-5}
-    as_float = {"float32": lambda a: a, "bfloat16": from_bfloat16}[family]
     q = expected[:, :columns]
     k = expected[:, columns : 2 * columns]
     v = expected[:, 2 * columns :]
-    q_found = as_float(places.q).reshape(3, heads, 32)[..., :size]
+    q_found = numbers.decode(places.q).reshape(3, heads, 32)[..., :size]
     np.testing.assert_allclose(q_found, q.reshape(3, heads, size), **tolerance)
-    k_cache = as_float(places.k_cache).reshape(2, 3, heads, 64, 32)
-    v_cache = as_float(places.v_cache).reshape(2, 3, heads, 64, 32)
-    if family == "bfloat16":  # two positions side by side
+    k_cache = numbers.decode(places.k_cache).reshape(2, 3, heads, 64, 32)
+    v_cache = numbers.decode(places.v_cache).reshape(2, 3, heads, 64, 32)
+    if numbers.has_mma:  # two positions side by side
         v_cache = v_cache.reshape(2, 3, heads, 32, 32, 2).swapaxes(-1, -2).reshape(2, 3, heads, 64, 32)
     written = np.zeros(k_cache.shape, bool)
     for n, (position, row) in enumerate(zip(positions, token_slots, strict=True)):
@@ -132,6 +125,22 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype):
     assert all((result == results[0]).all() for result in results)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [0xFFFFFFFF, 0x7FFFFFFF, 0x7F800001])
+def test_a_weight_of_nan_spoils_its_feature_and_its_token_alone(dtype, bits):
+    weight = normal(1, 3, 40)
+    weight.view(np.uint32)[0, 1, 7] = bits
+    weights = packed(weight, np.zeros(0, np.float32), dtype)
+    logits = np.zeros(3, np.float32)
+    run_linear(logits, stored(normal(1, 40), dtype), weights, 0, 3, 1, dtype, 1, LOGITS)
+    assert np.isnan(logits).tolist() == [False, True, False]
+    embedded = np.zeros((3, 40), np.float32)
+    tokens = np.arange(3, dtype=np.int32), np.zeros(3, np.int32), np.zeros(40, np.float32)
+    tables = weights.panels, weights.scales, np.zeros(40, np.float32), 40, 1, np.array([3], np.int32)
+    simulate(embed_kernel(dtype), 3, EMBED_THREADS, embedded.ravel(), *tokens, *tables)
+    assert np.isnan(embedded).any(1).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("columns", [70, 96, 192])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layer_norm(dtype, columns):
@@ -150,7 +159,7 @@ def test_layer_norm(dtype, columns):
     names = {"ln.weight": weight[layer], "ln.bias": bias[layer]}
     params = reference.Params(SimpleNamespace(layer_norm_epsilon=1e-5), names)
     expected = reference.layer_norm(params, "ln", x[rows].astype(np.float64))
-    result = (normed if dtype == "float32" else from_bfloat16(normed)).reshape(6, padded)
+    result = ROWS[dtype].numbers.decode(normed).reshape(6, padded)
     np.testing.assert_allclose(
         result[:5, :columns], expected, rtol=2**-8 if dtype != "float32" else 2e-6, atol=2e-6
     )

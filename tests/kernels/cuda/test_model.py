@@ -1,16 +1,16 @@
 """GPT-2 by the CUDA backend next to the reference: steps of every kind, and the cache between them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
 import numpy as np
 import pytest
 
 from support.kernel_tools import same_bits
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cuda.shapes import PackedArrays
-from tinygpt.kernels.cuda.workspace import bytes_needed
+from tinygpt.kernels.cuda.workspace import PackedArrays, bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
-from tinygpt.look.captures import Captures, captured, given
-from tinygpt.look.edits import Edit, PlacedEdit
 from tinygpt.weights.config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
@@ -114,41 +114,54 @@ def test_a_kind_of_step_is_captured_once(device):
     assert (np.concatenate(steps) == again).all()
 
 
+@dataclass
+class Recorder:
+    """Hooks that keep the arrays of some points, after `change` has written to them."""
+
+    points: set[tuple[str, int]]
+    change: Callable[[str, np.ndarray], None] = lambda kind, array: None
+    first: int = 0
+    changes: bool = True
+    found: list[np.ndarray] = field(default_factory=list)
+
+    def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
+        if (kind, layer) in self.points:
+            self.change(kind, array)
+            self.found.append(array.reshape(len(array), -1).copy())
+
+
 def test_hidden_states_and_queries():
     checkpoint = Random()
-    ours = cuda_model(checkpoint)
-    oracle = Model(reference, checkpoint)
     batch = Batch.of([token_ids(5)], [0], [1])
-    places = [("resid_pre", 0), ("resid_pre", 1), ("resid_post", 1), ("q", 0), ("q", 1)]
-    found, expected = (
-        captured(
-            lambda batch, look, on=model: on.backend.forward(on.params, batch, on.cache, on.workspace, look),
-            [batch],
-            places,
-        )
-        for model in (ours, oracle)
-    )
-    for of_ours, of_oracle in zip(found, expected, strict=True):
-        np.testing.assert_allclose(of_ours, of_oracle, atol=2e-5, rtol=0)
+    recorded = []
+    for model in (cuda_model(checkpoint), Model(reference, checkpoint)):
+        hooks = Recorder({(kind, layer) for kind in ("resid_pre", "q", "resid_post") for layer in (0, 1)})
+        model.backend.forward(model.params, batch, model.cache, model.workspace, hooks)
+        recorded.append(hooks.found)
+    assert len(recorded[0]) == 6
+    np.testing.assert_allclose(*recorded, atol=2e-5, rtol=0)
 
 
 def test_edits_of_the_stream_and_a_given_one():
     checkpoint = Random()
     vector = np.linspace(-1, 2, 16, dtype=np.float32)
-    ours = cuda_model(checkpoint)
-    oracle = Model(reference, checkpoint)
     batch = Batch.of([token_ids(5)], [0], [1], "all")
-    edit = PlacedEdit(Edit("resid_mid", value=vector), range(2, 4), has_axis=False)
+
+    def set_rows(kind: str, array: np.ndarray) -> None:
+        if kind == "resid_mid":
+            array[2:4] = vector
+
     found = []
-    for model in (ours, oracle):
-        looks = Captures(edits={("resid_mid", 0): [edit]}, sources=frozenset({("resid_post", 1)}))
+    for model in (cuda_model(checkpoint), Model(reference, checkpoint)):
         on = model.params, batch, model.cache, model.workspace
         plain = model.forward([token_ids(5)], [0], [2], "all")
-        edited = model.backend.forward(*on, looks.step(batch))
-        found.append([np.array(edited).copy(), looks.rows["resid_post", 1][0]])
-        found[-1].append(np.array(model.backend.forward(*on, given(batch, 2, found[-1][1]))).copy())
-        same_bits(found[-1][0][:2], plain[:2])
-        assert np.abs(found[-1][0][2:] - plain[2:]).max() > 0.1
+        hooks = Recorder({("resid_mid", 0), ("resid_post", 1)}, set_rows)
+        edited = model.backend.forward(*on, hooks).copy()
+        stream = hooks.found[-1]
+        given = Recorder({("resid_post", 1)}, lambda kind, array, s=stream: np.copyto(array, s), first=2)
+        found.append([edited, stream, model.backend.forward(*on, given).copy()])
+        same_bits(edited[:2], plain[:2])
+        assert np.abs(edited[2:] - plain[2:]).max() > 0.1
     for of_ours, of_oracle in zip(*found, strict=True):
         np.testing.assert_allclose(of_ours, of_oracle, atol=5e-5, rtol=0)
     same_bits(found[0][2], found[0][0])  # the head's own bits

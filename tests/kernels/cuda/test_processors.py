@@ -11,7 +11,7 @@ from support.cuda_device import SimulatedDevice
 from support.examples import examples
 from tinygpt.engine.sampler import Processors, Ragged
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, process_logits
+from tinygpt.kernels.cuda.sampling import DeviceLogits, process_logits
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 

@@ -13,87 +13,19 @@ from support import ptx_code
 from support.cuda_device import SimulatedDevice
 from support.ptx_code import PtxError
 from support.ptx_machine import simulate
-from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.runtime.ptx import (
+from tinygpt.kernels.cuda.jit import (
     ALL_LANES,
     arrive,
     commit_copies,
     copy_async,
+    kernel,
     load_shared,
-    load_weights,
-    mma_bfloat16,
-    pack_bfloat16,
     shared_address,
     wait_for_copies,
     wait_for_kernel_before,
-    warp_sum,
 )
-from tinygpt.kernels.numbers import from_bfloat16
 
 pytestmark = pytest.mark.toolchain
-
-
-@kernel
-def sum_rows(out, rows, columns):
-    shared = cuda.shared.array(8, float32)
-    thread = int32(cuda.threadIdx.x)
-    row = int32(cuda.blockIdx.x)
-    total = float32(0)
-    for c in range(thread, columns, cuda.blockDim.x):
-        total += rows[row * columns + c]
-    total = warp_sum(total)
-    if thread % 32 == 0:
-        shared[thread // 32] = total
-    cuda.syncthreads()
-    if thread == 0:
-        total = float32(0)
-        for warp in range(cuda.blockDim.x // 32):
-            total += shared[warp]
-        out[row] = total
-
-
-@pytest.mark.parametrize("threads", [32, 96])
-def test_barriers_shuffles_and_shared_memory(threads):
-    rows = np.random.default_rng(0).standard_normal((3, 77)).astype(np.float32)
-    out = np.full(3, np.nan, np.float32)
-    simulate(sum_rows, 3, threads, out, rows.ravel(), 77)
-    np.testing.assert_allclose(out, rows.sum(1), rtol=1e-5)
-
-
-@kernel
-def product(out, a, b):
-    """out (16, 8) = a (16, 16) @ b (16, 8); some of a is made up."""
-    lane = int32(cuda.threadIdx.x)
-    g, q = lane // 4, lane % 4
-    words = load_weights(a, lane * 8), load_weights(b, lane * 8)
-    c = (float32(0), float32(0), float32(0), float32(0))
-    x = pack_bfloat16(float32(lane), float32(1))
-    c = mma_bfloat16((words[0][0], x, x, words[0][1]), (words[1][0], words[1][1]), c)
-    out[g * 8 + 2 * q] = c[0]
-    out[g * 8 + 2 * q + 1] = c[1]
-    out[(g + 8) * 8 + 2 * q] = c[2]
-    out[(g + 8) * 8 + 2 * q + 1] = c[3]
-
-
-def test_product_of_a_warp():
-    words_a, words_b = np.random.default_rng(1).integers(0x3F80, 0x4000, (2, 32, 8), np.uint16)
-    out = np.full(128, np.nan, np.float32)
-    simulate(product, 1, 32, out, words_a.ravel(), words_b.ravel())
-    a = np.zeros((16, 16))
-    b = np.zeros((16, 8))
-    value = from_bfloat16
-    for lane in range(32):
-        g, q = lane // 4, lane % 4
-        a[g, 2 * q : 2 * q + 2], a[g + 8, 2 * q + 8 : 2 * q + 10] = (
-            value(words_a[lane, :2]),
-            value(words_a[lane, 2:4]),
-        )
-        a[g + 8, 2 * q : 2 * q + 2] = a[g, 2 * q + 8 : 2 * q + 10] = lane, 1
-        b[2 * q : 2 * q + 2, g], b[2 * q + 8 : 2 * q + 10, g] = (
-            value(words_b[lane, :2]),
-            value(words_b[lane, 2:4]),
-        )
-    np.testing.assert_allclose(out.reshape(16, 8), a @ b, rtol=1e-6)
 
 
 @functools.cache

@@ -14,11 +14,10 @@ from support.kernel_tools import masked_row, random_row, tied_row
 from support.ptx_machine import simulate
 from tinygpt.engine.sampler import TOP_P_RULES
 from tinygpt.kernels import reference
-from tinygpt.kernels.cuda.runtime.jit import kernel
-from tinygpt.kernels.cuda.sampling.draw import draw_tokens, random_fraction, take_greatest
-from tinygpt.kernels.cuda.sampling.sampling import DeviceLogits, new_sampling_buffers, sample
-from tinygpt.kernels.cuda.sampling.search import UNITS, least_mass_above
-from tinygpt.kernels.cuda.shapes import MaxShape
+from tinygpt.kernels.cuda.draw import UNITS, draw_tokens, least_mass_above, random_fraction
+from tinygpt.kernels.cuda.jit import kernel
+from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
+from tinygpt.kernels.cuda.workspace import MaxShape, new_sampling_buffers
 from tinygpt.kernels.numbers import Warpers
 
 pytestmark = pytest.mark.usefixtures("compute_capability")

@@ -13,8 +13,8 @@ from ..checkpoint import Checkpoint
 from ..config import HEAD, POSITIONS, ModelConfig, parameter_shapes
 from ..containers.gguf import ALIGNMENT, ARRAY, FLOAT32, MAGIC, STRING
 from ..errors import CheckpointError, how_to_install
-from ..families.gguf import ARCHITECTURE, ARCHITECTURES, KEYS, NAMES
-from ..families.tokenizers import CONTROL, NORMAL, UNUSED, USER_DEFINED, is_blooms_kind
+from ..families.gguf import ARCHITECTURE, ARCHITECTURES, CONTROL, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
+from ..families.gpt2 import is_blooms_kind
 from ..files import sync
 from .export import rounded
 
@@ -58,7 +58,7 @@ def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.
 def _write(
     path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]
 ) -> Path:
-    """tensors: shapes and dtypes."""
+    """Write a GGUF file. tensors: shapes and dtypes by name, in the order of `contents`."""
     out = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))]
     offset = 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]

@@ -4,13 +4,14 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..bench.report import FORMATS, Record, aligned, compare, comparison_table, read_records
-from ..bench.studies import STUDIES
+from ..cli import loading
+from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
+from ..cli.streams import check_writable, counted, emit, log, read_plain_text, table_format, write_results
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..llm_args import CHECKPOINT
-from . import loading
-from .flags import RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
-from .streams import check_writable, counted, emit, log, table_format, write_results
+from . import plot
+from .report import FORMATS, Record, aligned, compare, comparison_table, read_records
+from .studies import STUDIES, Options, draw_study, study_text
 
 # A flag that has no meaning next to another is refused.
 CASES = ("batch_sizes", "prompt_lengths", "new_tokens", "kv_cache_dtype")
@@ -153,14 +154,11 @@ def _prepare(args: argparse.Namespace) -> None:
             raise invalid("--random", args.random, f"one of {', '.join(SHAPES)}")
         args.model = f"{PREFIX}{SHAPE_OF[args.random.lower()]}"
     if args.plot is not None:
-        from ..bench.plot import check
-
-        check(args.plot)
+        plot.check(args.plot)
 
 
 def _run_cases(args: argparse.Namespace) -> None:
-    from ..bench.plot import draw_records
-    from ..bench.sweep import make_plan, run_plan
+    from .sweep import make_plan, run_plan
 
     cases = (
         args.batch_sizes,
@@ -179,17 +177,19 @@ def _run_cases(args: argparse.Namespace) -> None:
             run_plan(plan, records, tell=log)
     finally:  # an interruption leaves the cases that were measured
         if records:
-            _hand_over(args, records, lambda: draw_records(records, args.plot))
+            _hand_over(args, records, lambda: plot.draw_records(records, args.plot))
 
 
 def _run_preset(args: argparse.Namespace) -> None:
-    from ..bench.study_runs import Options, draw_study, run_study, study_text
+    from .sweep import run_study
 
-    threads = None if args.threads is None else args.threads[0]
-    how = args.repetitions, args.small, args.text, args.remote, args.device
     study = STUDIES[args.preset]
-    options = Options(args.model, args.dtype, threads, *how)
     log(f"{study.name} with {args.model}")
+    threads = None if args.threads is None else args.threads[0]
+    text = None if args.text is None else read_plain_text("--text", args.text)
+    options = Options(
+        args.model, args.dtype, threads, args.repetitions, args.small, text, args.remote, args.device
+    )
     records = []
     notes = ["Interrupted: cases are missing."]
     try:

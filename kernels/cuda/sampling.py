@@ -5,26 +5,37 @@ Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the ref
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float32, int32, int64
+from numba import cuda, float32, int32, int64, uint32
 
-from ... import reference
-from ...numbers import needs_reference_draw, needs_reference_processors
-from ...reference.sampling import process_row
-from ..runtime.jit import device_function, kernel
-from ..runtime.ptx import rounded_product
-from ..shapes import MaxShape, PackedArrays, rounded_up
-from .draw import DRAW_THREADS, NUM_SETTINGS, draw_tokens, take_greatest
+from .. import reference
+from ..numbers import needs_reference_draw, needs_reference_processors
+from ..reference.sampling import process_row
+from .draw import ALL_ONES, DRAW_THREADS, draw_tokens, key_of
+from .jit import (
+    MAX_WARPS,
+    WARP,
+    block_greatest,
+    device_function,
+    is_last_warp,
+    kernel,
+    let_next_kernel_begin,
+    rounded_product,
+    wait_for_kernel_before,
+    warp_greatest,
+)
+from .workspace import SLICES, PackedArrays, rounded_up
 
 CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row a thread, at least
-SLICES = 32  # of a row, at most, that blocks search side by side
+KEY_OF_MINUS_INFINITY = 0x007FFFFF
+KEY_OF_REFUSED = ALL_ONES
+ID_BITS = 31
+ALL_IDS = (1 << ID_BITS) - 1
 NUM_PENALTIES = 3
 REPETITION, FREQUENCY, PRESENCE = range(NUM_PENALTIES)
-MAX_STEPS = 32  # of a multi-step
 
 
 class DeviceLogits:
@@ -64,54 +75,6 @@ class DeviceLogits:
     def _part(self, row: int) -> Any:
         start = int(row) * self.vocab_size
         return self.workspace.logits[start : start + self.vocab_size]
-
-
-@dataclass(frozen=True)
-class SamplingBuffers:
-    """Buffers for R rows. `settings` to `positions` are parts of `whole`: one copy."""
-
-    whole: Any
-    parts: PackedArrays
-    settings: Any  # (R, NUM_SETTINGS) float64
-    seeds: Any  # (R,) uint64
-    sample_indices: Any  # (R,) uint64
-    rows: Any  # (R,) int32, indices of logits; negative for none
-    positions: Any  # (R,) int32, the token's in its sequence
-    scores: Any  # (R, V) float32
-    ids: Any  # (R, V) int32
-    counts: Any  # (R, V) int32, 0 between uses
-    keys: Any  # (R, SLICES) int64
-    arrivals: Any  # (R,) uint32, 0 between steps
-    token_ids: Any  # (R,) int32, the chosen tokens
-    history: Any  # (MAX_STEPS, tokens of a decode step) int32
-
-    def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
-        """Copy the settings of draws to the device. A rare draw is greedy here."""
-        temperature = np.where(needs_reference_draw(warpers), 0.0, warpers.temperature)
-        padded_rows = np.full(self.rows.size, -1, np.int32)
-        padded_rows[: len(rows)] = rows
-        values = {
-            "settings": np.stack((temperature, warpers.top_k, warpers.top_p, warpers.min_p), 1),
-            "seeds": seeds,
-            "sample_indices": sample_indices,
-            "rows": padded_rows,
-            "positions": positions,
-        }
-        device.write(self.whole, self.parts.join(values))
-
-
-def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> SamplingBuffers:
-    parts = _parts(max_shape)
-    whole = device.zeros((parts.num_bytes,), np.uint8)
-    arrays = {name: device.zeros(shape, kind) for name, (shape, kind) in _shapes(config, max_shape).items()}
-    return SamplingBuffers(whole, parts, **parts.split(whole), **arrays)
-
-
-def sampling_bytes(config: Any, max_shape: MaxShape) -> int:
-    arrays = (
-        math.prod(shape) * np.dtype(kind).itemsize for shape, kind in _shapes(config, max_shape).values()
-    )
-    return sum(arrays) + _parts(max_shape).num_bytes
 
 
 def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, positions: Any) -> np.ndarray:
@@ -167,28 +130,6 @@ def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> N
         w.device.launch(draw_tokens, count, DRAW_THREADS, w.logits, vocab_size, *settings, s.token_ids)
 
 
-def _parts(max_shape: MaxShape) -> PackedArrays:
-    r = max_shape.logits
-    kinds = {"settings": np.float64, "seeds": np.uint64, "sample_indices": np.uint64}
-    kinds |= {"rows": np.int32, "positions": np.int32}
-    return PackedArrays(
-        {name: (r * (NUM_SETTINGS if name == "settings" else 1), kind) for name, kind in kinds.items()}
-    )
-
-
-def _shapes(config: Any, max_shape: MaxShape) -> dict[str, tuple[tuple[int, ...], Any]]:
-    r, v = max_shape.logits, config.vocab_size
-    return {
-        "scores": ((r, v), np.float32),
-        "ids": ((r, v), np.int32),
-        "counts": ((r, v), np.int32),
-        "keys": ((r, SLICES), np.int64),
-        "arrivals": ((r,), np.uint32),
-        "token_ids": ((r,), np.int32),
-        "history": ((MAX_STEPS, max_shape.decode_tokens), np.int32),
-    }
-
-
 class ProcessorArrays(NamedTuple):
     """Settings of P rows on the device, by one copy."""
 
@@ -225,6 +166,56 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
     }
     parts = PackedArrays({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
     return ProcessorArrays(**parts.split(device.array(parts.join(values))))
+
+
+@kernel
+def take_greatest(logits, vocab_size, rows, keys, arrivals, token_ids):
+    """Write each row's token of the greatest logit, ties to the lowest id; -1 if it is NaN or infinite.
+
+    Grid: (slices of a row, R). The last block of a row to arrive merges the slices. Arrays: SamplingBuffers.
+    """
+    let_next_kernel_begin()
+    piece = int32(cuda.blockIdx.x)
+    pieces = int32(cuda.gridDim.x)
+    r = int32(cuda.blockIdx.y)
+    thread = int32(cuda.threadIdx.x)
+    if rows[r] < 0:
+        return
+    wait_for_kernel_before()
+    base = int64(rows[r]) * int64(vocab_size)
+    length = int32((vocab_size + pieces - 1) // pieces)
+    key = int64(-1)
+    for i in range(
+        int32(piece * length + thread), min(vocab_size, int32((piece + 1) * length)), cuda.blockDim.x
+    ):
+        key = max(key, _greatest_key(logits[base + i], i))
+    key = block_greatest(key, cuda.shared.array(MAX_WARPS, int64))
+    if thread >= WARP:
+        return
+    if thread == 0:
+        keys[r * pieces + piece] = key
+    if not is_last_warp(arrivals, r, pieces):
+        return
+    for i in range(thread, pieces, WARP):
+        key = max(key, keys[r * pieces + i])
+    key = warp_greatest(key)
+    if thread == 0:
+        token_ids[r] = _token_of(key)
+
+
+@device_function
+def _greatest_key(value, token_id):
+    """Return an int64 that orders by value, then from high ids to low; greatest for NaN and +inf."""
+    key = key_of(value) if value < float32(math.inf) else uint32(KEY_OF_REFUSED)
+    return int64(key) << int64(ID_BITS) | int64(ALL_IDS - token_id)
+
+
+@device_function
+def _token_of(key):
+    value_key = key >> int64(ID_BITS)
+    if value_key <= int64(KEY_OF_MINUS_INFINITY) or value_key == int64(KEY_OF_REFUSED):
+        return int64(-1)
+    return int64(ALL_IDS) - (key & int64(ALL_IDS))
 
 
 @kernel

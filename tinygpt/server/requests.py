@@ -1,4 +1,4 @@
-"""Work: the engine's share of one HTTP request, its events, and its end when the client leaves."""
+"""From the body of an HTTP request to the engine, and back as events; its end when the client leaves."""
 
 import asyncio
 import json
@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -28,8 +29,8 @@ from ..errors import TinyGPTError
 from ..llm import LLM
 from ..outputs import RequestOutput, StreamChunk, ThreadFuture
 from ..sampling_params import SamplingParams
-from .completions import Job
-from .replies import BUG, PING, ApiError, PromptChunk, error_body, event, from_engine, in_turns
+from .answers import BUG, ApiError, error_body, event, from_engine, in_turns
+from .replies import Job, PromptChunk
 
 log = logging.getLogger("tinygpt.server")
 SSE = {
@@ -37,24 +38,46 @@ SSE = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+PING = ": ping\n\n"
+LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block the loop for milliseconds
 # Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
-HUGE, HUGE_PER_SECOND = 2**16, 2**26
+HUGE = 2**16
+HUGE_PER_SECOND = 2**26
 UNREAD_SECONDS = 5.0
-MAX_UNREAD = (
-    10_000  # chunks of a request, with 20 log probabilities each about 20 MB; 78 tokens of 128 samples
-)
+MAX_UNREAD = 10_000  # chunks of a request; with 20 log probabilities each, they take about 20 MB
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
+
+GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
 
 Requests = list[tuple[Prompt, SamplingParams]]
 Result = TypeVar("Result")
-GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
+Handler = TypeVar("Handler", bound=Callable)
+
+
+def route(path: str, *methods: str, **options: Any) -> Callable[[Handler], Handler]:
+    """Mark a method as the handler of a path. options: FastAPI's."""
+
+    def mark(handler: Handler) -> Handler:
+        handler.route = path, methods, options
+        return handler
+
+    return mark
+
+
+def large(request: Request) -> bool:
+    return len(request._body) > LARGE
+
+
+async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
+    """Return read(), called in a thread if the body is large."""
+    return await asyncio.to_thread(read) if large(request) else read()
 
 
 class ChunkQueue:
     """Chunks on their way from the engine's thread to the loop, which wakes once for each call of the engine."""
 
     def __init__(self, llm: LLM):
-        self.stopped: ApiError | None = None  # the reason that ends all work
+        self.shutdown_error: ApiError | None = None  # which ends all requests
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[asyncio.Queue, tuple[int, StreamChunk | None]]] = deque()
         self._room = asyncio.Semaphore(GRAMMAR_THREADS)
@@ -69,11 +92,8 @@ class ChunkQueue:
         threading.Thread(target=future.settle, args=(call,), daemon=True).start()
         return await asyncio.wrap_future(future)
 
-    def post(self, queue: asyncio.Queue, prompt_index: int, chunk: StreamChunk | None) -> None:
-        """chunk: None at the end of the prompt's request."""
-        self._items.append((queue, (prompt_index, chunk)))
-        if chunk is None:  # a request can also end between two steps
-            self.flush()
+    def post(self, queue: asyncio.Queue, item: tuple[int, StreamChunk | None]) -> None:
+        self._items.append((queue, item))
 
     def flush(self) -> None:
         if self._items and not self._loop.is_closed():
@@ -89,26 +109,29 @@ class RunningRequest:
     """Requests of one or several prompts, which end together. The owner calls `cancel` at the end."""
 
     def __init__(self, llm: LLM, outbox: ChunkQueue):
-        self._llm, self._outbox = llm, outbox
+        self._llm = llm
+        self._outbox = outbox
+        # The index of a prompt and a chunk, or None at the prompt's end; None is a ping.
         self._queue: asyncio.Queue[tuple[int, StreamChunk | None] | None] = asyncio.Queue()
         self._times: dict[tuple[int, int], list[float]] = {}  # (prompt, sample) -> when each token came
         self.futures: list[RequestFuture] = []
         self._is_cancelled = False
-        self._num_posted = self._num_taken = 0  # by the thread of the engine, and by the loop
+        self._num_posted = 0  # by the thread of the engine
+        self._num_taken = 0  # by the loop
         self._taken_at = time.perf_counter()
-        self._late: ApiError | None = None
+        self._slow_client_error: ApiError | None = None
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
         """Run all requests, or none. Raises as LLM.submit does."""
+        submit = partial(self._submit, requests, stream)
         try:
             if any(params.guidance is not None for _, params in requests):
-                await self._outbox.in_grammar_thread(partial(self._submit, requests, stream))
-            elif in_thread or any(
-                params.dry_multiplier for _, params in requests
-            ):  # the first decodes all tokens
-                await asyncio.to_thread(self._submit, requests, stream)
+                await self._outbox.in_grammar_thread(submit)
+            # The first request with DRY decodes all tokens.
+            elif in_thread or any(params.dry_multiplier for _, params in requests):
+                await asyncio.to_thread(submit)
             else:
-                self._submit(requests, stream)
+                submit()
         except BaseException:
             self.cancel()
             raise
@@ -120,7 +143,7 @@ class RunningRequest:
             )
             return [future.result() for future in self.futures]
         except (asyncio.CancelledError, CancelledError):
-            if reason := self._outbox.stopped or self._late:
+            if reason := self._outbox.shutdown_error or self._slow_client_error:
                 raise reason from None
             raise
 
@@ -142,7 +165,7 @@ class RunningRequest:
                     items.remove(None)
                 chunks = [item for item in items if item[1] is not None]
                 num_left -= len(items) - len(chunks)
-                self._num_taken = self._num_taken + len(chunks)
+                self._num_taken += len(chunks)
                 self._taken_at = time.perf_counter()
                 yield chunks
         finally:
@@ -157,15 +180,13 @@ class RunningRequest:
         """Return the progress of each request, and its samples' finish reasons: "abort" if it is not finished."""
         found = []
         for future in self.futures:
-            if future.cancelled() or not future.done() or future.exception():
-                found.append((future.request.progress(), ["abort"]))
-                continue
-            output = future.result()
-            num_new = sum(len(sample.token_ids) for sample in output.outputs)
-            progress = Progress(
-                len(output.prompt_token_ids), output.num_cached_tokens, num_new, output.metrics
-            )
-            found.append((progress, [sample.finish_reason for sample in output.outputs]))
+            progress = future.request.progress()
+            reasons = ["abort"]
+            if future.done() and not future.cancelled() and not future.exception():
+                samples = future.result().outputs
+                progress = replace(progress, num_new_tokens=sum(len(sample.token_ids) for sample in samples))
+                reasons = [sample.finish_reason for sample in samples]
+            found.append((progress, reasons))
         return found
 
     def token_gaps(self) -> Iterator[float]:
@@ -178,26 +199,28 @@ class RunningRequest:
             future = self._llm.submit(prompt, params, partial(self._post, i) if stream else None)
             self.futures.append(future)
             if stream:
-                future.add_done_callback(lambda _, i=i: self._post(i, None))
+                future.add_done_callback(partial(self._post_end, i))
             if self._is_cancelled:  # meanwhile, in the loop
                 self.cancel()
 
-    def _post(self, i: int, chunk: StreamChunk | None) -> None:
-        """Called by the engine's thread; with None, also by the loop's."""
-        if chunk is not None:
-            self._num_posted = self._num_posted + 1
-            now = time.perf_counter()
-            if chunk.token_id is not None:
-                self._times.setdefault((i, chunk.index), []).append(now)
-            is_late = (
-                self._num_posted - self._num_taken > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
-            )
-            if is_late and self._late is None:
-                self._late = ApiError(
-                    400, f"{MAX_UNREAD} tokens of the stream were not read: read it faster."
-                )
-                self.cancel()
-        self._outbox.post(self._queue, i, chunk)
+    def _post(self, i: int, chunk: StreamChunk) -> None:
+        """Called by the engine's thread."""
+        self._num_posted += 1
+        now = time.perf_counter()
+        if chunk.token_id is not None:
+            self._times.setdefault((i, chunk.index), []).append(now)
+        num_unread = self._num_posted - self._num_taken
+        is_slow = num_unread > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
+        if is_slow and self._slow_client_error is None:
+            message = f"{MAX_UNREAD} tokens of the stream were not read: read it faster."
+            self._slow_client_error = ApiError(400, message)
+            self.cancel()
+        self._outbox.post(self._queue, (i, chunk))
+
+    def _post_end(self, i: int, future: RequestFuture) -> None:
+        """Called by any thread: a request can also end between two steps."""
+        self._outbox.post(self._queue, (i, None))
+        self._outbox.flush()
 
 
 class JsonRoute(APIRoute):
@@ -213,16 +236,13 @@ class JsonRoute(APIRoute):
             body = await _read_body(request)
             async with AsyncExitStack() as request.state.reading:
                 if len(body) > HUGE:
-                    await while_connected(
-                        request.receive, request.state.reading.enter_async_context(api.huge)
-                    )
+                    turn = request.state.reading.enter_async_context(api.huge)
+                    await while_connected(request.receive, turn)
                     api.check_open()
                     await asyncio.sleep(len(body) / HUGE_PER_SECOND)
-                ignores = api.config.ignores_unknown_fields
-                # FastAPI reads it from here.
-                request._body = (
-                    _known_fields(self.body_field.field_info.annotation, body) if ignores else body
-                )
+                if api.config.ignores_unknown_fields:
+                    body = _known_fields(self.body_field.field_info.annotation, body)
+                request._body = body  # FastAPI reads it from here
                 return await handle(request)
 
         return answer

@@ -1,10 +1,11 @@
-"""Device: one NVIDIA GPU, its memory, and a stream of work that runs in order.
+"""One NVIDIA GPU, its memory and a stream of work that runs in order; and what kernels require of a machine.
 
 Arrays on the device are flat. `read` waits for queued work.
 """
 
 import functools
 import math
+import re
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -12,10 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
-from .jit import need_driver
-from .ptx import HOPPER
+from ..backend import DeviceError
+from .jit import HOPPER
 
+INSTALL = 'pip install "tinygpt[cuda]"'  # as tinygpt.errors
+OLDEST = 7, 5  # compute capability of a GPU, of CUDA 13
 MAX_GRAPHS = 64  # each keeps some 100 kB of the GPU's memory
 
 
@@ -33,7 +37,6 @@ class Device:
     def __init__(self):
         """Raise DeviceError if the GPU, its driver or numba-cuda is missing."""
         need_driver()
-        from numba import cuda
         from numba.cuda.core import config
 
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids
@@ -215,3 +218,77 @@ def _checked(answer: tuple) -> Any:
     if error.value:
         raise RuntimeError(f"CUDA's driver says {error.name}.")
     return tuple(values) if len(values) > 1 else values[0] if values else None
+
+
+def need_driver() -> None:
+    """Raise DeviceError, which names the missing part, if kernels cannot run here."""
+    try:
+        import numba_cuda  # noqa: F401 (numba's CUDA target lacks functions that the kernels use)
+        from cuda.bindings import nvjitlink  # noqa: F401
+    except ImportError:
+        raise DeviceError(f"numba-cuda is not installed: {INSTALL}.") from None
+    from numba.cuda.cudadrv import driver
+
+    if not driver.driver.is_available or not len(cuda.gpus):
+        raise DeviceError("CUDA finds no NVIDIA GPU with a driver of version 580 or later.")
+    need_compilers()
+    need_capability(cuda.get_current_device().compute_capability)
+
+
+def need_capability(capability: tuple, oldest: tuple = OLDEST, dtype: str = "float32") -> None:
+    """Raise DeviceError if a GPU is too old for the kernels of a dtype."""
+    if tuple(capability[:2]) < oldest:
+        found, needed = (".".join(map(str, pair[:2])) for pair in (capability, oldest))
+        raise DeviceError(
+            f"dtype {dtype!r} needs compute capability {needed} or more, and the GPU has {found}."
+        )
+
+
+def need_compilers() -> None:
+    """Raise DeviceError if a library is missing, or the linker is older than libNVVM."""
+    from cuda.bindings import nvjitlink
+    from numba.cuda.cudadrv import libs, nvvm
+
+    if not _answer_of(nvvm.is_available):
+        # numba-cuda searches CUDA_HOME/nvvm/lib64 alone.
+        elsewhere = "or name the folder of libnvvm.so in LD_LIBRARY_PATH"
+        raise DeviceError(f"libNVVM, which compiles kernels, is not found: {INSTALL}, {elsewhere}.")
+    if libs.get_libdevice() is None:
+        elsewhere = "or set CUDA_HOME to a folder that has nvvm/libdevice"
+        raise DeviceError(f"libdevice.10.bc, part of libNVVM, is not found: {INSTALL}, {elsewhere}.")
+    linker = _answer_of(nvjitlink.version)
+    if not linker:
+        raise DeviceError(f"nvJitLink, which links kernels, is not found: {INSTALL}.")
+    compiler = release_of_libnvvm()
+    if compiler > linker:
+        newer, older = (".".join(map(str, release)) for release in (compiler, linker))
+        raise DeviceError(
+            f"libNVVM is of CUDA {newer} and nvJitLink of {older}, which cannot link code of a later compiler: "
+            f"pip install 'nvidia-nvvm=={older}.*'."
+        )
+
+
+def release_of_libnvvm() -> tuple[int, int]:
+    """Return libNVVM's CUDA release, from compiled PTX: `nvvm.version` is its interface's."""
+    from cuda.bindings import nvvm
+    from numba.cuda.cudadrv.nvvm import NVVM
+
+    version = ", ".join(f"i32 {number}" for number in nvvm.ir_version())
+    target = f'target datalayout = "{NVVM().data_layout}"\ntarget triple = "nvptx64-nvidia-cuda"'
+    text = f"{target}\n!nvvmir.version = !{{!0}}\n!0 = !{{{version}}}\n".encode()
+    program = nvvm.create_program()
+    try:
+        nvvm.add_module_to_program(program, text, len(text), "empty")
+        nvvm.compile_program(program, 0, [])
+        ptx = bytearray(nvvm.get_compiled_result_size(program))
+        nvvm.get_compiled_result(program, ptx)
+    finally:
+        nvvm.destroy_program(program)
+    return tuple(map(int, re.search(rb"release (\d+)\.(\d+)", ptx).groups()))
+
+
+def _answer_of(ask):
+    try:
+        return ask()
+    except RuntimeError:  # the base class of cuda-pathfinder's error
+        return None

@@ -6,8 +6,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from . import device as devices
-from .jit import kernel
-from .ptx import load_weights, mma_bfloat16
+from .jit import kernel, load_weights, mma_bfloat16
 
 PEAK_THREADS = 256
 READ_BYTES = 1 << 30  # far more than the L2 cache

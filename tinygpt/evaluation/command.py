@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.report import FORMATS, aligned, records_table
+from ..cli import flags, streams
+from ..cli.loading import set_thread_pools
+from ..cli.streams import check_writable, emit, log, progress, read_plain_text, table_format
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
-from ..evaluation.texts import read_articles, read_rows, read_text
 from ..hardware import thread_count
 from ..llm_args import WEIGHTS
 from ..sampling_params import SamplingParams
-from . import flags, streams
-from .loading import set_thread_pools
-from .streams import check_writable, emit, log, progress, table_format
 
 if TYPE_CHECKING:
-    from ..evaluation.parity import Difference, Golden, Parity
     from ..llm import LLM
+    from .parity import Difference, Golden, Parity
 
 # Title of a column -> its format for a record.
 COLUMNS = {
@@ -86,8 +85,9 @@ def run(args: argparse.Namespace) -> None:
         raise RequestError(f"--{flag} is for eval {tasks}: omit it, or run that.")
     if args.limit is not None and args.limit < 1:
         raise invalid("--limit", args.limit, "at least 1")
-    given = _read(args)
+    text = read_plain_text("FILE", args.file)
     set_thread_pools(args.threads)
+    given = _given(args, text)
     if len(args.dtype) > 1:  # LLM refuses a single one
         from ..ranks.lead import open_sources
 
@@ -102,22 +102,22 @@ def run(args: argparse.Namespace) -> None:
             _show(args, found)
 
 
-def _read(args: argparse.Namespace) -> "str | list[Any]":
-    """Read the file before a model is loaded. Raise RequestError if it cannot be used."""
+def _given(args: argparse.Namespace, text: str) -> "str | list[Any]":
+    """Return what the task reads. Raise RequestError if the text holds something else, or a library is missing."""
     if args.task == "ppl":
-        return read_text("FILE", args.file)
-    if args.task == "lambada":
-        return read_rows("FILE", args.file)[: args.limit]
-    from ..evaluation.tasks import new_scorer
+        return text
+    from .tasks import new_scorer, read_articles, read_rows
 
-    articles = read_articles("FILE", args.file)[: args.limit]
-    new_scorer()  # raises if the library is missing
-    return articles
+    read = {"lambada": read_rows, "rouge": read_articles}[args.task]
+    found = read(f"FILE {args.file}", text)[: args.limit]
+    if args.task == "rouge":
+        new_scorer()
+    return found
 
 
 def _evaluate(args: argparse.Namespace, dtype: str, given: "str | list[Any]") -> list[dict[str, Any]]:
-    from ..evaluation.tasks import NUM_TOGETHER, check_stride
     from ..llm import LLM
+    from .tasks import NUM_TOGETHER, check_stride
 
     arguments = {name: getattr(args, name) for name in MODEL} | {"dtype": dtype, "max_num_seqs": NUM_TOGETHER}
     with LLM(**arguments) as llm:
@@ -192,8 +192,8 @@ def _run_parity(args: argparse.Namespace) -> None:
     _check_parity(args)
     set_thread_pools(args.threads)
     folder = _folder_for_transformers(args.model) if args.golden is None else None
-    from ..evaluation.parity import compare
     from ..llm import LLM
+    from .parity import compare
 
     with LLM(args.model, args.dtype, args.device, args.threads) as llm:
         if args.layers and llm.config.embed_dim is not None:
@@ -240,9 +240,9 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 def _folder_for_transformers(model: str) -> Path:
     from ..weights.containers.formats import INDEX
-    from ..weights.containers.mapped_file import FILES
     from ..weights.convert.packed import PackedCheckpoint
     from ..weights.open import open_checkpoint, resolve
+    from ..weights.tensor import FILES
 
     path = resolve(model)
     checkpoint = open_checkpoint(model)
@@ -262,7 +262,7 @@ def _folder_for_transformers(model: str) -> Path:
 
 
 def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
-    from ..evaluation.parity import load_goldens
+    from .parity import load_goldens
 
     goldens = load_goldens(Path(args.golden))
     V = llm.config.vocab_size
@@ -284,7 +284,7 @@ def _loaded(args: argparse.Namespace, llm: "LLM") -> "list[Golden]":
 
 
 def _computed(args: argparse.Namespace, llm: "LLM", folder: Path) -> "list[Golden]":
-    from ..evaluation.parity import compute_goldens, save_goldens
+    from .parity import compute_goldens, save_goldens
 
     room = llm.max_model_len
     if args.input is None:  # ids all over the vocabulary, the same in every run

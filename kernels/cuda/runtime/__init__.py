@@ -1,1 +1,0 @@
-"""The GPU without a model: its driver and graphs, compilation, inline PTX, reductions of warps, and peak rates."""
