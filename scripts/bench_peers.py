@@ -28,6 +28,7 @@ from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, hel
 from tinygpt.bench import roofline
 from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
+from tinygpt.weights.config import PRECISIONS
 from tinygpt.weights.families.gpt2 import model_config
 
 PAUSE = 0.3  # seconds: OpenMP threads without work spin for 0.2 s
@@ -105,7 +106,7 @@ def floor(
     cached = (
         0
         if case.is_prefill
-        else roofline.kv_cache_bytes(model, cache or roofline.CACHES[dtype], case.batch * positions)
+        else roofline.kv_cache_bytes(model, cache or PRECISIONS[dtype].kv_cache, case.batch * positions)
     )
     in_blocks = roofline.block_operations(model, tokens, positions) / block_rate
     seconds = {

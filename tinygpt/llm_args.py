@@ -106,7 +106,7 @@ class LLMArgs:
         DTYPE,
         "DTYPE",
         "precision of the KV cache: float32, bfloat16 or int8; "
-        "auto is float32 for float32 weights, otherwise bfloat16",
+        "auto is float32 for float32 and float16 weights, otherwise bfloat16",
     )
     max_num_batched_tokens: int | None = argument(
         None,

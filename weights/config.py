@@ -7,7 +7,30 @@ from collections.abc import Set
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-DTYPES = ("float32", "bfloat16", "int8", "int4")
+
+@dataclass(frozen=True)
+class Precision:
+    """What reports say of a dtype of weights. kernels/cpu/dtypes.py has what computes in it."""
+
+    bytes: float  # of a weight in the blocks, with its share of scales
+    head: str  # dtype of the embedding and the head
+    activations: str  # dtype
+    kv_cache: str  # default dtype
+    # Of a logit, compared with transformers in float32: two to four times the demo's differences, which reach 0.07 in
+    # bfloat16, 0.5 and 2.1 in int8 and int4. The standard deviation of a trained model's logits is a few units.
+    tolerance: float
+    label: str  # GGML's name
+
+
+PRECISIONS = {
+    "float32": Precision(4, "float32", "float32", "float32", 1e-4, "F32"),
+    "float16": Precision(2, "float16", "float32", "float32", 0.03, "F16"),
+    "bfloat16": Precision(2, "bfloat16", "bfloat16", "bfloat16", 0.25, "BF16"),
+    "int8": Precision(1, "int8", "int8", "bfloat16", 1.0, "Q8"),
+    # 4 bytes of scale and offset for a group of 32.
+    "int4": Precision(0.5 + 4 / 32, "int8", "int8", "bfloat16", 4.0, "Q4"),
+}
+DTYPES = tuple(PRECISIONS)
 DTYPE_ALIASES = {
     **dict.fromkeys(("f32", "fp32", "float"), "float32"),
     **dict.fromkeys(("f16", "fp16", "half"), "float16"),

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..kernels.numbers import from_bfloat16
 from .config import is_transposed
 from .errors import MAX_SHOWN, CheckpointError, LostFileError
 from .files import open_regular
@@ -209,9 +210,7 @@ class StoredTensor:
         array = self.array(STORED_AS[self.dtype])
         if self.dtype != "bfloat16":
             return np.require(array, np.float32, "A")
-        bits = array.astype(np.uint32)
-        bits <<= 16  # bfloat16 is the upper half of a float32
-        return bits.view(np.float32)
+        return from_bfloat16(array)
 
     def release(self) -> None:
         extent = element_extent(self.shape, self.strides) * ITEMSIZE.get(self.dtype, 1)

@@ -6,6 +6,7 @@ All threads run the whole step (see team.py).
 
 import numpy as np
 
+from .arrays import Params
 from .jit import inline, kernel
 from .kv_cache import KVCache
 from .layers.activations import NONE
@@ -26,7 +27,6 @@ from .layers.hooks import (
 from .layers.linear import REPLACE, add_projection, linear
 from .layers.operands import quantize_activations
 from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy, score_tokens
-from .params import Params
 from .sampling_rows import choose_greatest, is_last_step
 from .team import begin_step, join_step
 from .workspace import Workspace, fill, step_of

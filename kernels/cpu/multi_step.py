@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from ..reference.layers import normalize
+from .arrays import Params
 from .kv_cache import KVCache
 from .model import forward, take_steps
-from .params import Params
 from .sampling import sample
 from .sampling_rows import MAX_ENDS
 from .workspace import MAX_STEPS, Workspace, fill

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from .dtypes import DTYPES, Tile, add_tile, new_weight
 from .jit import jit
-from .layers.linear import UNITS, Tile, add_tile
-from .packing.weights import FORMATS, new_weight
 from .simd.panels import zeros
 from .simd.tiles import CHUNK_BYTES, LINE_BYTES, OUT_TILE
 from .simd.vector_ir import address
@@ -19,7 +18,7 @@ TILES = 20000  # a run is 0.05 s or so
 
 def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = TILES) -> float:
     """Return all threads' operations a second in a dtype's tiles; a product and a sum are two."""
-    unit = UNITS[kind]
+    unit = DTYPES[kind].unit
     arguments = [_arguments(kind, unit.rows, unit.of_chunk * unit.k) for _ in range(threads)]
     loop(*arguments[0], unit.of_chunk, 1)  # compiles
     with ThreadPoolExecutor(threads) as pool:
@@ -45,7 +44,7 @@ def loop(weight, x, b, c, units, times):
 
 def _arguments(dtype: str, rows: int, k: int) -> tuple:
     """Return a weight and an operand of normal numbers, an expanded chunk, and sums."""
-    weight = FORMATS[dtype][0](*new_weight(dtype, 1, OUT_TILE, k))
+    weight = new_weight(dtype, 1, OUT_TILE, k)
     x = new_operand(dtype, rows, k)
     chunk = zeros((CHUNK_BYTES,), np.uint8)
     random = np.random.default_rng(0)

@@ -6,16 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..backend import query_tiles
+from .dtypes import DTYPES
 from .jit import inline
 from .layers.attention import scratch_size
-from .layers.epilogue import SCRATCH
-from .layers.formats import BFloat16Operand, Float32Operand, Int8Operand
+from .layers.linear import SCRATCH
+from .layers.operands import Float32Operand
 from .layers.ranks import Ranks
-from .packing.weights import head_dtype_of
 from .sampling_rows import MAX_ENDS, Choices
-from .simd.grouped_tiles import OPERAND_BYTES, SCALE_GROUP
 from .simd.panels import zeros
-from .simd.targets import TARGET
 from .simd.tiles import ROW_TILE
 from .simd.vector_ir import LANES
 from .team import TeamThreads
@@ -37,7 +35,7 @@ class Buffers(NamedTuple):
     stream: Any  # (N, C)   x as an operand
     embedded: Any  # (N, E)   embeddings of another width, an operand, or None
     to_project: Any  # (N, E)   an operand, or None
-    normed: Any  # (N, C)   an operand of formats.py
+    normed: Any  # (N, C)   an operand of operands.py
     qkv: np.ndarray  # (N, 3C)
     attended: np.ndarray  # (N, C)
     heads: Any  # (N, C)   `attended` as an operand
@@ -93,7 +91,7 @@ def new_workspace(
     e = config.embedding_size
     width = part.n_head * part.head_size
     narrow = bool(config.embed_dim)
-    head_dtype = head_dtype_of(dtype)
+    head_dtype = DTYPES[dtype].head
     x, attended = zeros((n, c)), zeros((n, width))
     buffers = Buffers(
         x=x,
@@ -103,7 +101,7 @@ def new_workspace(
         normed=new_operand(dtype, n, c),
         qkv=zeros((n, 3 * width)),
         attended=attended,
-        heads=Float32Operand(attended) if dtype == "float32" else new_operand(dtype, n, width),
+        heads=DTYPES[dtype].operand_of(attended),
         inner=new_operand(dtype, n, part.inner_size),
         final=new_operand(dtype if narrow else head_dtype, r, c),
         to_score=new_operand(head_dtype, r, e) if narrow else None,
@@ -171,13 +169,7 @@ def share_embedding(workspace: Workspace, token_ids: np.ndarray, starts: np.ndar
 
 
 def new_operand(dtype: str, n: int, k: int):
-    if dtype == "float32":
-        return Float32Operand(zeros((n, k)))
-    if dtype == "bfloat16":
-        return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.packs_bfloat16 else np.float32))
-    groups = -(-k // SCALE_GROUP)
-    values = zeros((n, groups * SCALE_GROUP), np.dtype(f"i{OPERAND_BYTES[dtype]}"))
-    return Int8Operand(values, zeros((n, groups, 4)))
+    return DTYPES[dtype].new_operand(n, k)
 
 
 def fill(buffers: Buffers, batch, num_steps: int = 0) -> None:

@@ -343,6 +343,19 @@ def shared_address(typing_context, array):
 
 
 @device_function
+def lane_and_warp():
+    """Return this thread's lane, and the number of its warp in the block."""
+    thread = int32(cuda.threadIdx.x)
+    return thread % int32(WARP), thread // int32(WARP)
+
+
+@device_function
+def four(numbers, first):
+    """Return numbers[first : first + 4] as a tuple."""
+    return numbers[first], numbers[first + 1], numbers[first + 2], numbers[first + 3]
+
+
+@device_function
 def warp_cumulated(value):
     """Return the sum of the int64 of this lane and the lanes before it."""
     lane = int32(cuda.threadIdx.x) % WARP

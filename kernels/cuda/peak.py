@@ -6,7 +6,7 @@ import numpy as np
 from numba import cuda, float32, int32, uint32
 
 from . import device as devices
-from .jit import kernel, load_weights, mma_bfloat16
+from .jit import four, kernel, load_weights, mma_bfloat16
 
 PEAK_THREADS = 256
 READ_BYTES = 1 << 30  # far more than the L2 cache
@@ -88,8 +88,7 @@ def multiply_kernel(kind: str):
         for _ in range(int32(0), rounds):
             for chain in range(CHAINS):
                 if is_bfloat16:
-                    c = (sums[chain * 4], sums[chain * 4 + 1], sums[chain * 4 + 2], sums[chain * 4 + 3])
-                    c = mma_bfloat16((word, word, word, word), (word, word), c)
+                    c = mma_bfloat16((word, word, word, word), (word, word), four(sums, chain * 4))
                     for k in range(4):
                         sums[chain * 4 + k] = c[k]
                 else:

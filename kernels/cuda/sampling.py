@@ -153,18 +153,17 @@ class Row(NamedTuple):
 def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> ProcessorArrays:
     p = processors
     values = {
-        "rows": rows.astype(np.int32),
-        "num_prompt_tokens": p.num_prompt_tokens.astype(np.int32),
-        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1).astype(
-            np.float32
-        ),
-        "token_bounds": p.token_ids.bounds.astype(np.int32),
-        "token_ids": p.token_ids.values.astype(np.int32),
-        "bias_bounds": p.bias_ids.bounds.astype(np.int32),
-        "bias_ids": p.bias_ids.values.astype(np.int32),
-        "biases": p.biases.values.astype(np.float32),
+        "rows": rows,
+        "num_prompt_tokens": p.num_prompt_tokens,
+        "penalties": np.stack((p.repetition_penalty, p.frequency_penalty, p.presence_penalty), 1),
+        "token_bounds": p.token_ids.bounds,
+        "token_ids": p.token_ids.values,
+        "bias_bounds": p.bias_ids.bounds,
+        "bias_ids": p.bias_ids.values,
+        "biases": p.biases.values,
     }
-    parts = PackedArrays({name: (max(value.size, 1), value.dtype) for name, value in values.items()})
+    kinds = dict.fromkeys(values, np.int32) | {"penalties": np.float32, "biases": np.float32}
+    parts = PackedArrays({name: (max(value.size, 1), kinds[name]) for name, value in values.items()})
     return ProcessorArrays(**parts.split(device.array(parts.join(values))))
 
 

@@ -23,8 +23,8 @@ from tinygpt.cli import main as cli
 from tinygpt.cli.convert import FORMATS
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.calibration import calibrate
-from tinygpt.kernels.cpu import packed
-from tinygpt.kernels.cpu import params as load
+from tinygpt.kernels.cpu import arrays as model_arrays
+from tinygpt.kernels.cpu import load
 from tinygpt.text.gpt2_bpe import PREPARED_FILE
 from tinygpt.text.tokenizer import Tokenizer
 from tinygpt.weights.config import DTYPES
@@ -86,10 +86,10 @@ def rewrite(file: Path, change=lambda header: None, shift: int = 0) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, is_tied):
     source = tiny_source(tmp_path / "source", is_tied)
-    expected = packed.arrays_of(load.load_params(open_checkpoint(source), dtype))
+    expected = model_arrays.to_file(load.load_arrays(open_checkpoint(source), dtype))
     checkpoint = open_checkpoint(converted(source, tmp_path / "converted", dtype))
-    layout = packed.layout_of(checkpoint.config, dtype, checkpoint.tied)
-    found = checkpoint.arrays(layout, packed.PACKING)
+    layout = model_arrays.layout_of(checkpoint.config, dtype, checkpoint.tied)
+    found = checkpoint.arrays(layout, model_arrays.PACKING)
     assert (checkpoint.dtype, checkpoint.tied) == (dtype, is_tied)
     assert found.keys() == expected.keys()
     for name, array in found.items():
@@ -118,7 +118,7 @@ def test_folder_holds_the_small_files_as_they_were(demo_int8):
 
 def test_panels_are_mapped_on_vector_boundaries(demo_int8):
     checkpoint = open_checkpoint(demo_int8)
-    arrays = checkpoint.arrays(packed.layout_of(checkpoint.config, "int8", True), packed.PACKING)
+    arrays = checkpoint.arrays(model_arrays.layout_of(checkpoint.config, "int8", True), model_arrays.PACKING)
     _, start = header_of(demo_int8 / PACKED_FILE)
     assert start % BOUNDARY == 0
     for name, array in arrays.items():
@@ -131,7 +131,7 @@ def test_the_file_says_what_it_is(demo_int8):
     metadata = header_of(demo_int8 / PACKED_FILE)[0]["__metadata__"]
     file = demo_int8 / PACKED_FILE
     assert metadata.pop("crc32") == f"{zlib.crc32(file.read_bytes()[header_of(file)[1] :]):08x}"
-    packing = {name: str(number) for name, number in packed.PACKING.items()}
+    packing = {name: str(number) for name, number in model_arrays.PACKING.items()}
     about = {
         "format": "tinygpt packed weights",
         "version": "3",

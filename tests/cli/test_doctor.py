@@ -43,7 +43,7 @@ def test_what_the_memory_allows(report):
     assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx(
         {d: 2e9 / size for d, size in sizes.items()}
     )
-    assert set(rates) == {"float32", "bfloat16", "int8", "int4"}
+    assert set(rates) == {"float32", "float16", "bfloat16", "int8", "int4"}
 
 
 @pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)
@@ -52,7 +52,11 @@ def test_every_target_says_what_it_expects_of_each_dtype(monkeypatch, target):
     monkeypatch.setattr(targets, "TARGET", target)
     told = instructions()
     assert told["target"] == target.name
-    assert told["float32"] == f"multiply-adds, {target.vector_bytes // 4} products an instruction"
+    assert (
+        told["float16"]
+        == told["float32"]
+        == f"multiply-adds, {target.vector_bytes // 4} products an instruction"
+    )
     bits = {"vdpbf16ps": 16, "vpdpbusd": 8, "vpmaddwd": 16, "vpmaddubsw": 8, "sdot": 8, "usmmla": 4}
     amx = {"bfloat16": "tdpbf16ps, 8192 products an instruction"} if target.has_amx else {}
     for dtype, step in {"bfloat16": target.bfloat16, "int8": target.int8, "int4": target.int4}.items():

@@ -366,7 +366,7 @@ IMPOSSIBLE = {
     "max_queue": [-1],
     "prefix_cache_seqs": [-1, None],
     "device": ["tpu", "", None, ["cpu"]],
-    "dtype": ["float64", "float16", "", None, ["float32"]],
+    "dtype": ["float64", "", None, ["float32"]],
     "kv_cache_dtype": ["int4", "", None, ["float32"]],
 }
 

@@ -16,6 +16,7 @@ from support.recorded import needs_transformers
 from support.tiny_checkpoint import convert
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
+from tinygpt.weights.config import DTYPES
 from tinygpt.weights.open import open_checkpoint
 
 NAMES = ("opt", "opt-350m", "opt-projected", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt", "experts")
@@ -151,7 +152,7 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"], scope="module")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_converted_checkpoints(folder, dtype, tmp_path):
     packed = convert(folder, tmp_path / "packed", "--dtype", dtype)
     ids = golden_ids(30, "dtypes", V)

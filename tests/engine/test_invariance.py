@@ -33,7 +33,7 @@ LENGTHS = {"odd": 200, "wide": 140, "demo": 150}  # positions that are tried
 NAN = {np.dtype(np.float32): np.nan, np.dtype(np.uint16): 0x7FFF, np.dtype(np.uint8): 0xFF}
 # Model, dtype and KV cache dtype. The demo's products are cut into four segments.
 VARIANTS = ["odd-float32-float32", "demo-float32-float32", "wide-bfloat16-bfloat16", "wide-int8-bfloat16"]
-VARIANTS += ["wide-int8-int8", "wide-int4-bfloat16", "demo-int4-bfloat16"]
+VARIANTS += ["wide-float16-float32", "wide-int8-int8", "wide-int4-bfloat16", "demo-int4-bfloat16"]
 SLOW = [
     "wide-float32-bfloat16",
     "wide-int8-float32",
@@ -44,7 +44,7 @@ SLOW = [
 VARIANTS += [pytest.param(name, marks=pytest.mark.slow) for name in (*SLOW, "demo-int8-bfloat16")]
 # The demo takes eight times as long as the odd model, whose steps and kernels are of the same kinds.
 LLM_VARIANTS = ["odd-float32", pytest.param("demo-float32", marks=pytest.mark.slow)]
-LLM_VARIANTS += ["wide-bfloat16", "wide-int8", "wide-int4"]
+LLM_VARIANTS += ["wide-float16", "wide-bfloat16", "wide-int8", "wide-int4"]
 
 
 @dataclass(frozen=True)

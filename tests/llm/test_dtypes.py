@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, figures_of, measure, summary, write_outliers
+from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.recorded import needs_transformers
 from tinygpt import LLM, SamplingParams
@@ -166,12 +167,12 @@ def test_an_int8_cache_is_the_references(small_demo):
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'bfloat16', 'int8', 'int4' only"),
+        ({"dtype": "int3"}, "dtype is 'int3' and .* 'float32', 'float16', 'bfloat16', 'int8', 'int4' only"),
         (
-            {"dtype": "float16"},
+            {"dtype": "float16", "device": "reference"},
             "dtype is 'float16' and .* only; the nearest are 'bfloat16', of .*, and 'float32', which",
         ),
-        ({"dtype": "half"}, "dtype is 'float16' and .* only; the nearest are"),
+        ({"dtype": "half", "device": "reference"}, "dtype is 'float16' and .* only; the nearest are"),
         ({"dtype": np.float32}, "computes in 'float32', .* only"),
         (
             {"dtype": "int8", "device": "reference"},
@@ -190,3 +191,39 @@ def test_an_int8_cache_is_the_references(small_demo):
 def test_an_unknown_precision_is_refused(choices, message):
     with pytest.raises(RequestError, match=message):
         LLM("demo", **choices)
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory) -> Path:
+    """A checkpoint in float16, of uneven sizes."""
+    folder = tmp_path_factory.mktemp("halves")
+    source = write_model(folder / "source", n_embd=35, n_head=5, n_positions=70, n_inner=83)
+    command = ["convert", str(source), str(folder / "float16"), "--to", "safetensors", "--dtype", "float16"]
+    assert cli.main(command) == 0
+    return folder / "float16"
+
+
+def test_a_checkpoint_in_float16_has_the_bits_of_float32_in_half_the_bytes(halves, tmp_path):
+    """Nothing is rounded again, converted or not; greedy tokens and adapters follow."""
+    assert cli.main(["convert", str(halves), str(tmp_path / "packed"), "--dtype", "half"]) == 0
+    found = []
+    models = [(halves, {"dtype": "float32"}), (halves, {"dtype": "fp16"}), (tmp_path / "packed", {})]
+    for model, choice in models:
+        with LLM(str(model), max_num_seqs=1, **choice) as llm:
+            found.append(llm.logits(range(2, 70)))
+            assert choice.get("dtype") == "float32" or llm.dtype == "float16"
+    same_bits(found[1], found[0])
+    same_bits(found[2], found[0])
+
+
+def test_a_checkpoint_in_float16_runs_in_float32_unless_it_is_asked_for(halves):
+    with LLM(str(halves), max_num_seqs=1) as llm:
+        assert llm.dtype == "float32"
+
+
+def test_a_cpu_without_f16c_says_so_before_any_work(monkeypatch):
+    from tinygpt.kernels import cpu
+
+    monkeypatch.setattr(cpu, "DTYPES", tuple(name for name in cpu.DTYPES if name != "float16"))
+    with pytest.raises(RequestError, match="'int4' only, as this CPU lacks F16C; the nearest are 'bfloat16'"):
+        LLM("no such model", dtype="float16")

@@ -37,6 +37,17 @@ def all_logprobs(llm, **fields):
     return np.array([[row[i] for i in range(90)] for row in rows]), output.outputs[0].token_ids
 
 
+def test_adapters_compute_in_float16_as_in_float32(base, adapters):
+    """Weights of float16 take the same float32 activations, and adapters stay float32: the difference is rounding."""
+    found = []
+    for dtype in ("float32", "float16"):
+        with LLM(str(base), dtype=dtype, lora_modules=adapters, max_num_seqs=1) as llm:
+            found += [all_logprobs(llm, lora_request="all", ignore_eos=True)[0][: len(PROMPT) - 1]]
+            bare = all_logprobs(llm, ignore_eos=True)[0][: len(PROMPT) - 1]
+    difference = np.abs(found[1] - found[0]).max()
+    assert 0 < difference < np.abs(bare - found[0]).max() / 20
+
+
 @DEVICES
 def test_an_adapter_is_its_merged_weights(base, adapters, device):
     one_slot = {"max_num_seqs": 1, "prefix_cache_seqs": 0}  # which all have in turn
@@ -107,7 +118,9 @@ def test_what_is_refused(base, adapters, tmp_path):
         CheckpointError, match=r"changes lm_head.weight: in lora_modules, only .* Merge it: lora"
     ):
         LLM(str(base), device="reference", lora_modules={"head": head})
-    with pytest.raises(RequestError, match=r"lora_modules needs float32 weights .* with int8 weights"):
+    with pytest.raises(
+        RequestError, match=r"lora_modules needs float32 or float16 weights .* with int8 weights"
+    ):
         LLM(str(base), dtype="int8", lora_modules=adapters)
     with pytest.raises(RequestError, match=r"lora_modules is .* must be a dict from names to folders"):
         LLM(str(base), device="reference", lora_modules=[adapters["all"]])

@@ -13,7 +13,7 @@ from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.errors import FailedRequestError, RequestError
 
 FIELDS = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_positions": 96, "vocab_size": 97, "n_inner": 96}
-DTYPES = ["float32", "bfloat16", "int8", "int4"]
+DTYPES = ["float32", "float16", "bfloat16", "int8", "int4"]
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 97, (4, 40)).tolist()
 VECTOR = RNG.standard_normal(64).astype(np.float32)

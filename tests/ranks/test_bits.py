@@ -40,7 +40,7 @@ FAMILIES = {
     "gpt-1": openai_gpt(n_embd=35, n_head=5, n_positions=90),
     "xglm": xglm(d_model=320, attention_heads=5, max_position_embeddings=90),
 }
-DTYPES = ("float32", "bfloat16", "int8", "int4")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 # Each dtype and family on ranks compiles steps of its own, for 10 to 30 s: every day two dtypes whose cuts differ most
 # (int8 sums whole groups of inputs). What ranks hold of the others is tried in test_cut.py. A row is a model, a dtype,
 # the ranks that share a layer, and the stages.

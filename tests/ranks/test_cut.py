@@ -10,9 +10,9 @@ from support.golden_models import write_model
 from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cpu.layers.formats import Norm
-from tinygpt.kernels.cpu.packed import arrays_of, params_of_part
-from tinygpt.kernels.cpu.packing.smoothing import unpack
+from tinygpt.kernels.cpu.arrays import COLUMNS, INPUTS, Norm, model_arrays, params_of, to_file
+from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
+from tinygpt.kernels.cpu.load import load_arrays
 from tinygpt.llm_args import LLMArgs
 from tinygpt.ranks.lead import run_groups
 from tinygpt.ranks.mpi import Layout
@@ -59,7 +59,7 @@ def test_stages_are_balanced_by_bytes(config, stages, counts):
     assert list(map(len, stage_layers(config, stages))) == counts
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     """To the bit, column by column and layer by layer; and a rank of 4 holds about a quarter of it."""
@@ -70,16 +70,19 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     for rank in range(layout.size):
         part = share_of_rank(layout, rank, source.config, dtype)
         params = source.load_part(1, part)
-        for name in ("c_attn", "attn_proj", "c_fc", "mlp_proj"):
+        for name, array in model_arrays(source.config, dtype, tied).items():
+            if not array.layers or array.dtype is None:
+                continue
             mine = getattr(params, name)
             all_of_it = getattr(whole, name)
             for i, layer in enumerate(part.layers):
-                n, k = shape_of(name, source.config)
+                n, k = array.shape
                 expected = unpacked(dtype, all_of_it.weight, layer, n, k)
-                columns = [c for run in part.columns(name) or [range(n)] for c in run]
-                inputs = part.inputs(name) or range(k)
+                kept = [place for run in part.runs[array.run] for place in run]
+                columns = kept if array.side == COLUMNS else list(range(n))
+                inputs = kept if array.side == INPUTS else list(range(k))
                 found = unpacked(dtype, mine.weight, i, len(columns), len(inputs))
-                np.testing.assert_array_equal(found, expected[columns][:, inputs.start : inputs.stop])
+                np.testing.assert_array_equal(found, expected[columns][:, inputs])
                 np.testing.assert_array_equal(mine.bias[i], all_of_it.bias[layer][columns])
         assert len(params.c_attn.weight.panels) == len(part.layers)
         assert (params.lm_head.weight.panels.shape[1] == 1) or part.is_last or (part.is_first and tied)
@@ -90,7 +93,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     """ALiBi's slopes by heads; a norm behind the embeddings in the first stage alone; no norm before the head;
     embeddings that are multiplied."""
     source = ModelSource.open(LLMArgs(write_family(tmp_path, name), "float32"))
-    converted = arrays_of(source.load_params(1))
+    converted = to_file(load_arrays(source.checkpoint, "float32"))
     layout = Layout(2 if source.config.n_head > 3 else 1, 2)
     has_alibi = source.config.has_alibi
     for rank in range(layout.size):
@@ -99,7 +102,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
         slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
         assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
         assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)
-        assert_same(params, params_of_part(converted, source.config, "float32", part))
+        assert_same(params, params_of(converted, source.config, "float32", part))
 
 
 def assert_same(mine, theirs):
@@ -111,22 +114,9 @@ def assert_same(mine, theirs):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def shape_of(name: str, config: ModelConfig) -> tuple[int, int]:
-    width, inner = config.n_embd, config.inner_size
-    return {"c_attn": (3 * width, width), "attn_proj": (width, width), "c_fc": (inner, width)}.get(
-        name, (width, inner)
-    )
-
-
 def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
     """(N, K) of one layer of a packed weight."""
-    arrays = tuple(array[layer] for array in weight)
-    if dtype in ("int8", "int4"):
-        return unpack(dtype, arrays, n, k)
-    panels = arrays[0]  # (P, K, OUT_TILE) or (P, K / 2, OUT_TILE, 2)
-    if dtype == "bfloat16":
-        panels = panels.transpose(0, 1, 3, 2).reshape(len(panels), -1, panels.shape[2])
-    return panels.transpose(0, 2, 1).reshape(-1, panels.shape[1])[:n, :k]
+    return unpack(dtype, tuple(array[layer] for array in weight), n, k)
 
 
 NO_RANKS = "which several ranks cannot run"

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="there is no mpiexec, wh
 SHARED_MEMORY = Path("/dev/shm")
 # Once a rank is gone the others end within 5 seconds; before that it may have to compile.
 TO_START, TO_END = 300, 5
-DTYPES = ("float32", "bfloat16", "int8", "int4")
+DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
 XL_HEADS = {**FIVE_HEADS, "n_embd": 1600, "n_head": 25, "n_inner": 256}
 GENERATE = "generate --json --temperature 0.9 --seed 5 --max-tokens 20 -t 1 wolf"

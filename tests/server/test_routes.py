@@ -20,11 +20,8 @@ def test_models_by_each_name(server, llm):
     assert [card["id"] for card in listed["data"]] == ["demo", "other/name"]
     for card in listed["data"]:
         assert server.ask(f"/v1/models/{card['id'].replace('/', '%2F')}").json == card
-        assert (card["object"], card["max_model_len"], card["max_logprobs"]) == (
-            "model",
-            llm.max_model_len,
-            20,
-        )
+        found = card["object"], card["max_model_len"], card["max_logprobs"]
+        assert found == ("model", llm.max_model_len, 20)
     for name in ("demo", "other/name"):
         assert server.complete(prompt="a", model=name, max_tokens=1).json["model"] == name
     assert server.complete(prompt="a", max_tokens=1).json["model"] == "demo"
@@ -33,10 +30,8 @@ def test_models_by_each_name(server, llm):
 def test_nothing_is_deleted(server):
     assert server.ask("/v1/models/demo", method="DELETE").status == 403
     reply = server.ask("/v1/models/ft:no-such:model", method="DELETE")
-    assert (reply.status, reply.json) == (
-        200,
-        {"id": "ft:no-such:model", "object": "model", "deleted": False},
-    )
+    assert reply.status == 200
+    assert reply.json == {"id": "ft:no-such:model", "object": "model", "deleted": False}
     assert server.ask("/v1/models/demo").status == 200
 
 
@@ -103,15 +98,11 @@ def test_an_adapter_is_a_model(small_demo, tmp_path):
         found = {name: server.complete(**body, model=name).json for name in ("demo", "a")}
         for name, lora_request in (("demo", None), ("a", "a")):
             expected = llm.generate("a wolf", max_tokens=6, lora_request=lora_request)[0].outputs[0]
-            assert (found[name]["model"], found[name]["choices"][0]["token_ids"]) == (
-                name,
-                expected.token_ids,
-            )
+            [choice] = found[name]["choices"]
+            assert (found[name]["model"], choice["token_ids"]) == (name, expected.token_ids)
         assert found["a"]["choices"][0]["text"] != found["demo"]["choices"][0]["text"]
         cards = server.ask("/v1/models").json["data"]
-        assert [(card["id"], card["parent"]) for card in cards if card["id"] == "a"] == [
-            ("a", cards[0]["id"])
-        ]
+        assert [card["parent"] for card in cards if card["id"] == "a"] == [cards[0]["id"]]
         for path, more in (
             ("/v1/embeddings", {"input": "a"}),
             ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),

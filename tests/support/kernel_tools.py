@@ -10,12 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from numba.core import event
 
+from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
 from tinygpt.kernels.cpu.jit import DiskCache, jit
 from tinygpt.kernels.cpu.layers.attention import scratch_size
-from tinygpt.kernels.cpu.layers.epilogue import SCRATCH
+from tinygpt.kernels.cpu.layers.linear import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.packing.weights import FORMATS, new_weight, panel_count
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
 from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
@@ -128,11 +128,13 @@ def as_float32(array: np.ndarray) -> np.ndarray:
 def packed(weight: np.ndarray, dtype: str = "float32", is_transposed: bool = False, factors=None):
     """The weight (N, K) as its record of one layer; (K, N) where transposed."""
     n, k = weight.shape[::-1] if is_transposed else weight.shape
-    record, pack = FORMATS[dtype]
-    arrays = [unwritten(*array.shape, dtype=array.dtype) for array in new_weight(dtype, 1, n, k)]
+    record = new_weight(dtype, 1, n, k)
+    for array in record:
+        array.view(np.uint8)[...] = 0xFF
     factors = np.ones(k, np.float32) if factors is None else factors
-    pack(weight, is_transposed, factors, *(array[0] for array in arrays), 0, panel_count(n))
-    return record(*arrays)
+    layer = [array[0] for array in record]
+    DTYPES[dtype].pack(weight, is_transposed, factors, *layer, 0, panel_count(n))
+    return record
 
 
 def unpacked(weight, dtype: str) -> np.ndarray:
@@ -140,6 +142,8 @@ def unpacked(weight, dtype: str) -> np.ndarray:
     panels = weight.panels[0]
     if dtype == "float32":
         values = panels.astype(np.float64)  # (P, K, OUT_TILE)
+    elif dtype == "float16":
+        values = panels.view(np.float16).astype(np.float64)
     elif dtype == "bfloat16":
         values = in_order(from_bits(panels).astype(np.float64))
     elif dtype == "int8":
@@ -175,7 +179,7 @@ def operand_of(x: np.ndarray, dtype: str = "float32"):
 
 def values_of(operand, dtype: str) -> np.ndarray:
     """What an operand stands for: (M, K rounded up) float64."""
-    if dtype == "float32":
+    if dtype in ("float32", "float16"):
         return operand.values.astype(np.float64)
     if dtype == "bfloat16":
         return as_float32(operand.values).astype(np.float64)

@@ -197,7 +197,7 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
         (["--to", "gguf", "--dtype", "int8"], {}, "no whole blocks of 32"),
         (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of float32, float16, bfloat16."),
         (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of float32, float16."),
-        (["--dtype", "float16"], {}, "must be one of float32, bfloat16, int8, int4, float8."),
+        (["--dtype", "float64"], {}, "must be one of float32, float16, bfloat16, int8, int4, float8."),
         (["--to", "gguf", "--smooth", "0.5"], {}, "is for tinygpt's own format"),
     ],
 )

@@ -31,6 +31,7 @@ import tinygpt
 
 from ..errors import RequestError
 from ..hardware import cpu_name
+from ..weights.config import PRECISIONS
 from . import roofline
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ TEST_FIELDS = (
     "n_gen",
 )
 TEST_FIELDS += ("n_depth",)
-# GGML's names.
-DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8", "int4": "Q4"}
 # Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
 UNUSED_FIELDS = {
     "cpu_mask": "0x0",
@@ -107,7 +106,7 @@ def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Rec
     together = case.batch_size if n_gen else 1
     size = roofline.num_parameters(config)
     cache_name = roofline.CACHE_NAMES[cache]
-    model_type = f"gpt2 {parameters_text(size)} {DTYPE_NAMES[dtype]}"
+    model_type = f"gpt2 {parameters_text(size)} {PRECISIONS[dtype].label}"
     return {
         "build_commit": commit,
         "build_number": number,

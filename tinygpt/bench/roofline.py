@@ -6,19 +6,14 @@ A multiplication and an addition count as two operations.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..weights.config import ModelConfig
+from ..weights.config import PRECISIONS, ModelConfig
 
 if TYPE_CHECKING:
     from .measure import Run
 
-# Bytes of a weight in the blocks and in the head. int4 has 4 bytes of scale and offset a group of 32.
-BYTES = {"float32": (4, 4), "bfloat16": (2, 2), "int8": (1, 1), "int4": (0.5 + 4 / 32, 1)}
-# Default dtype of the KV cache for a dtype of the weights; bytes of a number in a cache; llama.cpp's name of its type.
-CACHES = {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16", "int4": "bfloat16"}
+# Bytes of a number in a KV cache, and llama.cpp's name of its type.
 CACHE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 CACHE_NAMES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0"}
-# Dtype of the tiles that multiply in the blocks and in the head.
-TILES = {name: (name, "int8" if name == "int4" else name) for name in BYTES}
 
 
 @dataclass(frozen=True)
@@ -80,9 +75,10 @@ def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimi
 
 
 def tiles_of(dtype: str, device: str = "cpu") -> tuple[str, str]:
+    """Return the dtypes of the tiles that multiply in the blocks and in the head."""
     if device == "cuda" and dtype != "float32":
         return "bfloat16", "bfloat16"  # to which a GPU expands int8
-    return TILES[dtype]
+    return dtype, PRECISIONS[dtype].head
 
 
 def work_of(case: Case, run: "Run", config: ModelConfig, dtype: str, kv_cache_dtype: str) -> Work:
@@ -106,7 +102,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def model_bytes(config: ModelConfig, dtype: str) -> int:
-    in_block, in_head = BYTES[dtype]
+    in_block, in_head = _weight_sizes(dtype)
     return int(in_block * _matrices(config) + in_head * _embeddings(config) + 4 * _float32_parameters(config))
 
 
@@ -114,9 +110,15 @@ def weight_bytes(
     config: ModelConfig, dtype: str, num_passes: int = 1, num_logit_passes: int | None = None
 ) -> float:
     """Return the bytes that passes read; `num_logit_passes` of them (None: all) read the head."""
-    in_block, in_head = BYTES[dtype]
+    in_block, in_head = _weight_sizes(dtype)
     num_logit_passes = num_passes if num_logit_passes is None else num_logit_passes
     return num_passes * in_block * block_weights(config) + num_logit_passes * in_head * head_weights(config)
+
+
+def _weight_sizes(dtype: str) -> tuple[float, float]:
+    """Return the bytes of a weight in the blocks and in the head."""
+    precision = PRECISIONS[dtype]
+    return precision.bytes, PRECISIONS[precision.head].bytes
 
 
 def kv_cache_bytes(config: ModelConfig, kv_cache_dtype: str, num_positions: float) -> float:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError, TinyGPTError, invalid
 from ..llm_args import CHECKPOINT
-from ..weights.config import DTYPES, STORAGE_DTYPE
+from ..weights.config import DTYPES, PRECISIONS, STORAGE_DTYPE
 from .flags import CPU_FLAGS, Command, add_flag, add_group
 from .loading import set_thread_pools
 from .streams import log, progress, read_plain_text
@@ -28,7 +28,7 @@ FORMATS = {  # -> dtypes; None is tinygpt's own format
 }
 OTHERS = tuple(filter(None, FORMATS))
 ONE_FILE = ("gguf", "npz")  # readers are given the file, and not its folder
-CALIBRATED = ("int8", "int4")
+CALIBRATED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "int8")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -196,8 +196,8 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
     from ..hardware import thread_count
-    from ..kernels.cpu import packed
-    from ..kernels.cpu.params import load_params
+    from ..kernels.cpu.arrays import PACKING, to_file
+    from ..kernels.cpu.load import load_arrays
 
     share = ALPHA if args.smooth is None else args.smooth
     calibration = None
@@ -209,14 +209,14 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         log(f"calibrating on {args.calibrate}")
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
-    params = load_params(checkpoint, args.dtype, thread_count(args.threads), calibration)
+    arrays = load_arrays(checkpoint, args.dtype, thread_count(args.threads), calibration)
     about = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),
         "vocab_size": checkpoint.config.vocab_size,
         "source": args.source,
     }
-    return packed.arrays_of(params), {**about, **packed.PACKING, **(calibration.about if calibration else {})}
+    return to_file(arrays), {**about, **PACKING, **(calibration.about if calibration else {})}
 
 
 def _warm_up(args: argparse.Namespace) -> None:

@@ -318,15 +318,15 @@ def examine(threads: int, variables: dict[str, str | None]) -> dict[str, dict[st
     import numpy as np
     from llvmlite import binding
 
-    from ..bench.roofline import BYTES, weight_bytes
+    from ..bench.roofline import weight_bytes
     from ..hardware import read_bandwidth
     from ..kernels.cpu.simd.targets import has_feature
-    from ..weights.config import ModelConfig
+    from ..weights.config import DTYPES, ModelConfig
 
     log("measuring the memory's bandwidth")
     bandwidth = read_bandwidth(threads)
     blas = np.show_config(mode="dicts").get("Build Dependencies", {}).get("blas", {})
-    limits = {dtype: bandwidth / weight_bytes(ModelConfig(), dtype) for dtype in BYTES}
+    limits = {dtype: bandwidth / weight_bytes(ModelConfig(), dtype) for dtype in DTYPES}
     return {
         "versions": {
             "tinygpt": tinygpt.__version__,
@@ -368,13 +368,12 @@ def _version_of(package: str) -> str | None:
 
 def instructions() -> dict[str, str]:
     """Return the target of the kernels, and the instructions of each dtype's products with their width."""
-    from ..kernels.cpu.simd.targets import PRODUCTS, SINGLES, TARGET
+    from ..kernels.cpu.simd.targets import PRODUCTS, TARGET
 
-    steps = {"float32": SINGLES, "bfloat16": TARGET.bfloat16, "int8": TARGET.int8, "int4": TARGET.int4}
-    steps |= {"int8 KV cache": TARGET.int8_cache}
     lanes = TARGET.vector_bytes // 4
     shown = {
-        dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction" for dtype, step in steps.items()
+        dtype: f"{step}, {lanes * PRODUCTS[step]} products an instruction"
+        for dtype, step in TARGET.steps.items()
     }
     if TARGET.has_amx:
         shown["bfloat16"] = "tdpbf16ps, 8192 products an instruction"

@@ -18,7 +18,7 @@ from ..sampling_params import num_best
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, is_random
-from ..weights.config import STORAGE_DTYPE, ModelConfig
+from ..weights.config import PRECISIONS, STORAGE_DTYPE, ModelConfig
 from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
+# Dtypes that compute with adapters which are not merged.
+ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ class ModelSource:
                 )
                 raise RequestError(reason, "device") from None
             kv_cache_dtype_of = _resolve_kv_cache_dtype(args.kv_cache_dtype, backend, dtype)
-            if adapters and (backend.with_adapters is None or dtype != "float32"):
+            if adapters and (backend.with_adapters is None or dtype not in ADAPTED):
                 where = f"device {name_of(backend)!r} with {dtype} weights"
                 raise RequestError(
-                    f"needs float32 weights on device 'cpu', not {where}: or merge one.", "lora_modules"
+                    f"needs {' or '.join(ADAPTED)} weights on device 'cpu', not {where}: or merge one.",
+                    "lora_modules",
                 )
             sources.append(cls(backend, checkpoint, dtype, kv_cache_dtype_of, adapters))
         return sources
@@ -91,8 +94,8 @@ class ModelSource:
     def load_part(self, threads: int, part: Any) -> Any:
         """Return the Params of one rank, of the CPU's kernels."""
         if not isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.load_params(self.checkpoint, self.dtype, threads, part=part)
-        return self.backend.PACKED.params_of_part(self._packed_arrays(), self.config, self.dtype, part)
+            return self.backend.load_params(self.checkpoint, self.dtype, threads, share=part)
+        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, part)
 
     def _packed_arrays(self) -> dict[str, np.ndarray]:
         packed = self.backend.PACKED
@@ -147,14 +150,8 @@ def load_backend(device: str, dtype: str) -> ModuleType:
             f"--dtype {dtype}` and load DST, leaving dtype at 'auto'.",
             "dtype",
         )
-    if dtype not in ("auto", *backend.DTYPES):
-        allowed = ", ".join(map(repr, backend.DTYPES))
-        hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
-        if dtype == "float16":
-            hint = "; the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
-        raise RequestError(
-            f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype"
-        )
+    if dtype != "auto":
+        _check_dtype(dtype, backend)
     try:
         backend.check_device()
     except DeviceError as error:
@@ -162,6 +159,21 @@ def load_backend(device: str, dtype: str) -> ModuleType:
             f"is {device!r} and cannot be used: {error} Or use device 'cpu'.", "device"
         ) from None
     return backend
+
+
+def _check_dtype(dtype: str, backend: ModuleType) -> None:
+    if dtype in backend.DTYPES:
+        return
+    device = name_of(backend)
+    allowed = ", ".join(map(repr, backend.DTYPES))
+    hint = suggest(dtype, backend.DTYPES) if isinstance(dtype, str) else ""
+    if dtype == "float16":
+        why = ", as this CPU lacks F16C" if device == "cpu" else ""
+        nearest = (
+            "the nearest are 'bfloat16', of the same size, and 'float32', which holds each of its values."
+        )
+        hint = f"{why}; {nearest}"
+    raise RequestError(f"is {dtype!r} and device {device!r} computes in {allowed} only{hint or '.'}", "dtype")
 
 
 def name_of(backend: ModuleType) -> str:
@@ -183,6 +195,7 @@ def _resolve_dtype(dtype: str, backend: ModuleType, checkpoint: Checkpoint | Pac
             "checkpoint that it was made from.",
             "dtype",
         )
+    _check_dtype(checkpoint.dtype, backend)
     return checkpoint.dtype
 
 

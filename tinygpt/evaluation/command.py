@@ -15,6 +15,7 @@ from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..hardware import thread_count
 from ..llm_args import WEIGHTS
 from ..sampling_params import SamplingParams
+from ..weights.config import PRECISIONS
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -47,9 +48,6 @@ COLUMNS = {
     },
 }
 MODEL = (*flags.CPU_FLAGS, "max_model_len", "split_special_tokens", *flags.RANK_FLAGS)
-# Two to four times the differences on the demo, which reach 0.07, 0.5 and 2.1 in the last three dtypes. The standard
-# deviation of a trained model's logits is a few units.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.25, "int8": 1.0, "int4": 4.0}
 PROMPT_LENGTHS = (1, 2, 7, 33, 100)
 
 
@@ -171,7 +169,7 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_flag(parser, "device")
     flags.add_flag(parser, "threads")
     add = parser.add_argument
-    defaults = ", ".join(f"{tolerance:g} for {dtype}" for dtype, tolerance in TOLERANCES.items())
+    defaults = ", ".join(f"{precision.tolerance:g} for {dtype}" for dtype, precision in PRECISIONS.items())
     add("--tolerance", type=float, metavar="X", help=f"largest difference of a logit (default: {defaults})")
     default = f"{len(PROMPT_LENGTHS)} built-in ones of {', '.join(map(str, PROMPT_LENGTHS))} token ids"
     about = f"prompts, as JSONL of objects with a field prompt: a text or token ids (default: {default})"
@@ -200,7 +198,7 @@ def _run_parity(args: argparse.Namespace) -> None:
             raise RequestError(
                 f"--layers needs hidden states of one width, and {args.model} has two: omit it."
             )
-        tolerance = TOLERANCES[llm.dtype] if args.tolerance is None else args.tolerance
+        tolerance = PRECISIONS[llm.dtype].tolerance if args.tolerance is None else args.tolerance
         goldens = _computed(args, llm, folder) if folder else _loaded(args, llm)
         log("computing with tinygpt")
         logits = [llm.logits(golden.token_ids) for golden in goldens]

@@ -11,8 +11,7 @@ import numpy as np
 from ..engine.model_runner import ModelSource
 from ..errors import RequestError, TinyGPTError
 from ..kernels.backend import Batch
-from ..kernels.cpu.packing.share import RankShare
-from ..kernels.cpu.params import can_share, part_of
+from ..kernels.cpu.arrays import RankShare, can_share, share_of
 from ..kernels.cpu.workspace import new_workspace, share_embedding
 from ..kernels.numbers import even_bounds
 from ..llm_args import EngineConfig
@@ -59,7 +58,7 @@ def check_cut(layout: Layout, config: ModelConfig, dtype: str, device: str) -> N
 def share_of_rank(layout: Layout, rank: int, config: ModelConfig, dtype: str) -> RankShare:
     stage, tensor_rank = layout.place_of(rank)
     layers = stage_layers(config, layout.pipeline_size)[stage]
-    return part_of(config, dtype, layers, tensor_rank, layout.tensor_size)
+    return share_of(config, dtype, layers, tensor_rank, layout.tensor_size)
 
 
 def stage_layers(config: ModelConfig, stages: int) -> list[range]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.numbers import to_bfloat16
 from ..checkpoint import Checkpoint, read_config
 from ..config import HEAD, POSITIONS, parameter_shapes
 from ..containers.safetensors import FORMAT, SCALE, Entry, encode, write_tensors
@@ -118,10 +119,8 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     array = np.ascontiguousarray(array)
     if dtype == "float32":
         return array
-    if dtype == "bfloat16":  # the upper halves; a NaN stays one
-        bits = array.view(np.uint32)
-        halves = (bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16
-        return np.where(np.isnan(array), bits >> 16 | 64, halves).astype(np.uint16)
+    if dtype == "bfloat16":
+        return to_bfloat16(array)
     with np.errstate(over="ignore"):
         halves = array.astype(np.float16)
     if np.isinf(halves).sum() > np.isinf(array).sum():

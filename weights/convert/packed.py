@@ -23,7 +23,8 @@ from ..tensor import FILES, MappedFile, StoredTensor
 FORMAT, VERSION = "tinygpt packed weights", "3"
 BOUNDARY = 64  # bytes of the widest vector
 CONVERT_AGAIN = "convert the original checkpoint again with `tinygpt convert`."
-STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16"}  # dtypes in the file
+# Dtypes in the file, by the arrays'.
+STORED = {"float32": "float32", "uint8": "U8", "uint16": "bfloat16", "int16": "float16"}
 
 Layout = Mapping[str, tuple[tuple[int, ...], np.dtype]]
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from ..dtypes import Tile
 from ..jit import kernel
+from ..simd.tiles import ROW_BLOCK
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, exp
-from .epilogue import ROW_BLOCK, epilogue, prefetch_tile
-from .linear import REPLACE, Tile, products, rows_together
+from .linear import REPLACE, epilogue, prefetch_tile, products, rows_together
 from .rows import norm_or_copy, put_rows
 
 

@@ -18,9 +18,8 @@ from ..simd.vector_ir import address, float32_at
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, activate
 from .adapters import C_FC, add_adapters
-from .formats import Float32Operand, Linear
-from .linear import REPLACE, linear, linear_to_operand
-from .operands import quantize_activations
+from .linear import REPLACE, Linear, linear, linear_to_operand
+from .operands import Float32Operand, quantize_activations
 
 # Points in the order of a layer; the stream after the last layer is that of layer L.
 STREAM, HEADS, ATTENDED, MIDDLE, INNER, ACTIVATED, SUMMAND = POINTS = np.arange(7)

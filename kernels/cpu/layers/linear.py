@@ -1,75 +1,42 @@
 """The matrix product: out = epilogue(x @ weight.T), over weights in panels.
 
-K may be cut into four segments, added as (s0 + s1) + (s2 + s3), as tensor-parallel ranks add them.
+K may be cut into four segments, added as (s0 + s1) + (s2 + s3), as tensor-parallel ranks add them. The epilogue of a
+tile works in the L1 cache: segments, scales, bias, activation, residual, output.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from ...numbers import even_bounds
+from ..dtypes import Tile, add_tile, expand, panel_address, scales_of, unit_of
 from ..jit import inline, kernel, overload_by_dtype
-from ..simd.amx_tiles import amx_bfloat16, amx_int8
-from ..simd.grouped_tiles import (
-    EXPANDS,
-    EXPANSION,
-    GROUP_BYTES,
-    SCALE_GROUP,
-    SCALES_BYTES,
-    WEIGHT_GROUP,
-    WEIGHT_SCALES_BYTES,
-    expand_int4,
-    expand_int8,
-    tile_int4,
-    tile_int8,
-)
-from ..simd.targets import TARGET
-from ..simd.tiles import (
-    AHEAD,
-    CHUNK_BYTES,
-    IN_STRIPS,
-    LINE_BYTES,
-    OUT_TILE,
-    ROW_TILE,
-    STEP_BYTES,
-    panel_add,
-)
-from ..simd.vector_ir import address, float32_at
+from ..simd.panels import ROW_BYTES, add_rows, put_rows, sum_2_segments, sum_4_segments
+from ..simd.tiles import AHEAD, CHUNK_BYTES, LINE_BYTES, OUT_TILE, ROW_BLOCK
+from ..simd.vector_ir import address, expect_write, float32_at
 from ..team import claim, complete, finish_phase
-from .activations import NONE, ZERO
-from .epilogue import EXPANDED, ROW_BLOCK, SEGMENT_BYTES, epilogue, prefetch_tile
-from .formats import (
-    BFloat16Weight,
-    Float32Operand,
-    Float32Weight,
-    Int4Weight,
-    Int8Weight,
-    Linear,
-)
-from .ranks import Ranks, add_partials, exchange
+from .activations import NONE, ONE, ZERO, activate
+from .operands import Float32Operand, put, put_panel
+from .ranks import add_partials, exchange
 
-PANEL_BYTES = OUT_TILE * 4  # of a row of a tile's result
+MAX_SEGMENTS = 4
+SEGMENT_BYTES = ROW_BLOCK * OUT_TILE * 4
+# The scratch of a product, in float32: segments; rows of 1, of -0, of a last panel's biases; a chunk.
+ONES = MAX_SEGMENTS * ROW_BLOCK * OUT_TILE
+MINUS_ZEROS = ONES + OUT_TILE
+BIASES = ONES + 2 * OUT_TILE
+EXPANDED = BIASES + OUT_TILE
+SCRATCH = EXPANDED + CHUNK_BYTES // 4
 # NumPy scalars: see activations.py.
 REPLACE, ADD = np.bool_(False), np.bool_(True)
-LEAST_AMX = 5  # rows of int8
+MINUS_ZERO = np.float32(-0.0)  # x + 0 would make 0 of -0
 
 
-class Tile(NamedTuple):
-    """Rows and panel of an item of a product, or of a tile."""
-
-    rows: int
-    row: int  # the first of them
-    panel: int
-
-
-class Unit(NamedTuple):
-    """The least of K that a tile takes: a step or a group."""
-
-    k: int  # values
-    bytes: int  # of a panel
-    of_chunk: int  # units that several tiles share at a time
-    alone: int  # rows up to which a tile takes all of K
-    rows: int = ROW_TILE  # of a tile
+class Linear(NamedTuple):
+    weight: Any  # (L, N, K), a record of dtypes.py
+    bias: np.ndarray  # (L, N) float32, or (1, 0) for none
+    factors: np.ndarray  # (L, P * OUT_TILE) float32: smoothing factors of the outputs, or (1, 0)
 
 
 @inline
@@ -116,33 +83,17 @@ def for_each_tile(team, out, x, linears, layer, segments, activation, add, rows,
     finish_phase(team)
 
 
-@inline
+@kernel
 def add_projection(team, x, y, linears, layer, segments, ranks):
     """x (N, C) += y @ weight.T + bias. ranks: a Ranks, whose sum precedes the bias, or None."""
-    out, bias, add = _summand(ranks, x, linears.bias)
-    linear(team, out, y, Linear(linears.weight, bias, linears.factors), layer, segments, NONE, add)
-    _sum_over(team, ranks, x, linears.bias, layer)
-
-
-def _whole_sum(ranks, x, bias):
-    return x, bias, ADD
-
-
-def _partial_sum(ranks, x, bias):
-    return ranks.partial[: x.shape[0]], ranks.no_bias, REPLACE
-
-
-def _nothing_to_sum(team, ranks, x, bias, layer):
-    pass
-
-
-def _sum_partials(team, ranks, x, bias, layer):
+    if ranks is None:
+        linear(team, x, y, linears, layer, segments, NONE, ADD)
+        return
+    partial = ranks.partial[: x.shape[0]]
+    without_bias = Linear(linears.weight, ranks.no_bias, linears.factors)
+    linear(team, partial, y, without_bias, layer, segments, NONE, REPLACE)
     exchange(team, ranks, ranks.partial, x.size)
-    add_partials(team, x, ranks.gathered, ranks.status.size, bias, layer)
-
-
-_summand = overload_by_dtype({Ranks: _partial_sum}, otherwise=_whole_sum)
-_sum_over = overload_by_dtype({Ranks: _sum_partials}, otherwise=_nothing_to_sum, argument=1)
+    add_partials(team, x, ranks.gathered, ranks.status.size, linears.bias, layer)
 
 
 @kernel
@@ -184,109 +135,108 @@ def add_chunk(weight, x, tile, layer, first, units, b, following, c, scratch):
     if tile.rows <= unit_of(weight).alone:
         following = b + AHEAD
     elif tile.rows > 1:
-        b = expand(weight, b, units, scratch)
+        b = expand(weight, b, units, address(scratch) + EXPANDED * 4)
     for t in range(tiles):  # each prefetches its part of the next chunk: requests of one tile would queue
         low = t * tile.rows // tiles
         high = (t + 1) * tile.rows // tiles
         part = Tile(high - low, tile.row + low, tile.panel)
         ahead = following + t * size // tiles
         spacing = (LINE_BYTES + tiles - 1) // tiles
-        add_tile(weight, x, part, layer, first, units, b, c + low * PANEL_BYTES, ahead, spacing)
-
-
-def _always(unit):
-    return lambda weight: unit
-
-
-STEP = OUT_TILE * STEP_BYTES
-# A tile in strips jumps through the panel. The L2 cache is slower than products of integers.
-ALONE = 1 if IN_STRIPS else ROW_TILE
-UNITS = {dtype: Unit(k, STEP, CHUNK_BYTES // STEP, ALONE) for k, dtype in ((1, "float32"), (2, "bfloat16"))}
-UNITS |= {
-    dtype: Unit(SCALE_GROUP, size, CHUNK_BYTES // (size * EXPANSION[dtype]), 1)
-    for dtype, size in GROUP_BYTES.items()
-}
-if TARGET.has_amx:
-    UNITS |= {dtype: UNITS[dtype]._replace(alone=ROW_BLOCK, rows=ROW_BLOCK) for dtype in ("bfloat16", "int8")}
-RECORDS = {"float32": Float32Weight, "bfloat16": BFloat16Weight, "int8": Int8Weight, "int4": Int4Weight}
-unit_of = overload_by_dtype({record: _always(UNITS[dtype]) for dtype, record in RECORDS.items()})
-
-
-def _as_it_lies(weight, b, units, scratch):
-    return b
-
-
-def _expand_int8(weight, b, units, scratch):
-    expand_int8(b, units, address(scratch) + EXPANDED * 4)
-    return address(scratch) + EXPANDED * 4
-
-
-def _expand_int4(weight, b, units, scratch):
-    expand_int4(b, units, address(scratch) + EXPANDED * 4)
-    return address(scratch) + EXPANDED * 4
-
-
-_expands_int8 = _expand_int8 if EXPANDS["int8"] else _as_it_lies
-# expand returns a chunk's address as tiles of several rows multiply it.
-expand = overload_by_dtype({Int8Weight: _expands_int8, Int4Weight: _expand_int4}, otherwise=_as_it_lies)
-
-
-def _add_plain(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda = x.values.shape[1] * x.values.itemsize
-    step = STEP_BYTES // weight.panels.itemsize * x.values.itemsize
-    a = address(x.values) + tile.row * lda + first * step
-    panel_add(
-        weight.panels, tile.rows, a, lda, b, OUT_TILE * STEP_BYTES, units, c, PANEL_BYTES, ahead, spacing
-    )
-
-
-def _add_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda = x.values.shape[1] * x.values.itemsize
-    amx_bfloat16(tile.rows, address(x.values) + tile.row * lda + first * 4, lda, b, units, c)
-
-
-def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda = x.values.shape[1] * x.values.itemsize
-    lds = x.scales.shape[1] * SCALES_BYTES
-    a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
-    scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
-    tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
-
-
-def _tile_vnni(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
-    tile_int8(rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
-
-
-def _tile_amx(rows, a, lda, scales, lds, b, units, c, ahead, spacing):
-    if rows < LEAST_AMX:
-        tile_int8(rows, a, lda, scales, lds, b, b, units, c, ahead, spacing)
-    else:
-        amx_int8(rows, a, lda, scales, lds, b, units, c)
-
-
-tile_bytes = kernel(_tile_amx if TARGET.has_amx else _tile_vnni)
-
-
-def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda = x.values.shape[1] * x.values.itemsize
-    lds = x.scales.shape[1] * SCALES_BYTES
-    a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
-    scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
-    b_scales = panel_address(weight.group_scales, layer, tile.panel) + first * INT4_SCALES_BYTES
-    tile_int4(tile.rows, a, lda, scales, lds, b, b_scales, units, c, ahead, spacing)
-
-
-INT4_SCALES_BYTES = SCALE_GROUP // WEIGHT_GROUP * WEIGHT_SCALES_BYTES  # of a group
-# add_tile adds some units' products to C (rows, OUT_TILE).
-_add_pairs = _add_bfloat16 if TARGET.has_amx else _add_plain
-add_tile = overload_by_dtype(
-    {BFloat16Weight: _add_pairs, Int8Weight: _add_int8, Int4Weight: _add_int4}, otherwise=_add_plain
-)
+        add_tile(weight, x, part, layer, first, units, b, c + low * ROW_BYTES, ahead, spacing)
 
 
 @kernel
-def panel_address(panels, layer, panel):
-    return address(panels) + (layer * panels.shape[1] + panel) * panels.strides[1]
+def epilogue(out, tile, linears, layer, segments, activation, add, columns, scratch):
+    """out[rows, columns of the panel] = or += activation(sum of segments * scales + bias) * factors."""
+    y = address(scratch)
+    first = tile.panel * OUT_TILE
+    used = min(OUT_TILE, columns - first)
+    has_factors = linears.factors.size > 0
+    ones = y + ONES * 4
+    minus_zeros = y + MINUS_ZEROS * 4
+    float32_at(ones, OUT_TILE)[:] = ONE
+    float32_at(minus_zeros, OUT_TILE)[:] = MINUS_ZERO
+    scales = scales_of(linears.weight, layer, tile.panel, ones)
+    biases = _biases_of(linears.bias, layer, first, used, minus_zeros, y + BIASES * 4)
+    if segments.size > 2:
+        if segments.size == 3:  # a rank's half of them
+            sum_2_segments(y, SEGMENT_BYTES, tile.rows, scales)
+        else:
+            sum_4_segments(y, SEGMENT_BYTES, tile.rows, scales)
+        scales = ones
+    if activation != NONE or has_factors:
+        put_rows(y, ROW_BYTES, y, tile.rows, scales, biases)
+        if activation != NONE:
+            activate(float32_at(y, tile.rows * OUT_TILE), activation)
+        factors = address(linears.factors) + (layer * linears.factors.shape[1] + first) * 4
+        scales = factors if has_factors else ones
+        biases = minus_zeros
+    store_tile(out, tile, used, y, scales, biases, add)
+
+
+@kernel
+def _biases_of(bias, layer, first, used, minus_zeros, padded):
+    if bias.size == 0:
+        return minus_zeros
+    biases = address(bias) + (layer * bias.shape[1] + first) * 4
+    if used == OUT_TILE:
+        return biases
+    source = float32_at(biases, used)
+    target = float32_at(padded, OUT_TILE)
+    target[:] = MINUS_ZERO
+    for j in range(used):
+        target[j] = source[j]
+    return padded
+
+
+def _store_array(out, tile, used, y, scales, biases, add):
+    start = address(out) + (tile.row * out.shape[1] + tile.panel * OUT_TILE) * 4
+    stride = out.shape[1] * 4
+    if used == OUT_TILE:
+        if add:
+            add_rows(start, stride, y, tile.rows, scales, biases)
+        else:
+            put_rows(start, stride, y, tile.rows, scales, biases)
+        return
+    put_rows(y, ROW_BYTES, y, tile.rows, scales, biases)
+    for r in range(tile.rows):
+        values = float32_at(y + r * ROW_BYTES, used)
+        target = float32_at(start + r * stride, used)
+        for j in range(used):
+            target[j] = target[j] + values[j] if add else values[j]
+
+
+def _store_operand(out, tile, used, y, scales, biases, add):
+    if used == OUT_TILE:
+        put_panel(out, tile.row, tile.panel * OUT_TILE, tile.rows, y, scales, biases)
+        return
+    put_rows(y, ROW_BYTES, y, tile.rows, scales, biases)
+    for r in range(tile.rows):
+        put(out, tile.row + r, tile.panel * OUT_TILE, float32_at(y + r * ROW_BYTES, used))
+
+
+# store_tile stores or adds y * scales + biases, of which `used` columns count.
+store_tile = overload_by_dtype({types.float32: _store_array}, otherwise=_store_operand)
+
+
+@kernel
+def _prefetch_rows(out, tile):
+    start = address(out) + tile.row * out.strides[0] + tile.panel * OUT_TILE * out.itemsize
+    for r in range(tile.rows):
+        for byte in range(0, OUT_TILE * out.itemsize, LINE_BYTES):
+            expect_write(start + r * out.strides[0] + byte)
+
+
+def _prefetch_array(out, tile):
+    _prefetch_rows(out, tile)
+
+
+def _prefetch_operand(out, tile):
+    _prefetch_rows(out.values, tile)
+
+
+# A store that misses the caches delays later stores.
+prefetch_tile = overload_by_dtype({types.float32: _prefetch_array}, otherwise=_prefetch_operand)
 
 
 def whole(k: int) -> np.ndarray:

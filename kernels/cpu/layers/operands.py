@@ -1,6 +1,7 @@
 """Operands: the left side of the next product, rounded or quantized per token."""
 
 import functools
+from typing import NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -8,8 +9,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..jit import kernel, overload_by_dtype
-from ..simd.grouped_tiles import SCALE_GROUP, SCALES_BYTES
-from ..simd.panels import ROW_BYTES, load_row, put_rows
+from ..simd.panels import ROW_BYTES, SCALE_GROUP, SCALES_BYTES, load_row, put_rows, zeros
 from ..simd.targets import TARGET
 from ..simd.tiles import OUT_TILE
 from ..simd.vector_ir import (
@@ -36,23 +36,50 @@ from ..simd.vector_ir import (
     uint16_at,
 )
 from ..team import claim_rows, complete_rows, finish_phase
-from .formats import BFloat16Operand, Float32Operand, Int8Operand
 
 INFINITE_BITS = 0x7F800000
 HALF_WAY = np.uint32(0x7FFF)
 ONE_BIT = np.uint32(1)
 SIXTEEN = np.uint32(16)
-UPPER_HALF = np.uint32(0xFFFF0000)
-NAN = np.uint32(0x7FC00000)
+NAN = np.uint16(0x7FC0)
 LEAST_GROUP = 2.0**-120  # a smaller group is zeros: 127 / largest must stay finite
+
+
+class Float32Operand(NamedTuple):
+    values: np.ndarray  # (N, K) float32
+
+
+class BFloat16Operand(NamedTuple):
+    values: np.ndarray  # (N, K rounded up to 2) uint16, or float32 with bfloat16's precision
+
+
+class Int8Operand(NamedTuple):
+    """x[n, k] = values[n, k] * scales[n, k / SCALE_GROUP, 0], quantized per token."""
+
+    values: np.ndarray  # (N, K rounded up to SCALE_GROUP) int8, or int16: see targets.py
+    # (N, G, 4) float32: scale; -128 times the group's sum (int32 bits); scale times the sum of each half
+    scales: np.ndarray
+
+
+def new_float32_operand(n: int, k: int) -> Float32Operand:
+    return Float32Operand(zeros((n, k)))
+
+
+def new_bfloat16_operand(n: int, k: int) -> BFloat16Operand:
+    return BFloat16Operand(zeros((n, k + k % 2), np.uint16 if TARGET.packs_bfloat16 else np.float32))
+
+
+def new_int8_operand(value_bytes: int, n: int, k: int) -> Int8Operand:
+    groups = -(-k // SCALE_GROUP)
+    return Int8Operand(zeros((n, groups * SCALE_GROUP), np.dtype(f"i{value_bytes}")), zeros((n, groups, 4)))
 
 
 @kernel
 def to_bfloat16(x):
-    """Return the nearest bfloat16's bits, ties to even."""
+    """Return the nearest bfloat16's bits as numbers.to_bfloat16 does, ties to even."""
     bits = np.float32(x).view(np.uint32)
     rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) >> SIXTEEN
-    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)
+    return np.uint16(rounded) if x == x else NAN
 
 
 @kernel
@@ -62,9 +89,7 @@ def from_bfloat16(bits):
 
 @kernel
 def rounded_to_bfloat16(x):
-    bits = np.float32(x).view(np.uint32)
-    rounded = (bits + HALF_WAY + ((bits >> SIXTEEN) & ONE_BIT)) & UPPER_HALF
-    return np.uint32(rounded if x == x else NAN).view(np.float32)
+    return from_bfloat16(to_bfloat16(x))
 
 
 def _put_float32(operand, row, first, values):

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from ..jit import kernel, overload_by_dtype
+from ..dtypes import element_at
+from ..jit import kernel
 from ..simd.tiles import OUT_TILE
 from ..simd.vector_ir import LANES, address, float32_at, sum_lanes, sum_squares_lanes
 from ..team import claim_rows, complete_rows, finish_phase
 from .activations import NONE
-from .formats import BFloat16Weight, Float32Weight, Int8Weight
 from .linear import REPLACE, linear, linear_to_operand
-from .operands import from_bfloat16, put
+from .operands import put
 from .ranks import share_rows
 
 ONE_LAYER = np.int64(0)  # see activations.py
@@ -101,7 +101,7 @@ def embed_tokens(team, x, token_ids, embeds, positions, wte, wte_factors, wpe):
             panel = token_ids[n] // OUT_TILE
             column = token_ids[n] % OUT_TILE
             for c in range(x.shape[1]):
-                x[n, c] = weight_at(wte, panel, c, column) * wte_factors[c] + position_at(
+                x[n, c] = element_at(wte, panel, c, column) * wte_factors[c] + position_at(
                     wpe, positions[n], c
                 )
         complete_rows(team, token_ids.size)
@@ -126,24 +126,6 @@ def position_at(wpe, position, c):
     if wpe is None:
         return np.float32(0)
     return wpe[position, c]
-
-
-def _float32_at(weight, panel, k, column):
-    return weight.panels[0, panel, k, column]
-
-
-def _bfloat16_at(weight, panel, k, column):
-    return from_bfloat16(weight.panels[0, panel, k // 2, column, k % 2])
-
-
-def _int8_at(weight, panel, k, column):
-    level = np.int32(weight.panels[0, panel, k // 4, column, k % 4]) - np.int32(128)
-    return np.float32(level) * weight.scales[0, panel * OUT_TILE + column]
-
-
-weight_at = overload_by_dtype(
-    {Float32Weight: _float32_at, BFloat16Weight: _bfloat16_at, Int8Weight: _int8_at}
-)
 
 
 @kernel

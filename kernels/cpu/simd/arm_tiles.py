@@ -13,6 +13,7 @@ usmmla multiplies two rows by two columns, 8 values of K; sdot and usdot multipl
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -23,13 +24,12 @@ from .panels import (
     ROW_BYTES,
     SCALE_GROUP,
     SCALES_BYTES,
-    WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
-    ask_ahead,
     ask_part_ahead,
+    ask_row_ahead,
     store_each,
 )
-from .products import BFloat
+from .products import INT4, INT8, STEPS, BFloat, Grouped, to_floats
 from .targets import DOTS, LONGS, MATRICES, TARGET
 from .vector_ir import (
     F32,
@@ -64,6 +64,7 @@ class LaneStep(NamedTuple):
     together: int
     # (builder, a register of each row, the step in it, a quad, a sum of each row) -> sums
     multiply: Callable
+    quad: ir.VectorType = INT_QUAD  # of B, as it is loaded
 
 
 def lane(builder, register, i: int):
@@ -81,8 +82,8 @@ def fma(builder, x, y, z):
     return builder.call(declare(builder, "llvm.fma.v4f32", FLOAT_QUAD, [FLOAT_QUAD] * 3), [x, y, z])
 
 
-def _multiply_floats(builder, rows, j, quad, sums):
-    quad = builder.bitcast(quad, FLOAT_QUAD)
+def _multiply_floats(builder, rows, j, quad, sums, element=F32):
+    quad = to_floats(builder, quad, element)
     return [fma(builder, quad, lane(builder, row, j), total) for row, total in zip(rows, sums, strict=True)]
 
 
@@ -104,11 +105,17 @@ def _multiply_longs(builder, rows, j, quad, sums):
     return sums
 
 
-FLOAT_STEP = LaneStep(4, FLOAT_QUAD, 4, _multiply_floats)
 LONG_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs)
 WIDENED_STEP = LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
 PAIR_STEP = LONG_STEP if TARGET.bfloat16 == LONGS else WIDENED_STEP
-LANE_STEPS = {types.float32: FLOAT_STEP, types.uint16: PAIR_STEP}  # by the dtype of the array that holds B
+
+
+def lane_step(dtype) -> LaneStep:
+    """Return the step by the dtype of the array that holds B."""
+    if dtype == types.uint16:
+        return PAIR_STEP
+    step = STEPS[dtype]
+    return LaneStep(4, FLOAT_QUAD, 4, partial(_multiply_floats, element=step.element), step.vector(QUAD))
 
 
 def add_dot(builder, total, quad, a, is_signed: bool):
@@ -138,8 +145,9 @@ def load_register(builder, address, kind, size: int = REGISTER_BYTES):
     return builder.bitcast(builder.insert_element(start, value, ir.Constant(I32, 0)), kind)
 
 
-def load_quad(builder, row, number: int):
-    return load(builder, at(builder, row, number, REGISTER_BYTES), INT_QUAD, REGISTER_BYTES)
+def load_quad(builder, row, number: int, kind=INT_QUAD):
+    size = QUAD * kind.element.width // 8
+    return load(builder, at(builder, row, number, size), kind, size)
 
 
 def repeat_any(builder, count, body, initial):
@@ -172,12 +180,14 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
         strip = strip_of_lanes(rows, vectors)
         together = step.together
         quads = range(strip * QUADS)
+        vector_bytes = LANES * step.quad.element.width // 8
+        lines = wide * vector_bytes // VECTOR_BYTES
         a_starts = rows_at(builder, a, lda, rows)
         c_starts = rows_at(builder, c, ldc, rows)
 
         def take_strip(number, _):
             columns = times(builder, number, strip * VECTOR_BYTES)
-            b_strip = builder.add(b, columns)
+            b_strip = at(builder, b, number, strip * vector_bytes)
 
             def take(k, count: int, sums):
                 a_k = times(builder, k, step.bytes)
@@ -187,13 +197,11 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
                 ]
                 for j in range(count):
                     k_j = at(builder, k, j)
-                    ask_ahead(
-                        builder, ahead, spacing, at(builder, times(builder, k_j, wide), number, strip), strip
-                    )
+                    ask_row_ahead(builder, ahead, spacing, k_j, number, strip, vectors, lines, wide)
                     b_row = builder.add(b_strip, builder.mul(k_j, ldb))
                     new = []
                     for q in quads:
-                        quad = load_quad(builder, b_row, q)
+                        quad = load_quad(builder, b_row, q, step.quad)
                         new += step.multiply(builder, a_rows, j, quad, sums[q * rows : (q + 1) * rows])
                     sums = new
                 return sums
@@ -222,22 +230,15 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
     return code
 
 
-PART_K = {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}  # that integer sums go over
 STEP_K = 4  # values of K in a row of a panel, and in a lane of A
 REGISTER_STEPS = REGISTER_BYTES // STEP_K
+# Rows of an int8 panel expanded together: two make the registers of two columns.
+ROWS_TOGETHER = 2 if TARGET.int8 == MATRICES else 1
 
 
-def is_neon(dtype: str) -> bool:
-    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype] in (DOTS, MATRICES)
-
-
-# Rows of a panel expanded together: two make the registers of two columns.
-ROWS_TOGETHER = {"int8": 2 if TARGET.int8 == MATRICES else 1, "int4": 1}
-
-
-def expand_lanes(builder, rows, dtype: str):
+def expand_lanes(builder, rows, kind: Grouped):
     """Return rows' vectors of 16 columns as several rows of A multiply them."""
-    if dtype == "int4":
+    if kind is INT4:
         rows = _nibbles(builder, *rows)
     elif TARGET.int8 == DOTS:
         return [_signed(builder, *rows)]
@@ -268,19 +269,19 @@ def _all(kind, value: int):
     return ir.Constant(kind, [value] * kind.count)
 
 
-def make_lane_grouped_code(dtype: str):
-    part_k = PART_K[dtype]
+def make_lane_grouped_code(kind: Grouped):
+    part_k = kind.part_k
     parts = SCALE_GROUP // part_k
-    fold = {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    fold = _fold_int8 if kind is INT8 else _fold_int4
 
     def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         by_twos = TARGET.int8 == MATRICES and rows > 1
         multiply = _matrices if by_twos else _dots
         strip = strip_of_lanes(rows + rows % 2 if by_twos else rows)
-        lone_int4 = dtype == "int4" and rows == 1
+        lone_int4 = kind is INT4 and rows == 1
         strips = PANEL_VECTORS // strip
         part_rows = part_k // STEP_K // (2 if lone_int4 else 1)  # of the panel
-        lines = PANEL_VECTORS // (2 if dtype == "int4" and rows > 1 else 1)  # that a row asks for
+        lines = PANEL_VECTORS // (2 if kind is INT4 and rows > 1 else 1)  # that a row asks for
 
         a_starts = rows_at(builder, a, lda, rows)
         s_starts = rows_at(builder, scales, lds, rows)
@@ -303,7 +304,7 @@ def make_lane_grouped_code(dtype: str):
                     ask_part_ahead(builder, ahead, spacing, before, lines, strips)
                     return at(builder, b_strip, row, ROW_BYTES)
 
-                sums = multiply(builder, dtype, strip * QUADS, a_rows, s_rows, row_at)
+                sums = multiply(builder, kind, strip * QUADS, a_rows, s_rows, row_at)
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
@@ -318,16 +319,16 @@ def make_lane_grouped_code(dtype: str):
     return code
 
 
-def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
+def _dots(builder, kind, quads: int, a_rows, s_rows, row_at):
     rows = len(a_rows)
     is_signed = TARGET.int8 == DOTS
-    per_load = 2 if dtype == "int4" and rows == 1 else 1  # steps that a quad as it lies holds
+    per_load = 2 if kind is INT4 and rows == 1 else 1  # steps that a quad as it lies holds
     loads = REGISTER_STEPS // per_load
 
     def take(quad):
-        if rows > 1 or (dtype == "int8" and not is_signed):
+        if rows > 1 or (kind is INT8 and not is_signed):
             return [quad]
-        return _nibbles(builder, quad) if dtype == "int4" else [_signed(builder, quad)]
+        return _nibbles(builder, quad) if kind is INT4 else [_signed(builder, quad)]
 
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), BYTES) for start in a_rows]
@@ -347,9 +348,9 @@ def _dots(builder, dtype, quads: int, a_rows, s_rows, row_at):
         return sums
 
     start = [ir.Constant(INT_QUAD, None)] * rows
-    if dtype == "int8" and not is_signed:
+    if kind is INT8 and not is_signed:
         start = [broadcast(builder, value, QUAD) for value in _first_sums(builder, s_rows)]
-    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * quads)
+    sums = repeat(builder, kind.part_k // STEP_K // REGISTER_STEPS, step, start * quads)
     return [sums[q * rows : (q + 1) * rows] for q in range(quads)]
 
 
@@ -357,7 +358,7 @@ def _first_sums(builder, s_rows):
     return [load(builder, at(builder, s, 4), I32, 4) for s in s_rows]
 
 
-def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
+def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
     count = len(pairs)
     longs = ir.VectorType(I64, 2)
@@ -386,10 +387,10 @@ def _matrices(builder, dtype, quads: int, a_rows, s_rows, row_at):
         return sums
 
     start = [ir.Constant(INT_QUAD, None)] * count
-    if dtype == "int8":
+    if kind is INT8:
         firsts = _first_sums(builder, s_rows)
         start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
-    sums = repeat(builder, PART_K[dtype] // STEP_K // REGISTER_STEPS, step, start * (2 * quads))
+    sums = repeat(builder, kind.part_k // STEP_K // REGISTER_STEPS, step, start * (2 * quads))
     return [_rows_of(builder, sums[2 * q * count : 2 * (q + 1) * count], len(a_rows)) for q in range(quads)]
 
 

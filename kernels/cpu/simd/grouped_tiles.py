@@ -4,19 +4,17 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arm_tiles import ROWS_TOGETHER, expand_lanes, is_neon, make_lane_grouped_code
+from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
 from .panels import (
     PANEL_VECTORS,
     ROW_BYTES,
     SCALE_GROUP,
     SCALES_BYTES,
-    WEIGHT_GROUP,
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
     store_each,
 )
-from .products import INTEGER_STEPS, expansion, has_room, step_name, strip_of, unpacked
-from .targets import SHORTS
+from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
 from .tiles import LINE_BYTES, OUT_TILE, for_each_height
 from .vector_ir import (
     F32,
@@ -37,24 +35,19 @@ from .vector_ir import (
     times,
 )
 
-GROUP_BYTES = {"int8": SCALE_GROUP * OUT_TILE, "int4": SCALE_GROUP * OUT_TILE // 2}  # of a panel
-OPERAND_BYTES = {dtype: 2 if step_name(dtype) == SHORTS else 1 for dtype in GROUP_BYTES}  # of an activation
-EXPANSION = {dtype: expansion(dtype) for dtype in GROUP_BYTES}  # of a panel, as the steps multiply it
-EXPANDS = {dtype: size > 1 or is_neon(dtype) for dtype, size in EXPANSION.items()}  # or it lies otherwise
-
 # Rows of B in a turn of the loop of a tile with one vector of columns. One and four are slower.
 ROWS_IN_TURN = 2
 
 
-def make_grouped_tile(dtype: str):
+def make_grouped_tile(kind: Grouped):
     """Return the intrinsic tile(rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing): C += A @ B.
 
-    Addresses, byte strides; C is (rows, OUT_TILE). a: OPERAND_BYTES each; scales: see Int8Operand.
+    Addresses, byte strides; C is (rows, OUT_TILE). a: operand_bytes each; scales: see Int8Operand.
     b, int8: weights + 128; sums start at -128 sum(a), and the caller applies columns' scales.
     b, int4: weights 0..15, two steps a byte; b_scales: bfloat16 scales and offsets of each WEIGHT_GROUP.
     Several rows take b expanded by make_expand. Prefetches as make_tile.
     """
-    code = make_lane_grouped_code(dtype) if is_neon(dtype) else _make_code(dtype)
+    code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind)
 
     @intrinsic
     def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
@@ -67,19 +60,19 @@ def make_grouped_tile(dtype: str):
     return tile
 
 
-def _make_code(dtype: str):
-    integer = INTEGER_STEPS[step_name(dtype)]
-    part_k = {"int8": SCALE_GROUP, "int4": WEIGHT_GROUP}[dtype]
+def _make_code(kind: Grouped):
+    integer = INTEGER_STEPS[kind.product]
+    part_k = kind.part_k
     parts = SCALE_GROUP // part_k
-    fold = {"int8": _fold_int8, "int4": _fold_int4}[dtype]
+    fold = _fold_int8 if kind is INT8 else _fold_int4
 
     def code(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
         strip, keeps_totals = _strip_of(rows)
-        per_load = EXPANSION[dtype] if rows == 1 else 1  # steps that a load serves
+        per_load = kind.expansion if rows == 1 else 1  # steps that a load serves
         together = ROWS_IN_TURN if strip == 1 else 1  # rows of B that a turn of the loop takes
         turns = part_k // integer.k // per_load // together
         strips = PANEL_VECTORS // strip
-        lines = ROW_BYTES // LINE_BYTES * together // (EXPANSION[dtype] // per_load)
+        lines = ROW_BYTES // LINE_BYTES * together // (kind.expansion // per_load)
         a_starts = rows_at(builder, a, lda, rows)
         s_starts = rows_at(builder, scales, lds, rows)
         c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
@@ -91,7 +84,7 @@ def _make_code(dtype: str):
 
             def take_part(part, totals):
                 number = builder.add(first_part, part)
-                a_offset = times(builder, number, part_k * OPERAND_BYTES[dtype])
+                a_offset = times(builder, number, part_k * kind.operand_bytes)
                 s_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
                 a_rows = [builder.add(start, a_offset) for start in a_starts]
                 s_rows = [builder.add(start, s_offset) for start in s_starts]
@@ -109,7 +102,7 @@ def _make_code(dtype: str):
 
                 def take_row(b_row, a_first, done, sums):
                     b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 64) for v in range(strip)]
-                    taken = [unpacked(builder, vector, dtype) if per_load > 1 else [vector] for vector in b_k]
+                    taken = [unpacked(builder, vector, kind) if per_load > 1 else [vector] for vector in b_k]
                     for j in range(per_load):
                         k, new = at(builder, a_first, 4 * (done + j)), []
                         for r in range(rows):
@@ -121,7 +114,7 @@ def _make_code(dtype: str):
                         sums = new
                     return sums
 
-                start = [first for s in s_rows for first in [_first_sum(builder, dtype, integer, s)] * strip]
+                start = [first for s in s_rows for first in [_first_sum(builder, kind, integer, s)] * strip]
                 sums = [integer.finish(builder, total) for total in repeat(builder, turns, turn, start)]
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
@@ -160,8 +153,8 @@ def _strip_of(rows: int) -> tuple[int, bool]:
     return (both, True) if both else (strip_of(rows), False)
 
 
-def _first_sum(builder, dtype: str, integer, s_row):
-    if dtype == "int4":
+def _first_sum(builder, kind: Grouped, integer, s_row):
+    if kind is INT4:
         return ir.Constant(integer.sums, None)
     return broadcast(builder, load(builder, at(builder, s_row, 4), I32, 4))
 
@@ -196,14 +189,14 @@ def _load_widened(builder, address):
     return builder.bitcast(bits, FLOATS)
 
 
-def make_expand(dtype: str):
+def make_expand(kind: Grouped):
     """Return the intrinsic expand(source, groups, target): a panel's groups as several rows multiply them."""
-    together = ROWS_TOGETHER[dtype] if is_neon(dtype) else 1
+    together = ROWS_TOGETHER if kind is INT8 and kind.is_neon else 1
 
     def expand_vectors(builder, vectors):
-        if is_neon(dtype):
-            return expand_lanes(builder, vectors, dtype)
-        return unpacked(builder, *vectors, dtype)
+        if kind.is_neon:
+            return expand_lanes(builder, vectors, kind)
+        return unpacked(builder, *vectors, kind)
 
     @intrinsic
     def expand(typingctx, source, groups, target):
@@ -215,7 +208,7 @@ def make_expand(dtype: str):
 
             def expand_rows(i, _):
                 before = times(builder, i, together)
-                first = times(builder, before, EXPANSION[dtype])
+                first = times(builder, before, kind.expansion)
                 for v in range(PANEL_VECTORS):
                     vectors = [load(builder, place(source, before, j, v), INTS, 64) for j in range(together)]
                     for j, part in enumerate(expand_vectors(builder, vectors)):
@@ -223,7 +216,7 @@ def make_expand(dtype: str):
                 return []
 
             repeat(
-                builder, times(builder, groups, GROUP_BYTES[dtype] // ROW_BYTES // together), expand_rows, []
+                builder, times(builder, groups, kind.group_bytes // ROW_BYTES // together), expand_rows, []
             )
             return context.get_dummy_value()
 
@@ -233,7 +226,7 @@ def make_expand(dtype: str):
 
 
 # Module-level names, see tiles.py.
-tile_int8 = make_grouped_tile("int8")
-expand_int8 = make_expand("int8")
-tile_int4 = make_grouped_tile("int4")
-expand_int4 = make_expand("int4")
+tile_int8 = make_grouped_tile(INT8)
+expand_int8 = make_expand(INT8)
+tile_int4 = make_grouped_tile(INT4)
+expand_int4 = make_expand(INT4)

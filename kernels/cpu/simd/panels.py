@@ -38,6 +38,17 @@ def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
         prefetch(builder, builder.add(ahead, builder.mul(at(builder, first, i), spacing)), level=2)
 
 
+def ask_row_ahead(
+    builder, ahead, spacing, k, number, strip: int, vectors: int, lines: int, wide: int
+) -> None:
+    """Prefetch a strip's part of a row of `vectors` vectors of B, which is `lines` lines of a cache."""
+    strips = vectors // strip
+    if lines == wide:
+        ask_ahead(builder, ahead, spacing, at(builder, times(builder, k, wide), number, strip), strip)
+    else:
+        ask_part_ahead(builder, ahead, spacing, at(builder, times(builder, k, strips), number), lines, strips)
+
+
 def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> None:
     """Prefetch a strip's part of the lines of a row of B."""
     if lines >= strips:

@@ -2,6 +2,7 @@
 
 B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
 float32      it lies              1 float32            a product, fused
+float16      float32              1 float32            a product, fused
 bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
              float32, two steps   1 float32            a product, fused                              WIDENED
 int8         it lies              4 int8               four products, in int32                       FOURS
@@ -11,14 +12,16 @@ int4         uint8, two steps     4 int8               as FOURS, or two products
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
-from .panels import PANEL_VECTORS
-from .targets import BYTES, FOURS, PAIRS, SHORTS, TARGET
-from .vector_ir import FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
+from .panels import PANEL_VECTORS, SCALE_GROUP, WEIGHT_GROUP
+from .targets import BYTES, DOTS, FOURS, MATRICES, PAIRS, SHORTS, TARGET
+from .vector_ir import F32, FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
 
 EIGHTS = ir.VectorType(I8, 4 * LANES)
 SIXTEENS = ir.VectorType(I16, 2 * LANES)
@@ -46,8 +49,25 @@ class StepHalf(NamedTuple):
     multiply: Callable  # (builder, a, b, sum) -> sum
 
 
+class Step(NamedTuple):
+    lane_bytes: int  # of B, in a column
+    halves: tuple[StepHalf, ...]
+    element: ir.Type = F32  # of B, if a lane is a float: narrower ones are widened
+
+    def vector(self, lanes: int) -> ir.VectorType:
+        """Return the type of a vector of B as it is loaded."""
+        return ir.VectorType(ir.IntType(8 * self.lane_bytes), lanes)
+
+
 def _as_it_lies(builder, vector):
     return vector
+
+
+def to_floats(builder, vector, element=F32):
+    """Return a vector of B as float32."""
+    lanes = vector.type.count
+    floats = builder.bitcast(vector, ir.VectorType(element, lanes))
+    return floats if element is F32 else builder.fpext(floats, ir.VectorType(F32, lanes))
 
 
 def _low_widened(builder, pairs):
@@ -68,11 +88,16 @@ def _multiply_pairs(builder, a, b, total):
     return builder.call(dot, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
 
 
-FLOAT_PARTS = (StepHalf(0, _as_it_lies, _multiply_floats),)
 # High half first, as vdpbf16ps adds.
 WIDENED_PARTS = (StepHalf(4, _high_widened, _multiply_floats), StepHalf(0, _low_widened, _multiply_floats))
 PAIR_PARTS = (StepHalf(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
-PARTS = {types.float32: FLOAT_PARTS, types.uint16: PAIR_PARTS}  # by the dtype of the array that holds B
+HALF = ir.HalfType()
+# By the dtype of the array that holds B. Numba knows no float16 on a CPU: it lies as its bits, in int16.
+STEPS = {
+    types.float32: Step(4, (StepHalf(0, to_floats, _multiply_floats),)),
+    types.uint16: Step(4, PAIR_PARTS),
+    types.int16: Step(2, (StepHalf(0, partial(to_floats, element=HALF), _multiply_floats),), HALF),
+}
 
 
 class IntegerStep(NamedTuple):
@@ -149,19 +174,47 @@ def has_room(vectors: int) -> bool:
     return vectors * VECTOR_BYTES // TARGET.vector_bytes < TARGET.registers
 
 
-def unpacked(builder, vector, dtype: str):
-    vectors = [vector] if dtype == "int8" else _nibbles(builder, vector)
-    if step_name(dtype) == SHORTS:
+class Grouped(NamedTuple):
+    """A dtype of quantized weights, whose products are whole numbers over a group of K."""
+
+    product: str  # of targets.py
+    part_k: int  # values of K that a sum goes over before it is scaled
+    per_byte: int  # weights in a byte
+
+    @property
+    def is_neon(self) -> bool:
+        return self.product in (DOTS, MATRICES)
+
+    @property
+    def group_bytes(self) -> int:
+        """Return the bytes of a panel's SCALE_GROUP."""
+        return SCALE_GROUP * PANEL_VECTORS * LANES // self.per_byte
+
+    @property
+    def operand_bytes(self) -> int:
+        """Return the bytes of an activation."""
+        return 2 if self.product == SHORTS else 1
+
+    @property
+    def expansion(self) -> int:
+        """Return how many times larger a panel is as the steps multiply it."""
+        return self.per_byte * self.operand_bytes
+
+    @property
+    def expands(self) -> bool:
+        """Return whether a panel lies otherwise than several rows multiply it."""
+        return self.expansion > 1 or self.is_neon
+
+
+INT8 = Grouped(TARGET.int8, SCALE_GROUP, 1)
+INT4 = Grouped(TARGET.int4, WEIGHT_GROUP, 2)
+
+
+def unpacked(builder, vector, kind: Grouped):
+    vectors = [vector] if kind is INT8 else _nibbles(builder, vector)
+    if kind.product == SHORTS:
         vectors = [short for four in vectors for short in shorts_of(builder, four)]
     return vectors
-
-
-def expansion(dtype: str) -> int:
-    return (2 if dtype == "int4" else 1) * (2 if step_name(dtype) == SHORTS else 1)
-
-
-def step_name(dtype: str) -> str:
-    return {"int8": TARGET.int8, "int4": TARGET.int4}[dtype]
 
 
 def _nibbles(builder, vector):
@@ -182,3 +235,21 @@ def shorts_of(builder, vector):
         mask = ir.Constant(ir.VectorType(I32, 4 * LANES), places)
         shorts.append(builder.bitcast(builder.shuffle_vector(fours, zeros, mask), INTS))
     return shorts
+
+
+@intrinsic
+def to_float16(typingctx, x):
+    """Return the bits of the nearest float16, ties to even; NaN stays NaN, and beyond 65504 there is infinity."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
+
+    return types.int16(types.float32), codegen
+
+
+@intrinsic
+def from_float16(typingctx, bits):
+    def codegen(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], HALF), F32)
+
+    return types.float32(types.int16), codegen

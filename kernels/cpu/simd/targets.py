@@ -130,6 +130,23 @@ class Target:
         """The product for an int8 KV cache. ARM's own are not among them."""
         return FOURS if self.int8 == FOURS else SHORTS
 
+    @property
+    def steps(self) -> dict[str, str]:
+        """Return the product of each dtype's tiles."""
+        weights = {
+            "float32": SINGLES,
+            "float16": SINGLES,
+            "bfloat16": self.bfloat16,
+            "int8": self.int8,
+            "int4": self.int4,
+        }
+        return {**weights, "int8 KV cache": self.int8_cache}
+
+    @property
+    def widens_float16(self) -> bool:
+        """Whether an instruction converts float16: F16C's, which AVX-512 has, or NEON's."""
+        return self.is_neon or self.vector_bytes == 64 or (self.vector_bytes == 32 and has_feature("f16c"))
+
 
 # The first that fits is used. On Intel vdpbf16ps takes as long as two multiply-adds. ARM's bfdot and bfmmla round
 # differently.

@@ -13,9 +13,9 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .arm_tiles import LANE_STEPS, make_lane_code
-from .panels import PANEL_VECTORS, ask_ahead, store_each
-from .products import INTEGER_STEPS, PARTS, shorts_of, strip_of
+from .arm_tiles import lane_step, make_lane_code
+from .panels import PANEL_VECTORS, ask_ahead, ask_row_ahead, store_each
+from .products import INTEGER_STEPS, STEPS, Step, shorts_of, strip_of
 from .targets import FOURS, TARGET
 from .vector_ir import (
     F32,
@@ -38,6 +38,8 @@ OUT_TILE = PANEL_VECTORS * LANES
 # 6 x 64: 24 accumulators, 4 vectors of B and one of A fill 29 of AVX-512's 32 registers; 6 x 16 fill 15 of AVX2's 16.
 ROW_TILE = 6
 IN_STRIPS = strip_of(ROW_TILE) < PANEL_VECTORS
+# Rows of x of an item, which share a panel in the L2 cache. In strips each block expands the panel's chunks anew.
+ROW_BLOCK = (16 if IN_STRIPS else 8) * ROW_TILE
 STEP_BYTES = 4  # of a column of B in a step
 LINE_BYTES = 64
 # Bytes ahead at which B is prefetched: hardware stops at pages of 4 KB, and int4 comes at 26 instead of 47 GB/s.
@@ -85,25 +87,30 @@ def make_code(dtype, vectors: int, adds: bool, wide: int):
     if dtype == types.uint8:
         return make_integer_code(vectors, adds, wide)
     if TARGET.is_neon:
-        return make_lane_code(vectors, adds, wide, LANE_STEPS[dtype])
-    return _make_code(vectors, adds, wide, PARTS[dtype])
+        return make_lane_code(vectors, adds, wide, lane_step(dtype))
+    return _make_code(vectors, adds, wide, STEPS[dtype])
 
 
-def _make_code(vectors: int, adds: bool, wide: int, parts):
+def _make_code(vectors: int, adds: bool, wide: int, step_of_b: Step):
+    vector_bytes = LANES * step_of_b.lane_bytes
+    lines = wide * vector_bytes // LINE_BYTES
+    kind = step_of_b.vector(LANES)
+    halves = step_of_b.halves
+
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         strip = strip_of(rows, vectors)
         a_rows = rows_at(builder, a, lda, rows)
 
         def take_strip(number, _):
-            b_strip, c_strip = (at(builder, start, number, strip * VECTOR_BYTES) for start in (b, c))
+            b_strip = at(builder, b, number, strip * vector_bytes)
+            c_strip = at(builder, c, number, strip * VECTOR_BYTES)
 
             def step(k, sums):
-                first = at(builder, times(builder, k, wide), number, strip)
-                ask_ahead(builder, ahead, spacing, first, strip)
+                ask_row_ahead(builder, ahead, spacing, k, number, strip, vectors, lines, wide)
                 b_row = builder.add(b_strip, builder.mul(k, ldb))
-                a_step = times(builder, k, 4 * len(parts))
-                b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
-                for part in parts:
+                a_step = times(builder, k, 4 * len(halves))
+                b_k = [load(builder, at(builder, b_row, v, vector_bytes), kind, 32) for v in range(strip)]
+                for part in halves:
                     taken = [part.take(builder, vector) for vector in b_k]
                     new = []
                     for r in range(rows):

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 from numba import cuda, float32, int32, int64, uint32
 
-from ..jit import ALL_LANES, WARP, bits_to_float32, device_function, float32_to_bits, load_cached, unrolled
+from ..jit import (
+    ALL_LANES,
+    WARP,
+    bits_to_float32,
+    device_function,
+    float32_to_bits,
+    four,
+    load_cached,
+    unrolled,
+)
 from ..params import Numbers
 
 KEY_BLOCK = 64  # positions
@@ -69,7 +78,7 @@ def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
     @device_function
     def operand(words, first):
         if IS_PAIRED:
-            return words[first], words[first + 1], words[first + 2], words[first + 3]
+            return four(words, first)
         return words[first], uint32(0), words[first + 2], uint32(0)
 
     @device_function
@@ -134,8 +143,8 @@ def _mma_products(size: int, rows: int, numbers: Numbers) -> Products:
             weights = operand(packed, 4 * step)
             w = (block * STEPS + step) * 8
             if HOLDS_VALUES:
-                low = (held[w], held[w + 1], held[w + 2], held[w + 3])
-                high = (held[w + 4], held[w + 5], held[w + 6], held[w + 7])
+                low = four(held, w)
+                high = four(held, w + 4)
             else:
                 low, high = load_pairs(v_cache, start, block, step, lane)
             kept_low = _kept(int32(left - 16 * step))

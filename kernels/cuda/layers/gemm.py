@@ -22,6 +22,7 @@ from ..jit import (
     copy_async,
     device_function,
     kernel,
+    lane_and_warp,
     let_next_kernel_begin,
     load_shared,
     shared_address,
@@ -230,6 +231,15 @@ def _mma_functions(dtype: str, tile: Tile):
     row_size = tile.features + SUM_PAD
 
     @device_function
+    def multiply_panels(sums, t, operand, words, first):
+        for p in range(panels):
+            i = (t * panels + p) * 4
+            w = p * 4 + first
+            c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
+            c = mma(operand, (words[w], words[w + 1]), c)
+            sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
+
+    @device_function
     def multiply_half(sums, words, inputs_at):
         # A zero that ptxas does not know keeps words in place: else it copies them three times for every mma.
         zero = uint32(cuda.blockIdx.z)
@@ -238,20 +248,11 @@ def _mma_functions(dtype: str, tile: Tile):
             b = load_shared(inputs_at + uint32(t * (ROW_TILE * ROW_BYTES) + 8 * ROW_BYTES))
             low = uint32(a[0] | zero), uint32(b[0] | zero), uint32(a[1] | zero), uint32(b[1] | zero)
             high = uint32(a[2] | zero), uint32(b[2] | zero), uint32(a[3] | zero), uint32(b[3] | zero)
-            for p in range(panels):
-                i = (t * panels + p) * 4
-                c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                c = mma(low, (words[p * 4], words[p * 4 + 1]), c)
-                sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
-            for p in range(panels):
-                i = (t * panels + p) * 4
-                c = (sums[i], sums[i + 1], sums[i + 2], sums[i + 3])
-                c = mma(high, (words[p * 4 + 2], words[p * 4 + 3]), c)
-                sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = c
+            multiply_panels(sums, t, low, words, 0)
+            multiply_panels(sums, t, high, words, 2)
 
     def multiply(sums, stage):
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
-        warp = int32(cuda.threadIdx.x) // int32(WARP)
+        (lane, warp) = lane_and_warp()
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         panel = warp % int32(feature_warps) * int32(panels)
@@ -270,8 +271,7 @@ def _mma_functions(dtype: str, tile: Tile):
             totals[i] += sums[i]
 
     def write_sums(shared, totals):
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
-        warp = int32(cuda.threadIdx.x) // int32(WARP)
+        (lane, warp) = lane_and_warp()
         g, q = lane // int32(4), lane % int32(4)
         token = warp // int32(feature_warps) * int32(token_tiles * ROW_TILE) + g
         start = (
@@ -355,8 +355,7 @@ def _fma_functions(dtype: str, tile: Tile):
     @device_function
     def place():
         """Return the first token and the first feature of a lane, and q."""
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
-        warp = int32(cuda.threadIdx.x) // int32(WARP)
+        (lane, warp) = lane_and_warp()
         token = warp // int32(feature_warps) * int32(2 * rows) + lane // int32(16)
         return (
             token,
@@ -404,8 +403,7 @@ def _store_function(dtype: str, tile: Tile, epilogue: str):
     row_size = tile.features + SUM_PAD
 
     def store(target, sums, weights, layer, width, first, count, first_feature):
-        lane = int32(cuda.threadIdx.x) % int32(WARP)
-        warp = int32(cuda.threadIdx.x) // int32(WARP)
+        (lane, warp) = lane_and_warp()
         values = cuda.local.array(ROWS_AT_ONCE, float32)
         before = cuda.local.array(ROWS_AT_ONCE, float32)
         places = cuda.local.array(ROWS_AT_ONCE, int64)

@@ -16,6 +16,7 @@ from ..jit import (
     WARP,
     bits_to_float32,
     device_function,
+    four,
     kernel,
     let_next_kernel_begin,
     load_cached,
@@ -175,6 +176,14 @@ def segment_start(segment, num_steps):
     return int32(uint32(segment * num_steps) // uint32(SEGMENTS))
 
 
+@device_function
+def _segment_of_warp(weights):
+    """Return the lane, the warp's segment, the segment's first step, and the step after its last."""
+    lane, segment = _lane_and_warp()
+    start = segment_start(segment, weights.num_steps)
+    return lane, segment, start, segment_start(segment + int32(1), weights.num_steps)
+
+
 @functools.cache
 def _store_functions(dtype: str, octets: int, epilogue: str):
     """Return (locate_own, find_own, store).
@@ -239,9 +248,7 @@ def load_words_function(dtype: str, ahead: int):
     first_lane_weight = _first_lane_weight_function(row)
 
     def load_words(held, weights, layer, panel):
-        lane, segment = _lane_and_warp()
-        step = segment_start(segment, weights.num_steps)
-        stop = segment_start(segment + int32(1), weights.num_steps)
+        (lane, _, step, stop) = _segment_of_warp(weights)
         at = first_lane_weight(weights, layer, panel, step, lane)
         for i in range(ahead):
             if int32(step + i) < stop:
@@ -316,8 +323,7 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
             first = expand(words[ahead * 4 + half * 2])
             second = expand(words[ahead * 4 + half * 2 + 1])
             return first[0], first[1], second[0], second[1]
-        start = (ahead * 2 + half) * 4
-        return words[start], words[start + 1], words[start + 2], words[start + 3]
+        return four(words, (ahead * 2 + half) * 4)
 
     @device_function
     def multiply(sums, held, i, w):
@@ -329,18 +335,16 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
                 b = a + 4
                 low = (held[a], held[b], held[a + 1], held[b + 1])
                 high = (held[a + 2], held[b + 2], held[a + 3], held[b + 3])
-            c = mma(low, (w[0], w[1]), (sums[s], sums[s + 1], sums[s + 2], sums[s + 3]))
+            c = mma(low, (w[0], w[1]), four(sums, s))
             c = mma(high, (w[2], w[3]), c)
             for j in range(4):
                 sums[s + j] = c[j]
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
-        lane, segment = _lane_and_warp()
+        (lane, segment, step, stop) = _segment_of_warp(weights)
         g = int32(uint32(lane) // uint32(4))
         q = int32(uint32(lane) % uint32(4))
         num_steps = weights.num_steps
-        step = segment_start(segment, num_steps)
-        stop = segment_start(segment + int32(1), num_steps)
         further = first_lane_weight(weights, layer, panel, step, lane) + int64(ahead * STEP_SIZE)
         held = cuda.local.array(held_words, uint32)
         sums = cuda.local.array(sums_size, float32)
@@ -405,12 +409,10 @@ def _fma_product(dtype: Dtype):
                         sums[t] = cuda.fma(weight, bits_to_float32(x[i]), sums[t])
 
     def product(partials, words, inputs, first, count, weights, layer, panel):
-        lane, segment = _lane_and_warp()
+        (lane, segment, step, stop) = _segment_of_warp(weights)
         g = int32(uint32(lane) // uint32(4))
         q = int32(uint32(lane) % uint32(4))
         num_steps = weights.num_steps
-        step = segment_start(segment, num_steps)
-        stop = segment_start(segment + int32(1), num_steps)
         at = first_lane_weight(weights, layer, panel, step, lane)
         sums = cuda.local.array(ROWS, float32)
         for t in range(ROWS):

@@ -15,13 +15,14 @@ from support.kernel_tools import (
     unwritten,
 )
 from tinygpt.kernels.cpu import jit as jit_module
+from tinygpt.kernels.cpu.arrays import NO_FACTORS
+from tinygpt.kernels.cpu.dtypes import LEAST_AMX
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.activations import NONE
-from tinygpt.kernels.cpu.layers.formats import Linear
-from tinygpt.kernels.cpu.layers.linear import LEAST_AMX, REPLACE, linear, whole
-from tinygpt.kernels.cpu.params import NO_FACTORS
+from tinygpt.kernels.cpu.layers.linear import REPLACE, Linear, linear, whole
 from tinygpt.kernels.cpu.simd import amx_tiles, targets
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, tile_int8
+from tinygpt.kernels.cpu.simd.grouped_tiles import tile_int8
+from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP
 from tinygpt.kernels.cpu.simd.targets import TARGETS
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import address

@@ -17,9 +17,9 @@ from support.kernel_tools import (
 )
 from tinygpt.kernels import numbers
 from tinygpt.kernels.backend import query_tiles
+from tinygpt.kernels.cpu.arrays import Alibi
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
-from tinygpt.kernels.cpu.layers.formats import Alibi
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
 

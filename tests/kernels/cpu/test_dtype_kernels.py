@@ -18,24 +18,18 @@ from support.kernel_tools import (
     unpacked,
     unwritten,
 )
+from tinygpt.kernels import numbers
+from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
-from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, SHARES, panel_count
-from tinygpt.kernels.cpu.simd import tiles
-from tinygpt.kernels.cpu.simd.grouped_tiles import (
-    EXPANDS,
-    EXPANSION,
-    OPERAND_BYTES,
-    SCALE_GROUP,
-    WEIGHT_GROUP,
-    expand_int4,
-    expand_int8,
-    tile_int4,
-    tile_int8,
-)
+from tinygpt.kernels.cpu.packing import SHARES
+from tinygpt.kernels.cpu.simd import products, tiles
+from tinygpt.kernels.cpu.simd.grouped_tiles import expand_int4, expand_int8, tile_int4, tile_int8
+from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import LANES
+from tinygpt.weights.config import PRECISIONS
 
 F32 = np.float32
 ZERO_BELOW = 2.0**-120  # written out: a change of the kernels' own number must be seen
@@ -71,12 +65,20 @@ def test_every_bfloat16_is_kept_as_it_is():
     every = np.arange(1 << 16, dtype=np.uint16)
     x = from_bits(every)
     bits, back = rounded(x)
-    numbers = ~np.isnan(x)
-    np.testing.assert_array_equal(bits[numbers], every[numbers])
-    same_bits(back[numbers], x[numbers])
-    assert np.isnan(back[~numbers]).all()
-    nans = np.array([0x7FC00000, 0x7F800001, 0xFFFFFFFF], np.uint32).view(F32)
-    assert rounded(nans)[0].tolist() == [0x7FC0] * 3
+    is_number = ~np.isnan(x)
+    np.testing.assert_array_equal(bits[is_number], every[is_number])
+    same_bits(back[is_number], x[is_number])
+    assert np.isnan(back[~is_number]).all()
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_kernels_and_numpy_round_to_the_same_bfloat16(low):
+    """NaN stays NaN: of 0x7F800001 as of 0x7FFFFFFF and 0xFFFFFFFF."""
+    x = (np.arange(1 << 16, dtype=np.uint32) << 16 | low).view(F32)
+    bits = numbers.to_bfloat16(x)
+    np.testing.assert_array_equal(bits, rounded(x)[0])
+    assert set(bits[np.isnan(x)].tolist()) == {0x7FC0}
+    assert not np.isnan(numbers.from_bfloat16(bits)[~np.isnan(x)]).any()
 
 
 @pytest.mark.parametrize(("low", "goes_up"), [(1, False), (0x7FFF, False), (0x8000, None), (0x8001, True)])
@@ -87,6 +89,26 @@ def test_between_two_bfloat16_the_nearest_is_taken(low, goes_up):
     bits, _ = rounded((below << 16 | low).view(F32))
     up = below & 1 == 1 if goes_up is None else goes_up
     np.testing.assert_array_equal(bits, (below + up).astype(np.uint16))
+
+
+def float16_of_all(kind: str) -> np.ndarray:
+    """Every float16; numbers half-way between two; or float32s of all sizes, beyond float16's too."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(F32)
+    if kind == "every":
+        return every
+    finite = np.sort(every[np.isfinite(every)])
+    if kind == "half-way":
+        return (finite[1:] + finite[:-1]) / 2
+    return (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8001).view(F32)
+
+
+@pytest.mark.parametrize("kind", ["every", "half-way", "any"])
+def test_weights_are_rounded_to_the_nearest_float16(kind):
+    weight = float16_of_all(kind)
+    weight = np.resize(weight, (len(weight) // 256, 256))
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = weight.astype(np.float16).astype(float)
+    np.testing.assert_array_equal(unpacked(packed(weight, "float16"), "float16")[: len(weight)], expected)
 
 
 def test_what_is_not_finite_stays_so_in_bfloat16_weights():
@@ -230,7 +252,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
     return rounded(np.ascontiguousarray(x, F32).reshape(-1))[0].reshape(x.shape)
 
 
-EXPANDS_INT8 = EXPANDS["int8"]
+EXPANDS_INT8 = products.INT8.expands
 
 
 @jit
@@ -249,7 +271,7 @@ def int4_tile(rows, a, lda, scales, lds, b, b_scales, groups, c, expanded):
     tile_int4(rows, a, lda, scales, lds, b, b_scales, groups, c, b, LINE_BYTES)
 
 
-GROUPED = {"int8": int8_tile, "int4": int4_tile}
+GROUPED = {"int8": (int8_tile, products.INT8), "int4": (int4_tile, products.INT4)}
 
 
 class Grouped:
@@ -290,12 +312,11 @@ class Grouped:
         b_scales = aligned(self.b_scales)
         c = unwritten(self.rows + 1, OUT_TILE)
         c[: self.rows] = self.before
-        a = self.a.astype(f"i{OPERAND_BYTES[self.dtype]}")
-        expanded = aligned(np.repeat(b, EXPANSION[self.dtype]))
+        tile, kind = GROUPED[self.dtype]
+        a = self.a.astype(f"i{kind.operand_bytes}")
+        expanded = aligned(np.repeat(b, kind.expansion))
         where = (b.ctypes.data, b_scales.ctypes.data, self.groups, c.ctypes.data, expanded.ctypes.data)
-        GROUPED[self.dtype](
-            self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where
-        )
+        tile(self.rows, a.ctypes.data, a.strides[0], scales.ctypes.data, scales.strides[0], *where)
         assert np.isnan(c[self.rows]).all()
         return c[: self.rows].copy()
 
@@ -380,7 +401,19 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
 def test_arrays_have_the_sizes_that_the_tiles_read(dtype, k):
     """Nothing is missing for K that is no multiple of a group, nor for columns that fill no panel."""
     values = unpacked(packed(np.ones((OUT_TILE + 1, k), F32), dtype), dtype)
-    unit = K_UNIT[dtype]
+    unit = DTYPES[dtype].k_unit
     assert values.shape == (panel_count(OUT_TILE + 1) * OUT_TILE, -(-k // unit) * unit)
     assert (np.abs(values[: OUT_TILE + 1, :k] - 1) < 0.01).all()
     assert not values[OUT_TILE + 1 :].any()
+
+
+@pytest.mark.parametrize("dtype", PRECISIONS)
+def test_reports_say_what_kernels_compute_in(dtype):
+    row = DTYPES[dtype]
+    precision = PRECISIONS[dtype]
+    assert (precision.head, precision.kv_cache) == (row.head, row.kv_cache)
+    record = new_weight(dtype, 1, 10 * OUT_TILE, 64 * SCALE_GROUP)
+    of_columns = 0 if dtype != "int8" else record.scales.nbytes
+    assert sum(array.nbytes for array in record) - of_columns == precision.bytes * 640 * 4096
+    x = np.ones((2, 3), np.float32)
+    assert (row.operand_of(x).values is x) == (precision.activations == "float32")

@@ -21,12 +21,11 @@ from support.paths import EOS, ROOT
 from tinygpt import LLM
 from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
+from tinygpt.kernels.cpu.arrays import NO_FACTORS
 from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv
-from tinygpt.kernels.cpu.layers.formats import Linear
-from tinygpt.kernels.cpu.layers.linear import REPLACE, linear, quarters
+from tinygpt.kernels.cpu.layers.linear import REPLACE, Linear, linear, quarters
 from tinygpt.kernels.cpu.model import take_steps
-from tinygpt.kernels.cpu.params import NO_FACTORS
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.weights.config import ModelConfig
 from tinygpt.weights.open import open_checkpoint
@@ -44,7 +43,7 @@ class Target:
 
 INT8_CACHE = "int8 cache"  # beside int8 weights
 TARGETS = {
-    "AVX2": Target("x86-64-v3", "+avx2,+fma", ("float32", "bfloat16", "int8", "int4", INT8_CACHE), "zmm"),
+    "AVX2": Target("x86-64-v3", "+avx2,+fma,+f16c", (*cpu.DTYPES, INT8_CACHE), "zmm"),
     "AVX2 VNNI": Target("x86-64-v3", "+avx2,+fma,+avxvnni", ("int8", "int4", INT8_CACHE), "zmm"),
     "SSE2": Target("x86-64", "+sse2", ("int8", INT8_CACHE), "ymm"),  # no fused multiply-add either: libm's
 }

@@ -24,14 +24,14 @@ from support.kernel_tools import (
     unwritten,
     values_of,
 )
+from tinygpt.kernels.cpu.arrays import NO_FACTORS
+from tinygpt.kernels.cpu.dtypes import DTYPES, panel_count
 from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers import activations
-from tinygpt.kernels.cpu.layers.formats import Linear
-from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, linear, linear_to_operand, quarters, whole
+from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, Linear, linear, linear_to_operand, quarters, whole
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
-from tinygpt.kernels.cpu.packing.weights import DTYPES, K_UNIT, pack_float32, panel_count
-from tinygpt.kernels.cpu.params import NO_FACTORS
-from tinygpt.kernels.cpu.simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
+from tinygpt.kernels.cpu.packing import pack_float32
+from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.workspace import new_operand
 
@@ -57,6 +57,8 @@ def test_pack(shape, dtype):
     assert not values[n:].any()
     if dtype == "float32":
         np.testing.assert_array_equal(values[:n, :k], weight)
+    elif dtype == "float16":
+        np.testing.assert_array_equal(values[:n, :k], weight.astype(np.float16))
     elif dtype == "bfloat16":
         np.testing.assert_array_equal(values[:n, :k], from_bits(bfloat16_bits(weight)))
 
@@ -91,7 +93,7 @@ def test_operand(shape, dtype):
     x, (m, k) = random_values(*shape), shape
     values = values_of(operand_of(x, dtype), dtype)
     assert not values[:, k:].any()
-    if dtype in ("float32", "bfloat16"):
+    if dtype in ("float32", "float16", "bfloat16"):
         check("bfloat16" if dtype == "bfloat16" else "exp", values[:, :k], x, np.abs(x))
         return
     padded = np.pad(np.abs(x), ((0, 0), (0, values.shape[1] - k))).reshape(m, -1, SCALE_GROUP)
@@ -125,7 +127,7 @@ def run_convert(team, operand, x, factors, layer):
     quantize_activations(team, operand, x, factors, layer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])  # an operand of float32 is the array itself
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])  # an operand of float32 is the array itself
 @pytest.mark.parametrize("shape", [(11, 70), (11, 3)])
 def test_convert_puts_every_row(shape, dtype):
     x = random_values(*shape)
@@ -192,7 +194,7 @@ def test_linear(m, k, dtype):
 
 def check_linear(m: int, k: int, n: int, has_bias: bool, dtype: str) -> None:
     layer = random_layer(m, k, n, has_bias)
-    unit = K_UNIT[dtype]
+    unit = DTYPES[dtype].k_unit
     x = values_of(operand_of(layer.x, dtype), dtype)
     weight = unpacked(packed(layer.weight, dtype), dtype)[:n]
     bias = layer.bias if has_bias else np.zeros(n)
@@ -260,7 +262,7 @@ def test_linear_to_operand_multiplies_by_the_factors_of_its_layer(n, dtype):
 @EVERY_DTYPE
 @pytest.mark.parametrize("units", [4, 5, 7])
 def test_four_segments_are_added_in_pairs(units, dtype):
-    unit = K_UNIT[dtype]
+    unit = DTYPES[dtype].k_unit
     layer = random_layer(9, units * unit, OUT_TILE + 5)
     bounds = quarters(units, unit)
     sums = []
@@ -279,6 +281,14 @@ def segment_of(part: Layer, weight: np.ndarray, dtype: str) -> np.ndarray:
     marked = np.pad(part.weight, ((0, 0), (0, SCALE_GROUP)))
     marked[:, -1] = largest
     return run_linear(part._replace(x=np.pad(part.x, ((0, 0), (0, SCALE_GROUP))), weight=marked), dtype)
+
+
+@pytest.mark.parametrize(("m", "k"), [*SHAPES, (97, 5 * SCALE_GROUP + 3)])
+def test_float16_is_float32_of_the_rounded_weights(m, k):
+    """To the bit: half the bytes are read, and the chain is the same."""
+    layer = random_layer(m, k, OUT_TILE + 35)
+    rounded = layer._replace(weight=layer.weight.astype(np.float16).astype(np.float32))
+    same_bits(run_linear(layer, "float16"), run_linear(rounded))
 
 
 @EVERY_DTYPE

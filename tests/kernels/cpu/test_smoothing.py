@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import packed, random_values, unpacked
-from tinygpt.kernels.cpu.packing.smoothing import (
-    BITS,
-    Smoothing,
-    bias_correction,
-    rounded,
-    smoothing_factors,
-    unpack,
-)
+from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
+from tinygpt.kernels.cpu.load import BITS, Smoothing, bias_correction, rounded, smoothing_factors
 from tinygpt.kernels.reference.layers import ACTIVATIONS
 from tinygpt.weights.checkpoint import open_random
 from tinygpt.weights.config import ModelConfig
@@ -103,7 +97,7 @@ def test_nothing_is_smoothed_that_is_not_quantized(dtype):
     assert (Smoothing(checkpoint, dtype).factors("mlp_proj", 0, weight) == 1).all()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), [(5, 35), (130, 97)])
 def test_unpack_is_what_the_arrays_stand_for(dtype, n, k):
     record = packed(random_values(n, k), dtype)

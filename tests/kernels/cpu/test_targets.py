@@ -3,6 +3,7 @@
 import pytest
 from llvmlite import binding
 
+from tinygpt.kernels.cpu.simd import targets
 from tinygpt.kernels.cpu.simd.targets import (
     BYTES,
     DOTS,
@@ -60,6 +61,13 @@ def test_vectors_are_as_wide_as_the_features_allow():
         for name, has in (("512", VNNI), ("2", AVX2), ("", set()))
     }
     assert sizes == {"512": 64, "2": 32, "": 16}
+
+
+def test_float16_needs_an_instruction_that_widens_it(monkeypatch):
+    monkeypatch.setattr(targets, "has_feature", lambda name: False)
+    assert {t.name for t in TARGETS if not t.widens_float16} == {"AVX2", "AVX2 VNNI", TARGETS[-1].name}
+    monkeypatch.setattr(targets, "has_feature", "f16c".__eq__)
+    assert {t.name for t in TARGETS if not t.widens_float16} == {TARGETS[-1].name}
 
 
 def test_the_last_target_fits_any_cpu():

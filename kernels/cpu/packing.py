@@ -1,30 +1,38 @@
-"""Packing weights into panels: the kernel of each dtype, the arrays that it fills, and the threads that share it."""
-
-import itertools
-from collections.abc import Callable
-from concurrent.futures import Executor
+"""Packing weights into panels, rounded or quantized, and back: the kernels of each dtype."""
 
 import numpy as np
 
-from ..jit import jit
-from ..layers.formats import BFloat16Weight, Float32Weight, Int4Weight, Int8Weight
-from ..layers.operands import from_bfloat16, to_bfloat16
-from ..simd.grouped_tiles import SCALE_GROUP, WEIGHT_GROUP
-from ..simd.panels import zeros
-from ..simd.tiles import OUT_TILE
-from ..simd.vector_ir import ROUNDING
+from .. import numbers
+from .jit import jit
+from .layers.operands import from_bfloat16, to_bfloat16
+from .simd.panels import WEIGHT_GROUP
+from .simd.products import to_float16
+from .simd.tiles import OUT_TILE
+from .simd.vector_ir import ROUNDING
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16
-PACK_SHARES = 16  # of a matrix
 # Shares of a group's range that int4 tries: smaller steps, with clipping.
 SHARES = np.array([1.0, 0.96, 0.92, 0.88, 0.84, 0.8], np.float32)
+
+
+# A panel's weights times the factors of K: (weight, is_transposed, factors, *a layer's arrays, first, last panel).
 
 
 @jit
 def pack_float32(weight, is_transposed, factors, panels, first, last):
     for p in range(first, last):
         _read_panel(weight, is_transposed, factors, p, panels[p])
+
+
+@jit
+def pack_float16(weight, is_transposed, factors, panels, first, last):
+    block = np.empty((panels.shape[1], OUT_TILE), np.float32)
+    for p in range(first, last):
+        _read_panel(weight, is_transposed, factors, p, block)
+        for k in range(block.shape[0]):
+            for j in range(OUT_TILE):
+                panels[p, k, j] = to_float16(block[k, j])
 
 
 @jit
@@ -133,73 +141,35 @@ def _read_panel(weight, is_transposed, factors, p, block):
             block[k, j] = 0
 
 
-def panel_count(columns: int) -> int:
-    return -(-columns // OUT_TILE)
+# Unpacking a layer's arrays to float32 (P, K, OUT_TILE).
 
 
-FORMATS = {
-    "float32": (Float32Weight, pack_float32),
-    "bfloat16": (BFloat16Weight, pack_bfloat16),
-    "int8": (Int8Weight, pack_int8),
-    "int4": (Int4Weight, pack_int4),
-}
-DTYPES = tuple(FORMATS)
-K_UNIT = {"float32": 1, "bfloat16": 2, "int8": SCALE_GROUP, "int4": SCALE_GROUP}  # the unit of segments of K
+def unpack_float32(panels: np.ndarray) -> np.ndarray:
+    return panels
 
 
-def head_dtype_of(dtype: str) -> str:
-    """Return the dtype of wte and the head, which need more than four bits."""
-    return "int8" if dtype == "int4" else dtype
+def unpack_float16(panels: np.ndarray) -> np.ndarray:
+    return panels.view(np.float16).astype(np.float32)
 
 
-def pack_layers(
-    checkpoint,
-    names,
-    dtype: str,
-    packers: Executor,
-    factors_of: Callable | None = None,
-    keep: Callable | None = None,
-) -> tuple[tuple, np.ndarray]:
-    """Pack weights (N, K). Return their record and factors (L, K). keep(weight) cuts a layer."""
-    n, k = checkpoint.tensor(names[0]).shape
-    record, pack = FORMATS[dtype]
-    arrays = new_weight(dtype, 1 if keep else len(names), n, k)
-    kept = None
-    all_factors = np.ones((len(names), k), np.float32)
-    bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
-    for layer, name in enumerate(names):
-        weight = checkpoint.tensor(name)  # (N, K)
-        if factors_of is not None:
-            all_factors[layer] = factors_of(layer, weight)
-        is_transposed = not weight.flags.c_contiguous
-        source = np.ascontiguousarray(weight.T if is_transposed else weight)
-        places = [array[0 if keep else layer] for array in arrays]
-        given = source, is_transposed, all_factors[layer], *places
-        for share in [packers.submit(pack, *given, *pair) for pair in itertools.pairwise(bounds)]:
-            share.result()
-        checkpoint.release(name)
-        if keep:
-            piece = keep(record(*arrays))
-            kept = kept or [zeros((len(names), *array.shape[1:]), array.dtype) for array in piece]
-            for target, array in zip(kept, piece, strict=True):
-                target[layer] = array[0]
-    return record(*(kept or arrays)), all_factors
+def unpack_bfloat16(panels: np.ndarray) -> np.ndarray:
+    return _in_order(numbers.from_bfloat16(panels))
 
 
-def new_weight(dtype: str, layers: int, n: int, k: int) -> tuple[np.ndarray, ...]:
-    return tuple(zeros(shape, array_dtype) for shape, array_dtype in weight_layout(dtype, layers, n, k))
+def unpack_int8(panels: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    values = _in_order(panels.astype(np.float32) - 128)
+    values *= scales.reshape(-1, 1, OUT_TILE)
+    return values
 
 
-def weight_layout(dtype: str, layers: int, n: int, k: int) -> tuple[tuple[tuple[int, ...], np.dtype], ...]:
-    """Return shape and dtype of each array of a record, for weights (N, K)."""
-    p, groups = panel_count(n), -(-k // SCALE_GROUP)
-    if dtype == "float32":
-        return (((layers, p, k, OUT_TILE), np.dtype(np.float32)),)
-    if dtype == "bfloat16":
-        return (((layers, p, -(-k // 2), OUT_TILE, 2), np.dtype(np.uint16)),)
-    if dtype == "int8":
-        panels = (layers, p, groups * SCALE_GROUP // 4, OUT_TILE, 4)
-        return (panels, np.dtype(np.uint8)), ((layers, p * OUT_TILE), np.dtype(np.float32))
-    panels = (layers, p, groups * SCALE_GROUP // 8, OUT_TILE, 4)
-    scales = (layers, p, groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE)
-    return (panels, np.dtype(np.uint8)), (scales, np.dtype(np.uint16))
+def unpack_int4(panels: np.ndarray, group_scales: np.ndarray) -> np.ndarray:
+    both = np.stack([panels & 15, panels >> 4], axis=2)  # (P, K / 8, 2, OUT_TILE, 4): two steps
+    levels = _in_order(both.reshape(len(panels), -1, OUT_TILE, 4).astype(np.float32))
+    groups = numbers.from_bfloat16(group_scales)  # (P, K / WEIGHT_GROUP, 2, OUT_TILE)
+    scale, offset = (np.repeat(groups[:, :, i], WEIGHT_GROUP, axis=1) for i in (0, 1))  # (P, K, OUT_TILE)
+    return levels * scale + offset
+
+
+def _in_order(panels: np.ndarray) -> np.ndarray:
+    """Return (P, K / U, OUT_TILE, U) as (P, K, OUT_TILE)."""
+    return panels.transpose(0, 1, 3, 2).reshape(len(panels), -1, OUT_TILE)

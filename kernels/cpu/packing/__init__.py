@@ -1,1 +1,0 @@
-"""From a checkpoint's matrices to panels in each dtype, once, at load."""
