@@ -325,6 +325,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.folder, self.violations = "", []
+        self.known = (base_model(), *self.CODE, "/proc", "/sys", "/dev/fd")
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple) -> None:
@@ -336,7 +337,7 @@ class Watch:
         if event == "open" and not isinstance(arguments[0], int):
             path, _, flags = arguments
             real = os.path.realpath(os.fsdecode(path))
-            is_known = real.startswith((self.folder, base_model(), *self.CODE, "/proc", "/sys", "/dev/fd"))
+            is_known = real.startswith((self.folder, *self.known))
             if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT) or not is_known:
                 self.violations.append(f"open {real}")
 
