@@ -4,19 +4,12 @@ import functools
 import json
 import math
 import operator
-import re
-import reprlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from .errors import RequestError, invalid
-
-if TYPE_CHECKING:
-    from .engine.grammar_process import GrammarServer
+from .errors import invalid
 
 MAX_COUNT = 2**31 - 1
 
@@ -269,86 +262,3 @@ EARLY_STOPPING = FieldRule(
     lambda value: value if value == "never" else _boolean(value),
     lambda text: {"true": True, "false": False}.get(text.lower(), text),
 )
-
-
-# Grammars of guided texts, for the package llguidance.
-
-# 20 000 alternatives compile in a second, and then in the square of their number.
-MAX_CHARACTERS = 2**16
-# Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
-MAX_PARTS = 1000
-# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
-SPACES = {"whitespace_pattern": "[ ]?"}
-# The package would force the tokens of a certain text, and leave nothing if one of them may not come.
-OPTIONS = '\n%llguidance {"no_forcing": true}\n'
-
-
-def check_guide(name: str, value: Any) -> None:
-    """Raise RequestError if no text follows the guide. A server's client may lack the package."""
-    with suppress(ImportError):
-        import llguidance
-
-        grammar_of(llguidance, name, value)
-
-
-@functools.cache
-def _validator() -> "GrammarServer":
-    from .engine.grammar_process import GrammarServer
-
-    return GrammarServer()  # without a vocabulary
-
-
-def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
-    """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
-    grammar, problem = _grammar_and_problem(llguidance, name, value)
-    refuse(name, value, problem)
-    return grammar + OPTIONS
-
-
-@functools.lru_cache(32)
-def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple[str, str]:
-    num_characters = sum(map(len, value))  # of a text, or of all choices
-    if num_characters > MAX_CHARACTERS:
-        return "", f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
-    if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
-        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
-    from .engine.grammar_process import (
-        COMPILE_SECONDS,
-        LimitError,
-    )  # sockets and subprocess: not needed for --help
-
-    grammar = ""
-    problem = ""
-    process = _validator().grammar()
-    try:
-        if name == "guided_regex":
-            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
-        elif name == "guided_json":
-            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
-        else:
-            grammar, problem = process.ask(COMPILE_SECONDS, "to_lark", value)
-        num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
-        if name != "guided_regex" and num_parts > MAX_PARTS:
-            problem = f"it has more than {MAX_PARTS} rules and objects"
-        problem = problem or process.ask(COMPILE_SECONDS, "validate", grammar + OPTIONS)
-    except LimitError as error:
-        problem = f"it {error}"
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    return grammar, problem
-
-
-def refuse(name: str, value: Any, problem: str) -> None:
-    if problem:
-        shown = reprlib.repr(list(value)) if name == "guided_choice" else reprlib.repr(value)
-        reason = in_short(problem, name == "guided_grammar")
-        raise RequestError(f"is {shown}, which is not possible: {reason}.", name, value)
-
-
-def in_short(problem: str, has_lines: bool = False) -> str:
-    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
-    message = re.split(r"\n +1 \| |\n<", problem)[0]
-    reason = message.rpartition("error: ")[2]
-    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
-    readable = "".join(c if c.isprintable() else " " for c in reason)
-    return " ".join(readable.split())[:300].rstrip(".")

@@ -447,8 +447,6 @@ class SamplingParams:
             raise RequestError(
                 f"and {guided[1]} are given together: a text is guided by one of them.", guided[0]
             )
-        if self.guidance is not None:
-            rules.check_guide(*self.guidance)
         if self.capture or self.edits:
             self._need(
                 "lora_request",
