@@ -5,13 +5,18 @@ import json
 import math
 import operator
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
 from typing import Any, TypeVar, get_args
 
-from .errors import invalid
+from .errors import RequestError, invalid, suggest
 
 MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 10_000  # of one prompt: all stay in memory until the last is finished
+MAX_BEAMS = 1000  # each looks at as many candidates again
+# Logits are float32: divided by less than this, they overflow to infinity.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,38 @@ def accept_other_names(function: Function) -> Function:
         return function(*args, **own_names(given, names))
 
     return wrapped
+
+
+Class = TypeVar("Class", bound=type)
+
+
+def documented(cls: Class) -> Class:
+    """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
+    init = cls.__init__
+    names = [f.name for f in fields(cls)]
+    cls.__doc__ += "".join(
+        f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls)
+    )
+
+    @functools.wraps(init)
+    def __init__(self, /, *args, **given):
+        given = own_names(given, names)
+        for name in given:
+            if name not in names:
+                hint = suggest(name, names) or "; help(SamplingParams) has all names."
+                raise RequestError(f"unknown sampling field {name!r}{hint}", field=None, value=name)
+        init(self, *args, **given)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def read_fields(instance: Any) -> None:
+    """Replace the values of a frozen dataclass of options by those that the engine sees. Raise RequestError."""
+    for f in fields(instance):
+        value = getattr(instance, f.name)
+        if value is None or value is not f.default:  # another default is valid as it is
+            object.__setattr__(instance, f.name, read_field(f.name, value, f.metadata["rule"]))
 
 
 def need(is_right: bool) -> None:
@@ -261,4 +298,34 @@ EARLY_STOPPING = FieldRule(
     "True, False or 'never'",
     lambda value: value if value == "never" else _boolean(value),
     lambda text: {"true": True, "false": False}.get(text.lower(), text),
+)
+
+
+def _breakers(value: Any) -> tuple[str, ...]:
+    texts = DRY_BREAKERS if value is None else as_texts(value)
+    return () if texts == ("none",) else texts  # llama.cpp's word
+
+
+def _seed(value: Any) -> int | None:
+    seed = as_integer(value, -1, MAX_SEED)
+    return None if seed == -1 else seed
+
+
+TEMPERATURE = number(
+    lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
+    f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
+)
+TOP_K = FieldRule(
+    "-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(as_integer(value, -1), 0), int
+)
+SEED = optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
+SAMPLES = integer(1, MAX_SAMPLES)
+BEAM_COUNT = integer(1, MAX_BEAMS)
+PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
+SIGMAS = number(lambda found: -1 <= found < math.inf, "-1 or 0 (off), or a finite number above it")
+TOP_P = number(lambda found: 0 <= found <= 1, SHARE.allowed)  # 0 is FasterTransformer's
+DRY_BREAKERS = ("\n", ":", '"', "*")
+LAST_N = integer(-1, note=" (-1 is all, 0 is off)")
+BREAKERS = FieldRule(
+    "a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True
 )

@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 from numba import cuda, int32
 
-from ..numbers import needs_reference_draw
 from ..reference.layers import normalize
 from .kv_cache import KVCache
-from .model import forward, queue_step
+from .model import queue_step
 from .params import Params
 from .runtime.jit import kernel
 from .runtime.ptx import wait_for_kernel_before
-from .sampling.sampling import MAX_STEPS, is_greedy, queue_choice, sample
+from .sampling.sampling import MAX_STEPS, is_greedy, queue_choice
 from .shapes import NUM_STEPS_DONE, NUM_TOKENS, StepShape
 from .workspace import Workspace, fill
 
@@ -32,19 +31,9 @@ def multi_step(
     num_steps: int,
     ends,
 ) -> Iterable[np.ndarray]:
-    """Queue all steps at once, in spite of `ends`; one step if the host draws. Return the tokens (S,) of each."""
+    """Queue all steps at once, in spite of `ends`. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
-    if needs_reference_draw(warpers).any():
-        return [
-            sample(
-                forward(params, batch, kv_cache, workspace),
-                warpers,
-                seeds,
-                sample_indices,
-                batch.context_lens,
-            )
-        ]
     return _queued_steps(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
 
 

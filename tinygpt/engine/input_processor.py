@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..fields import MAX_SEED
 from ..outputs import ContinuationScore, StreamChunk
-from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..weights.adapters.soft_prompt import SoftPrompt, read_soft_prompt
 from ..weights.checkpoint import Checkpoint
 from ..weights.config import ModelConfig
 from ..weights.convert.packed import PackedCheckpoint
-from .beam_search import Beams, beam_rules
+from .beam_search import Beams
 from .model_source import EngineConfig, load_tokenizer
 from .prompts import (
     Fitted,
@@ -36,7 +37,8 @@ from .prompts import (
 )
 from .sampler import PromptLogprobs
 from .scheduler import SINGLE_USE_IDS
-from .sequence import Breakers, Request, Sequence, copied
+from .sequence import Request, Sequence, copied
+from .token_rules import Breakers, TokenRules, check_vocabulary, resolve_bad_words
 
 logger = logging.getLogger(__name__)
 
@@ -141,8 +143,8 @@ class InputProcessor:
             self.note = None
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
-            rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
-            Beams(sequences, rules, partial(self._text_stream, fitted.params))
+            eos_token_ids = self._eos_token_ids(fitted.params)
+            Beams(sequences, eos_token_ids, partial(self._text_stream, fitted.params))
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
     def num_truncated_tokens(self, prompt: Any, params: SamplingParams) -> int:
@@ -275,6 +277,7 @@ class InputProcessor:
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
+        rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers)
         looks = self._looks(params, len(fitted.token_ids), count)
         return [
             Sequence(
@@ -291,7 +294,7 @@ class InputProcessor:
                 prompt_logprobs=None if index else wanted,
                 guide=None if guided is None else guided.guide(params, eos_token_ids),
                 adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
-                dry_breakers=breakers,
+                token_rules=rules,
                 looks=None if looks is None else looks.copy(),
             )
             for index in range(count)

@@ -1,7 +1,7 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -10,11 +10,9 @@ from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChu
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
+from .token_rules import NO_RULES, TokenRules
 
 FinishReason = Literal["stop", "length"]
-Breakers = Mapping[
-    int, list[tuple[int, ...]]
-]  # first token -> the others of each text of dry_sequence_breakers
 
 
 class SampledToken(NamedTuple):
@@ -43,7 +41,7 @@ class Sequence:
     prompt_logprobs: Any = None  # PromptLogprobs
     guide: Any = None  # Guide
     adapter: int = -1  # of the LLM's lora_modules
-    dry_breakers: Breakers = field(default_factory=dict)
+    token_rules: TokenRules = NO_RULES
     looks: Any = None  # Captures
     on_end: Callable[[], None] | None = None  # called once, when the sample has ended by itself
 

@@ -147,7 +147,7 @@ class DraftModel:
             sequence.eos_token_ids,
             text=None,
             guide=None if sequence.guide is None else sequence.guide.copy(),
-            dry_breakers=sequence.dry_breakers,
+            token_rules=sequence.token_rules,
             new_token_ids=list(sequence.new_token_ids),
             num_cached=min(num_cached, len(sequence) - 1),
             slot=sequence.slot,

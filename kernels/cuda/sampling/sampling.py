@@ -1,6 +1,6 @@
 """From logits to tokens on the device. R rows, V vocabulary.
 
-Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the reference does the rest on copies.
+Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias.
 """
 
 import math
@@ -12,8 +12,6 @@ import numpy as np
 from numba import cuda, float32, int32, int64
 
 from ... import reference
-from ...numbers import needs_reference_draw, needs_reference_processors
-from ...reference.sampling import process_row
 from ..runtime.jit import device_function, kernel
 from ..runtime.ptx import rounded_product
 from ..shapes import MaxShape, PackedArrays, rounded_up
@@ -86,12 +84,11 @@ class SamplingBuffers:
     history: Any  # (MAX_STEPS, tokens of a decode step) int32
 
     def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
-        """Copy the settings of draws to the device. A rare draw is greedy here."""
-        temperature = np.where(needs_reference_draw(warpers), 0.0, warpers.temperature)
+        """Copy the settings of draws to the device."""
         padded_rows = np.full(self.rows.size, -1, np.int32)
         padded_rows[: len(rows)] = rows
         values = {
-            "settings": np.stack((temperature, warpers.top_k, warpers.top_p, warpers.min_p), 1),
+            "settings": np.stack(warpers, 1),
             "seeds": seeds,
             "sample_indices": sample_indices,
             "rows": padded_rows,
@@ -118,16 +115,9 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     """Return tokens (R,) int32, -1 for a row that is not finite."""
     w = logits.workspace
     count = len(logits)
-    rare = np.flatnonzero(needs_reference_draw(warpers))
     w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
     queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
-    token_ids = w.device.read(w.sampling.token_ids[:count])
-    if rare.size:
-        columns = (np.asarray(column)[rare] for column in (seeds, sample_indices, positions))
-        token_ids[rare] = reference.sample(
-            logits[rare].copy(), [column[rare] for column in warpers], *columns
-        )
-    return token_ids
+    return w.device.read(w.sampling.token_ids[:count])
 
 
 def process_logits(logits: Any, processors: Any) -> None:
@@ -136,15 +126,9 @@ def process_logits(logits: Any, processors: Any) -> None:
         reference.process_logits(logits, p)
         return
     w = logits.workspace
-    is_rare = needs_reference_processors(p)
-    for i in np.flatnonzero(is_rare):
-        row = logits[p.rows[i]]
-        process_row(row, p, i)
-        logits[p.rows[i]] = row
-    if not is_rare.all():
-        arrays = pack_processors(w.device, p, np.where(is_rare, -1, logits.rows[p.rows]))
-        more = logits.vocab_size, arrays, w.sampling.counts
-        w.device.launch(process_rows, len(is_rare), CHOOSE_THREADS, w.logits, *more)
+    arrays = pack_processors(w.device, p, logits.rows[p.rows])
+    more = logits.vocab_size, arrays, w.sampling.counts
+    w.device.launch(process_rows, len(p.rows), CHOOSE_THREADS, w.logits, *more)
 
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:
