@@ -74,6 +74,21 @@ def test_backends_sample_the_same_and_a_row_as_if_alone(sequences, seed):
         )
 
 
+RARE = [{"typical_p": 0.3}, {"top_n_sigma": 0.5}, {"top_p": 0.4, "top_p_rule": "openai"}, {"eta_cutoff": 0.2}]
+RARE += [{"epsilon_cutoff": 0.1}, {"xtc_probability": 1.0}, {"top_k": 9}, {}]
+
+
+@BACKENDS
+def test_each_row_is_drawn_by_its_own_filters(backend):
+    logits = np.repeat(logits_of(1), 40, axis=0)
+    sequences = [sequence_of(temperature=1.5, seed=i, **RARE[i % len(RARE)]) for i in range(40)]
+    together = sample(backend, logits, sequences)
+    alone = [sample_one(backend, fresh(sequence), logits[:1]) for sequence in sequences]
+    assert together == alone
+    plain = sample(backend, logits, [sequence_of(temperature=1.5, seed=i) for i in range(40)])
+    assert sum(ours != theirs for ours, theirs in zip(together, plain, strict=True)) > 8
+
+
 @BACKENDS
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_logprobs_raw_and_processed(backend, temperature):
