@@ -431,9 +431,8 @@ class SamplingParams:
     @property
     def guidance(self) -> tuple[str, Any] | None:
         """The name and value of the guided field that is given."""
-        return next(
-            ((name, value) for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None), None
-        )
+        given = ((name, getattr(self, name)) for name in GUIDED_FIELDS)
+        return next((pair for pair in given if pair[1] is not None), None)
 
     @property
     def _key(self) -> tuple:
