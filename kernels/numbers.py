@@ -1,8 +1,9 @@
-"""NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, rare requests.
+"""NumPy arithmetic that backends share: bfloat16, rows of an int8 KV cache, settings of rows of logits.
 
 A row is (D + 4,) int8: D whole numbers, the largest 127, and a float32 scale.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,37 +83,39 @@ def softmax(scores: np.ndarray) -> np.ndarray:
 class Warpers(NamedTuple):
     """Filters of R rows before a token is drawn: SamplingParams' fields, (R,) float64 each. A default is off."""
 
-    temperature: Any = 1
+    temperature: Any = 1  # 0: the greatest logit is taken
     top_k: Any = 0
     top_p: Any = 1
-    top_p_rule: Any = 0  # TOP_P_RULES
     min_p: Any = 0
-    typical_p: Any = 1
-    epsilon_cutoff: Any = 0
-    eta_cutoff: Any = 0
-    top_n_sigma: Any = -1
-    xtc_threshold: Any = 1  # in a row whose draw of xtc_probability says so
 
 
-COMPILED = ("temperature", "top_k", "top_p", "min_p")
+class Ragged(NamedTuple):
+    """Arrays of different lengths, end to end."""
+
+    values: np.ndarray
+    bounds: np.ndarray  # (count + 1,) int64: array i is values[bounds[i]:bounds[i + 1]]
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> "Ragged":
+        bounds = np.zeros(len(arrays) + 1, np.int64)
+        np.cumsum([array.size for array in arrays], out=bounds[1:])
+        return cls(np.concatenate(arrays), bounds)
+
+    def part(self, i: int) -> np.ndarray:
+        return self.values[self.bounds[i] : self.bounds[i + 1]]
 
 
-def needs_reference_draw(warpers: Warpers) -> np.ndarray:
-    """Return a mask (R,) of rows that only the reference can draw."""
-    off = Warpers._field_defaults.items()
-    rare = [
-        column != value for (name, value), column in zip(off, warpers, strict=True) if name not in COMPILED
-    ]
-    return np.any(rare, 0) & (warpers.temperature != 0)
+class Processors(NamedTuple):
+    """Biases and penalties of P rows of logits."""
 
-
-def needs_reference_processors(processors) -> np.ndarray:
-    """Return a mask (P,) of rows that only the reference can process."""
-    p = processors
-    is_rare = (p.no_repeat_ngram_size > 0) | np.array([dry is not None for dry in p.dry])
-    for bounds in (p.allowed_ids.bounds, p.forbidden_ids.bounds):
-        is_rare = is_rare | (np.diff(bounds) > 0)
-    return is_rare
+    rows: np.ndarray  # (P,) int64
+    token_ids: Ragged  # int32, the prompt and the output of each row
+    num_prompt_tokens: np.ndarray  # (P,) int64
+    repetition_penalty: np.ndarray  # (P,) float32
+    frequency_penalty: np.ndarray  # (P,) float32
+    presence_penalty: np.ndarray  # (P,) float32
+    bias_ids: Ragged  # int32
+    biases: Ragged  # float32, one for each of bias_ids
 
 
 def stacked(checkpoint, names: list[str]) -> np.ndarray:

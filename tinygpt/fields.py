@@ -4,21 +4,19 @@ import functools
 import json
 import math
 import operator
-import re
-import reprlib
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
-from .errors import RequestError, invalid
-
-if TYPE_CHECKING:
-    from .engine.grammar_process import GrammarServer
+from .errors import RequestError, invalid, suggest
 
 MAX_COUNT = 2**31 - 1
+MAX_SEED = 2**64 - 1
+MAX_SAMPLES = 10_000  # of one prompt: all stay in memory until the last is finished
+MAX_BEAMS = 1000  # each looks at as many candidates again
+# Logits are float32: divided by less than this, they overflow to infinity.
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -63,18 +61,36 @@ def own_names(given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return renamed(given, names)
 
 
-Function = TypeVar("Function", bound=Callable)
+Class = TypeVar("Class", bound=type)
 
 
-def accept_other_names(function: Function) -> Function:
-    """Wrap a function so that its keywords may have the names of other programs."""
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+def documented(cls: Class) -> Class:
+    """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
+    init = cls.__init__
+    names = [f.name for f in fields(cls)]
+    cls.__doc__ += "".join(
+        f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls)
+    )
 
-    @functools.wraps(function)
-    def wrapped(*args, **given):
-        return function(*args, **own_names(given, names))
+    @functools.wraps(init)
+    def __init__(self, /, *args, **given):
+        given = own_names(given, names)
+        for name in given:
+            if name not in names:
+                hint = suggest(name, names) or "; help(SamplingParams) has all names."
+                raise RequestError(f"unknown sampling field {name!r}{hint}", field=None, value=name)
+        init(self, *args, **given)
 
-    return wrapped
+    cls.__init__ = __init__
+    return cls
+
+
+def read_fields(instance: Any) -> None:
+    """Replace the values of a frozen dataclass of options by those that the engine sees. Raise RequestError."""
+    for f in fields(instance):
+        value = getattr(instance, f.name)
+        if value is None or value is not f.default:  # another default is valid as it is
+            object.__setattr__(instance, f.name, read_field(f.name, value, f.metadata["rule"]))
 
 
 def need(is_right: bool) -> None:
@@ -271,84 +287,31 @@ EARLY_STOPPING = FieldRule(
 )
 
 
-# Grammars of guided texts, for the package llguidance.
-
-# 20 000 alternatives compile in a second, and then in the square of their number.
-MAX_CHARACTERS = 2**16
-# Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
-MAX_PARTS = 1000
-# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
-SPACES = {"whitespace_pattern": "[ ]?"}
-# The package would force the tokens of a certain text, and leave nothing if one of them may not come.
-OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+def _breakers(value: Any) -> tuple[str, ...]:
+    texts = DRY_BREAKERS if value is None else as_texts(value)
+    return () if texts == ("none",) else texts  # llama.cpp's word
 
 
-def check_guide(name: str, value: Any) -> None:
-    """Raise RequestError if no text follows the guide. A server's client may lack the package."""
-    with suppress(ImportError):
-        import llguidance
-
-        grammar_of(llguidance, name, value)
+def _seed(value: Any) -> int | None:
+    seed = as_integer(value, -1, MAX_SEED)
+    return None if seed == -1 else seed
 
 
-@functools.cache
-def _validator() -> "GrammarServer":
-    from .engine.grammar_process import GrammarServer
-
-    return GrammarServer()  # without a vocabulary
-
-
-def grammar_of(llguidance: ModuleType, name: str, value: Any) -> str:
-    """Return the package's grammar for a guided field. Raise RequestError if it is too large, or none."""
-    grammar, problem = _grammar_and_problem(llguidance, name, value)
-    refuse(name, value, problem)
-    return grammar + OPTIONS
-
-
-@functools.lru_cache(32)
-def _grammar_and_problem(llguidance: ModuleType, name: str, value: Any) -> tuple[str, str]:
-    num_characters = sum(map(len, value))  # of a text, or of all choices
-    if num_characters > MAX_CHARACTERS:
-        return "", f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
-    if name == "guided_choice":  # one terminal: of rules, the package follows 2000 at most
-        return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}", ""
-    from .engine.grammar_process import (
-        COMPILE_SECONDS,
-        LimitError,
-    )  # sockets and subprocess: not needed for --help
-
-    grammar = ""
-    problem = ""
-    process = _validator().grammar()
-    try:
-        if name == "guided_regex":
-            grammar = f"start: /{llguidance.regex_to_lark(value)}/"
-        elif name == "guided_json":
-            grammar = f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
-        else:
-            grammar, problem = process.ask(COMPILE_SECONDS, "to_lark", value)
-        num_parts = grammar.count("{") + (grammar.count(":") if name == "guided_grammar" else 0)
-        if name != "guided_regex" and num_parts > MAX_PARTS:
-            problem = f"it has more than {MAX_PARTS} rules and objects"
-        problem = problem or process.ask(COMPILE_SECONDS, "validate", grammar + OPTIONS)
-    except LimitError as error:
-        problem = f"it {error}"
-    except (ValueError, RecursionError) as error:
-        problem = str(error)
-    return grammar, problem
-
-
-def refuse(name: str, value: Any, problem: str) -> None:
-    if problem:
-        shown = reprlib.repr(list(value)) if name == "guided_choice" else reprlib.repr(value)
-        reason = in_short(problem, name == "guided_grammar")
-        raise RequestError(f"is {shown}, which is not possible: {reason}.", name, value)
-
-
-def in_short(problem: str, has_lines: bool = False) -> str:
-    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
-    message = re.split(r"\n +1 \| |\n<", problem)[0]
-    reason = message.rpartition("error: ")[2]
-    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
-    readable = "".join(c if c.isprintable() else " " for c in reason)
-    return " ".join(readable.split())[:300].rstrip(".")
+TEMPERATURE = number(
+    lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
+    f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
+)
+TOP_K = FieldRule(
+    "-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(as_integer(value, -1), 0), int
+)
+SEED = optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
+SAMPLES = integer(1, MAX_SAMPLES)
+BEAM_COUNT = integer(1, MAX_BEAMS)
+PENALTY = between(-2, 2, " (0 is off)")  # OpenAI's limit
+SIGMAS = number(lambda found: -1 <= found < math.inf, "-1 or 0 (off), or a finite number above it")
+TOP_P = number(lambda found: 0 <= found <= 1, SHARE.allowed)  # 0 is FasterTransformer's
+DRY_BREAKERS = ("\n", ":", '"', "*")
+LAST_N = integer(-1, note=" (-1 is all, 0 is off)")
+BREAKERS = FieldRule(
+    "a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True
+)

@@ -5,23 +5,18 @@ checks, `help(SamplingParams)`, `tinygpt/cli/flags.py` and `tinygpt/server/proto
 line here, the place that acts on it, and a test.
 """
 
-import functools
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
 
 from . import fields as rules
-from .errors import RequestError, invalid, suggest
+from .errors import RequestError, invalid
 from .fields import FieldRule, option
 
-MAX_SEED = 2**64 - 1
-MAX_SAMPLES = 10_000  # of one prompt: all stay in memory until the last is finished
-MAX_BEAMS = 1000  # each looks at as many candidates again
 ALL = -1  # as a number of log probabilities
-# Logits are float32: divided by less than this, they overflow to infinity.
-MIN_TEMPERATURE = 1e-30
 GUIDED_FIELDS = ("guided_choice", "guided_regex", "guided_json", "guided_grammar")
+BEAM_FIELDS = ("length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+BEAM_FIELDS += ("beam_search_diversity_rate",)
 
 # Groups of --help.
 END = "the end of a sample"
@@ -43,40 +38,9 @@ TopPRule = Literal["hf", "openai", "fastertransformer"]
 PresenceRule = Literal["openai", "fastertransformer"]
 LogprobsMode = Literal["raw", "processed"]
 Overflow = Literal["refuse", "clamp", "truncate", "slide"]
-_Class = TypeVar("_Class", bound=type)
 
 
-def _documented(cls: _Class) -> _Class:
-    """Add the fields to the docstring, accept other programs' names, and refuse unknown ones with RequestError."""
-    init = cls.__init__
-    names = [field.name for field in fields(cls)]
-    cls.__doc__ += "".join(
-        f"\n    {f.name}: {f.metadata['help']} ({f.metadata['rule'].allowed})." for f in fields(cls)
-    )
-
-    @functools.wraps(init)
-    def __init__(self, /, *args, **given):
-        given = rules.own_names(given, names)
-        for name in given:
-            if name not in names:
-                hint = suggest(name, names) or "; help(SamplingParams) has all names."
-                raise RequestError(f"unknown sampling field {name!r}{hint}", field=None, value=name)
-        init(self, *args, **given)
-
-    cls.__init__ = __init__
-    return cls
-
-
-def _read_fields(instance: Any) -> None:
-    for field in fields(instance):
-        value = getattr(instance, field.name)
-        if value is None or value is not field.default:  # another default is valid as it is
-            object.__setattr__(
-                instance, field.name, rules.read_field(field.name, value, field.metadata["rule"])
-            )
-
-
-@_documented
+@rules.documented
 @dataclass(frozen=True)
 class RepetitionDetection:
     """A rule for samples that loop: their last tokens are one pattern, `min_count` times in a row."""
@@ -86,7 +50,7 @@ class RepetitionDetection:
     min_pattern_size: int = option(1, rules.POSITIVE, None, "fewest tokens of a pattern")
 
     def __post_init__(self):
-        _read_fields(self)
+        rules.read_fields(self)
         if self.min_pattern_size > self.max_pattern_size:
             allowed = f"at most max_pattern_size, which is {self.max_pattern_size}"
             raise invalid("min_pattern_size", self.min_pattern_size, allowed)
@@ -97,28 +61,6 @@ def repetition(text: str) -> dict[str, int]:
     return {"max_pattern_size": size, "min_count": count, "min_pattern_size": least}
 
 
-def _breakers(value: Any) -> tuple[str, ...]:
-    texts = DRY_BREAKERS if value is None else rules.as_texts(value)
-    return () if texts == ("none",) else texts  # llama.cpp's word
-
-
-def _seed(value: Any) -> int | None:
-    seed = rules.as_integer(value, -1, MAX_SEED)
-    return None if seed == -1 else seed
-
-
-TEMPERATURE = rules.number(
-    lambda found: found == 0 or MIN_TEMPERATURE <= found < math.inf,
-    f"0 (greedy) or a finite number, {MIN_TEMPERATURE:g} or more",
-)
-TOP_K = FieldRule(
-    "-1 or 0 (off), or a whole number up to 2**31 - 1", lambda value: max(rules.as_integer(value, -1), 0), int
-)
-SEED = rules.optional(FieldRule("a whole number from -1 (one is drawn) to 2**64 - 1", _seed, int))
-SAMPLES = rules.integer(1, MAX_SAMPLES)
-BEAM_COUNT = rules.integer(1, MAX_BEAMS)
-PENALTY = rules.between(-2, 2, " (0 is off)")  # OpenAI's limit
-TOP_P = rules.number(lambda found: 0 <= found <= 1, rules.SHARE.allowed)  # 0 is FasterTransformer's
 REPETITION = rules.optional(
     FieldRule(
         "a RepetitionDetection or a dict of its fields: max_pattern_size, 1 or more, min_count, 2 or more, and "
@@ -127,14 +69,9 @@ REPETITION = rules.optional(
         repetition,
     )
 )
-DRY_BREAKERS = ("\n", ":", '"', "*")
-LAST_N = rules.integer(-1, note=" (-1 is all, 0 is off)")
-BREAKERS = FieldRule(
-    "a text or a list of texts, none of them empty, or None (the default)", _breakers, repeats=True
-)
 
 
-@_documented
+@rules.documented
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
     """How to choose the tokens of a request. Raise RequestError, a ValueError, for a wrong value.
@@ -174,17 +111,17 @@ class SamplingParams:
     """
 
     max_tokens: int = option(16, rules.POSITIVE, "N", "largest number of new tokens")
-    temperature: float = option(0.0, TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
+    temperature: float = option(0.0, rules.TEMPERATURE, "X", "0 is greedy, 1 the model's own distribution")
     top_k: int = option(
-        0, TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off"
+        0, rules.TOP_K, "N", "keep the N most probable tokens and those tied with the last; 0 is off"
     )
     top_p: float = option(
-        1.0, TOP_P, "P", "of those, keep the most probable that reach probability P; 1 is off"
+        1.0, rules.TOP_P, "P", "of those, keep the most probable that reach probability P; 1 is off"
     )
     seed: int | None = option(
-        None, SEED, "N", "the same seed gives the same text (default: drawn, and reported)"
+        None, rules.SEED, "N", "the same seed gives the same text (default: drawn, and reported)"
     )
-    n: int = option(1, SAMPLES, "N", "samples for each prompt")
+    n: int = option(1, rules.SAMPLES, "N", "samples for each prompt")
     stop: str | Iterable[str] | None = option(
         None, rules.TEXTS, "TEXT", "a text to end at, which is cut off", END
     )
@@ -210,9 +147,11 @@ class SamplingParams:
         SCORES,
     )
     frequency_penalty: float = option(
-        0.0, PENALTY, "X", "subtract X each time a token occurs in the text", SCORES
+        0.0, rules.PENALTY, "X", "subtract X each time a token occurs in the text", SCORES
     )
-    presence_penalty: float = option(0.0, PENALTY, "X", "subtract X if a token occurs in the text", SCORES)
+    presence_penalty: float = option(
+        0.0, rules.PENALTY, "X", "subtract X if a token occurs in the text", SCORES
+    )
     presence_penalty_rule: PresenceRule = option(
         "openai",
         rules.one_of(PresenceRule),
@@ -237,10 +176,14 @@ class SamplingParams:
         2, rules.integer(0), "N", "repeats of fewer tokens have no penalty", SCORES
     )
     dry_penalty_last_n: int = option(
-        64, LAST_N, "N", "look for repeats in the last N tokens; -1 is all", SCORES
+        64, rules.LAST_N, "N", "look for repeats in the last N tokens; -1 is all", SCORES
     )
     dry_sequence_breakers: str | Iterable[str] | None = option(
-        None, BREAKERS, "TEXT", f"a text that ends a repeat; none: no text (default: {DRY_BREAKERS})", SCORES
+        None,
+        rules.BREAKERS,
+        "TEXT",
+        f"a text that ends a repeat; none: no text (default: {rules.DRY_BREAKERS})",
+        SCORES,
     )
     bad_words: str | Iterable[str] | None = option(
         None, rules.WORDS, "TEXT", "a text that may not occur", SCORES
@@ -294,7 +237,7 @@ class SamplingParams:
     )
     top_n_sigma: float = option(
         -1.0,
-        rules.number(lambda n: -1 <= n < math.inf, "-1 or 0 (off), or a finite number above it"),
+        rules.SIGMAS,
         "N",
         "keep tokens within N standard deviations of the highest score; -1 is off",
         WARPERS,
@@ -311,18 +254,18 @@ class SamplingParams:
     )
     best_of: int | None = option(
         None,
-        rules.optional(SAMPLES),
+        rules.optional(rules.SAMPLES),
         "N",
         "samples to make; the n most probable per token are returned (default: n)",
     )
-    num_beams: int = option(1, BEAM_COUNT, "N", "beams; 1 is off, and more take temperature 0", BEAMS)
+    num_beams: int = option(1, rules.BEAM_COUNT, "N", "beams; 1 is off, and more take temperature 0", BEAMS)
     length_penalty: float = option(
         1.0, rules.between(-10, 10), "X", "above 0 favors long texts, below 0 short", BEAMS
     )
     early_stopping: bool | Literal["never"] = option(
         False, rules.EARLY_STOPPING, "WHEN", "when to end: true, false or never (default: false)", BEAMS
     )
-    num_beam_groups: int = option(1, BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
+    num_beam_groups: int = option(1, rules.BEAM_COUNT, "N", "groups that avoid one another's tokens", BEAMS)
     diversity_penalty: float = option(
         0.0,
         rules.between(0, 1e6, " (0 is off)"),
@@ -417,44 +360,32 @@ class SamplingParams:
     )
 
     def __post_init__(self):
-        _read_fields(self)
+        rules.read_fields(self)
         if self.top_p == 0:
-            self._need("top_p", self.top_p_rule == "fastertransformer", TOP_P.allowed)
-            object.__setattr__(
-                self, "top_p", 1.0
-            )  # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1
+            self._need("top_p", self.top_p_rule == "fastertransformer", rules.TOP_P.allowed)
+            # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1.
+            object.__setattr__(self, "top_p", 1.0)
             object.__setattr__(self, "temperature", self.temperature if self.top_k else 0.0)
         if self.presence_penalty_rule == "fastertransformer":
             is_alone = (self.repetition_penalty, self.frequency_penalty, self.num_beams) == (1, 0, 1)
             self._need("presence_penalty_rule", is_alone, "'openai' with another penalty, or with num_beams")
-        self._need(
-            "best_of", self.best_of is None or self.best_of >= self.n, f"at least n, which is {self.n}"
-        )
-        self._need(
-            "min_tokens",
-            self.min_tokens <= self.max_tokens,
-            f"at most max_tokens, which is {self.max_tokens}",
-        )
+        has_enough = self.best_of is None or self.best_of >= self.n
+        self._need("best_of", has_enough, f"at least n, which is {self.n}")
+        allowed = f"at most max_tokens, which is {self.max_tokens}"
+        self._need("min_tokens", self.min_tokens <= self.max_tokens, allowed)
         if self.soft_prompt is not None and self.prompt_embeds is not None:
-            raise RequestError(
-                "and prompt_embeds are both given: give one of them.", "soft_prompt", self.soft_prompt
-            )
+            reason = "and prompt_embeds are both given: give one of them."
+            raise RequestError(reason, "soft_prompt", self.soft_prompt)
         if self.stride is not None and self.overflow != "slide":
-            raise RequestError(
-                "is for the overflow 'slide': set that too, or leave it out.", "stride", self.stride
-            )
-        if len(guided := [name for name in GUIDED_FIELDS if getattr(self, name) is not None]) > 1:
-            raise RequestError(
-                f"and {guided[1]} are given together: a text is guided by one of them.", guided[0]
-            )
-        if self.guidance is not None:
-            rules.check_guide(*self.guidance)
+            reason = "is for the overflow 'slide': set that too, or leave it out."
+            raise RequestError(reason, "stride", self.stride)
+        guided = [name for name in GUIDED_FIELDS if getattr(self, name) is not None]
+        if len(guided) > 1:
+            reason = f"and {guided[1]} are given together: a text is guided by one of them."
+            raise RequestError(reason, guided[0])
         if self.capture or self.edits:
-            self._need(
-                "lora_request",
-                self.lora_request is None,
-                "left out with capture or edits: they see the base model",
-            )
+            allowed = "left out with capture or edits: they see the base model"
+            self._need("lora_request", self.lora_request is None, allowed)
             self._need("num_beams", self.num_beams == 1, "1 with capture or edits")
             self._need("overflow", self.overflow != "slide", "another one with capture or edits, by position")
             if self.soft_prompt is not None or self.prompt_embeds is not None:
@@ -462,17 +393,10 @@ class SamplingParams:
         if self.num_beams > 1:
             self._check_beams()
             return
-        for name in (
-            "length_penalty",
-            "early_stopping",
-            "num_beam_groups",
-            "diversity_penalty",
-            "beam_search_diversity_rate",
-        ):
+        for name in BEAM_FIELDS:
             if (value := getattr(self, name)) != SAMPLING_FIELDS[name].default:
-                raise RequestError(
-                    f"is {value!r} and num_beams is 1: set num_beams, or leave it out.", name, value
-                )
+                reason = f"is {value!r} and num_beams is 1: set num_beams, or leave it out."
+                raise RequestError(reason, name, value)
 
     def _need(self, name: str, is_right: bool, allowed: str) -> None:
         if not is_right:
@@ -483,18 +407,15 @@ class SamplingParams:
         groups = self.num_beam_groups
         self._need("n", self.n <= beams, f"at most num_beams, which is {beams}")
         self._need("temperature", self.temperature == 0, "0 with num_beams: a beam search draws nothing")
-        self._need(
-            "best_of", self.best_of is None, "left out with num_beams: a beam search returns its n best"
-        )
-        self._need(
-            "overflow", self.overflow != "slide", "another one with num_beams: beams keep their positions"
-        )
+        allowed = "left out with num_beams: a beam search returns its n best"
+        self._need("best_of", self.best_of is None, allowed)
+        allowed = "another one with num_beams: beams keep their positions"
+        self._need("overflow", self.overflow != "slide", allowed)
         self._need("num_beam_groups", beams % groups == 0, f"a divisor of num_beams, which is {beams}")
         allowed = f"above 0 exactly if num_beam_groups, which is {groups}, is above 1"
         self._need("diversity_penalty", (groups > 1) == (self.diversity_penalty > 0), allowed)
-        self._need(
-            "beam_search_diversity_rate", groups == 1 or not self.beam_search_diversity_rate, "0 with groups"
-        )
+        has_no_rate = groups == 1 or not self.beam_search_diversity_rate
+        self._need("beam_search_diversity_rate", has_no_rate, "0 with groups")
 
     def __repr__(self) -> str:
         given = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
@@ -510,9 +431,8 @@ class SamplingParams:
     @property
     def guidance(self) -> tuple[str, Any] | None:
         """The name and value of the guided field that is given."""
-        return next(
-            ((name, value) for name in GUIDED_FIELDS if (value := getattr(self, name)) is not None), None
-        )
+        given = ((name, getattr(self, name)) for name in GUIDED_FIELDS)
+        return next((pair for pair in given if pair[1] is not None), None)
 
     @property
     def _key(self) -> tuple:
@@ -526,30 +446,6 @@ SAMPLING_FIELDS = {field.name: field for field in fields(SamplingParams)}
 _DEFAULTS = SamplingParams()
 
 
-def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise RequestError, naming field and id, for token ids that the model does not know."""
-    of_field = {
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "bad_words_ids": [token_id for word in params.bad_words_ids for token_id in word],
-        "eos_token_id": params.eos_token_id or (),
-        "logit_bias": [token_id for token_id, _ in params.logit_bias],
-        "stop_token_ids": params.stop_token_ids,
-        "suppress_tokens": params.suppress_tokens,
-        "top_p_reset_ids": params.top_p_reset_ids or (),
-    }
-    for name, token_ids in of_field.items():
-        if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
-            known = f"this model knows ids 0 to {vocab_size - 1}."
-            raise RequestError(f"holds token id {outside[0]}, which is outside the vocabulary: {known}", name)
-
-
 def num_best(count: int, vocab_size: int) -> int:
     """Return how many tokens `logprobs` or `prompt_logprobs` asks for, with ALL as a number."""
     return vocab_size if count == ALL else count
-
-
-def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
-    """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
-    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
-    resolved = (tuple(encode(text)) for text in texts)
-    return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))

@@ -1,16 +1,12 @@
 """From logits to a token, as in the reference. R rows, one for each token to choose, V vocabulary.
 
-Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the reference does the rest.
+Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
-from .. import reference
-from ..numbers import needs_reference_draw, needs_reference_processors
-from ..reference.sampling import process_row
 from .jit import inline, jit, kernel
 from .sampling_rows import (
     divide,
@@ -38,38 +34,21 @@ LOW_HALF = np.uint64(0xFFFFFFFF)
 HALF_BITS = np.uint64(32)
 
 
-class Warpers(NamedTuple):
-    """The compiled warpers, (R,) float64 each; temperature is 0 for a row that is not drawn here."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-
-
 def sample(logits, warpers, seeds, sample_indices, positions):
     logits = np.ascontiguousarray(logits, np.float32)
     num_drawn = np.count_nonzero(warpers.temperature)
     token_ids = _greatest(logits) if num_drawn < len(logits) else np.empty(len(logits), np.int32)
     if num_drawn:
-        compiled, rare = _split(warpers)
-        if compiled.temperature.any():
-            numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
-            _warp_rows(logits, compiled, numbers, token_ids, NO_ROWS, new_buffers(logits.shape[1]))
-        if rare.size:
-            columns = (np.asarray(column)[rare] for column in (seeds, sample_indices, positions))
-            token_ids[rare] = reference.sample(logits[rare], [column[rare] for column in warpers], *columns)
+        numbers = np.array([seeds, sample_indices, positions], np.uint64)  # (3, R)
+        _warp_rows(logits, warpers, numbers, token_ids, NO_ROWS, new_buffers(logits.shape[1]))
     return token_ids
 
 
 def filter_logits(logits, warpers):
     logits = np.ascontiguousarray(logits, np.float32)
     filtered = logits.copy()
-    (compiled, rare) = _split(warpers)
-    if compiled.temperature.any():
-        _warp_rows(logits, compiled, NO_NUMBERS, NO_TOKENS, filtered, new_buffers(logits.shape[1]))
-    if rare.size:
-        filtered[rare] = reference.filter_logits(logits[rare], [column[rare] for column in warpers])
+    if warpers.temperature.any():
+        _warp_rows(logits, warpers, NO_NUMBERS, NO_TOKENS, filtered, new_buffers(logits.shape[1]))
     return filtered
 
 
@@ -82,21 +61,6 @@ def top_logprobs(logits, token_id, n):
     best = scores[order].astype(np.float64)
     chosen = np.float64(logits[token_id])
     return ids[order], (best - greatest) - log_total, (chosen - greatest) - log_total
-
-
-def process_logits(logits, processors):
-    p = processors
-    is_rare = needs_reference_processors(p)  # (P,)
-    for i in np.flatnonzero(is_rare):
-        process_row(logits[p.rows[i]], p, i)
-    if not is_rare.all():
-        _process_rows(logits, is_rare, *p[: p._fields.index("no_repeat_ngram_size")], p.bias_ids, p.biases)
-
-
-def _split(warpers):
-    is_rare = needs_reference_draw(warpers)
-    temperature = np.where(is_rare, 0.0, warpers.temperature)
-    return Warpers(temperature, warpers.top_k, warpers.top_p, warpers.min_p), np.flatnonzero(is_rare)
 
 
 def _greatest(logits):
@@ -259,23 +223,26 @@ def _multiply_high(x, y):
 
 
 @jit
-def _process_rows(
-    logits, is_rare, rows, token_ids, num_prompt_tokens, repetition, frequency, presence, bias_ids, biases
-):
+def process_logits(logits, processors):
     """Apply bias and penalties. `seen` (V,) counts tokens; between rows it is 0."""
-    counts = np.any(repetition != 1) or np.any(frequency != 0) or np.any(presence != 0)
+    p = processors
+    counts = (
+        np.any(p.repetition_penalty != 1)
+        or np.any(p.frequency_penalty != 0)
+        or np.any(p.presence_penalty != 0)
+    )
     seen = np.zeros(logits.shape[1] if counts else 0, np.int32)
-    for i in range(rows.size):
-        if is_rare[i]:
-            continue
-        scores = logits[rows[i]]
-        given = token_ids.values[token_ids.bounds[i] : token_ids.bounds[i + 1]]
-        for j in range(bias_ids.bounds[i], bias_ids.bounds[i + 1]):
-            scores[bias_ids.values[j]] += biases.values[j]
-        if repetition[i] != 1:
-            _penalize_repetition(scores, given, repetition[i], seen)
-        if frequency[i] != 0 or presence[i] != 0:
-            _penalize_presence(scores, given[num_prompt_tokens[i] :], frequency[i], presence[i], seen)
+    for i in range(p.rows.size):
+        scores = logits[p.rows[i]]
+        token_ids = p.token_ids.values[p.token_ids.bounds[i] : p.token_ids.bounds[i + 1]]
+        for j in range(p.bias_ids.bounds[i], p.bias_ids.bounds[i + 1]):
+            scores[p.bias_ids.values[j]] += p.biases.values[j]
+        if p.repetition_penalty[i] != 1:
+            _penalize_repetition(scores, token_ids, p.repetition_penalty[i], seen)
+        frequency = p.frequency_penalty[i]
+        presence = p.presence_penalty[i]
+        if frequency != 0 or presence != 0:
+            _penalize_presence(scores, token_ids[p.num_prompt_tokens[i] :], frequency, presence, seen)
 
 
 @jit

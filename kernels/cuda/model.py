@@ -14,7 +14,6 @@ import numpy as np
 from numba import cuda, int32
 
 from ..backend import no_op
-from ..numbers import needs_reference_draw
 from ..reference.layers import normalize
 from .jit import AMPERE, WARP, kernel, wait_for_kernel_before
 from .kv_cache import KVCache
@@ -35,7 +34,7 @@ from .layers.linear import (
 )
 from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_kernel
 from .params import DTYPES, STEP, Params, padded_columns
-from .sampling import DeviceLogits, is_greedy, queue_choice, sample
+from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
     MAX_STEPS,
     NUM_LOGITS,
@@ -245,12 +244,10 @@ def multi_step(
     num_steps: int,
     ends,
 ) -> Iterable[np.ndarray]:
-    """Queue all steps at once, in spite of `ends`; one step if the host draws. Return the tokens (S,) of each."""
+    """Queue all steps at once, in spite of `ends`. Return the tokens (S,) of each."""
     if num_steps > MAX_STEPS:
         raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
     draws = warpers, seeds, sample_indices, batch.context_lens
-    if needs_reference_draw(warpers).any():
-        return [sample(forward(params, batch, kv_cache, workspace), *draws)]
     step = Step(StepShape.of(batch, workspace.max_shape, num_steps), kv_cache, workspace)
     return _queued_steps(params, step, batch, draws, num_steps)
 

@@ -1,6 +1,6 @@
 """From logits to tokens on the device. R rows, V vocabulary.
 
-Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias; the reference does the rest on copies.
+Kernels do argmax, temperature, top-k, top-p, min-p, penalties and bias.
 """
 
 import math
@@ -11,8 +11,6 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint32
 
 from .. import reference
-from ..numbers import needs_reference_draw, needs_reference_processors
-from ..reference.sampling import process_row
 from .draw import ALL_ONES, DRAW_THREADS, draw_tokens, key_of
 from .jit import (
     MAX_WARPS,
@@ -81,16 +79,9 @@ def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, 
     """Return tokens (R,) int32, -1 for a row that is not finite."""
     w = logits.workspace
     count = len(logits)
-    rare = np.flatnonzero(needs_reference_draw(warpers))
     w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
     queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
-    token_ids = w.device.read(w.sampling.token_ids[:count])
-    if rare.size:
-        columns = (np.asarray(column)[rare] for column in (seeds, sample_indices, positions))
-        token_ids[rare] = reference.sample(
-            logits[rare].copy(), [column[rare] for column in warpers], *columns
-        )
-    return token_ids
+    return w.device.read(w.sampling.token_ids[:count])
 
 
 def process_logits(logits: Any, processors: Any) -> None:
@@ -99,15 +90,9 @@ def process_logits(logits: Any, processors: Any) -> None:
         reference.process_logits(logits, p)
         return
     w = logits.workspace
-    is_rare = needs_reference_processors(p)
-    for i in np.flatnonzero(is_rare):
-        row = logits[p.rows[i]]
-        process_row(row, p, i)
-        logits[p.rows[i]] = row
-    if not is_rare.all():
-        arrays = pack_processors(w.device, p, np.where(is_rare, -1, logits.rows[p.rows]))
-        more = logits.vocab_size, arrays, w.sampling.counts
-        w.device.launch(process_rows, len(is_rare), CHOOSE_THREADS, w.logits, *more)
+    arrays = pack_processors(w.device, p, logits.rows[p.rows])
+    more = logits.vocab_size, arrays, w.sampling.counts
+    w.device.launch(process_rows, len(p.rows), CHOOSE_THREADS, w.logits, *more)
 
 
 def filter_logits(logits: DeviceLogits, warpers: Any) -> np.ndarray:

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..backend import DeviceError, query_tiles
-from ..numbers import needs_reference_draw
 from . import device as devices
 from .device import Graphs, need_capability
 from .draw import NUM_SETTINGS
@@ -130,12 +129,11 @@ class SamplingBuffers:
     history: Any  # (MAX_STEPS, tokens of a decode step) int32
 
     def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
-        """Copy the settings of draws to the device. A rare draw is greedy here."""
-        temperature = np.where(needs_reference_draw(warpers), 0.0, warpers.temperature)
+        """Copy the settings of draws to the device."""
         padded_rows = np.full(self.rows.size, -1, np.int32)
         padded_rows[: len(rows)] = rows
         values = {
-            "settings": np.stack((temperature, warpers.top_k, warpers.top_p, warpers.min_p), 1),
+            "settings": np.stack(warpers, 1),
             "seeds": seeds,
             "sample_indices": sample_indices,
             "rows": padded_rows,

@@ -1,7 +1,11 @@
 """From logits to a token: Hugging Face's processors and warpers, a draw, and log-probabilities.
 
 Filters compare probabilities in float32 and sum in float64. R rows, one for each token to choose, V vocabulary.
+A backend has its own `sample`, `process_logits` and `filter_logits`. For a row that asks for more, the sampler calls
+the functions of `processors_of` and `filters_of`, whatever the backend is.
 """
+
+from functools import partial
 
 import numpy as np
 
@@ -9,22 +13,14 @@ MAX_LOG = 88.7228391  # of a float32
 
 
 def process_logits(logits, processors):
-    """Process rows of `logits` (R, V) float32 in place, in the order of `generate` and of vLLM's penalties."""
-    for i, r in enumerate(processors.rows):
-        process_row(logits[r], processors, i)
-
-
-def process_row(scores, processors, i):
+    """Add biases to rows of `logits` (R, V) float32 and penalize tokens, in place, in vLLM's order."""
     p = processors
-    token_ids = processors.token_ids.part(i)
-    new_token_ids = token_ids[p.num_prompt_tokens[i] :]
-    add_bias(scores, p.bias_ids.part(i), p.biases.part(i))
-    penalize_repetition(scores, token_ids, p.repetition_penalty[i])
-    penalize_presence(scores, new_token_ids, p.frequency_penalty[i], p.presence_penalty[i])
-    penalize_repeats(scores, token_ids, p.dry[i])
-    forbid_ngrams(scores, token_ids, p.no_repeat_ngram_size[i])
-    allow(scores, p.allowed_ids.part(i))
-    scores[p.forbidden_ids.part(i)] = -np.inf
+    for i, r in enumerate(p.rows):
+        token_ids = p.token_ids.part(i)
+        new_token_ids = token_ids[p.num_prompt_tokens[i] :]
+        add_bias(logits[r], p.bias_ids.part(i), p.biases.part(i))
+        penalize_repetition(logits[r], token_ids, p.repetition_penalty[i])
+        penalize_presence(logits[r], new_token_ids, p.frequency_penalty[i], p.presence_penalty[i])
 
 
 def add_bias(scores, token_ids, biases):
@@ -44,15 +40,43 @@ def penalize_presence(scores, new_token_ids, frequency_penalty, presence_penalty
     scores[present] -= presence_penalty
 
 
-def penalize_repeats(scores, token_ids, dry):
+def processors_of(params, eos_token_ids, breakers):
+    """Return f(prompt_token_ids, new_token_ids, scores) -> scores, one for each field of SamplingParams that is on.
+
+    The order is that of Hugging Face's `generate`. The lists have no soft prompt; scores (V,) may be written to.
+    eos_token_ids: of the vocabulary. breakers: as `num_after_breaker` takes them.
+    """
+    p = params
+    dry = partial(
+        penalize_repeats,
+        multiplier=p.dry_multiplier,
+        base=p.dry_base,
+        allowed_length=p.dry_allowed_length,
+        last_n=p.dry_penalty_last_n,
+        breakers=breakers,
+    )
+    end_ids = _ids([*eos_token_ids, *p.stop_token_ids])  # even with ignore_eos, as in vLLM
+    processors = [
+        (dry, p.dry_multiplier and p.dry_penalty_last_n),
+        (partial(forbid_ngrams, size=p.no_repeat_ngram_size), p.no_repeat_ngram_size),
+        (partial(forbid_words, endings=endings_of(p.bad_words_ids, eos_token_ids)), p.bad_words_ids),
+        (partial(forbid_at_first, token_ids=end_ids, count=p.min_tokens), p.min_tokens),
+        (partial(allow, token_ids=_ids(p.allowed_token_ids or ())), p.allowed_token_ids),
+        (partial(forbid, token_ids=_ids(p.suppress_tokens)), p.suppress_tokens),
+    ]
+    return tuple(process for process, is_on in processors if is_on)
+
+
+def penalize_repeats(
+    prompt_token_ids, new_token_ids, scores, multiplier, base, allowed_length, last_n, breakers
+):
     """Subtract multiplier * base**(n - allowed_length) from a token that came after an earlier copy of the last n.
 
     DRY, as llama.cpp's: the longest copy counts, n is at least allowed_length, and no copy spans a breaker.
     """
-    if dry is None:
-        return
-    token_ids = token_ids[-dry.penalty_last_n :] if dry.penalty_last_n > 0 else token_ids
-    most = num_after_breaker(token_ids.tolist(), dry.breakers)
+    token_ids = _ids(prompt_token_ids + new_token_ids)
+    token_ids = token_ids[-last_n:] if last_n > 0 else token_ids
+    most = num_after_breaker(token_ids.tolist(), breakers)
     last = token_ids.size - 1
     lengths = np.zeros(last, np.int64)
     ends = np.arange(last)  # of the copy that ends at each token but the last
@@ -62,18 +86,19 @@ def penalize_repeats(scores, token_ids, dry):
         lengths[ends] = n + 1
         if not ends.size:
             break
-    is_long = lengths >= dry.allowed_length
+    is_long = lengths >= allowed_length
     followers, index = np.unique(token_ids[1:][is_long], return_inverse=True)
     longest = np.zeros(followers.size, np.int64)
     np.maximum.at(longest, index, lengths[is_long])
-    is_penalized = [() not in dry.breakers.get(token_id, ()) for token_id in followers.tolist()]
-    base = np.float64(np.float32(dry.base))
-    exponents = longest[is_penalized] - dry.allowed_length
+    is_penalized = [() not in breakers.get(token_id, ()) for token_id in followers.tolist()]
+    base = np.float64(np.float32(base))
+    exponents = longest[is_penalized] - allowed_length
     if base > 1:
         exponents = np.minimum(exponents, int(MAX_LOG / np.log(base)))
     with np.errstate(over="ignore"):
-        penalties = (np.float32(dry.multiplier) * base**exponents).astype(np.float32)
+        penalties = (np.float32(multiplier) * base**exponents).astype(np.float32)
         scores[followers[is_penalized]] -= penalties
+    return scores
 
 
 def num_after_breaker(token_ids, breakers):
@@ -86,75 +111,105 @@ def num_after_breaker(token_ids, breakers):
     return len(token_ids)
 
 
-def forbid_ngrams(scores, token_ids, size):
-    """Forbid tokens that complete a run of `size` tokens in token_ids."""
-    if size == 0 or token_ids.size < size:
-        return
-    windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)  # (T - size + 1, size)
-    begun = token_ids[token_ids.size - size + 1 :]
-    repeated = np.all(windows[:, :-1] == begun, axis=1)
-    scores[windows[repeated, -1]] = -np.inf
+def forbid_ngrams(prompt_token_ids, new_token_ids, scores, size):
+    """Forbid tokens that complete a run of `size` tokens of the text."""
+    token_ids = _ids(prompt_token_ids + new_token_ids)
+    if token_ids.size >= size:
+        windows = np.lib.stride_tricks.sliding_window_view(token_ids, size)  # (T - size + 1, size)
+        begun = token_ids[token_ids.size - size + 1 :]
+        repeated = np.all(windows[:, :-1] == begun, axis=1)
+        scores[windows[repeated, -1]] = -np.inf
+    return scores
 
 
-def allow(scores, token_ids):
-    if token_ids.size:
-        kept = scores[token_ids].copy()
-        scores[:] = -np.inf
-        scores[token_ids] = kept
+def endings_of(words, eos_token_ids):
+    """Return {size: {that many token ids of a word's beginning: ids of last tokens}}; EOS alone is no word."""
+    endings = {}
+    for *beginning, token_id in words:
+        if beginning or token_id not in eos_token_ids:
+            of_size = endings.setdefault(len(beginning), {})
+            of_size.setdefault(tuple(beginning), []).append(token_id)
+    return endings
+
+
+def forbid_words(prompt_token_ids, new_token_ids, scores, endings):
+    """Forbid the last token of each word that the text ends with but for it."""
+    token_ids = prompt_token_ids + new_token_ids
+    for size, of_size in endings.items():
+        beginning = tuple(token_ids[max(len(token_ids) - size, 0) :])
+        scores[of_size.get(beginning, [])] = -np.inf
+    return scores
+
+
+def forbid_at_first(prompt_token_ids, new_token_ids, scores, token_ids, count):
+    if len(new_token_ids) < count:
+        scores[token_ids] = -np.inf
+    return scores
+
+
+def forbid(prompt_token_ids, new_token_ids, scores, token_ids):
+    scores[token_ids] = -np.inf
+    return scores
+
+
+def allow(prompt_token_ids, new_token_ids, scores, token_ids):
+    kept = scores[token_ids].copy()
+    scores[:] = -np.inf
+    scores[token_ids] = kept
+    return scores
+
+
+def _ids(token_ids):
+    return np.array(token_ids, np.int32)
 
 
 def filter_logits(logits, warpers):
-    """Return scores (R, V) float32 after temperature and all filters, -inf for removed tokens.
-
-    logits: (R, V) float32, no NaN and no +inf
-    warpers: arrays (R,) float64:
-        temperature: 0 keeps the row
-        top_k: 0 is off; tokens tied with the k-th stay
-        top_p: 1 is off; one token always stays
-        top_p_rule: 0 (Hugging Face): the token that crosses p stays; of ties the highest ids
-            1 (openai/gpt-2): tokens within p, and all tied with the last
-            2 (FasterTransformer): the token that crosses p keeps its part within p; of ties the lowest ids
-        min_p: the least share of the greatest probability; 0 is off
-        typical_p: nearest to the expected -log(probability), with ties (Meister et al., 2022); 1 is off
-        epsilon_cutoff: the least probability; the most probable tokens stay; 0 is off
-        eta_cutoff: the same with min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)
-        top_n_sigma: standard deviations of the logits below the greatest one (Tang et al., 2024); 0 or less is off
-        xtc_threshold: of tokens with at least this probability the least probable one stays, of ties the highest id,
-            as in llama.cpp; above 0.5 is off
-    """
-    return np.stack([filter_row(row, *settings) for row, *settings in zip(logits, *warpers, strict=True)])
+    """Return scores (R, V) float32 after temperature and filters, -inf for removed tokens. No logit is NaN or +inf."""
+    return np.stack([filter_row(row, w) for row, w in zip(logits, _by_row(warpers), strict=True)])
 
 
-def filter_row(
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    top_p_rule,
-    min_p,
-    typical_p,
-    epsilon_cutoff,
-    eta_cutoff,
-    top_n_sigma,
-    xtc_threshold,
-):
-    if temperature == 0:
+def _by_row(warpers):
+    return map(type(warpers)._make, zip(*warpers, strict=True))
+
+
+def filter_row(logits, w):
+    if w.temperature == 0:
         return logits
-    scores = divide(_keep_within_sigmas(logits, top_n_sigma) if top_n_sigma > 0 else logits, temperature)
-    if 0 < top_k < len(scores):
-        scores = _keep_top_k(scores, int(top_k))
-    if top_p < 1:
-        scores = (_keep_top_p, _keep_within_p, _keep_part_within_p)[int(top_p_rule)](scores, top_p)
-    if min_p:
-        scores = _keep_min_p(scores, np.float32(min_p))
-    if typical_p < 1:
-        scores = _keep_typical(scores, np.float32(typical_p))
-    if epsilon_cutoff:
-        scores = _cut_off(scores, np.float32(epsilon_cutoff))
-    if eta_cutoff:
-        scores = _cut_off(scores, _eta(scores, np.float32(eta_cutoff)))
-    if xtc_threshold <= 0.5:
-        scores = _exclude_top(scores, np.float32(xtc_threshold))
+    scores = divide(logits, w.temperature)
+    if w.top_k:
+        scores = _keep_top_k(scores, w.top_k)
+    if w.top_p < 1:
+        scores = _keep_top_p(scores, w.top_p)
+    if w.min_p:
+        scores = _keep_min_p(scores, w.min_p)
+    return scores
+
+
+def filters_of(params, top_p, excludes_top):
+    """Return (f, value) of each field of SamplingParams that is on: scores = f(scores, value), one after another.
+
+    Return none if `filter_logits` has them all. top_p: of this draw. excludes_top: whether XTC takes part in it.
+    """
+    p = params
+    filters = [
+        (_keep_within_sigmas, p.top_n_sigma, p.top_n_sigma > 0),
+        (divide, p.temperature, True),
+        (_keep_top_k, p.top_k, p.top_k > 0),
+        (KEEP_P[p.top_p_rule], top_p, top_p < 1),
+        (_keep_min_p, p.min_p, p.min_p > 0),
+        (_keep_typical, p.typical_p, p.typical_p < 1),
+        (_cut_off, p.epsilon_cutoff, p.epsilon_cutoff > 0),
+        (_cut_off_eta, p.eta_cutoff, p.eta_cutoff > 0),
+        (_exclude_top, p.xtc_threshold, excludes_top),
+    ]
+    on = [(keep, value) for keep, value, is_on in filters if is_on]
+    is_compiled = {keep for keep, _ in on} <= {divide, _keep_top_k, _keep_top_p, _keep_min_p}
+    return [] if is_compiled or p.temperature == 0 else on
+
+
+def filtered(scores, filters):
+    for keep, value in filters:
+        scores = keep(scores, value)
     return scores
 
 
@@ -164,24 +219,31 @@ def divide(logits, temperature):
 
 
 def _keep_within_sigmas(scores, top_n_sigma):
+    """Keep scores within n standard deviations of the greatest one (Tang et al., 2024)."""
     alive = scores[scores > -np.inf].astype(np.float64)
     return _keep(scores, scores >= np.float32(alive.max() - top_n_sigma * alive.std()))
 
 
 def _exclude_top(scores, threshold):
+    """XTC: of tokens with at least this probability, keep the least probable one, of ties the highest id."""
     order = np.argsort(-scores, kind="stable")  # most probable first
-    count = np.sum((_probabilities(scores) >= threshold) & (scores > -np.inf))
+    count = np.sum((_probabilities(scores) >= np.float32(threshold)) & (scores > -np.inf))
     kept = np.ones(len(scores), bool)
     kept[order[: max(count - 1, 0)]] = False
     return _keep(scores, kept)
 
 
 def _keep_top_k(scores, top_k):
+    """Keep the k greatest scores, and all that are tied with the last."""
+    top_k = int(top_k)
+    if top_k >= len(scores):
+        return scores
     kth_largest = np.partition(scores, -top_k)[-top_k]
     return _keep(scores, scores >= kth_largest)
 
 
 def _keep_top_p(scores, top_p):
+    """Keep the token that crosses p too; of ties the highest ids (Hugging Face)."""
     order = np.argsort(scores, kind="stable")  # least probable first
     removed = _cumulated(scores, order) <= np.float32(1 - float(top_p))
     removed[-1] = False
@@ -191,12 +253,14 @@ def _keep_top_p(scores, top_p):
 
 
 def _keep_within_p(scores, top_p):
+    """Keep tokens within p, and all tied with the last (openai/gpt-2)."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     count = np.sum(_cumulated(scores, order) <= np.float32(top_p))
     return _keep(scores, scores >= scores[order[max(count - 1, 0)]])
 
 
 def _keep_part_within_p(scores, top_p):
+    """Keep the token that crosses p too, with its part within p; of ties the lowest ids (FasterTransformer)."""
     order = np.argsort(-scores, kind="stable")  # most probable first
     probabilities = _probabilities(scores)
     cumulated = _cumulated(scores, order)
@@ -211,26 +275,32 @@ def _keep_part_within_p(scores, top_p):
     return scores
 
 
+KEEP_P = {"hf": _keep_top_p, "openai": _keep_within_p, "fastertransformer": _keep_part_within_p}
+
+
 def _keep_min_p(scores, min_p):
     probabilities = _probabilities(scores)
-    return _keep(scores, probabilities >= min_p * probabilities.max())
+    return _keep(scores, probabilities >= np.float32(min_p) * probabilities.max())
 
 
 def _keep_typical(scores, typical_p):
+    """Keep tokens nearest to the expected -log(probability), with ties (Meister et al., 2022)."""
     log_probabilities = _log_probabilities(scores)
     distances = np.abs(-log_probabilities - _entropy(log_probabilities))
     order = np.argsort(distances, kind="stable")
-    crossing = np.sum(_cumulated(scores, order) < typical_p)
+    crossing = np.sum(_cumulated(scores, order) < np.float32(typical_p))
     return _keep(scores, distances <= distances[order[min(crossing, len(scores) - 1)]])
 
 
 def _cut_off(scores, cutoff):
-    return _keep(scores, (_probabilities(scores) >= cutoff) | (scores == scores.max()))
+    return _keep(scores, (_probabilities(scores) >= np.float32(cutoff)) | (scores == scores.max()))
 
 
-def _eta(scores, eta_cutoff):
+def _cut_off_eta(scores, eta_cutoff):
+    """Cut off at min(eta, sqrt(eta) * e**-entropy) (Hewitt et al., 2022)."""
+    eta = np.float32(eta_cutoff)
     entropy = _entropy(_log_probabilities(scores))
-    return np.minimum(eta_cutoff, np.sqrt(eta_cutoff) * np.float32(np.exp(-np.float64(entropy))))
+    return _cut_off(scores, np.minimum(eta, np.sqrt(eta) * np.float32(np.exp(-np.float64(entropy)))))
 
 
 def _keep(scores, kept):
@@ -267,8 +337,21 @@ def sample(logits, warpers, seeds, sample_indices, positions):
     Greedy rows take the largest logit, ties to the lowest id. Others take the first token, by id, whose cumulated
     probability exceeds `uniform` of the seed, the sample's index and the token's position.
     """
-    rows = zip(logits, zip(*warpers, strict=True), seeds, sample_indices, positions, strict=True)
-    return np.array([_sample_row(*row) for row in rows], dtype=np.int32)
+    rows = zip(logits, _by_row(warpers), seeds, sample_indices, positions, strict=True)
+    token_ids = [sample_row(row, w.temperature, partial(filter_row, w=w), *draw) for row, w, *draw in rows]
+    return np.array(token_ids, np.int32)
+
+
+def sample_row(logits, temperature, keep, seed, sample_index, position):
+    """keep: logits (V,) -> scores (V,), -inf for tokens that are not drawn."""
+    scores = logits if temperature == 0 else divide(logits, temperature)
+    if not np.isfinite(scores.max()):  # max() hands a NaN on
+        return -1
+    if temperature == 0:
+        return int(np.argmax(scores))
+    weights = exponentials(keep(logits))
+    cumulated = np.cumsum(weights)
+    return int(np.argmax(cumulated > uniform(seed, sample_index, position) * cumulated[-1]))
 
 
 def top_logprobs(logits, token_id, n):
@@ -286,15 +369,3 @@ def uniform(seed, sample_index, position, use=0):
     counter = np.array([position, use, 0, 0], np.uint64)
     philox = np.random.Philox(key=key, counter=counter)
     return np.random.Generator(philox).random()
-
-
-def _sample_row(logits, settings, seed, sample_index, position):
-    temperature = settings[0]
-    scores = logits if temperature == 0 else divide(logits, temperature)
-    if not np.isfinite(scores.max()):  # max() hands a NaN on
-        return -1
-    if temperature == 0:
-        return int(np.argmax(scores))
-    weights = exponentials(filter_row(logits, *settings))
-    cumulated = np.cumsum(weights)
-    return int(np.argmax(cumulated > uniform(seed, sample_index, position) * cumulated[-1]))

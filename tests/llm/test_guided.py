@@ -311,13 +311,15 @@ def test_thousands_of_choices(llm):
 
 def test_requests_of_one_grammar_compile_it_once(monkeypatch):
     compiled = []
-    grammar_of = guided.grammar_of
-    monkeypatch.setattr(guided, "grammar_of", lambda *given: compiled.append(given) or grammar_of(*given))
+    compile_grammar = Guidance._compile
+    monkeypatch.setattr(
+        Guidance, "_compile", lambda *given: compiled.append(given[1:]) or compile_grammar(*given)
+    )
     with LLM("demo") as llm:
         for temperature in (0.0, 1.0):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))
         llm.generate(PROMPT, params_of("regex"))
-    assert len(compiled) == 2
+    assert compiled == [params_of("choice").guidance, params_of("regex").guidance]
 
 
 def test_first_requests_at_once_make_one_guidance(monkeypatch):

@@ -1,10 +1,11 @@
 """The guided fields: how they are kept, what is refused, and what is said where the package is missing."""
 
+import subprocess
 import sys
 
 import pytest
 
-from tinygpt import LLM, SamplingParams, fields
+from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
 ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
@@ -29,6 +30,28 @@ def test_fields_are_kept_so_that_params_can_be_compared():
     assert SamplingParams().guidance is None
 
 
+NOTHING_STARTS = """
+import subprocess, sys, threading
+subprocess.Popen = None
+from tinygpt import SamplingParams
+SamplingParams(**{fields!r})
+assert threading.active_count() == 1
+assert "llguidance" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_params_start_no_process_and_import_no_package(name):
+    code = NOTHING_STARTS.format(fields={name: ALL[name]})
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture(scope="module")
+def llm(small_demo):
+    with LLM(small_demo) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -46,22 +69,17 @@ def test_fields_are_kept_so_that_params_can_be_compared():
         ),
     ],
 )
-def test_an_impossible_grammar_is_refused_without_a_model(fields, why):
+def test_an_impossible_grammar_is_refused_before_any_work(llm, monkeypatch, fields, why):
     pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    name = next(iter(fields))
+    monkeypatch.setattr(llm.engine, "submit", None)
+    (name,) = fields
     with pytest.raises(
         RequestError, match=f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$"
     ) as error:
-        SamplingParams(**fields)
+        llm.generate("a", SamplingParams(**fields))
+    kept = SamplingParams(**fields).guidance[1]
+    assert (error.value.field, error.value.value, error.value.allowed) == (name, kept, None)
     assert len(str(error.value)) < 500
-
-
-def test_a_grammar_is_checked_once(monkeypatch):
-    pytest.importorskip("llguidance", reason="llguidance, the extra `guided`, is not installed")
-    schema = {"title": "asked for by no other test"}
-    SamplingParams(guided_json=schema)
-    monkeypatch.setattr(fields._validator(), "grammar", None)
-    SamplingParams(guided_json=schema)
 
 
 def test_a_text_is_guided_by_one_field():

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from tinygpt import Edit, sampling_params
+from tinygpt.engine.token_rules import check_vocabulary, resolve_bad_words
 from tinygpt.errors import RequestError
-from tinygpt.sampling_params import RepetitionDetection, SamplingParams, check_vocabulary, resolve_bad_words
+from tinygpt.sampling_params import RepetitionDetection, SamplingParams
 
 EDIT = Edit("z", keep=0)
 

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +15,37 @@ from support.examples import examples
 from support.golden_models import golden_ids, write_model
 from support.oracles import HAS_GROUPS, live_model
 from support.recorded import recorded
-from tinygpt import LLM
-from tinygpt.engine.beam_search import BeamRules, BeamSearch, Candidates, Hypothesis, plan_slots
+from tinygpt import LLM, SamplingParams
+from tinygpt.engine.beam_search import Beam, BeamSearch, Candidates, plan_slots
 
 TOLERANCE = 1e-4  # on scores
 SIZES = {"n_embd": 16, "n_head": 2, "n_layer": 1, "vocab_size": 40, "n_positions": 32}
 Scorer = Callable[[list[int]], np.ndarray]  # token ids -> (V,) log probabilities of the next
 
 
-def search(scorer: Scorer, prompt: list[int], rules: BeamRules, **options) -> BeamSearch:
-    beams = BeamSearch(rules, **options)
+@dataclass(frozen=True)
+class Rules:
+    """The names and the order of what transformers was asked."""
+
+    num_beams: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    beam_search_diversity_rate: float = 0.0
+
+    def search(self, **options) -> BeamSearch:
+        given = asdict(self)
+        return BeamSearch(end_ids=given.pop("eos_token_ids"), params=SamplingParams(**given), **options)
+
+
+def search(scorer: Scorer, prompt: list[int], rules: Rules, **options) -> BeamSearch:
+    beams = rules.search(**options)
     while beams.beams:
         rows = [scorer(prompt + beam.token_ids) for beam in beams.beams]
-        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
+        beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
     return beams
 
 
@@ -48,13 +66,13 @@ def table_scorer(seed: int, vocab_size: int = 12) -> Scorer:
     return lambda token_ids: table[token_ids[-2], token_ids[-1]]
 
 
-def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool = False) -> BeamRules:
+def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool = False) -> Rules:
     """With EOS ids that a search without them meets, some of them at its last step."""
     chance = random.Random(seed)
     num_beams, num_beam_groups = (
         chance.choice(((2, 2), (4, 2), (6, 2), (6, 3))) if is_grouped else (2 + seed % 4, 1)
     )
-    rules = BeamRules(
+    rules = Rules(
         num_beams=num_beams,
         max_tokens=chance.choice((1, 2, 5, 20, 20)),
         length_penalty=chance.choice((1.0, 0.0, -1.0, -1.0, 2.0)),
@@ -62,7 +80,7 @@ def random_rules(seed: int, scorer: Scorer, prompt: list[int], is_grouped: bool 
         num_beam_groups=num_beam_groups,
         diversity_penalty=chance.choice((0.3, 1.0, 5.0)) if is_grouped else 0.0,
     )
-    met = [h.beam.token_ids[chance.choice((0, -1, -1)) :] for h in search(scorer, prompt, rules).best(6)]
+    met = [h.token_ids[chance.choice((0, -1, -1)) :] for h in search(scorer, prompt, rules).best(6)]
     met = [token_id for token_ids in met for token_id in token_ids]
     eos_token_ids = tuple(dict.fromkeys(chance.sample(met, min(len(met), seed % 4))))
     return replace(rules, eos_token_ids=eos_token_ids)
@@ -111,10 +129,10 @@ def until_eos(token_ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:
     return token_ids[: ends[0] + 1] if ends else token_ids
 
 
-def assert_same(found: list[Hypothesis], expected: list[tuple[list[int], float]]) -> None:
-    assert [hypothesis.beam.token_ids for hypothesis in found] == [token_ids for token_ids, _ in expected]
+def assert_same(found: list[Beam], expected: list[tuple[list[int], float]]) -> None:
+    assert [beam.token_ids for beam in found] == [token_ids for token_ids, _ in expected]
     scores = [score for _, score in expected]
-    assert [hypothesis.score for hypothesis in found] == pytest.approx(scores, abs=TOLERANCE, rel=1e-6)
+    assert [beam.score for beam in found] == pytest.approx(scores, abs=TOLERANCE, rel=1e-6)
 
 
 def assert_same_as_transformers(folder: Path, seed: int, is_grouped: bool) -> None:
@@ -126,12 +144,12 @@ def assert_same_as_transformers(folder: Path, seed: int, is_grouped: bool) -> No
     options = {name: value for name, value in asdict(rules).items() if name != "beam_search_diversity_rate"}
     table = (groups_of_transformers if is_grouped else beams_of_transformers)(seed, prompt, options)
     if is_grouped:  # whichever EOS ended a sequence, its scorer writes the first
-        found = [replace(h, beam=replace(h.beam, token_ids=with_first_eos(h, rules))) for h in found]
+        found = [replace(beam, token_ids=with_first_eos(beam, rules)) for beam in found]
     assert_same(found, [([int(i) for i in row if i >= 0], score) for score, *row in table])
 
 
-def with_first_eos(hypothesis: Hypothesis, rules: BeamRules) -> list[int]:
-    token_ids = hypothesis.beam.token_ids
+def with_first_eos(beam: Beam, rules: Rules) -> list[int]:
+    token_ids = beam.token_ids
     return [*token_ids[:-1], rules.eos_token_ids[0]] if token_ids[-1] in rules.eos_token_ids else token_ids
 
 
@@ -148,17 +166,17 @@ def test_same_groups_as_transformers(tmp_path, seed):
 
 
 def test_the_first_n_of_more_are_returned():
-    rules = BeamRules(num_beams=4, max_tokens=6)
+    rules = Rules(num_beams=4, max_tokens=6)
     beams = search(table_scorer(0), [1, 2], rules)
     assert beams.best(2) == beams.best(4)[:2]
-    assert [len(h.beam.token_ids) for h in beams.best(4)] == [6] * 4
+    assert [len(h.token_ids) for h in beams.best(4)] == [6] * 4
 
 
 @pytest.mark.parametrize("rate", [-0.7, 0.4, 3.0])
 def test_fastertransformers_diversity_rate(rate):
     """batch_topk_kernel: elem += diversity_rate * (elem_id % K) over 2 K candidates of each beam; totals stay y's."""
     K, scorer = 3, table_scorer(0)
-    rules = BeamRules(num_beams=K, max_tokens=6, length_penalty=0.0, beam_search_diversity_rate=rate)
+    rules = Rules(num_beams=K, max_tokens=6, length_penalty=0.0, beam_search_diversity_rate=rate)
     beams = [([], 0.0)]
     for _ in range(6):
         y = []
@@ -173,13 +191,13 @@ def test_fastertransformers_diversity_rate(rate):
     found = search(scorer, [1, 2], rules).best(K)
     assert_same(found, sorted(beams, key=lambda beam: -beam[1]))
     plain = search(scorer, [1, 2], replace(rules, beam_search_diversity_rate=0.0)).best(K)
-    assert [h.beam.token_ids for h in found] != [h.beam.token_ids for h in plain]
+    assert [h.token_ids for h in found] != [h.token_ids for h in plain]
 
 
 class OldScorer:
     """One group of transformers' search with groups, written down as its BeamSearchScorer has it."""
 
-    def __init__(self, rules: BeamRules):
+    def __init__(self, rules: Rules):
         self.rules = rules
         self.size = rules.num_beams // rules.num_beam_groups
         self.beams = [([], 0.0)] + [([], -1e9)] * (self.size - 1)
@@ -223,7 +241,7 @@ class OldScorer:
         return best[0] / length**self.rules.length_penalty
 
 
-def old_group_search(scorer: Scorer, prompt: list[int], rules: BeamRules) -> list[tuple[list[int], float]]:
+def old_group_search(scorer: Scorer, prompt: list[int], rules: Rules) -> list[tuple[list[int], float]]:
     groups = [OldScorer(rules) for _ in range(rules.num_beam_groups)]
     for _ in range(rules.max_tokens):
         chosen: list[int] = []
@@ -248,29 +266,29 @@ def test_groups_are_those_of_the_older_scorer():
 
 def test_a_stop_string_ends_a_beam_as_eos_does():
     scorer = table_scorer(5)
-    rules = BeamRules(num_beams=4, max_tokens=10, eos_token_ids=(7,), length_penalty=0.0)
+    rules = Rules(num_beams=4, max_tokens=10, eos_token_ids=(7,), length_penalty=0.0)
     as_eos = search(scorer, [1, 2], rules).best(4)
-    rules = BeamRules(num_beams=4, max_tokens=10, length_penalty=0.0)
+    rules = Rules(num_beams=4, max_tokens=10, length_penalty=0.0)
     as_stop = search(scorer, [1, 2], rules, is_stopped=lambda token_ids: token_ids[-1] == 7).best(4)
     assert as_stop == as_eos
-    assert 7 in [h.beam.token_ids[-1] for h in as_eos]
+    assert 7 in [h.token_ids[-1] for h in as_eos]
 
 
 def test_fewer_beams_where_fewer_tokens_are_possible():
     only = np.full(12, -np.inf, np.float32)
     only[3] = 0
-    found = search(lambda token_ids: only, [1, 2], BeamRules(num_beams=4, max_tokens=3)).best(4)
-    assert [h.beam.token_ids for h in found] == [[3, 3, 3]]
+    found = search(lambda token_ids: only, [1, 2], Rules(num_beams=4, max_tokens=3)).best(4)
+    assert [h.token_ids for h in found] == [[3, 3, 3]]
 
 
 def test_no_possible_token_ends_the_search_with_nothing():
     none = np.full(12, -np.inf, np.float32)
-    assert search(lambda token_ids: none, [1, 2], BeamRules(num_beams=2, max_tokens=3)).best(2) == []
+    assert search(lambda token_ids: none, [1, 2], Rules(num_beams=2, max_tokens=3)).best(2) == []
 
 
 def test_ties_go_to_the_lowest_beam_and_token():
     equal = np.full(12, -2.5, np.float32)
-    beams = BeamSearch(BeamRules(num_beams=3, max_tokens=9))
+    beams = Rules(num_beams=3, max_tokens=9).search()
     beams.advance([Candidates.of(equal, 6)])
     assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0]), (0, [1]), (0, [2])]
     beams.advance([Candidates.of(equal, 6)] * 3)
@@ -279,27 +297,27 @@ def test_ties_go_to_the_lowest_beam_and_token():
 
 def test_a_search_can_be_ended_at_any_step():
     scorer = table_scorer(2)
-    rules = BeamRules(num_beams=3, max_tokens=100)
-    beams = BeamSearch(rules)
+    rules = Rules(num_beams=3, max_tokens=100)
+    beams = rules.search()
     for _ in range(4):
         rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
-        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
+        beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
     beams.end()
     assert beams.beams == []
-    assert beams.best(3) == search(scorer, [1, 2], BeamRules(num_beams=3, max_tokens=4)).best(3)
+    assert beams.best(3) == search(scorer, [1, 2], Rules(num_beams=3, max_tokens=4)).best(3)
 
 
 def test_the_sources_of_a_beam_lead_back_to_the_first():
     scorer = table_scorer(3)
-    rules = BeamRules(num_beams=4, max_tokens=8)
-    beams, steps = BeamSearch(rules), []
+    rules = Rules(num_beams=4, max_tokens=8)
+    beams, steps = rules.search(), []
     while beams.beams:
         steps.append(beams.beams)
         rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
-        beams.advance([Candidates.of(row, rules.num_candidates) for row in rows])
-    for hypothesis in beams.best(4):
-        token_ids = hypothesis.beam.token_ids
-        sources = hypothesis.beam.sources
+        beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
+    for beam in beams.best(4):
+        token_ids = beam.token_ids
+        sources = beam.sources
         assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [
             token_ids[:i] for i in range(8)
         ]

@@ -12,7 +12,6 @@ from tinygpt import SamplingParams
 from tinygpt.engine.grammar_process import Matchers
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError
-from tinygpt.fields import OPTIONS
 
 ALPHABET = ["a", "b", "é", '"']
 # All bytes, some strings of them that end within a character, two tokens of the same bytes, one of none, special ones.
@@ -218,7 +217,7 @@ def test_a_grammar_that_the_vocabulary_cannot_write_is_an_error():
 def test_limits_that_others_have_used_up_are_no_error():
     """Matchers of one grammar share what they find out, and the package limits how much that may be."""
     matchers = Matchers([*TOKENS, b""], [EOS, OTHER_SPECIAL])
-    assert matchers.compile(f"start: /a{{3}}/{OPTIONS}") == ""
+    assert matchers.read("guided_regex", "a{3}") == matchers.compile() == ""
     matchers.add(0, None)
     assert not matchers.take(0, A)
     state = matchers._samples[0]

@@ -11,14 +11,12 @@ import pytest
 
 from support.paths import DEMO
 from support.recorded import recorded
+from support.sampling import BACKENDS, sampler_of
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
-from tinygpt.engine.sampler import Sampler
-from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.numbers import Warpers
+from tinygpt.kernels.reference.sampling import filtered, filters_of
 
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 TEXT = """"Run," said the dog: "run, run!" "Run," said the cat: "run, run!" * The dog and the cat said: "run, run!"
 The dog and the cat and the dog and the cat and the dog and the cat"""
 CASES = {
@@ -99,10 +97,7 @@ def llm():
 def scores_after(llm, backend, token_ids, **fields):
     (sequence,) = llm._inputs.request(token_ids, SamplingParams(**fields)).sequences
     scores = np.zeros((1, llm.config.vocab_size), np.float32)
-    runner = type(
-        "Runner", (), {"config": llm.config, "process_logits": staticmethod(backend.process_logits)}
-    )
-    assert Sampler(runner).process(scores, [sequence]) == [None]
+    assert sampler_of(backend).process(scores, [sequence]) == [None]
     return scores[0]
 
 
@@ -122,17 +117,15 @@ def test_dry_penalizes_as_llama_cpp(llm, backend, case):
     assert num_penalized > 1
 
 
-@BACKENDS
-def test_xtc_and_top_n_sigma_keep_as_llama_cpp(backend):
+def test_xtc_and_top_n_sigma_keep_as_llama_cpp():
     num_removed = np.zeros(3, int)
     for seed in range(20):
         rng = np.random.default_rng(seed)
         row = (rng.standard_normal(30) * rng.choice([0.5, 1, 3])).astype(np.float32)
         row[rng.random(30) < 0.2] = -np.inf  # a mask's
         for i, (sigma, k, threshold) in enumerate([(1.5, 0, 1.0), (-1.0, 0, 0.08), (2.0, 6, 0.1)]):
-            warpers = Warpers(*np.array([*Warpers._field_defaults.values()], float)[:, None])
-            warpers = warpers._replace(top_n_sigma=np.array([sigma]), xtc_threshold=np.array([threshold]))
-            ours = backend.filter_logits(row[None], warpers._replace(top_k=np.array([float(k)])))[0]
+            params = SamplingParams(temperature=1, top_k=k, top_n_sigma=sigma, xtc_threshold=threshold)
+            ours = filtered(row, filters_of(params, 1.0, excludes_top=True))
             np.testing.assert_array_equal(ours, excluded(row, sigma, k, threshold))
             num_removed[i] += np.sum(ours < row)
     assert (num_removed > 20).all()

@@ -2,23 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from support.examples import examples
 from support.recorded import HAS_TRANSFORMERS, recorded
-from tinygpt.engine.sampler import SamplingState, TokenRules, gather_processors
-from tinygpt.engine.sequence import Sample, Sequence
+from support.sampling import BACKENDS, EOS, sampler_of, sequence_of
 from tinygpt.kernels import cpu, reference
-from tinygpt.sampling_params import SamplingParams
 
 if HAS_TRANSFORMERS:
     import torch
     import transformers
 
 V = 30
-EOS = (7, 11)
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 
 
 def random_row(seed):
@@ -48,22 +41,10 @@ def signed_zeros(seed):
 ROWS = [random_row, tied_row, masked_row, one_survivor, signed_zeros]
 
 
-def sequence_of(prompt, new, **fields):
-    sequence = Sequence(Sample(prompt, SamplingParams(max_tokens=64, **fields), 0, frozenset(EOS)))
-    sequence.new_token_ids.extend(new)
-    return sequence
-
-
-def process(backend, rows, sequences):
-    logits = np.stack(rows)
-    edits = [
-        TokenRules(sequence.params, sequence.sample.eos_token_ids, logits.shape[1]) for sequence in sequences
-    ]
-    of_rows = [*map(SamplingState, sequences, edits)]
-    for notes, sequence in zip(of_rows, sequences, strict=True):
-        notes.update(sequence.new_token_ids)
-    backend.process_logits(logits, gather_processors(range(len(rows)), of_rows))
-    return logits
+def process(backend, row, prompt, new, **fields):
+    logits = row[None].copy()
+    assert sampler_of(backend).process(logits, [sequence_of(prompt, new, **fields)]) == [None]
+    return logits[0]
 
 
 @recorded
@@ -141,7 +122,7 @@ def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
     for seed in range(12):
         row = make_row(seed)
         (prompt, new) = histories(seed)
-        ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
+        ours = process(backend, row, prompt, new, **fields)
         if np.isneginf(ours).all() and "allowed_token_ids" in fields:
             continue  # where no allowed token is left, Hugging Face allows them all again, and ours is an error
         theirs = processed(row, prompt, new, case)
@@ -153,7 +134,7 @@ def test_each_equals_huggingface_to_the_bit(backend, case, make_row):
 def test_a_history_that_is_all_of_a_words_beginning_forbids_its_end(backend, prompt):
     row = random_row(4)
     words = [[1, 2], [2, 1, 5], [1, 2, 6]]
-    ours = process(backend, [row], [sequence_of(prompt, [], bad_words_ids=words)])[0]
+    ours = process(backend, row, prompt, [], bad_words_ids=words)
     theirs = without_words(row, prompt, words)
     np.testing.assert_array_equal(ours, theirs)
     assert np.isneginf(ours).sum() == (prompt == [1]) + (len(prompt) > 1) + (prompt == [2, 1])
@@ -169,11 +150,11 @@ def test_presence_and_frequency_follow_openais_formula_over_the_output_alone(bac
     counts[2], counts[3] = 1, 3
     for frequency, presence in [(0.5, 0.25), (-2.0, 0.0), (0.0, 2.0)]:
         fields = {"frequency_penalty": frequency, "presence_penalty": presence}
-        ours = process(backend, [row], [sequence_of(prompt, new, **fields)])[0]
+        ours = process(backend, row, prompt, new, **fields)
         np.testing.assert_array_equal(
             ours, row - counts * np.float32(frequency) - (counts > 0) * np.float32(presence)
         )
-        both = process(backend, [row], [sequence_of(prompt, new, repetition_penalty=2.0, **fields)])[0]
+        both = process(backend, row, prompt, new, repetition_penalty=2.0, **fields)
         first = penalised(row, prompt + new, 2.0)
         np.testing.assert_array_equal(
             both, first - counts * np.float32(frequency) - (counts > 0) * np.float32(presence)
@@ -191,7 +172,7 @@ def test_presence_by_fastertransformers_rule(backend, temperature):
         "presence_penalty_rule": "fastertransformer",
         "temperature": temperature,
     }
-    ours = process(backend, [row], [sequence_of([1, 1, 2], [3, 3, 2], **fields)])[0] / T
+    ours = process(backend, row, [1, 1, 2], [3, 3, 2], **fields) / T
     expected = row / T
     for token_id in (1, 2, 3):
         expected[token_id] -= 0.5
@@ -202,17 +183,16 @@ def test_presence_by_fastertransformers_rule(backend, temperature):
     "penalty", [{"repetition_penalty": 2.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
 )
 def test_a_penalty_of_a_round_number_is_one(penalty):
-    sequence = sequence_of([1, 2], [3, 3], **penalty)
     row = random_row(0)
-    ours = process(cpu, [row], [sequence])
-    np.testing.assert_array_equal(ours, process(reference, [row], [sequence]))
-    assert (ours[0] != row).any()
+    ours = process(cpu, row, [1, 2], [3, 3], **penalty)
+    np.testing.assert_array_equal(ours, process(reference, row, [1, 2], [3, 3], **penalty))
+    assert (ours != row).any()
 
 
 @BACKENDS
 def test_min_tokens_forbids_all_that_would_end_the_sample(backend):
     def forbidden(new, **fields):
-        row = process(backend, [random_row(1)], [sequence_of([1], new, min_tokens=2, **fields)])[0]
+        row = process(backend, random_row(1), [1], new, min_tokens=2, **fields)
         return np.flatnonzero(row == -np.inf).tolist()
 
     assert forbidden([5], stop_token_ids=[3, 7]) == [3, 7, 11]
@@ -229,39 +209,6 @@ def test_rows_of_soft_prompts_are_no_tokens(backend):
         "bad_words_ids": [[3, 4]],
     }
     row = random_row(2)
-    with_rows = process(backend, [row], [sequence_of([-5, -6, 1, 2, 3], [1, 3], **fields)])
-    without = process(backend, [row], [sequence_of([1, 2, 3], [1, 3], **fields)])
+    with_rows = process(backend, row, [-5, -6, 1, 2, 3], [1, 3], **fields)
+    without = process(backend, row, [1, 2, 3], [1, 3], **fields)
     np.testing.assert_array_equal(with_rows, without)
-
-
-some_ids = st.lists(st.integers(0, 9), max_size=5)
-some_fields = st.fixed_dictionaries(
-    {},
-    optional={
-        "repetition_penalty": st.floats(0.5, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2),
-        "no_repeat_ngram_size": st.integers(0, 4),
-        "min_tokens": st.integers(0, 9),
-        "bad_words_ids": st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3), max_size=4),
-        "allowed_token_ids": st.lists(st.integers(0, V - 1), min_size=1),
-        "suppress_tokens": some_ids,
-        "stop_token_ids": some_ids,
-        "logit_bias": st.dictionaries(st.integers(0, 9), st.floats(-100, 100)),
-    },
-)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 9), min_size=1), some_ids, some_fields), min_size=1, max_size=5
-    )
-)
-def test_cpu_equals_the_reference_and_no_row_depends_on_its_neighbours(asked):
-    sequences = [sequence_of(prompt, new, **fields) for prompt, new, fields in asked]
-    rows = [ROWS[i % len(ROWS)](i) for i in range(len(sequences))]
-    together = process(cpu, rows, sequences)
-    np.testing.assert_array_equal(together, process(reference, rows, sequences))
-    alone = [process(cpu, [row], [sequence])[0] for row, sequence in zip(rows, sequences, strict=True)]
-    np.testing.assert_array_equal(together, np.stack(alone))

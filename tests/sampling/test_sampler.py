@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,32 +14,10 @@ from support.examples import examples
 from support.golden_models import write_model
 from support.oracles import live_model
 from support.recorded import recorded
+from support.sampling import BACKENDS, V, any_sequence, halve, sampler_of, sequence_of
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampler import Sampler, not_finite
-from tinygpt.engine.sequence import Sample, Sequence
+from tinygpt.engine.sampler import not_finite
 from tinygpt.kernels import cpu, reference
-
-V = 40
-EOS = (7, 11)
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
-
-
-class BareRunner:
-    """As much of a ModelRunner as the sampler needs."""
-
-    def __init__(self, backend: ModuleType, vocab_size: int):
-        self.config = SimpleNamespace(vocab_size=vocab_size)
-        self.sample = backend.sample
-        self.process_logits = backend.process_logits
-        self.filter_logits = backend.filter_logits
-        self.top_logprobs = backend.top_logprobs
-
-
-def sequence_of(prompt=(1, 2, 1), new=(), seed=3, index=0, **fields):
-    params = SamplingParams(max_tokens=64, **fields)
-    sequence = Sequence(Sample(list(prompt), params, seed, frozenset(EOS)), index)
-    sequence.new_token_ids.extend(new)
-    return sequence
 
 
 def logits_of(rows, seed=0):
@@ -48,7 +25,7 @@ def logits_of(rows, seed=0):
 
 
 def sample(backend, logits, sequences):
-    return Sampler(BareRunner(backend, V)).sample(logits.copy(), sequences)
+    return sampler_of(backend).sample(logits.copy(), sequences)
 
 
 def sample_one(backend, sequence, logits):
@@ -61,82 +38,55 @@ def fresh(sequence):
     return dataclasses.replace(sequence, sampling_state=None)
 
 
-def halve(prompt_token_ids, new_token_ids, scores):
-    return scores / 2
+ODD_NUMBERS = np.float32([-np.inf, -0.0, 0.0, 1e38, -1e38, 1e-45])
 
 
-def forbid_the_last(prompt_token_ids, new_token_ids, scores):
-    scores[(prompt_token_ids + new_token_ids)[-1]] = -np.inf
-    return scores
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(any_sequence, min_size=1, max_size=6), st.integers(0, 99))
+def test_backends_process_the_same_and_a_row_as_if_alone(sequences, seed):
+    scores = logits_of(len(sequences), seed)
+    scores[:, seed % 3 :: 5] = np.random.default_rng(seed).choice(ODD_NUMBERS, scores[:, seed % 3 :: 5].shape)
+    together, by_reference = scores.copy(), scores.copy()
+    errors = sampler_of(cpu).process(together, sequences)
+    assert sampler_of(reference).process(by_reference, [*map(fresh, sequences)]) == errors
+    np.testing.assert_array_equal(together, by_reference)
+    for r, sequence in enumerate(sequences):
+        alone = scores[r : r + 1].copy()
+        assert sampler_of(cpu).process(alone, [fresh(sequence)]) == errors[r : r + 1]
+        np.testing.assert_array_equal(alone[0], together[r])
 
 
-ids = st.integers(0, V - 1)
-some_ids = st.lists(ids, max_size=4)
-anything = st.fixed_dictionaries(
-    {},
-    optional={
-        "temperature": st.sampled_from([0.0, 0.7, 1.0, 1.9]),
-        "top_k": st.integers(0, V),
-        "top_p": st.floats(0.05, 1),
-        "top_p_rule": st.sampled_from(["hf", "openai", "fastertransformer"]),
-        "top_p_decay": st.floats(0.5, 1),
-        "top_p_reset_ids": st.lists(ids, min_size=1, max_size=4),
-        "min_p": st.floats(0, 0.5),
-        "typical_p": st.floats(0.1, 1),
-        "epsilon_cutoff": st.floats(0, 0.1),
-        "eta_cutoff": st.floats(0, 0.1),
-        "top_n_sigma": st.floats(-1, 3),
-        "xtc_probability": st.floats(0, 1),
-        "xtc_threshold": st.floats(0, 0.6),
-        "dry_multiplier": st.floats(0, 2),
-        "dry_allowed_length": st.integers(0, 2),
-        "dry_penalty_last_n": st.integers(-1, 9),
-        "logit_bias": st.dictionaries(ids, st.floats(-5, 5), max_size=4),
-        "repetition_penalty": st.floats(0.5, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2),
-        "no_repeat_ngram_size": st.integers(0, 3),
-        "bad_words_ids": st.lists(st.lists(ids, min_size=1, max_size=3), max_size=4),
-        "min_tokens": st.integers(0, 9),
-        "allowed_token_ids": st.lists(ids, min_size=1, max_size=9),
-        "suppress_tokens": some_ids,
-        "stop_token_ids": some_ids,
-        "logits_processors": st.sampled_from([[], [halve], [forbid_the_last, halve]]),
-        "logprobs": st.integers(0, V),
-        "logprobs_mode": st.sampled_from(["raw", "processed"]),
-        "ignore_eos": st.booleans(),
-        "n": st.just(2),
-        "best_of": st.just(3),
-    },
-)
-asked = st.builds(
-    lambda prompt, new, seed, fields: sequence_of(prompt, new, seed, **fields),
-    st.lists(ids, min_size=1, max_size=9),
-    st.lists(ids, max_size=9),
-    st.integers(0, 2**64 - 1),
-    anything,
-)
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(st.lists(asked, min_size=1, max_size=6), st.integers(0, 99))
-def test_a_row_is_sampled_as_if_alone(sequences, seed):
+@settings(max_examples=examples(200), deadline=None)
+@given(st.lists(any_sequence, min_size=1, max_size=6), st.integers(0, 99))
+def test_backends_sample_the_same_and_a_row_as_if_alone(sequences, seed):
     logits = logits_of(len(sequences), seed)
     together = sample(cpu, logits, sequences)
-    for r, sequence in enumerate(sequences):
-        assert sample_one(cpu, fresh(sequence), logits[r : r + 1]) == together[r]
+    by_reference = sample(reference, logits, [*map(fresh, sequences)])
+    for r, (sequence, ours, theirs) in enumerate(zip(sequences, together, by_reference, strict=True)):
+        assert sample_one(cpu, fresh(sequence), logits[r : r + 1]) == ours
+        assert (ours.token_id, ours.error) == (theirs.token_id, theirs.error)
+        assert (ours.logprobs is None, ours.logprob is None) == (
+            theirs.logprobs is None,
+            theirs.logprob is None,
+        )
+        np.testing.assert_allclose(
+            *(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6
+        )
 
 
-@settings(max_examples=examples(150), deadline=None)
-@given(asked, st.integers(0, 99))
-def test_backends_sample_the_same(sequence, seed):
-    logits = logits_of(1, seed)
-    ours, theirs = (sample_one(backend, fresh(sequence), logits) for backend in (cpu, reference))
-    assert (ours.token_id, ours.error) == (theirs.token_id, theirs.error)
-    assert (ours.logprobs is None, ours.logprob is None) == (theirs.logprobs is None, theirs.logprob is None)
-    np.testing.assert_allclose(
-        *(np.array([t.logprob], np.float64) for t in (ours, theirs)), rtol=1e-6, atol=1e-6
-    )
+RARE = [{"typical_p": 0.3}, {"top_n_sigma": 0.5}, {"top_p": 0.4, "top_p_rule": "openai"}, {"eta_cutoff": 0.2}]
+RARE += [{"epsilon_cutoff": 0.1}, {"xtc_probability": 1.0}, {"top_k": 9}, {}]
+
+
+@BACKENDS
+def test_each_row_is_drawn_by_its_own_filters(backend):
+    logits = np.repeat(logits_of(1), 40, axis=0)
+    sequences = [sequence_of(temperature=1.5, seed=i, **RARE[i % len(RARE)]) for i in range(40)]
+    together = sample(backend, logits, sequences)
+    alone = [sample_one(backend, fresh(sequence), logits[:1]) for sequence in sequences]
+    assert together == alone
+    plain = sample(backend, logits, [sequence_of(temperature=1.5, seed=i) for i in range(40)])
+    assert sum(ours != theirs for ours, theirs in zip(together, plain, strict=True)) > 8
 
 
 @BACKENDS
@@ -201,10 +151,10 @@ def test_top_p_decays_and_is_reset():
     used = []
     for token_id in [1, 2, 3, 9, 4]:
         sample_one(cpu, sequence, logits_of(1))
-        used.append(sequence.sampling_state.warpers[2])
+        used.append(sequence.sampling_state.top_p)
         sequence.new_token_ids.append(token_id)
     sample_one(cpu, sequence, logits_of(1))
-    assert [*used, sequence.sampling_state.warpers[2]] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
+    assert [*used, sequence.sampling_state.top_p] == [0.8, 0.4, 0.2, 0.15, 0.8, 0.4]
 
 
 def test_xtc_leaves_the_only_token_that_other_rules_allow():
@@ -383,8 +333,12 @@ def test_sampled_probabilities_are_transformers(llm, seed):
         ({"temperature": 0.9, "logprobs": 0}, False),
         ({"temperature": 0.9, "n": 1, "best_of": 2}, False),
         ({"temperature": 0.9, "top_p": 0.9, "top_p_decay": 0.5}, False),
+        ({"temperature": 0.9, "top_p": 0.9, "top_p_rule": "openai"}, False),
+        ({"temperature": 0.9, "typical_p": 0.9}, False),
+        ({"temperature": 0.9, "xtc_probability": 0.1}, False),
+        ({"temperature": 0.0, "typical_p": 0.9}, True),
     ],
 )
 def test_what_needs_a_look_between_two_tokens(fields, is_alone):
-    """Scores that Python changes, logarithms that it reports, and warpers that are others for the next token."""
-    assert Sampler(BareRunner(reference, V)).is_drawn_alone(sequence_of(**fields)) is is_alone
+    """Scores that Python changes, logarithms that it reports, and filters that it has or that vary."""
+    assert sampler_of(reference).is_drawn_alone(sequence_of(**fields)) is is_alone

@@ -5,15 +5,11 @@ depends on the comparison and not on a rounding.
 """
 
 import numpy as np
-import pytest
 
 from support.recorded import recorded
-from tinygpt.engine.sampler import warpers_of
-from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.numbers import Warpers
-from tinygpt.sampling_params import SamplingParams
+from support.sampling import BACKENDS, filtered_by
+from tinygpt.kernels import reference
 
-BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
 SEEDS = range(12)
 ALL_BUT_NOTHING = 1 - 1e-9  # below 1, and 1 in float32: no sum need reach it
 
@@ -84,11 +80,6 @@ def softmax(row):
     return weights / weights.sum()
 
 
-def filtered_by(backend, row, **fields):
-    warpers = Warpers(*np.array(warpers_of(SamplingParams(temperature=1.0, **fields)), np.float64)[:, None])
-    return backend.filter_logits(row[None], warpers)[0]
-
-
 def alike(theirs, ours):
     """The float32 numbers that both agree upon, below 1."""
     theirs = np.asarray(theirs, np.float32)
@@ -132,14 +123,12 @@ def compared(backend, cases):
     assert changes > 10
 
 
-@BACKENDS
-def test_a_probability_at_epsilon_stays(backend):
+def test_a_probability_at_epsilon_stays():
     rows = [row_of(seed) for seed in SEEDS]
-    compared(backend, [(row, "epsilon_cutoff", around(p)) for row in rows for p in probabilities_of(row)])
+    compared(reference, [(row, "epsilon_cutoff", around(p)) for row in rows for p in probabilities_of(row)])
 
 
-@BACKENDS
-def test_a_probability_at_eta_stays(backend):
+def test_a_probability_at_eta_stays():
     """Where the distribution is not flat, eta itself is the limit."""
     cases = []
     for row in [row_of(seed, spread=5.0) for seed in SEEDS]:
@@ -147,7 +136,7 @@ def test_a_probability_at_eta_stays(backend):
         flatness = np.exp(np.sum(probabilities * np.log(probabilities)))
         small = [p for p in probabilities_of(row) if p > 1e-9 and np.sqrt(p) < 0.99 * flatness]
         cases += [(row, "eta_cutoff", around(p)) for p in small]
-    compared(backend, cases)
+    compared(reference, cases)
 
 
 @BACKENDS
@@ -165,16 +154,14 @@ def test_a_probability_at_min_p_of_the_greatest_stays(backend):
         assert kept_by(backend, row, min_p=1.0) == kept_by_huggingface("min_p", row, [1.0])[0]
 
 
-@BACKENDS
-def test_what_adds_up_to_typical_p_is_enough(backend):
+def test_what_adds_up_to_typical_p_is_enough():
     """Rows alone on which all sums agree: torch's own softmax of the sorted row rounds otherwise in most."""
     rows = [typical_row_of(seed) for seed in range(150)]
     limits = [(row, around(limit)) for row, sums in filter(None, rows) for limit in sums[sums < 1 - 1e-6]]
-    compared(backend, [(row, "typical_p", nearby) for row, nearby in limits])
+    compared(reference, [(row, "typical_p", nearby) for row, nearby in limits])
 
 
-@BACKENDS
-def test_all_stay_where_the_sum_of_all_is_below_the_limit(backend):
+def test_all_stay_where_the_sum_of_all_is_below_the_limit():
     """Probabilities that are rounded down add up to less than 1."""
     found = 0
     for count in range(20, 60):
@@ -186,9 +173,9 @@ def test_all_stay_where_the_sum_of_all_is_below_the_limit(backend):
             beside = np.append(
                 row, np.float32(-40)
             )  # adds nothing to the sum, which is at the limit without it
-            kept = kept_by(backend, beside, top_p=float(total), top_p_rule="fastertransformer")
+            kept = kept_by(reference, beside, top_p=float(total), top_p_rule="fastertransformer")
             assert kept == list(range(count))
-            assert len(kept_by(backend, row, typical_p=ALL_BUT_NOTHING)) == count
+            assert len(kept_by(reference, row, typical_p=ALL_BUT_NOTHING)) == count
             for rule in ("openai", "fastertransformer"):
-                assert len(kept_by(backend, row, top_p=ALL_BUT_NOTHING, top_p_rule=rule)) == count
+                assert len(kept_by(reference, row, top_p=ALL_BUT_NOTHING, top_p_rule=rule)) == count
     assert found > 2

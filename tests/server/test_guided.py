@@ -11,10 +11,10 @@ from select import select
 
 from support.gate import Gate, Held
 from support.serving import served, until
-from tinygpt import SamplingParams, fields
+from tinygpt import SamplingParams
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
-from tinygpt.errors import how_to_install
+from tinygpt.errors import RequestError, how_to_install
 from tinygpt.server.requests import GRAMMAR_THREADS
 from tinygpt.text.chat_template import ChatTemplate
 
@@ -153,13 +153,13 @@ def compiling(monkeypatch):
 
 
 def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
-    checked, in_loop = fields.check_guide, []
+    check, in_loop = Guidance.check, []
 
-    def noted(name, value):
+    def noted(*given):
         in_loop.append(threading.current_thread() is server.thread)
-        checked(name, value)
+        return check(*given)
 
-    monkeypatch.setattr(fields, "check_guide", noted)
+    monkeypatch.setattr(Guidance, "check", noted)
     assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
     assert set(in_loop) == {False}
 
@@ -186,12 +186,16 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
 
 @pytest.fixture
 def endless(monkeypatch):
-    """The check of the expression x waits until the test has ended."""
-    check = Held(lambda name, value: None)
-    checked = fields.check_guide
-    monkeypatch.setattr(fields, "check_guide", lambda *given: (check if given[1] == "x" else checked)(*given))
-    yield check.called
-    check.release.set()
+    """The check of the expression x waits until the test has ended, and then refuses it."""
+
+    def refuse(*given):
+        raise RequestError("is refused.", "guided_regex")
+
+    check = Guidance.check
+    held = Held(refuse)
+    monkeypatch.setattr(Guidance, "check", lambda *given: (held if given[2] == "x" else check)(*given))
+    yield held.called
+    held.release.set()
 
 
 def test_endless_grammars_hold_up_no_other_request(server, endless):

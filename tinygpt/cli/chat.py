@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import RequestError, invalid, suggest
-from ..sampling_params import MAX_SEED, SamplingParams
+from ..fields import MAX_SEED
+from ..sampling_params import SamplingParams
 from .flags import (
     FLAGS,
     Command,

@@ -7,8 +7,9 @@ Source: transformers' `generate(num_beams=...)`, and for groups its custom gener
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
@@ -21,44 +22,14 @@ from .sequence import SampledToken, Sequence, common_prefix, is_looping
 
 
 @dataclass(frozen=True)
-class BeamRules:
-    """The options of a search, under the names of SamplingParams."""
-
-    num_beams: int  # of all groups together
-    max_tokens: int
-    eos_token_ids: tuple[int, ...] = ()
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-    num_beam_groups: int = 1  # of equal size, which choose one after another in each step
-    diversity_penalty: float = 0.0
-    # FasterTransformer's: batch_topk_kernel of online_softmax_beamsearch_kernels.cu.
-    beam_search_diversity_rate: float = 0.0
-
-    @property
-    def group_size(self) -> int:
-        return self.num_beams // self.num_beam_groups
-
-    @property
-    def num_options(self) -> int:
-        """The continuations that a group looks at: enough if each EOS comes first."""
-        return max(2, 1 + len(self.eos_token_ids)) * self.group_size
-
-    @property
-    def num_candidates(self) -> int:
-        """The candidates of each beam: the penalty may push down num_beams of them."""
-        return self.num_options + (self.num_beams if self.num_beam_groups > 1 else 0)
-
-    def score(self, total: float, length: int) -> float:
-        """Return total / length**length_penalty, in float32 as transformers does."""
-        return float(np.float32(total) / np.float32(length**self.length_penalty))
-
-
-@dataclass(frozen=True)
 class Candidates:
-    """The K most probable next tokens of one beam, best first."""
+    """The K most probable next tokens of one beam, best first, and the log probabilities to report; or an error."""
 
     token_ids: np.ndarray  # (K,)
     scores: np.ndarray  # (K,) float32, log probabilities after the processors
+    best: dict[int, float] | None = None
+    own: dict[int, float] | None = None  # of the candidates
+    error: str | None = None
 
     @classmethod
     def of(cls, scores: np.ndarray, count: int) -> "Candidates":
@@ -79,12 +50,7 @@ class Beam:
     sources: list[
         int
     ]  # for each token, the index of the beam that it continued, among the beams of that step
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    beam: Beam
-    score: float  # the beam's total over length**length_penalty
+    score: float | None = None  # of a beam that has ended: total / length**length_penalty
 
 
 class BeamSearch:
@@ -94,15 +60,24 @@ class BeamSearch:
     is_stopped: returns whether new token ids end for another reason than EOS, such as a stop string.
     """
 
-    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool] = lambda token_ids: False):
-        self.rules = rules
+    def __init__(
+        self,
+        params: SamplingParams,
+        end_ids: Seq[int] = (),
+        is_stopped: Callable[[list[int]], bool] = lambda token_ids: False,
+    ):
+        self.params = params
         self.beams = [Beam([], 0.0, [])]  # that run
-        self._groups = [_Group(rules, is_stopped) for _ in range(rules.num_beam_groups)]
+        self._groups = [_Group(params, end_ids, is_stopped) for _ in range(params.num_beam_groups)]
+        # The continuations that a group looks at: enough if each of end_ids comes first.
+        self._num_options = max(2, 1 + len(end_ids)) * self._groups[0].size
+        # Of each beam; the penalty may push down num_beams of them.
+        self.num_candidates = self._num_options + (params.num_beams if params.num_beam_groups > 1 else 0)
 
     def advance(self, candidates: Seq[Candidates]) -> None:
         """Choose the next beams from candidates[i] of beams[i], group by group."""
         is_first = not self.beams[0].token_ids
-        is_last = len(self.beams[0].token_ids) + 1 == self.rules.max_tokens
+        is_last = len(self.beams[0].token_ids) + 1 == self.params.max_tokens
         chosen: Counter[int] = Counter()
         start = 0
         for group in self._groups:
@@ -111,7 +86,7 @@ class BeamSearch:
             )  # all start from the first beam
             start = own.stop
             options = [option for i in own for option in enumerate(self._options(i, candidates[i], chosen))]
-            best = sorted(options, key=self._order)[: self.rules.num_options]
+            best = sorted(options, key=self._order)[: self._num_options]
             chosen.update(group.advance([self._continued(*option) for _, option in best], is_last))
         self.beams = [beam for group in self._groups for beam in group.beams]
 
@@ -120,8 +95,8 @@ class BeamSearch:
             group.end()
         self.beams = []
 
-    def best(self, n: int) -> list[Hypothesis]:
-        return _best([hypothesis for group in self._groups for hypothesis in group.ended], n)
+    def best(self, n: int) -> list[Beam]:
+        return _best([beam for group in self._groups for beam in group.ended], n)
 
     def _options(
         self, source: int, candidates: Candidates, chosen: Counter[int]
@@ -130,7 +105,7 @@ class BeamSearch:
         scores = candidates.scores
         if chosen:
             counts = np.array([chosen[token_id] for token_id in token_ids], np.float32)
-            scores = scores - np.float32(self.rules.diversity_penalty) * counts
+            scores = scores - np.float32(self.params.diversity_penalty) * counts
         totals = scores + np.float32(self.beams[source].total)
         options = [
             (total, source, token_id) for total, token_id in zip(totals.tolist(), token_ids, strict=True)
@@ -139,7 +114,7 @@ class BeamSearch:
 
     def _order(self, ranked: tuple[int, tuple[float, int, int]]) -> float:
         rank, (total, _, _) = ranked
-        return -(total + self.rules.beam_search_diversity_rate * (rank % self.rules.num_beams))
+        return -(total + self.params.beam_search_diversity_rate * (rank % self.params.num_beams))
 
     def _continued(self, total: float, source: int, token_id: int) -> Beam:
         beam = self.beams[source]
@@ -153,24 +128,24 @@ class _Group:
     that is done at the last step takes no more sequences.
     """
 
-    def __init__(self, rules: BeamRules, is_stopped: Callable[[list[int]], bool]):
+    def __init__(self, params: SamplingParams, end_ids: Seq[int], is_stopped: Callable[[list[int]], bool]):
+        self.size = params.num_beams // params.num_beam_groups
         self.beams: list[Beam] = []
-        self.ended: list[Hypothesis] = []
-        self._rules = rules
+        self.ended: list[Beam] = []
+        self._params = params
+        self._end_ids = end_ids
         self._is_stopped = is_stopped
         self._is_done = False
 
     def advance(self, options: list[Beam], is_last: bool) -> list[int]:
         """Choose among the best continuations, in order. Return the tokens that later groups are to avoid."""
-        size = self._rules.group_size
-        is_alone = self._rules.num_beam_groups == 1
+        is_alone = self._params.num_beam_groups == 1
         if self._is_done:
-            return [*self._rules.eos_token_ids[:1]] * size  # transformers pads an ended group with EOS
-        eos = self._rules.eos_token_ids
+            return [*self._end_ids[:1]] * self.size  # transformers pads an ended group with EOS
         is_stopped = self._is_stopped
-        ends = [beam.token_ids[-1] in eos or is_stopped(beam.token_ids) for beam in options]
-        running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][:size]
-        self._add([beam for beam, is_end in zip(options[:size], ends, strict=False) if is_end])
+        ends = [beam.token_ids[-1] in self._end_ids or is_stopped(beam.token_ids) for beam in options]
+        running = [beam for beam, is_end in zip(options, ends, strict=True) if not is_end][: self.size]
+        self._add([beam for beam, is_end in zip(options[: self.size], ends, strict=False) if is_end])
         bound = running if is_alone else options
         self._is_done = not bound or self._is_settled(bound[0])
         self.beams = running if not self._is_done or (is_last and is_alone) else []
@@ -183,20 +158,24 @@ class _Group:
         self.beams = []
 
     def _add(self, beams: list[Beam]) -> None:
-        new = [Hypothesis(beam, self._rules.score(beam.total, len(beam.token_ids))) for beam in beams]
-        self.ended = _best(self.ended + new, self._rules.group_size)
+        new = [replace(beam, score=self._score(beam.total, len(beam.token_ids))) for beam in beams]
+        self.ended = _best(self.ended + new, self.size)
 
     def _is_settled(self, bound: Beam) -> bool:
-        rules = self._rules
-        if len(self.ended) < rules.group_size:
+        params = self._params
+        if len(self.ended) < self.size:
             return False
-        may_gain = rules.early_stopping == "never" and rules.length_penalty > 0
-        length = rules.max_tokens if may_gain else len(bound.token_ids)
-        return rules.early_stopping is True or rules.score(bound.total, length) <= self.ended[-1].score
+        may_gain = params.early_stopping == "never" and params.length_penalty > 0
+        length = params.max_tokens if may_gain else len(bound.token_ids)
+        return params.early_stopping is True or self._score(bound.total, length) <= self.ended[-1].score
+
+    def _score(self, total: float, length: int) -> float:
+        """Return total / length**length_penalty, in float32 as transformers does."""
+        return float(np.float32(total) / np.float32(length**self._params.length_penalty))
 
 
-def _best(hypotheses: list[Hypothesis], n: int) -> list[Hypothesis]:
-    return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[:n]
+def _best(ended: list[Beam], n: int) -> list[Beam]:
+    return sorted(ended, key=lambda beam: -beam.score)[:n]
 
 
 def plan_slots(
@@ -218,54 +197,48 @@ def plan_slots(
     return slots, copies
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """The candidates after a beam, with the log probabilities to report, or an error."""
-
-    candidates: Candidates | None
-    best: dict[int, float] | None = None
-    of_candidates: dict[int, float] | None = None
-    error: str | None = None
-
-
 class Beams:
     """The sequences of one request, and the search whose beams they are.
 
-    When all predictions of a step are there, `advance` gives each sequence the tokens of one of the new beams. In the
-    end, sequence i has the tokens of the i-th best hypothesis. new_text: makes a TextStream that finds stop strings.
+    When all candidates of a step are there, `advance` gives each sequence the tokens of one of the new beams. In the
+    end, sequence i has the tokens of the i-th best beam. new_text: makes a TextStream that finds stop strings.
     """
 
     def __init__(
-        self, sequences: list[Sequence], rules: BeamRules, new_text: Callable[[], TextStream | None]
+        self,
+        sequences: list[Sequence],
+        eos_token_ids: Seq[int],
+        new_text: Callable[[], TextStream | None],
     ):
-        self.rules = rules
         self.first = sequences[0]
         self._sequences = sequences
-        self._search = BeamSearch(rules, _stop_finder(sequences[0], new_text))
+        params = self.first.params
+        end_ids = dict.fromkeys((*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids))
+        self._search = BeamSearch(params, [*end_ids], _stop_finder(self.first, new_text))
+        self.num_candidates = self._search.num_candidates
         self._running = sequences[:1]  # the sequence of each running beam
-        self._missing = set(sequences)  # sequences without a prediction for this step
-        self._predictions: dict[Sequence, Prediction] = {}
-        self._steps: list[list[Prediction]] = []  # kept if log probabilities are wanted
+        self._missing = set(sequences)  # sequences without candidates for this step
+        self._candidates: dict[Sequence, Candidates] = {}
+        self._steps: list[list[Candidates]] = []  # kept if log probabilities are wanted
         for sequence in sequences:
             sequence.beams = self
 
-    def take(self, sequence: Sequence, prediction: Prediction) -> None:
-        self._predictions[sequence] = prediction
-        sequence.has_finite_logits = prediction.error is None
+    def take(self, sequence: Sequence, candidates: Candidates) -> None:
+        self._candidates[sequence] = candidates
+        sequence.has_finite_logits = candidates.error is None
         self._missing.discard(sequence)
 
     def advance(self, copy_positions: CopyPositions) -> None:
-        step = [self._predictions[sequence] for sequence in self._running if sequence in self._predictions]
-        error = next((prediction.error for prediction in step if prediction.error is not None), None)
-        if self.first.is_finished or (
-            self._missing and error is None
-        ):  # others wait in vain for one that fails
+        step = [self._candidates[sequence] for sequence in self._running if sequence in self._candidates]
+        error = next((candidates.error for candidates in step if candidates.error is not None), None)
+        is_waiting = self._missing and error is None  # others wait in vain for one that fails
+        if self.first.is_finished or is_waiting:
             return
-        self._predictions.clear()
+        self._candidates.clear()
         if self.first.params.logprobs is not None:
             self._steps.append(step)
         if error is None:
-            self._search.advance([prediction.candidates for prediction in step])
+            self._search.advance(step)
             if self._search.beams:
                 self._place(self._search.beams, copy_positions)
             elif self._search.best(1):
@@ -293,70 +266,56 @@ class Beams:
             sequence.continue_as(beam.token_ids, is_another=sequence.slot != source)
 
     def _finish(self) -> None:
-        hypotheses = self._search.best(self.first.params.n)
-        for i, sequence in enumerate(self._sequences):
+        best = self._search.best(self.first.params.n)
+        for sequence, beam in zip_longest(self._sequences, best):
             held = sequence.token_ids[: sequence.num_cached]
-            sequence.clear_output(hypotheses[i].score if i < len(hypotheses) else None)
-            if i < len(hypotheses):
-                self._give(sequence, hypotheses[i])
+            sequence.clear_output(None if beam is None else beam.score)
+            if beam is not None:
+                self._give(sequence, beam)
             if not sequence.is_finished:
                 sequence.expire()
-            sequence.num_cached = common_prefix(
-                held, sequence.token_ids
-            )  # of its slot, which others may reuse
+            # Of its slot, which others may reuse.
+            sequence.num_cached = common_prefix(held, sequence.token_ids)
 
-    def _give(self, sequence: Sequence, hypothesis: Hypothesis) -> None:
-        for i, (token_id, source) in enumerate(
-            zip(hypothesis.beam.token_ids, hypothesis.beam.sources, strict=True)
-        ):
+    def _give(self, sequence: Sequence, beam: Beam) -> None:
+        for i, (token_id, source) in enumerate(zip(beam.token_ids, beam.sources, strict=True)):
             if not self._steps:
                 sequence.append(SampledToken(token_id))
                 continue
-            prediction = self._steps[i][source]
-            logprob = prediction.of_candidates[token_id]
-            sequence.append(SampledToken(token_id, {**prediction.best, token_id: logprob}, logprob))
+            candidates = self._steps[i][source]
+            logprob = candidates.own[token_id]
+            sequence.append(SampledToken(token_id, {**candidates.best, token_id: logprob}, logprob))
 
 
-def beam_rules(params: SamplingParams, eos_token_ids: Seq[int]) -> BeamRules:
-    ends = (*(() if params.ignore_eos else eos_token_ids), *params.stop_token_ids)
-    given = {
-        field.name: getattr(params, field.name)
-        for field in fields(BeamRules)
-        if field.name != "eos_token_ids"
-    }
-    return BeamRules(**given, eos_token_ids=tuple(dict.fromkeys(ends)))
-
-
-def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Prediction]:
-    """Return the prediction for each beam from its row of `logits` (R, V).
+def predict(sampler: Sampler, logits: Any, sequences: Seq[Sequence]) -> list[Candidates]:
+    """Return the candidates of each beam from its row of `logits` (R, V).
 
     As in transformers, the processors change log probabilities; without beams they change logits.
     """
     log_probs = numbers.log_softmax(logits)  # (R, V)
     scores = log_probs.copy()
     errors = sampler.process(scores, sequences)
-    return [
-        _prediction(sampler, *row) if error is None else Prediction(None, error=error)
-        for error, *row in zip(errors, log_probs, scores, sequences, strict=True)
-    ]
+    return [_candidates(*row) for row in zip(log_probs, scores, sequences, errors, strict=True)]
 
 
-def _prediction(
-    sampler: Sampler, log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence
-) -> Prediction:
-    if not np.isfinite(log_probs.max()):  # max() is NaN if any is
-        return Prediction(None, error=not_finite(sequence))
-    candidates = Candidates.of(scores, sequence.beams.rules.num_candidates)
+def _candidates(
+    log_probs: np.ndarray, scores: np.ndarray, sequence: Sequence, error: str | None
+) -> Candidates:
+    if error is None and not np.isfinite(log_probs.max()):  # max() is NaN if any is
+        error = not_finite(sequence)
+    if error is not None:
+        return Candidates(np.empty(0, np.int64), np.empty(0, np.float32), error=error)
+    found = Candidates.of(scores, sequence.beams.num_candidates)
     params = sequence.params
-    if params.logprobs is None or not candidates.token_ids.size:
-        return Prediction(candidates)
+    if params.logprobs is None or not found.token_ids.size:
+        return found
     reported = log_probs if params.logprobs_mode == "raw" else numbers.log_softmax(scores[None])[0]  # (V,)
     best = Candidates.of(reported, num_best(params.logprobs, len(reported)))
-    best_logprobs = dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True))
-    of_candidates = dict(
-        zip(candidates.token_ids.tolist(), reported[candidates.token_ids].tolist(), strict=True)
+    return replace(
+        found,
+        best=dict(zip(best.token_ids.tolist(), best.scores.tolist(), strict=True)),
+        own=dict(zip(found.token_ids.tolist(), reported[found.token_ids].tolist(), strict=True)),
     )
-    return Prediction(candidates, best_logprobs, of_candidates)
 
 
 def _stop_finder(

@@ -6,6 +6,7 @@ only the requests with its grammar fail.
 """
 
 import itertools
+import json
 import marshal
 import os
 import signal
@@ -15,7 +16,6 @@ import sys
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,12 @@ from typing import Any
 MAX_BYTES = 2**28  # of a process, which begins with 2**26 for 50 257 tokens; 48 KB of schema add 2**23
 # CPU time. 48 KB of schema take 0.16 s; a step within llguidance's limits takes 15 ms.
 COMPILE_SECONDS, STEP_SECONDS = 1.0, 0.5
+# Rules of a grammar, or objects of a schema: two or three times as many, each in the next, overflow a stack of 8 MB.
+MAX_PARTS = 1000
+# As json.dumps writes, or less. A small model that may write any white space often writes nothing else.
+SPACES = {"whitespace_pattern": "[ ]?"}
+# The package would force the tokens of a certain text, and leave nothing if one of them may not come.
+OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
 class LimitError(Exception):
@@ -85,10 +91,10 @@ class Sample:
 class GrammarServer:
     """The server process, started with the first grammar, and its forks.
 
-    tokens: the bytes of each token, then b"", the end; special_token_ids. Without them it only validates.
+    tokens: the bytes of each token, then b"", the end.
     """
 
-    def __init__(self, tokens: list[bytes] | None = None, special_token_ids: list[int] | None = None):
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int]):
         self._vocabulary = (tokens, special_token_ids)
         self._lock = Lock()
         self._process = self._control = None
@@ -134,36 +140,53 @@ class State:
 class Matchers:
     """The samples of one grammar, in its process."""
 
-    def __init__(self, tokens: list[bytes] | None, special_token_ids: list[int] | None):
+    def __init__(self, tokens: list[bytes], special_token_ids: list[int]):
         import llguidance
 
-        self._new = partial(llguidance.LLMatcher, log_level=0)
-        self._from = llguidance.grammar_from
-        self.validate = llguidance.LLMatcher.validate_grammar
+        self._package = llguidance
+        self._vocab_size = len(tokens) - 1
+        vocabulary = SimpleNamespace(
+            tokens=tokens,
+            special_token_ids=special_token_ids,
+            bos_token_id=None,
+            eos_token_id=self._vocab_size,
+            is_tokenizer_wrapper=True,
+        )
+        self._tokenizer = llguidance.LLTokenizer(vocabulary)
+        self._grammar = ""  # in the package's syntax
         self._samples: dict[int | None, State] = {}  # None: the beginning
-        if tokens is not None:
-            names = {"is_tokenizer_wrapper": True, "tokens": tokens, "special_token_ids": special_token_ids}
-            vocabulary = SimpleNamespace(**names, bos_token_id=None, eos_token_id=len(tokens) - 1)
-            self._vocab_size, self._new = (
-                len(tokens) - 1,
-                partial(self._new, llguidance.LLTokenizer(vocabulary)),
-            )
 
     def answer(self, dropped: list[int], name: str, args: tuple) -> Any:
         for sample in dropped:
             self._samples.pop(sample, None)
         return getattr(self, name)(*args)
 
-    def to_lark(self, grammar: str) -> tuple[str, str]:
-        """Return a grammar of Lark's or GBNF in Lark's syntax, and an error or ""."""
+    def read(self, field: str, value: Any) -> str:
+        """Take the value of a guided field. Return the reason why it is no grammar, if there is one."""
         try:
-            return self._from("grammar", grammar), ""
+            grammar = self._to_lark(field, value)
         except (ValueError, RecursionError) as error:
-            return "", str(error)
+            return str(error)
+        num_parts = grammar.count("{") + (grammar.count(":") if field == "guided_grammar" else 0)
+        if field in ("guided_json", "guided_grammar") and num_parts > MAX_PARTS:
+            return f"it has more than {MAX_PARTS} rules and objects"
+        self._grammar = grammar + OPTIONS
+        if field == "guided_choice":
+            return ""
+        return self._package.LLMatcher.validate_grammar(self._grammar)
 
-    def compile(self, grammar: str) -> str:
+    def _to_lark(self, field: str, value: Any) -> str:
+        match field:
+            case "guided_choice":  # one terminal: of rules, the package follows 2000 at most
+                return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}"
+            case "guided_regex":
+                return f"start: /{self._package.regex_to_lark(value)}/"
+            case "guided_json":
+                return f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
+        return self._package.grammar_from("grammar", value)  # Lark's or GBNF
+
+    def compile(self) -> str:
         """Return the reason why no text follows the grammar, if there is one."""
-        self._new = partial(self._new, grammar)
         first = self._new()
         if error := first.get_error():
             return error
@@ -200,6 +223,9 @@ class Matchers:
         if sample not in self._samples:
             self.add(sample, None)
         return self._samples[sample]
+
+    def _new(self) -> Any:
+        return self._package.LLMatcher(self._tokenizer, self._grammar, log_level=0)
 
     def _begin_alone(self, state: State) -> None:
         if not state.is_alone:

@@ -1,6 +1,8 @@
 """Guided decoding: the tokens that a grammar allows next. A process for each grammar works on it."""
 
 import functools
+import re
+import reprlib
 from collections.abc import Callable
 from copy import copy
 from threading import Lock
@@ -9,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import RequestError, how_to_install
-from ..fields import grammar_of, in_short, refuse
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, LimitError, Sample
 
+# 20 000 alternatives compile in a second, and then in the square of their number.
+MAX_CHARACTERS = 2**16
 # Kept by a model: a grammar compiles in milliseconds.
 MAX_GRAMMARS, MAX_MASKS = 32, 64
 _OF_BYTE = np.where(
@@ -42,13 +45,15 @@ class Guidance:
         self._spread = functools.lru_cache(MAX_MASKS)(_spread)
 
     def check(self, field: str, value: Any) -> Grammar:
-        """Return the grammar. Raise RequestError if it is none that can be followed."""
+        """Return the grammar of a guided field. Raise RequestError if no text can follow it."""
         found = self._grammar(field, value)
         if isinstance(found, Grammar) and found.has_ended:
             self._grammar.cache_clear()
             found = self._grammar(field, value)
         if isinstance(found, str):
-            refuse(field, value, found)
+            shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
+            reason = in_short(found, field == "guided_grammar")
+            raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
         return found
 
     def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
@@ -63,16 +68,20 @@ class Guidance:
     def _compile(self, field: str, value: Any) -> Grammar | str:
         """Return a grammar, or the reason why it is refused: to find it can take seconds."""
         try:
-            import llguidance
+            import llguidance  # noqa: F401
         except ImportError:
             reason = f"needs the package llguidance, which is not installed: {how_to_install('guided')}."
             raise RequestError(reason, field) from None
-        text = grammar_of(llguidance, field, value)
+        num_characters = sum(map(len, value))  # of a text, or of all choices
+        if num_characters > MAX_CHARACTERS:
+            return f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
         grammar = self._server.grammar()
         try:
-            return grammar.ask(COMPILE_SECONDS, "compile", text) or grammar
+            problem = grammar.ask(COMPILE_SECONDS, "read", field, value)
+            problem = problem or grammar.ask(COMPILE_SECONDS, "compile")
         except LimitError as error:
-            return f"it {error}"
+            problem = f"it {error}"
+        return problem or grammar
 
 
 class Guide:
@@ -141,6 +150,15 @@ class Guide:
         except LimitError as error:
             self.error = f"it {error}"
             return None
+
+
+def in_short(problem: str, has_lines: bool = False) -> str:
+    """Return the last reason of the package's message in one line; has_lines: the user wrote the lines it counts."""
+    message = re.split(r"\n +1 \| |\n<", problem)[0]
+    reason = message.rpartition("error: ")[2]
+    reason = re.sub(r"^(?:at )?(\d+)\(\d+\): ", r"line \1: " if has_lines else "", reason)
+    readable = "".join(c if c.isprintable() else " " for c in reason)
+    return " ".join(readable.split())[:300].rstrip(".")
 
 
 def _spread(packed: bytes, end_ids: frozenset[int], vocab_size: int) -> Mask:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..outputs import ContinuationScore, StreamChunk
-from ..sampling_params import MAX_SEED, SamplingParams, check_vocabulary, resolve_bad_words
+from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
 from ..weights.config import ModelConfig
@@ -33,7 +34,8 @@ from .prompts import (
 )
 from .sampler import PromptLogprobs
 from .scheduler import SINGLE_USE_IDS
-from .sequence import Breakers, Request, Sample, Sequence, copied
+from .sequence import Request, Sample, Sequence, copied
+from .token_rules import Breakers, TokenRules, check_vocabulary, resolve_bad_words
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40
@@ -129,10 +131,10 @@ class InputProcessor:
         prompt, virtual, fitted = self._fit(prompt, params)
         sequences = self._sequences(prompt, virtual, fitted, arrival, on_chunk)
         if fitted.params.num_beams > 1:
-            from .beam_search import Beams, beam_rules  # rarely needed
+            from .beam_search import Beams  # rarely needed
 
-            rules = beam_rules(fitted.params, self._eos_token_ids(fitted.params))
-            Beams(sequences, rules, partial(self._text_stream, fitted.params))
+            eos_token_ids = self._eos_token_ids(fitted.params)
+            Beams(sequences, eos_token_ids, partial(self._text_stream, fitted.params))
         return Request(prompt, fitted.params, sequences, arrival, fitted.num_truncated, self._tokenizer)
 
     def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams) -> int:
@@ -255,6 +257,8 @@ class InputProcessor:
             on_chunk = _for_all_samples(on_chunk, params.n)
         seed = params.seed if params.seed is not None else secrets.randbits(MAX_SEED.bit_length())
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
+        breakers = self._breakers(params) if params.dry_multiplier else {}
+        rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers)
         captures = self._captures_of(params, len(fitted.token_ids), count)
         sample = Sample(
             fitted.token_ids,
@@ -266,7 +270,7 @@ class InputProcessor:
             on_chunk=on_chunk,
             soft_prompt=virtual,
             adapter=-1 if params.lora_request is None else self._lora_modules.index(params.lora_request),
-            dry_breakers=self._breakers(params) if params.dry_multiplier else {},
+            token_rules=rules,
         )
         return [
             Sequence(

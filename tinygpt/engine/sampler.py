@@ -2,21 +2,22 @@
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ..kernels.numbers import Warpers
-from ..kernels.reference.sampling import uniform
-from ..sampling_params import SamplingParams
+from ..errors import FailedRequestError
+from ..kernels.numbers import Processors, Ragged, Warpers
+from ..kernels.reference import sampling
+from ..sampling_params import LogitsProcessor
 from .model_runner import ModelRunner
-from .sequence import Breakers, SampledToken, Sequence
+from .sequence import SampledToken, Sequence
 
 NOT_FINITE = "the checkpoint is damaged, or its activations overflow float32"
 NOTHING_LEFT = (
@@ -24,144 +25,58 @@ NOTHING_LEFT = (
     "the text, or forbid less with bad_words, suppress_tokens, min_tokens and no_repeat_ngram_size."
 )
 XTC = 1  # the use of a number that decides whether tokens are excluded
-TOP_P_RULES = {"hf": 0, "openai": 1, "fastertransformer": 2}
-
-
-class Ragged(NamedTuple):
-    """Arrays of different lengths, end to end."""
-
-    values: np.ndarray
-    bounds: np.ndarray  # (count + 1,) int64: array i is values[bounds[i]:bounds[i + 1]]
-
-    @classmethod
-    def of(cls, arrays: Seq[np.ndarray]) -> "Ragged":
-        bounds = np.zeros(len(arrays) + 1, np.int64)
-        np.cumsum([array.size for array in arrays], out=bounds[1:])
-        return cls(np.concatenate(arrays), bounds)
-
-    def part(self, i: int) -> np.ndarray:
-        return self.values[self.bounds[i] : self.bounds[i + 1]]
-
-
-class Dry(NamedTuple):
-    """SamplingParams' fields of this name, with the breakers in token ids."""
-
-    multiplier: float
-    base: float
-    allowed_length: int
-    penalty_last_n: int
-    breakers: Breakers
-
-
-class Processors(NamedTuple):
-    """Logits processors of P rows of logits."""
-
-    rows: np.ndarray  # (P,) int64
-    token_ids: Ragged  # int32, the prompt and the output of each row
-    num_prompt_tokens: np.ndarray  # (P,) int64
-    repetition_penalty: np.ndarray  # (P,) float32
-    frequency_penalty: np.ndarray  # (P,) float32
-    presence_penalty: np.ndarray  # (P,) float32
-    no_repeat_ngram_size: np.ndarray  # (P,) int64, 0 is none
-    dry: list[Dry | None]
-    bias_ids: Ragged  # int32
-    biases: Ragged  # float32, one for each of bias_ids
-    allowed_ids: Ragged  # int32; empty: all may come
-    forbidden_ids: Ragged  # int32
-
-
-class TokenRules:
-    """What params name by token ids. The samples of a request share it, and `Sampler` forgets it with the last."""
-
-    def __init__(self, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int):
-        self.params = params  # alive, so that no others have its `id`
-        self.bias_ids = _ids(token_id for token_id, _ in params.logit_bias)
-        self.biases = np.array([bias for _, bias in params.logit_bias], np.float32)
-        last: dict[tuple[int, ...], dict[int, None]] = {}
-        for *beginning, token_id in params.bad_words_ids:
-            if beginning or token_id not in eos_token_ids:
-                last.setdefault(tuple(beginning), {})[token_id] = None
-        self.last_ids = {
-            beginning: _ids(ids) for beginning, ids in last.items()
-        }  # of bad words, by all ids before it
-        self.beginning_sizes = {*map(len, last)}
-        self.allowed_ids = _ids(dict.fromkeys(params.allowed_token_ids or ()))
-        self.suppressed_ids = _ids(dict.fromkeys(params.suppress_tokens))
-        ends = eos_token_ids.union(params.stop_token_ids)  # even with ignore_eos, as in vLLM
-        ends = _ids(token_id for token_id in ends if token_id < vocab_size) if params.min_tokens else _NO_IDS
-        self.forbidden_at_first = np.concatenate((self.suppressed_ids, ends))  # until there are min_tokens
-        self.is_any = bool(
-            last or self.bias_ids.size or self.allowed_ids.size or self.forbidden_at_first.size
-        )
+Filter = tuple[Callable[[np.ndarray, float], np.ndarray], float]  # scores (V,) = f(scores, value)
 
 
 class SamplingState:
     """The sampler's state of one sequence, which never gets shorter."""
 
-    def __init__(self, sequence: Sequence, edits: TokenRules):
+    def __init__(self, sequence: Sequence):
         params = sequence.params
-        self.params = sequence.params
-        self.edits = edits
-        self.warpers = warpers_of(params)
+        rules = sequence.sample.token_rules
+        self.params = params
+        self.rules = rules
         is_ft = params.presence_penalty_rule == "fastertransformer"
         presence = params.presence_penalty * (params.temperature or 1 if is_ft else 1)
         self.penalties = params.repetition_penalty, params.frequency_penalty, presence
-        self.dry = None
-        if params.dry_multiplier and params.dry_penalty_last_n:
-            sizes = params.dry_allowed_length, params.dry_penalty_last_n
-            self.dry = Dry(params.dry_multiplier, params.dry_base, *sizes, sequence.sample.dry_breakers)
-        has_penalties = (
-            self.penalties != (1.0, 0.0, 0.0) or params.no_repeat_ngram_size or self.dry is not None
-        )
-        self._uses_history = bool(has_penalties or any(edits.beginning_sizes))
-        self.is_processed = self._uses_history or edits.is_any
-        self.changes_scores = bool(self.is_processed or params.logits_processors or sequence.guide)
-        self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
-        self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
-        self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
+        self._has_penalties = self.penalties != (1.0, 0.0, 0.0)
+        self.is_processed = self._has_penalties or rules.bias_ids.size > 0
         # Rows of soft prompts have ids below 0, which never come again.
         self.prompt_token_ids = [token_id for token_id in sequence.prompt_token_ids if token_id >= 0]
         self.num_prompt_tokens = 0 if is_ft else len(self.prompt_token_ids)  # that no presence penalty counts
-        self._history = array("i", self.prompt_token_ids if self._uses_history else ())
+        self.calls_functions = bool(rules.processors or params.logits_processors or sequence.guide)
+        self.changes_scores = self.is_processed or self.calls_functions
+        self.wants_logprobs = params.logprobs is not None or (params.best_of or params.n) > params.n
+        self.wants_raw_logprobs = self.wants_logprobs and params.logprobs_mode == "raw"
+        self.is_plain = params.temperature == 0 and not self.changes_scores and not self.wants_logprobs
+        self.top_p = params.top_p
+        self._filters = sampling.filters_of(params, params.top_p, excludes_top=False)
+        self._history = array("i", self.prompt_token_ids if self._has_penalties else ())
         self._num_new = 0
 
     def update(self, new_token_ids: list[int]) -> None:
         added = new_token_ids[self._num_new :]
-        if self._uses_history:
+        if self._has_penalties:
             self._history.extend(added)
-        if self.params.top_p_decay < 1:
-            temperature, top_k, top_p, *others = self.warpers
+        params = self.params
+        if params.top_p_decay < 1:
             for token_id in added:
-                is_reset = token_id in (self.params.top_p_reset_ids or ())
-                top_p = (
-                    self.params.top_p
-                    if is_reset
-                    else max(top_p * self.params.top_p_decay, self.params.top_p_min)
-                )
-            self.warpers = temperature, top_k, top_p, *others
+                is_reset = token_id in (params.top_p_reset_ids or ())
+                decayed = max(self.top_p * params.top_p_decay, params.top_p_min)
+                self.top_p = params.top_p if is_reset else decayed
+            self._filters = sampling.filters_of(params, self.top_p, excludes_top=False)
         self._num_new += len(added)
 
     @property
     def token_ids(self) -> np.ndarray:
         return np.array(self._history, np.int32)
 
-    @property
-    def forbidden_ids(self) -> np.ndarray:
-        """The suppressed tokens, and the last token of each forbidden word that the text ends with but for it."""
-        edits, size = self.edits, len(self._history)
-        ids = edits.forbidden_at_first if self._num_new < self.params.min_tokens else edits.suppressed_ids
-        begun = [tuple(self._history[size - count :]) for count in edits.beginning_sizes if count <= size]
-        found = [edits.last_ids[beginning] for beginning in begun if beginning in edits.last_ids]
-        return np.concatenate((ids, *found)) if found else ids
-
-
-def warpers_of(params: SamplingParams) -> tuple[float, ...]:
-    given = {name: getattr(params, name) for name in Warpers._fields}
-    changed = {
-        "top_p_rule": TOP_P_RULES[params.top_p_rule],
-        "xtc_threshold": Warpers._field_defaults["xtc_threshold"],
-    }
-    return tuple({**given, **changed}.values())
+    def filters(self, sequence: Sequence) -> list[Filter]:
+        """Return all filters of the next token's draw if the backend does not have one of them, otherwise none."""
+        share = self.params.xtc_probability
+        if share and sampling.uniform(sequence.sample.seed, sequence.index, len(sequence), XTC) < share:
+            return sampling.filters_of(self.params, self.top_p, excludes_top=True)
+        return self._filters
 
 
 def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
@@ -173,26 +88,15 @@ def gather_processors(rows: Seq[int], states: Seq[SamplingState]) -> Processors:
         repetition_penalty=repetition,
         frequency_penalty=frequency,
         presence_penalty=presence,
-        no_repeat_ngram_size=np.array([s.params.no_repeat_ngram_size for s in states], np.int64),
-        dry=[s.dry for s in states],
-        bias_ids=Ragged.of([s.edits.bias_ids for s in states]),
-        biases=Ragged.of([s.edits.biases for s in states]),
-        allowed_ids=Ragged.of([s.edits.allowed_ids for s in states]),
-        forbidden_ids=Ragged.of([s.forbidden_ids for s in states]),
+        bias_ids=Ragged.of([s.rules.bias_ids for s in states]),
+        biases=Ragged.of([s.rules.biases for s in states]),
     )
 
 
 def gather_warpers(states: Seq[SamplingState]) -> Warpers:
-    return Warpers(
-        *np.array([s.warpers for s in states], np.float64).reshape(-1, len(Warpers._fields)).T.copy()
-    )
-
-
-def _ids(token_ids: Iterable[int]) -> np.ndarray:
-    return np.array(list(token_ids), np.int32)
-
-
-_NO_IDS = _ids(())
+    columns = {name: [getattr(s.params, name) for s in states] for name in Warpers._fields}
+    columns["top_p"] = [s.top_p for s in states]
+    return Warpers(**{name: np.array(column, np.float64) for name, column in columns.items()})
 
 
 class Sampler:
@@ -200,7 +104,6 @@ class Sampler:
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
-        self._edits: WeakValueDictionary[tuple[int, frozenset[int]], TokenRules] = WeakValueDictionary()
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
@@ -222,11 +125,10 @@ class Sampler:
             return self._take_greatest(logits, sequences)
         raw = {r: logits[r].copy() for r, s in enumerate(states) if s.changes_scores and s.wants_raw_logprobs}
         errors = self.process(logits, sequences)
+        filters = [state.filters(sequence) for state, sequence in zip(states, sequences, strict=True)]
         warpers = gather_warpers(states)
-        positions = np.array([len(s) for s in sequences], np.uint64)  # (R,)
         _spare_top_k(warpers, sequences)
-        _draw_exclusions(warpers, sequences)
-        token_ids = self.runner.sample(logits, warpers, *draws_of(sequences), positions).tolist()  # (R,)
+        token_ids = self._draw(logits, sequences, warpers, filters)
         tokens = []
         for r, (token_id, error, state) in enumerate(zip(token_ids, errors, states, strict=True)):
             if error is None and token_id < 0:
@@ -236,17 +138,17 @@ class Sampler:
             elif not state.wants_logprobs:
                 tokens.append(SampledToken(token_id))
             else:
-                scores = (
-                    raw.get(r, logits[r]) if state.wants_raw_logprobs else self._warped(logits, warpers, r)
-                )  # (V,)
+                scores = raw.get(r, logits[r])  # (V,)
+                if not state.wants_raw_logprobs:
+                    scores = self._filtered(logits, r, warpers, filters[r])
                 tokens.append(self._with_logprobs(token_id, scores, state.params.logprobs))
         return tokens
 
     def is_drawn_alone(self, sequence: Sequence) -> bool:
         (state,) = self._updated_states([sequence])
         params = sequence.params
-        changes = state.changes_scores or state.wants_logprobs
-        return not (changes or params.top_p_decay < 1 or params.xtc_probability)
+        varies = params.top_p_decay < 1 or params.xtc_probability > 0
+        return not (state.changes_scores or state.wants_logprobs or varies or state.filters(sequence))
 
     def process(self, scores: np.ndarray, sequences: Seq[Sequence]) -> list[str | None]:
         """Apply each sequence's processors to its row of `scores` (R, V) float32, in place. Return errors."""
@@ -254,33 +156,34 @@ class Sampler:
         rows = [r for r, state in enumerate(states) if state.is_processed]
         if rows:
             self.runner.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
-        errors = [None] * len(sequences)
-        for r, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
-            for function in sequence.params.logits_processors:
-                errors[r] = errors[r] or _call(function, scores, r, sequence, state)
-            guide = sequence.guide  # last: its mask holds whatever the functions return
-            if guide is not None and (mask := guide.mask()) is not None:
-                scores[r] += mask.added
-            elif guide is not None:
-                reason = f"cannot be followed at position {len(sequence)}: {guide.error}."
-                errors[r] = errors[r] or f"the grammar that guides the text {reason}"
-        return errors
+        return [
+            _call_functions(scores, r, *each) for r, each in enumerate(zip(states, sequences, strict=True))
+        ]
 
     def _updated_states(self, sequences: Seq[Sequence]) -> list[SamplingState]:
         for sequence in sequences:
             if sequence.sampling_state is None:
-                sequence.sampling_state = SamplingState(sequence, self._edits_of(sequence))
+                sequence.sampling_state = SamplingState(sequence)
             if not sequence.sampling_state.is_plain:
                 sequence.sampling_state.update(sequence.new_token_ids)
         return [sequence.sampling_state for sequence in sequences]
 
-    def _edits_of(self, sequence: Sequence) -> TokenRules:
-        key = id(sequence.params), sequence.sample.eos_token_ids
-        if (edits := self._edits.get(key)) is None:
-            edits = self._edits[key] = TokenRules(
-                sequence.params, sequence.sample.eos_token_ids, self.runner.config.vocab_size
-            )
-        return edits
+    def _draw(
+        self, logits: Any, sequences: Seq[Sequence], warpers: Warpers, filters: list[list[Filter]]
+    ) -> list[int]:
+        positions = np.array([len(s) for s in sequences], np.uint64)  # (R,)
+        draws = *draws_of(sequences), positions
+        own = [r for r, of_row in enumerate(filters) if of_row]  # rows that the backend cannot draw
+        temperature = warpers.temperature.copy()
+        temperature[own] = 0
+        token_ids = self.runner.sample(
+            logits, warpers._replace(temperature=temperature), *draws
+        ).tolist()  # (R,)
+        for r in own:
+            keep = partial(sampling.filtered, filters=filters[r])
+            draw = (column[r] for column in draws)
+            token_ids[r] = sampling.sample_row(logits[r], warpers.temperature[r], keep, *draw)
+        return token_ids
 
     def _take_greatest(self, logits: Any, sequences: Seq[Sequence]) -> list[SampledToken]:
         """Sample plain sequences: at batch 32, `sample` takes longer than the kernel."""
@@ -290,10 +193,11 @@ class Sampler:
         token_ids = self.runner.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 
-    def _warped(self, logits: Any, warpers: Warpers, r: int) -> np.ndarray:
-        return self.runner.filter_logits(
-            logits[r : r + 1], Warpers(*(column[r : r + 1] for column in warpers))
-        )[0]
+    def _filtered(self, logits: Any, r: int, warpers: Warpers, filters: list[Filter]) -> np.ndarray:
+        if filters:
+            return sampling.filtered(logits[r], filters)
+        own = Warpers(*(column[r : r + 1] for column in warpers))
+        return self.runner.filter_logits(logits[r : r + 1], own)[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:
         ids, values, value = self.runner.top_logprobs(scores, token_id, n or 0)
@@ -329,36 +233,47 @@ def _spare_top_k(warpers: Warpers, sequences: Seq[Sequence]) -> None:
             warpers.top_k[r] = 0
 
 
-def _draw_exclusions(warpers: Warpers, sequences: Seq[Sequence]) -> None:
-    """Turn XTC on in the rows whose own number, by seed, sample and position, is below xtc_probability."""
-    for r, sequence in enumerate(sequences):
-        params = sequence.params
-        share = params.xtc_probability
-        if share and uniform(sequence.sample.seed, sequence.index, len(sequence), XTC) < share:
-            warpers.xtc_threshold[r] = params.xtc_threshold
+def _call_functions(all_scores: Any, r: int, state: SamplingState, sequence: Sequence) -> str | None:
+    """Change row r of scores (R, V) by functions. Return an error if one fails."""
+    if not state.calls_functions:
+        return None
+    scores = all_scores[r]  # (V,), which a GPU copies
+    texts = state.prompt_token_ids, sequence.new_token_ids
+    try:
+        for function in state.rules.processors:
+            scores = function(*texts, scores)
+        for function in state.params.logits_processors:
+            scores = _checked(function, *texts, scores, sequence)
+    except FailedRequestError as error:
+        return str(error)
+    if sequence.guide is not None:  # last: its mask holds whatever the functions return
+        mask = sequence.guide.mask()
+        if mask is None:
+            reason = f"cannot be followed at position {len(sequence)}: {sequence.guide.error}."
+            return f"the grammar that guides the text {reason}"
+        scores += mask.added
+    all_scores[r] = scores
+    return None
 
 
-def _call(function: Any, all_scores: Any, r: int, sequence: Sequence, state: SamplingState) -> str | None:
-    """Replace row r of the scores (R, V) by a user's function's result. Return an error if it fails."""
-    scores = all_scores[r]  # (V,)
-    if (
-        np.isnan(scores).any() and not (scores > -np.inf).any()
-    ):  # or a function could hide it from other sequences
-        return not_finite(sequence)
+def _checked(
+    function: LogitsProcessor, prompt: list[int], new: list[int], scores: np.ndarray, sequence: Sequence
+) -> np.ndarray:
+    """Return the scores (V,) that a user's function makes of others. Raise FailedRequestError."""
+    if np.isnan(scores).any() and not (scores > -np.inf).any():  # or the function could hide it
+        raise FailedRequestError(not_finite(sequence))
     name = f"the logits processor {getattr(function, '__name__', type(function).__name__)}"
     try:
-        returned = function(list(state.prompt_token_ids), list(sequence.new_token_ids), scores.copy())
-        changed = np.asarray(returned, np.float32)
+        changed = np.array(function(list(prompt), list(new), scores.copy()), np.float32)
     except BaseException as error:  # it must not reach the step's other sequences
-        return f"{name} raised {error!r} at position {len(sequence)}."
+        raise FailedRequestError(f"{name} raised {error!r} at position {len(sequence)}.") from None
     wrong = f"an array of shape {changed.shape}" if changed.shape != scores.shape else None
     if wrong is None and not (changed < np.inf).all() and (scores < np.inf).all():
         wrong = "NaN or +inf"
-    if wrong is None:
-        all_scores[r] = changed
-        return None
-    wanted = f"it must return the scores of {scores.size} tokens, none of them NaN."
-    return f"{name} returned {wrong} at position {len(sequence)}: {wanted}"
+    if wrong is not None:
+        wanted = f"it must return the scores of {scores.size} tokens, none of them NaN."
+        raise FailedRequestError(f"{name} returned {wrong} at position {len(sequence)}: {wanted}")
+    return changed
 
 
 def _why_none(scores: np.ndarray, sequence: Sequence, state: SamplingState) -> str:

@@ -1,7 +1,7 @@
 """Sequence, one sample of a request, and Request, a prompt with its sequences. They know no arrays and no model."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -11,6 +11,7 @@ from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChu
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
+from .token_rules import NO_RULES, TokenRules
 
 if TYPE_CHECKING:
     from ..look.captures import Activations, Captures
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from .sampler import PromptLogprobs, SamplingState
 
 FinishReason = Literal["stop", "length"]
-# First token -> the others of each text of dry_sequence_breakers.
-Breakers = Mapping[int, list[tuple[int, ...]]]
 
 
 class SampledToken(NamedTuple):
@@ -46,7 +45,7 @@ class Sample:
     on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
     adapter: int = -1  # of the LLM's lora_modules
-    dry_breakers: Breakers = field(default_factory=dict)
+    token_rules: TokenRules = NO_RULES
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:

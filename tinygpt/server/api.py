@@ -318,7 +318,7 @@ class Api:
             more = look_params(form, self.config.look, self.config.control_vectors or {}) if looks else {}
             return form.sampling_params(self.encode, **others, **more)
 
-        params = await (self.outbox.in_grammar_thread(read) if form.guides() else read_apart(request, read))
+        params = await read_apart(request, read)
         await request.state.reading.aclose()
         digest = f"{salt_of(params.edits, 0):016x}" if params.edits else None
         request.state.notes["edits"] = digest

@@ -1,4 +1,4 @@
-"""Logits processors on a simulated GPU: the bits of the reference, compiled or not."""
+"""Biases and penalties on a simulated GPU: the bits of the reference."""
 
 from types import SimpleNamespace
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from support.cuda_device import SimulatedDevice
 from support.examples import examples
-from tinygpt.engine.sampler import Processors, Ragged
 from tinygpt.kernels import reference
 from tinygpt.kernels.cuda.sampling import DeviceLogits, process_logits
+from tinygpt.kernels.numbers import Processors, Ragged
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
@@ -32,12 +32,8 @@ def processors_of(rows):
         repetition_penalty=np.array([row.get("repetition_penalty", 1) for row in rows], np.float32),
         frequency_penalty=np.array([row.get("frequency_penalty", 0) for row in rows], np.float32),
         presence_penalty=np.array([row.get("presence_penalty", 0) for row in rows], np.float32),
-        no_repeat_ngram_size=np.array([row.get("no_repeat_ngram_size", 0) for row in rows]),
-        dry=[None] * len(rows),
         bias_ids=ragged([list(row.get("bias", {})) for row in rows]),
         biases=ragged([list(row.get("bias", {}).values()) for row in rows], np.float32),
-        allowed_ids=ragged([row.get("allowed", []) for row in rows]),
-        forbidden_ids=ragged([row.get("forbidden", []) for row in rows]),
     )
 
 
@@ -72,9 +68,6 @@ CASES = [
     {"repetition_penalty": 0.7},
     {"frequency_penalty": 0.3, "num_prompt_tokens": 7},
     {"presence_penalty": -1.7, "num_prompt_tokens": 7},
-    {"no_repeat_ngram_size": 3},
-    {"allowed": [2, 3, 3, 28]},
-    {"forbidden": [0, 5, 5, 36]},
 ]
 
 
@@ -102,11 +95,6 @@ IDS = st.integers(0, 6) | st.integers(0, V - 1)
 @st.composite
 def rows_of_processors(draw):
     token_ids = draw(st.lists(IDS, max_size=90))
-    rare = {
-        "no_repeat_ngram_size": draw(st.integers(0, 4)),
-        "allowed": draw(st.just([]) | st.lists(IDS, max_size=9)),
-        "forbidden": draw(st.lists(IDS, max_size=3)),
-    }
     return {
         "token_ids": token_ids,
         "num_prompt_tokens": draw(st.integers(0, len(token_ids))),
@@ -114,7 +102,6 @@ def rows_of_processors(draw):
         "frequency_penalty": draw(st.sampled_from([0, 0.7, -0.1])),
         "presence_penalty": draw(st.sampled_from([0, 0.3, -2])),
         "bias": draw(st.dictionaries(IDS, st.floats(-100, 100, width=32), max_size=5)),
-        **(rare if draw(st.booleans()) else {}),
     }
 
 
