@@ -17,6 +17,10 @@ SCORES = ("attn_scores", "pattern")  # (n, H, T) of one sequence
 NO_EMBEDS = np.empty((0, 0), np.float32)
 
 
+class WeightError(Exception):
+    """A weight that its dtype cannot hold."""
+
+
 class DeviceError(Exception):
     """This machine cannot run a backend or a model."""
 

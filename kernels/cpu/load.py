@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import KINDS, LINEARS, NORM_BEFORE
+from ..backend import KINDS, LINEARS, NORM_BEFORE, WeightError
 from ..numbers import stacked
 from .arrays import (
     FACTORS_BEFORE,
@@ -37,6 +37,7 @@ EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}
 PACK_SHARES = 16  # of a matrix
 C_PROJ_BALANCE = 0.5
 LEAST = 1e-6  # a channel that a layer norm switches off
+LARGEST = {"float16": np.finfo(np.float16).max}
 LEAST_ESTIMATE = 0.25  # times the median: the estimate may be wrong
 # Gauss-Hermite quadrature for the mean of a function of a normal variable.
 POINTS, SHARES = np.polynomial.hermite_e.hermegauss(15)
@@ -143,7 +144,10 @@ def pack_layers(
     packers: Executor,
     share: RankShare,
 ) -> tuple[Any, np.ndarray]:
-    """Pack weights (N, K). Return their record, of which a rank keeps its share, and factors (L, K)."""
+    """Pack weights (N, K). Return their record, of which a rank keeps its share, and factors (L, K).
+
+    Raises WeightError for a finite number beyond the dtype's largest.
+    """
     n, k = checkpoint.tensor(names[0]).shape
     is_whole = share.tensor_size == 1
     record = new_weight(array.dtype, len(names) if is_whole else 1, n, k)
@@ -152,6 +156,8 @@ def pack_layers(
     bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
+        if array.dtype in LARGEST:
+            _check_range(name, weight, array.dtype)
         if factors_of is not None:
             all_factors[layer] = factors_of(layer, weight)
         is_transposed = not weight.flags.c_contiguous
@@ -168,6 +174,14 @@ def pack_layers(
             for target, part in zip(kept, piece, strict=True):
                 target[layer] = part[0]
     return kept or record, all_factors
+
+
+def _check_range(name: str, weight: np.ndarray, dtype: str) -> None:
+    largest = LARGEST[dtype]
+    found = max(weight.max(), -weight.min())
+    if largest < found < np.inf:
+        held = f"whose largest number is {largest:g}, and {name} has {found:g}"
+        raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:

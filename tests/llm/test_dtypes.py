@@ -9,6 +9,7 @@ from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, figures_of, measure,
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.recorded import needs_transformers
+from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.errors import RequestError
@@ -219,6 +220,19 @@ def test_a_checkpoint_in_float16_has_the_bits_of_float32_in_half_the_bytes(halve
 def test_a_checkpoint_in_float16_runs_in_float32_unless_it_is_asked_for(halves):
     with LLM(str(halves), max_num_seqs=1) as llm:
         assert llm.dtype == "float32"
+
+
+def test_a_weight_beyond_float16_is_refused_by_name(tmp_path, capsys):
+    tensors = random_tensors()
+    tensors["transformer.h.1.mlp.c_fc.weight"][3, 2] = -70_000
+    source = str(write_checkpoint(tmp_path / "source", tensors))
+    wanted = (
+        "dtype is 'float16', whose largest number is 65504, and h.1.mlp.c_fc.weight has 70000: use 'bfloat16'"
+    )
+    with pytest.raises(RequestError, match=wanted):
+        LLM(source, dtype="float16")
+    assert cli.main(["convert", source, str(tmp_path / "packed"), "--dtype", "float16"]) == 2
+    assert wanted in capsys.readouterr().err
 
 
 def test_a_cpu_without_f16c_says_so_before_any_work(monkeypatch):

@@ -69,7 +69,7 @@ def test_what_ranks_hold_is_what_one_process_holds(tmp_path, dtype, tied):
     layout = Layout(4, 2)
     for rank in range(layout.size):
         part = share_of_rank(layout, rank, source.config, dtype)
-        params = source.load_part(1, part)
+        params = source.load_params(1, share=part)
         for name, array in model_arrays(source.config, dtype, tied).items():
             if not array.layers or array.dtype is None:
                 continue
@@ -98,7 +98,7 @@ def test_a_part_of_a_converted_model_is_what_is_cut_from_its_checkpoint(tmp_path
     has_alibi = source.config.has_alibi
     for rank in range(layout.size):
         part = share_of_rank(layout, rank, source.config, "float32")
-        params = source.load_part(1, part)
+        params = source.load_params(1, share=part)
         slopes = [np.float32(source.config.alibi_slopes[i]) for i in part.heads] if has_alibi else None
         assert (params.alibi if slopes is None else list(params.alibi[0])) == slopes
         assert isinstance(params.embed_norm, Norm) == (source.config.embed_norm and part.is_first)

@@ -196,6 +196,7 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
     from ..hardware import thread_count
+    from ..kernels.backend import WeightError
     from ..kernels.cpu.arrays import PACKING, to_file
     from ..kernels.cpu.load import load_arrays
 
@@ -209,7 +210,10 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         log(f"calibrating on {args.calibrate}")
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
-    arrays = load_arrays(checkpoint, args.dtype, thread_count(args.threads), calibration)
+    try:
+        arrays = load_arrays(checkpoint, args.dtype, thread_count(args.threads), calibration)
+    except WeightError as error:
+        raise RequestError(str(error), "dtype") from None
     about = {
         "dtype": args.dtype,
         "tied": str(checkpoint.tied).lower(),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
-from ..kernels.backend import Batch, DeviceError, Hooks
+from ..kernels.backend import Batch, DeviceError, Hooks, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..sampling_params import num_best
 from ..text.files import checked_spec, read_tokenizer
@@ -85,17 +85,17 @@ class ModelSource:
         """The file that the Params are mapped from, if there is one."""
         return self.checkpoint.file if isinstance(self.checkpoint, PackedCheckpoint) else None
 
-    def load_params(self, threads: int) -> Any:
-        """Return the backend's Params, packed now or mapped. Raise CheckpointError for a damaged checkpoint."""
-        if not isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.load_params(self.checkpoint, self.dtype, threads)
-        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype)
+    def load_params(self, threads: int, **share: Any) -> Any:
+        """Return the backend's Params, packed now or mapped. share: of a rank, for the CPU's kernels.
 
-    def load_part(self, threads: int, part: Any) -> Any:
-        """Return the Params of one rank, of the CPU's kernels."""
-        if not isinstance(self.checkpoint, PackedCheckpoint):
-            return self.backend.load_params(self.checkpoint, self.dtype, threads, share=part)
-        return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, part)
+        Raises CheckpointError for a damaged checkpoint, RequestError for weights that the dtype cannot hold.
+        """
+        if isinstance(self.checkpoint, PackedCheckpoint):
+            return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, **share)
+        try:
+            return self.backend.load_params(self.checkpoint, self.dtype, threads, **share)
+        except WeightError as error:
+            raise RequestError(str(error), "dtype") from None
 
     def _packed_arrays(self) -> dict[str, np.ndarray]:
         packed = self.backend.PACKED

@@ -132,7 +132,7 @@ class RankModel:
             share_of_rank(layout, rank, source.config, source.dtype) for rank in range(layout.size)
         ]
         self.share = self._shares[world.rank]
-        self._params = source.load_part(threads, self.share)
+        self._params = source.load_params(threads, share=self.share)
         slots = sizes.num_slots, sizes.max_model_len
         self._kv_cache = source.backend.new_kv_cache(self.share, *slots, source.kv_cache_dtype)
         steps = sizes.max_num_batched_tokens, sizes.max_num_logits
