@@ -43,6 +43,7 @@ class Random:
                 shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[:1]}
         generator = np.random.default_rng(0)
         self.tensors = {name: generator.standard_normal(s, np.float32) * 0.3 for name, s in shapes.items()}
+        self.stored = frozenset(self.tensors)
 
     def tensor(self, name: str) -> np.ndarray:
         return self.tensors[name].astype(np.float32)
