@@ -173,6 +173,7 @@ def _by_row(warpers):
 
 
 def filter_row(logits, w):
+    """Return scores (V,) after the filters that backends compile. `filters_of` has the others."""
     if w.temperature == 0:
         return logits
     scores = divide(logits, w.temperature)

@@ -76,6 +76,19 @@ def test_a_template_starts_the_server_with_flags_that_it_has(name):
         assert paths <= {"/health", "/version"}
 
 
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_can_write_to_its_mounts_alone_and_has_its_key_from_a_secret(name):
+    pod = PODS[name]
+    [container] = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {"cache", "tmp"}
+    [key] = container["env"]
+    assert key["name"] == "TINYGPT_API_KEY"
+    assert "secretKeyRef" in key["valueFrom"]
+    assert COMPOSED["read_only"]
+
+
 def test_the_image_is_made_of_what_the_package_needs():
     names = {name for step, rest in STEPS if step == "COPY" for name in shlex.split(rest)[:-1]}
     assert all((ROOT / name).exists() for name in names)
