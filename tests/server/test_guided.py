@@ -121,6 +121,11 @@ def test_a_bad_guide_is_refused_with_the_clients_field(chatting, name, path):
     assert (reply.status, reply.error["param"]) == (400, field)
 
 
+def test_a_bad_guide_is_refused_without_new_tokens(server):
+    reply = server.complete(prompt="a", max_tokens=0, stream=True, structured_outputs={"regex": "("})
+    assert (reply.status, reply.error["param"]) == (400, "structured_outputs.regex")
+
+
 def test_without_the_package_the_sentence_says_so(server, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     bodies = {  # that no test has asked for, or they would be known already
@@ -152,7 +157,8 @@ def compiling(monkeypatch):
     held.release.set()
 
 
-def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
+@pytest.mark.parametrize("max_tokens", [0, 16])
+def test_a_guide_is_checked_in_a_thread(server, monkeypatch, max_tokens):
     check, in_loop = Guidance.check, []
 
     def noted(*given):
@@ -160,7 +166,7 @@ def test_a_guide_is_checked_in_a_thread(server, monkeypatch):
         return check(*given)
 
     monkeypatch.setattr(Guidance, "check", noted)
-    assert server.complete(prompt=PROMPT, guided_choice=CHOICES).status == 200
+    assert server.complete(prompt=PROMPT, guided_choice=CHOICES, max_tokens=max_tokens).status == 200
     assert set(in_loop) == {False}
 
 

@@ -140,6 +140,11 @@ class InputProcessor:
     def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams) -> int:
         return self._fit(prompt, params)[2].num_truncated
 
+    def check_guide(self, params: SamplingParams) -> None:
+        """Raise RequestError if no text can follow the grammar. A new grammar can take seconds."""
+        if params.guidance is not None:
+            self._get_guidance(params.guidance[0]).check(*params.guidance)
+
     def num_virtual_tokens(self, soft_prompt: str | None) -> int:
         return len(self._soft_prompts.find(soft_prompt) or ())
 
@@ -220,8 +225,7 @@ class InputProcessor:
         if params.bad_words:
             known = partial(encode, tokenizer=self.tokenizer, vocab_size=self._config.vocab_size)
             params = resolve_bad_words(params, known)
-        if params.guidance is not None:
-            self._get_guidance(params.guidance[0]).check(*params.guidance)
+        self.check_guide(params)
         if params.num_beams > self._engine_config.max_num_seqs:
             raise RequestError(
                 f"is {params.num_beams} and max_num_seqs is {self._engine_config.max_num_seqs}: the beams of a search "

@@ -229,6 +229,8 @@ class Api:
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""
+        if job.params.guidance is not None:  # the scoring requests have none
+            await self.outbox.in_grammar_thread(partial(self.llm._inputs.check_guide, job.params))
         bos = self.llm.config.bos_token_id
         found = await self._run([scoring_request(prompt, job.params, bos) for prompt in job.prompts], request)
         return [scored(prompt, job.params, output) for prompt, output in zip(job.prompts, found, strict=True)]
