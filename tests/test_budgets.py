@@ -16,7 +16,7 @@ BUDGETS = {
     "tokens for 100 lines": 962,
     "modules": 199,
     "modules under 60 lines": 3,
-    "tokens of tests": 344_700,
+    "tokens of tests": 344_800,
     "tokens for 100 lines of tests": 1_118,
     "lines of READMEs": 1_251,
     "words of prose for 100 lines of code": 138,

@@ -144,7 +144,7 @@ class RemoteLLM:
         future.add_done_callback(lambda _: chunks.put(None))
         try:
             chunks.get()  # None: the server has accepted the request, or the future is done
-            if future.done():
+            if future.done() and chunks.empty():  # or chunks that came are given before its error
                 future.result()
         except BaseException:  # Ctrl-C
             future.cancel()
