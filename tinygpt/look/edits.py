@@ -85,7 +85,7 @@ class Edit:
 EditsType = Edit | Iterable[Edit]
 
 
-def _need(is_right: bool) -> None:  # field_rules', which read edits
+def _need(is_right: bool) -> None:  # fields.py reads edits
     if not is_right:
         raise ValueError
 
