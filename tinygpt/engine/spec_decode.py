@@ -137,7 +137,7 @@ class DraftModel:
         sample = sequence.sample
         if sample not in self._plain_samples:  # users' functions are not called for drafts
             params = replace(sample.params, logits_processors=None, logprobs=None, best_of=None)
-            self._plain_samples[sample] = replace(sample, params=params, window=None)
+            self._plain_samples[sample] = replace(sample, params=params, window=None, on_chunk=None)
         num_cached = common_prefix(self._cached.get(sequence.slot, []), sequence.token_ids)
         return Sequence(
             self._plain_samples[sample],
