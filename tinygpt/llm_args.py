@@ -140,7 +140,8 @@ class LLMArgs:
         _named_paths("folders"),
         "NAME=PATH",
         "a LoRA adapter that requests may choose, as --lora-request",
-        "{name: folder}: a request's lora_request names one, and a batch mixes them; float32, cpu or reference",
+        "{name: folder}: a request's lora_request names one, and a batch mixes them; "
+        "float32 or float16, cpu or reference",
     )
     soft_prompts: Mapping[str, PathOrId] | None = argument(
         None,

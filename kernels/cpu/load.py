@@ -178,8 +178,8 @@ def pack_layers(
 
 def _check_range(name: str, weight: np.ndarray, dtype: str) -> None:
     largest = LARGEST[dtype]
-    found = max(weight.max(), -weight.min())
-    if largest < found < np.inf:
+    found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
+    if found > largest:
         held = f"whose largest number is {largest:g}, and {name} has {found:g}"
         raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
 

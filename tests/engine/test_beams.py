@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from support.engines import log_softmax
-from support.golden_models import golden_ids, write_model
+from support.golden_models import NARROW, golden_ids, write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
 VOCAB = 60
-FIELDS = {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
+FIELDS = {**NARROW, "vocab_size": VOCAB}
 PROMPT = [7, 3, 9, 3, 9, 11]
 DEMO_PROMPT = "Once upon a time"
 

@@ -1,6 +1,8 @@
 """Spec decode: drafts as transformers makes them, fewer steps, and the same tokens as without it, to the bit."""
 
+import gc
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.engines import batches_of
-from support.golden_models import golden_ids, write_model
+from support.golden_models import NARROW, golden_ids, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.spec_decode import propose_by_lookup
@@ -17,7 +19,7 @@ from tinygpt.errors import RequestError
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
 VOCAB = 40
-FIELDS = {"n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": VOCAB, "n_positions": 64}
+FIELDS = {**NARROW, "vocab_size": VOCAB}
 PROMPT = [7, 3, 9, 3, 9, 11]
 
 
@@ -166,6 +168,25 @@ def test_users_functions_are_not_called_for_drafts(target, llm):
     with LLM(str(target), draft_model=str(target)) as other:
         tokens = other.generate([PROMPT], params)[0].outputs[0].token_ids
     assert seen == [tokens[:i] for i in range(10)]
+
+
+class Reader:
+    """Has its request's future, as a server's request has."""
+
+    def take(self, chunk) -> None:
+        pass
+
+
+def test_a_request_whose_reader_has_its_future_is_freed(target):
+    with LLM(str(target), draft_model=str(target), device="reference") as llm:
+        reader = Reader()
+        reader.future = llm.submit(PROMPT, SamplingParams(max_tokens=6), on_chunk=reader.take)
+        reader.future.result()
+        llm.generate([PROMPT], max_tokens=1)  # so that no step has the request at hand
+        freed = weakref.ref(reader)
+        del reader
+        gc.collect()
+        assert freed() is None
 
 
 def test_another_vocabulary_is_refused(target, tmp_path):

@@ -335,3 +335,10 @@ def test_first_requests_at_once_make_one_guidance(monkeypatch):
         outputs = [*pool.map(lambda _: llm.generate(PROMPT, params_of("choice")), range(4))]
     assert len(outputs) == 4
     assert len(made) == 1
+
+
+def test_a_request_under_way_starts_no_grammar_process_after_close(small_demo):
+    with LLM(small_demo, device="reference") as llm:
+        inputs = llm._inputs
+    with pytest.raises(RequestError, match="this LLM has been closed"):
+        inputs.request(PROMPT, SamplingParams(guided_regex="[a-z]+"))

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from support.gate import Gate
+from support.gate import Gate, until_idle
 from support.serving import served, until
 from tinygpt import SamplingParams
 from tinygpt.server import serve
@@ -17,7 +17,7 @@ def expect_free_after_a_step(server, llm, gate) -> None:
     ended = server.ended()
     assert (ended["status"], ended["finish"]) == (499, "abort")
     gate.allow(1)
-    until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+    until_idle(llm)
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import sys
 import threading
 from select import select
 
-from support.gate import Gate, Held
-from support.serving import served, until
+from support.gate import Gate, Held, until_idle
+from support.serving import served
 from tinygpt import SamplingParams
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_while_its_grammar_is_compiled(server, llm, compili
         while server.ended()["status"] != 499:  # what others asked for may be logged only now
             pass
         gate.allow(1)
-        until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+        until_idle(llm)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import sys
 
 import openai
 
-from support.gate import Gate
+from support.gate import Gate, until_idle
 from support.serving import served, until
 from tinygpt import LLM
 from tinygpt.text.chat import PlainTemplate
@@ -85,7 +85,7 @@ def test_cancelling_frees_the_slot(server, llm):
         with_async_client(server, main)
         assert server.ended()["status"] == 499
         gate.allow(1)
-        until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+        until_idle(llm)
 
 
 def test_errors_are_its_exceptions(server, client):

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from support.processes import until
+
 SECONDS = 60
 
 
@@ -76,3 +78,14 @@ def paused(llm: Any) -> Iterator[None]:
     finally:
         may_go.set()
         thread.join()
+
+
+def until_idle(llm: Any) -> None:
+    until(lambda: not llm.engine.scheduler.running and not llm.engine.scheduler.waiting)
+
+
+def assert_idle(llm: Any) -> None:
+    """Assert that the engine has no sequence and all its 4 slots."""
+    with paused(llm):
+        scheduler = llm.engine.scheduler
+        assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)

@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,8 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
 
     world = process_world()
     if world.rank == 0:
+        with suppress(OSError):  # not inherited
+            os.dup2(int(os.environ.get(LAUNCHED, 1)), 1)
         world_of(layout)
         driver_of(world)  # now: a command line may be refused before any model is opened
         signal.signal(signal.SIGTERM, lambda number, _: world.abort(128 + number))
@@ -125,4 +128,10 @@ def _launch(layout: Layout, words: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     command = [mpiexec, "-n", str(layout.size), sys.executable, "-m", "tinygpt", *words]
-    os.execve(mpiexec, command, {**os.environ, LAUNCHED: "1"})
+    stdout = 1
+    program = Path(mpiexec).resolve()
+    if program.stem == "mpiexec" and program.with_name("mpiexec.hydra").is_file():  # MPICH
+        stdout = os.dup(1)  # rank 0's; what MPICH itself says is no text
+        os.set_inheritable(stdout, True)
+        os.dup2(2, 1)
+    os.execve(mpiexec, command, {**os.environ, LAUNCHED: str(stdout)})

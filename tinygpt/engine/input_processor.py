@@ -68,6 +68,7 @@ class InputProcessor:
         self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
+        self._is_closed = False
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
         self._token_texts: list[str] = []  # made for the first of dry_sequence_breakers
@@ -84,9 +85,11 @@ class InputProcessor:
         return self._tokenizer
 
     def close(self) -> None:
-        if self._guidance is not None:
-            self._guidance.close()
-        self._guidance = None
+        with self._guidance_lock:  # a request that is under way starts no grammar process afterwards
+            if self._guidance is not None:
+                self._guidance.close()
+            self._guidance = None
+            self._is_closed = True
 
     def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode a text, or check token ids; a Prompt was read before. An empty prompt starts at the BOS token."""
@@ -319,6 +322,8 @@ class InputProcessor:
             if self._guidance is None:
                 if self._tokenizer is None:
                     raise RequestError(f"needs a tokenizer: {self._tokenizer_error}", field)
+                if self._is_closed:
+                    raise RequestError("this LLM has been closed: make a new one.")
                 from .guided import Guidance  # sockets and subprocess: rarely needed
 
                 self._guidance = Guidance(self._tokenizer, self._config.vocab_size)

@@ -180,7 +180,8 @@ class RankModel:
     def trace(self, batch: Batch) -> dict[Place, np.ndarray] | None:
         """Run a step. Return the streams (N, C) and queries (N, H, D) on rank 0."""
         layers = range(len(self.share.layers))
-        places = [(kind, layer) for layer in layers for kind in ("resid_pre", "q", "resid_post")]
+        kinds = ("resid_pre", "q", "resid_post") if self._tensor_rank == 0 else ("q",)  # streams are alike
+        places = [(kind, layer) for layer in layers for kind in kinds]
         given = replace(self._with_input(batch), logit_rows=NO_ROWS)
         on = self._params, given, self._kv_cache, self._workspace
         rows = captured(lambda _, look: self._backend.forward(*on, look), [batch], places)
