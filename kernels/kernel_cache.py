@@ -94,6 +94,21 @@ class KernelCache:
             raise
 
 
+class FunctionCache:
+    """What Numba asks of the cache of one function, on any target."""
+
+    def __init__(self, function: Callable):
+        self._function = function
+
+    def flush(self) -> None:
+        """Do nothing: an existing file is valid."""
+
+    def file_name(self, known: str) -> str:
+        """Return the file's name for all that a kernel depends on."""
+        digest = hashlib.sha256(known.encode()).hexdigest()[:32]
+        return f"{self._function.__name__.strip('<>')}-{digest}.kernel"
+
+
 def open_cache(name: str) -> KernelCache:
     """Return the cache of this name in the user's cache folder, else in the temporary folder."""
     base = user_cache()

@@ -24,21 +24,8 @@ if __name__ == "__main__":
 import tinygpt
 from tinygpt import aliases, errors, outputs, sampling_params
 from tinygpt.__main__ import main
+from tinygpt.cli.main import COMMANDS
 
-COMMANDS = (
-    "generate",
-    "chat",
-    "score",
-    "lens",
-    "serve",
-    "convert",
-    "warmup",
-    "bench",
-    "eval",
-    "info",
-    "doctor",
-)
-COMMANDS += ("parity", "completion")
 TEXT = "Once upon a time there was a king."
 RECORDS = {
     "generate --json": "generate Once --max-tokens 1 --json --device reference",

@@ -13,7 +13,16 @@ import numpy as np
 from .engine.engine import Engine, RequestFuture
 from .engine.input_processor import InputProcessor, OnChunk
 from .engine.model_runner import ModelRunner, ModelSource, load_backend
-from .engine.prompts import Params, Prompt, Prompts, PromptType, params_list, params_or_fields, prompt_list
+from .engine.prompts import (
+    Params,
+    Prompt,
+    Prompts,
+    PromptType,
+    pairs_of,
+    params_list,
+    params_or_fields,
+    prompt_list,
+)
 from .engine.sequence import Request
 from .engine.spec_decode import DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError, invalid
@@ -28,7 +37,8 @@ from .outputs import (
     StreamChunk,
     UseTqdm,
     as_finished,
-    with_bar,
+    in_order,
+    until_done,
 )
 from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
@@ -155,8 +165,7 @@ class LLM(LookMethods):
         """
         prompts = prompt_list(prompts)
         finished = self.generate_as_finished(prompts, params, **fields)
-        outputs = dict(with_bar(finished, len(prompts), use_tqdm))
-        return [outputs[i] for i in sorted(outputs)]
+        return in_order(finished, len(prompts), use_tqdm)
 
     def generate_as_finished(
         self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
@@ -167,10 +176,8 @@ class LLM(LookMethods):
         All prompts are checked when this is called. Closing the iterator ends the requests.
         """
         self.engine.check_open()
-        prompts = prompt_list(prompts)
-        params = params_or_fields(params, fields)
-        pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
-        return self._run([self._inputs.request(prompt, p) for prompt, p in pairs], return_exceptions)
+        pairs = pairs_of(prompts, params, fields)
+        return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
 
     def chat(
         self, messages: Any, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
@@ -326,14 +333,7 @@ class LLM(LookMethods):
         self.engine.refuse_own_thread()
         future = RequestFuture(request)
         future.add_done_callback(lambda _: chunks.put(None))
-        try:
-            self.engine.submit([future])
-            while (chunk := chunks.get()) is not None:
-                yield chunk
-                future.check()
-            future.result()
-        finally:
-            future.cancel()
+        yield from until_done(chunks, future, partial(self.engine.submit, [future]))
 
     def _single_request(
         self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None

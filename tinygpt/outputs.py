@@ -331,6 +331,20 @@ def as_finished(
             future.cancel()
 
 
+def until_done(
+    chunks: "SimpleQueue[StreamChunk | None]", future: ThreadFuture, begin: Callable[[], None] = lambda: None
+) -> Iterator[StreamChunk]:
+    """Yield chunks once `begin` is called until None comes, and cancel the future in the end. Raise its error."""
+    try:
+        begin()
+        while (chunk := chunks.get()) is not None:
+            yield chunk
+            future.check()
+        future.result()
+    finally:
+        future.cancel()
+
+
 def has_threads(pid: int) -> bool:
     """Return whether the threads of the process `pid` run here: not in a forked child, nor when Python ends."""
     return pid == os.getpid() and not sys.is_finalizing()
@@ -360,3 +374,9 @@ def with_bar(items: Iterable, total: int, use_tqdm: UseTqdm, noun: str = "prompt
     if use_tqdm is True:
         from tqdm.auto import tqdm as use_tqdm
     return use_tqdm(items, total=total, unit=f" {noun}")
+
+
+def in_order(finished: Iterable[tuple[int, Result]], total: int, use_tqdm: UseTqdm) -> list[Result]:
+    """Return the results of `as_finished` by their indices, with a bar."""
+    results = dict(with_bar(finished, total, use_tqdm))
+    return [results[i] for i in sorted(results)]

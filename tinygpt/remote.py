@@ -22,6 +22,7 @@ from .engine.prompts import (
     Prompts,
     PromptType,
     checked_ids,
+    pairs_of,
     params_list,
     params_or_fields,
     prompt_list,
@@ -36,9 +37,11 @@ from .outputs import (
     as_finished,
     check_thread,
     has_threads,
-    with_bar,
+    in_order,
+    until_done,
 )
 from .sampling_params import SamplingParams
+from .text import TextEncoder
 from .wire import (
     MALFORMED,
     checked_text,
@@ -115,17 +118,13 @@ class RemoteLLM:
         """Continue each prompt, as LLM.generate does. The first refusal ends all."""
         prompts = prompt_list(prompts)
         finished = self.generate_as_finished(prompts, params, **fields)
-        outputs = dict(with_bar(finished, len(prompts), use_tqdm))
-        return [outputs[i] for i in sorted(outputs)]
+        return in_order(finished, len(prompts), use_tqdm)
 
     def generate_as_finished(
         self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
-        prompts = prompt_list(prompts)
-        params = params_or_fields(params, fields)
-        pairs = zip(prompts, params_list(params, len(prompts)), strict=True)
-        requests = [self._request(*pair) for pair in pairs]
+        requests = [self._request(*pair) for pair in pairs_of(prompts, params, fields)]
         futures = [ThreadFuture(OWNER) for _ in requests]
 
         def begin() -> None:
@@ -149,7 +148,7 @@ class RemoteLLM:
         except BaseException:  # Ctrl-C
             future.cancel()
             raise
-        return _until_done(chunks, future)
+        return until_done(chunks, future)
 
     def submit(
         self,
@@ -228,7 +227,7 @@ class RemoteLLM:
         return text, fixed | params_to_json(checked)
 
 
-class RemoteTokenizer:
+class RemoteTokenizer(TextEncoder):
     """encode, decode and call of a Tokenizer, each an HTTP request."""
 
     def __init__(self, server: "_Server", split_special_tokens: bool):
@@ -242,14 +241,6 @@ class RemoteTokenizer:
         is_split = self.split_special_tokens if split_special_tokens is None else split_special_tokens
         body = {"prompt": text, "split_special_tokens": is_split}
         return self._server.ask("/tokenize", lambda reply: checked_ids(reply["tokens"]), body)
-
-    def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """Return Hugging Face's {"input_ids", "attention_mask"}, with lists of lists for a list of texts."""
-        if isinstance(text, str):
-            ids = self.encode(text, split_special_tokens)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        each = [self(one, split_special_tokens) for one in text]
-        return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
@@ -449,16 +440,6 @@ class _Server:
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
     loop.close()
-
-
-def _until_done(chunks: "SimpleQueue[StreamChunk | None]", future: ThreadFuture) -> Iterator[StreamChunk]:
-    try:
-        while (chunk := chunks.get()) is not None:
-            yield chunk
-            future.check()
-        future.result()
-    finally:
-        future.cancel()
 
 
 def _card(reply: Any) -> tuple[str, int]:

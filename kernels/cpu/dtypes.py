@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .jit import kernel, overload_by_dtype
+from .jit import inline, kernel, overload_by_dtype
 from .layers.operands import (
     Float32Operand,
     from_bfloat16,
@@ -117,11 +117,18 @@ def _add_amx_bfloat16(weight, x, tile, layer, first, units, b, c, ahead, spacing
     amx_bfloat16(tile.rows, address(x.values) + tile.row * lda + first * 4, lda, b, units, c)
 
 
-def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+@inline
+def _grouped_rows(x, tile, first):
+    """Return a tile's activations of int8 from group `first` on, and their scales: each address and stride in bytes."""
     lda = x.values.shape[1] * x.values.itemsize
     lds = x.scales.shape[1] * SCALES_BYTES
     a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
     scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
+    return a, lda, scales, lds
+
+
+def _add_int8(weight, x, tile, layer, first, units, b, c, ahead, spacing):
+    a, lda, scales, lds = _grouped_rows(x, tile, first)
     tile_bytes(tile.rows, a, lda, scales, lds, b, units, c, ahead, spacing)
 
 
@@ -140,10 +147,7 @@ tile_bytes = kernel(_tile_amx if TARGET.has_amx else _tile_vnni)
 
 
 def _add_int4(weight, x, tile, layer, first, units, b, c, ahead, spacing):
-    lda = x.values.shape[1] * x.values.itemsize
-    lds = x.scales.shape[1] * SCALES_BYTES
-    a = address(x.values) + tile.row * lda + first * SCALE_GROUP * x.values.itemsize
-    scales = address(x.scales) + tile.row * lds + first * SCALES_BYTES
+    a, lda, scales, lds = _grouped_rows(x, tile, first)
     b_scales = panel_address(weight.group_scales, layer, tile.panel) + first * INT4_SCALES_BYTES
     tile_int4(tile.rows, a, lda, scales, lds, b, b_scales, units, c, ahead, spacing)
 

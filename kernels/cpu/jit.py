@@ -26,7 +26,7 @@ from numba.core.runtime import rtsys
 from numba.core.serialize import dumps
 from numba.extending import overload
 
-from ..kernel_cache import KernelCache, fingerprint, open_cache
+from ..kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
 from .simd.targets import TARGET
 
 SOURCES = Path(__file__).resolve().parent
@@ -130,10 +130,7 @@ def _key_of(numba_type):
     return None if numba_type == types.none else numba_type.dtype
 
 
-class DiskCache:
-    def __init__(self, function: Callable):
-        self._function = function
-
+class DiskCache(FunctionCache):
     def load_overload(self, signature: Any, target_context: Any) -> CompileResult | None:
         result = None
         name = self._name(signature, target_context.codegen())
@@ -154,9 +151,6 @@ class DiskCache:
     def cache_path(self) -> str:
         return str(kernel_cache().folder)
 
-    def flush(self) -> None:
-        pass
-
     def enable(self) -> None:
         pass
 
@@ -172,8 +166,7 @@ class DiskCache:
         )
         if source is None or function.__closure__ or " at 0x" in known:
             return None
-        digest = hashlib.sha256(f"{known} {codegen.magic_tuple()}".encode()).hexdigest()[:32]
-        return f"{function.__name__.strip('<>')}-{digest}.kernel"
+        return self.file_name(f"{known} {codegen.magic_tuple()}")
 
 
 def _rebuilt(target_context: Any, parts: tuple) -> CompileResult:

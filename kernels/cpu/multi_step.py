@@ -27,7 +27,8 @@ def multi_step(
     if num_steps > MAX_STEPS:
         raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
     if warpers.temperature.any():
-        return _drawn(params, batch, kv_cache, workspace, warpers, seeds, sample_indices, num_steps)
+        draws = warpers, seeds, sample_indices
+        return _drawn(params, batch, kv_cache, workspace, draws, num_steps)
     buffers = workspace.buffers
     choices = workspace.buffers.choices
     fill(buffers, batch, num_steps if ends.size <= MAX_ENDS else 1)
@@ -42,18 +43,11 @@ def stop_early(workspace: Workspace, is_wanted: bool) -> None:
 
 
 def _drawn(
-    params: Params,
-    batch,
-    kv_cache: KVCache,
-    workspace: Workspace,
-    warpers,
-    seeds,
-    sample_indices,
-    num_steps: int,
+    params: Params, batch, kv_cache: KVCache, workspace: Workspace, draws: tuple, num_steps: int
 ) -> Iterator[np.ndarray]:
     for _ in range(num_steps):
         logits = forward(params, batch, kv_cache, workspace)  # (S, V)
-        token_ids = sample(logits, warpers, seeds, sample_indices, batch.context_lens)  # (S,)
+        token_ids = sample(logits, *draws, batch.context_lens)  # (S,)
         yield token_ids
         if workspace.buffers.choices.stop_early[0]:
             break

@@ -8,7 +8,6 @@ Two modules use what numba-cuda does not promise: this one the dispatcher's `_ca
 """
 
 import functools
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from numba import cuda, float32, int32, int64, types, uint32
 from numba.core import cgutils
 from numba.cuda.extending import intrinsic
 
-from ..kernel_cache import KernelCache, fingerprint, open_cache
+from ..kernel_cache import FunctionCache, KernelCache, fingerprint, open_cache
 
 SOURCES = Path(__file__).resolve().parent
 COMPILERS = ("numba", "numba-cuda", "llvmlite", "cuda-bindings", "cuda-core")
@@ -69,11 +68,8 @@ def unrolled(step: Callable, count: int, first: int = 0):
     return device_function(call)
 
 
-class DiskCache:
+class DiskCache(FunctionCache):
     """numba-cuda's interface to saved kernels. A file's name covers the values that a kernel closes over."""
-
-    def __init__(self, function: Callable):
-        self._function = function
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
         from numba.cuda.dispatcher import _Kernel
@@ -88,14 +84,9 @@ class DiskCache:
 
         kernel_cache().save(self._name(signature), lambda: dumps(kernel._reduce_states()))
 
-    def flush(self) -> None:
-        """Do nothing: an existing file is valid."""
-
     def _name(self, signature: Any) -> str:
         capability = cuda.get_current_device().compute_capability
-        known = f"{describe(self._function)} {signature} {tuple(capability)}"
-        digest = hashlib.sha256(known.encode()).hexdigest()[:32]
-        return f"{self._function.__name__}-{digest}.kernel"
+        return self.file_name(f"{describe(self._function)} {signature} {tuple(capability)}")
 
 
 def describe(function: Callable) -> str:

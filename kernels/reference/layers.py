@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from ..backend import no_op
+from ..numbers import softmax
 from .state import Params, to_int8
 
 INT8_BLOCK = 64
@@ -23,8 +24,7 @@ def attention_weights(q, k, positions, scale: float, slopes=(), look=no_op) -> n
         scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)
     scores = np.where(back[:, None, :] < 0, -np.inf, scores)
     look("attn_scores", scores)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
+    weights = softmax(scores)
     look("pattern", weights)
     return weights  # (N, H, T)
 

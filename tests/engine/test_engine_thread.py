@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from support.engines import batches_of
-from support.gate import Gate, paused
+from support.gate import Gate, assert_idle, paused
 from support.paths import ROOT, VOCAB_SIZE
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
@@ -47,9 +47,7 @@ def nothing_is_left_behind(request):
     yield
     if "llm" in request.fixturenames:
         llm = request.getfixturevalue("llm")
-        with paused(llm):
-            scheduler = llm.engine.scheduler
-            assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
+        assert_idle(llm)
         assert (llm.engine._pending, llm.engine._queued) == (set(), set())
 
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from support.gate import Gate, Held, paused
+from support.gate import Gate, Held, assert_idle, paused
 from support.paths import VOCAB_SIZE
 from tinygpt import AsyncLLM, SamplingParams
 from tinygpt.engine.guided import Guidance
@@ -23,9 +23,7 @@ def params_for(i: int) -> SamplingParams:
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(llm):
     yield
-    with paused(llm):
-        scheduler = llm.engine.scheduler
-        assert (scheduler.running, len(scheduler.waiting), scheduler.slots.num_free) == ([], 0, 4)
+    assert_idle(llm)
 
 
 def run(main):

@@ -295,13 +295,17 @@ def test_ties_go_to_the_lowest_beam_and_token():
     assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0, 0]), (0, [0, 1]), (0, [0, 2])]
 
 
+def advance(beams, scorer):
+    rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
+    beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
+
+
 def test_a_search_can_be_ended_at_any_step():
     scorer = table_scorer(2)
     rules = Rules(num_beams=3, max_tokens=100)
     beams = rules.search()
     for _ in range(4):
-        rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
-        beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
+        advance(beams, scorer)
     beams.end()
     assert beams.beams == []
     assert beams.best(3) == search(scorer, [1, 2], Rules(num_beams=3, max_tokens=4)).best(3)
@@ -313,8 +317,7 @@ def test_the_sources_of_a_beam_lead_back_to_the_first():
     beams, steps = rules.search(), []
     while beams.beams:
         steps.append(beams.beams)
-        rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
-        beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
+        advance(beams, scorer)
     for beam in beams.best(4):
         token_ids = beam.token_ids
         sources = beam.sources

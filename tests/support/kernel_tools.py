@@ -8,10 +8,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from numba.core import event
 
 from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
 from tinygpt.kernels.cpu.jit import DiskCache, jit
+from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.linear import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
@@ -22,6 +24,8 @@ from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
 from tinygpt.kernels.cpu.workspace import new_operand
 
 EPS = 2.0**-24  # half a unit in the last place of a float32 near 1
+KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
+ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
 SHAPES = [(1, 1), (3, 5), (7, 35), (17, 97), (50, 130), (13, 64), (6, 16)]
 
 
@@ -70,6 +74,11 @@ def check(kind: str, actual, expected, scale=1.0) -> None:
 def same_bits(actual, expected) -> None:
     assert actual.dtype == expected.dtype == np.float32
     np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+def same_bytes(found, expected) -> None:
+    for each, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(each.view(np.uint8), other.view(np.uint8))
 
 
 def aligned(array: np.ndarray) -> np.ndarray:

@@ -155,3 +155,10 @@ def write_with_demo_tokenizer(folder: Path, added: Mapping[str, int] | None = No
     if added:
         (folder / "added_tokens.json").write_text(json.dumps(added))
     return folder
+
+
+def write_damaged(folder: Path) -> Path:
+    """A checkpoint whose positions 3 and later are not numbers."""
+    tensors = random_tensors()
+    tensors["transformer.wpe.weight"][3:] = np.nan
+    return write_checkpoint(folder, tensors)

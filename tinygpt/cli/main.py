@@ -31,8 +31,9 @@ COMMANDS = (
     "eval",
     "info",
     "doctor",
+    "parity",
+    "completion",
 )
-COMMANDS += ("parity", "completion")
 COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands whose module has another name or place.

@@ -110,6 +110,13 @@ def params_list(params: Params, count: int) -> list[SamplingParams]:
     return params
 
 
+def pairs_of(prompts: Prompts, params: Params, fields: dict[str, Any]) -> Iterable:
+    """Return each prompt of a call with its params. fields: the call's keywords."""
+    prompts = prompt_list(prompts)
+    params = params_or_fields(params, fields)
+    return zip(prompts, params_list(params, len(prompts)), strict=True)
+
+
 def encode(
     text: str, tokenizer: "Tokenizer", vocab_size: int, split_special_tokens: bool | None = None
 ) -> list[int]:

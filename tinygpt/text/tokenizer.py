@@ -10,6 +10,7 @@ from typing import Any, overload
 from ..errors import CheckpointError, RequestError, TinyGPTError
 from ..fields import BOOLEAN, read_field
 from ..weights.files import how_to_replace
+from . import TextEncoder
 from .files import MALFORMED, checked_spec, read_tokenizer
 from .gpt2_bpe import ByteLevelBPE, ByteTokens, UnlikeGPT2, no_token_for, read_prepared, token_to_bytes
 from .stream import ByteDetokenizer, Detokenizer, PrefixDetokenizer
@@ -117,7 +118,7 @@ class LibraryTokenizer:
 TokenizerModel = ByteLevelBPE | CharacterTokenizer | LibraryTokenizer
 
 
-class Tokenizer:
+class Tokenizer(TextEncoder):
     """Text to token ids and back. len() is the number of tokens.
 
     vocab_size: the highest token id + 1. eos_token_id: may be None. special_ids: what skip_special_tokens leaves out.
@@ -185,14 +186,6 @@ class Tokenizer:
             half = f"a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
             raise RequestError(f"the text holds {half}, which is half of a character; remove it.") from None
         return self._model.encode(text, split_special_tokens)
-
-    def __call__(self, text: str | list[str], split_special_tokens: bool | None = None) -> dict[str, list]:
-        """Return {"input_ids": ids, "attention_mask": ones}, with lists of them for a list of texts."""
-        if isinstance(text, str):
-            ids = self.encode(text, split_special_tokens)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        each = [self(one, split_special_tokens) for one in text]
-        return {name: [encoded[name] for encoded in each] for name in ("input_ids", "attention_mask")}
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """Return a text; invalid UTF-8 becomes U+FFFD, an unknown id nothing. Raise RequestError."""

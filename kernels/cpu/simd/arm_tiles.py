@@ -23,7 +23,6 @@ from .panels import (
     PANEL_VECTORS,
     ROW_BYTES,
     SCALE_GROUP,
-    SCALES_BYTES,
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
     ask_row_ahead,
@@ -288,10 +287,7 @@ def make_lane_grouped_code(kind: Grouped):
         c_rows = [at(builder, c, r, ROW_BYTES) for r in range(rows)]
 
         def take_part(number, _):
-            a_offset = times(builder, number, part_k)
-            s_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
-            a_rows = [builder.add(start, a_offset) for start in a_starts]
-            s_rows = [builder.add(start, s_offset) for start in s_starts]
+            a_rows, s_rows = part_rows(builder, number, part_k, parts, a_starts, s_starts)
             first_row = times(builder, number, part_rows)
             b_part = at(builder, b, first_row, ROW_BYTES)
 

@@ -9,9 +9,9 @@ from .panels import (
     PANEL_VECTORS,
     ROW_BYTES,
     SCALE_GROUP,
-    SCALES_BYTES,
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
+    part_rows,
     store_each,
 )
 from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
@@ -84,10 +84,8 @@ def _make_code(kind: Grouped):
 
             def take_part(part, totals):
                 number = builder.add(first_part, part)
-                a_offset = times(builder, number, part_k * kind.operand_bytes)
-                s_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
-                a_rows = [builder.add(start, a_offset) for start in a_starts]
-                s_rows = [builder.add(start, s_offset) for start in s_starts]
+                starts = a_starts, s_starts
+                a_rows, s_rows = part_rows(builder, number, part_k * kind.operand_bytes, parts, *starts)
                 first_turn = times(builder, number, turns)
 
                 def turn(i, sums):

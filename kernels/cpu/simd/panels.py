@@ -11,6 +11,7 @@ from numba.extending import intrinsic
 
 from .vector_ir import (
     FLOATS,
+    I64,
     LANES,
     VECTOR_BYTES,
     at,
@@ -158,3 +159,11 @@ put_rows = make_rows(adds=False)
 add_rows = make_rows(adds=True)
 sum_2_segments = make_segments_sum(2)
 sum_4_segments = make_segments_sum(4)
+
+
+def part_rows(builder, number, part_bytes: int, parts: int, values, scales):
+    """Return where rows have a part of their int8 values, of which a group has `parts`, and the group's scales."""
+    offset = times(builder, number, part_bytes)
+    scales_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
+    rows = [builder.add(start, offset) for start in values]
+    return rows, [builder.add(start, scales_offset) for start in scales]

@@ -133,14 +133,14 @@ class Target:
     @property
     def steps(self) -> dict[str, str]:
         """Return the product of each dtype's tiles."""
-        weights = {
+        return {
             "float32": SINGLES,
             "float16": SINGLES,
             "bfloat16": self.bfloat16,
             "int8": self.int8,
             "int4": self.int4,
+            "int8 KV cache": self.int8_cache,
         }
-        return {**weights, "int8 KV cache": self.int8_cache}
 
     @property
     def widens_float16(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import (
+    ACTIVATIONS,
     EPS,
     SHAPES,
     aligned,
@@ -45,8 +46,6 @@ from tinygpt.kernels.cpu.workspace import new_operand
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import layers as reference
 
-KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
-ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
 # Tiles and reductions: raw addresses.
 
 

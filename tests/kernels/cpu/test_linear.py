@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.kernel_tools import (
+    ACTIVATIONS,
     SHAPES,
     aligned,
     bfloat16_bits,
@@ -35,8 +36,6 @@ from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.workspace import new_operand
 
-KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
-ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 # The operand that a product in int4 becomes is int8's, and the product is that of `linear`: compiled with --slow.
 SLOW_INT4 = pytest.param("int4", marks=pytest.mark.slow)

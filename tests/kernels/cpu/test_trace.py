@@ -19,6 +19,7 @@ from tinygpt.weights.open import open_checkpoint
 
 FIELDS = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
 LENGTH = 70
+IDS = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
 # Where answers are compared: at ends of chunks and of blocks, and in between. All of them would be long to keep.
 PLACES = [0, 1, 15, 16, 32, 33, 40, 41, 63, 64, 68, 69]
 KINDS = [(reference, "float32", 1e-4), (cpu, "float32", 1e-4), (cpu, "bfloat16", 0.15), (cpu, "int8", 0.15)]
@@ -79,8 +80,7 @@ def machine(backend, folder, dtype):
 def test_trace(case, backend, dtype, tolerance):
     """In two steps, as a prompt in chunks is; the cache and later steps are as they would be without."""
     params, cache, workspace = machine(backend, case.folder, dtype)
-    ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
-    parts = [Batch.of([ids[:41]], [0], [0]), Batch.of([ids[41:]], [41], [0])]
+    parts = [Batch.of([IDS[:41]], [0], [0]), Batch.of([IDS[41:]], [41], [0])]
     layers = range(FIELDS["n_layer"])
     last = ("resid_post", layers[-1])
     places = [*(("resid_pre", layer) for layer in layers), last, ("q", 1)]
@@ -91,25 +91,24 @@ def test_trace(case, backend, dtype, tolerance):
     *hidden, queries = captured(forward, parts, places)
     hidden = np.stack([*hidden, backend.final_norm(params, hidden[-1])])
     queries = queries.reshape(LENGTH, -1)
-    *states, expected = trace_of_transformers(case.is_tied, ids)  # (PLACES, C) each
+    *states, expected = trace_of_transformers(case.is_tied, IDS)  # (PLACES, C) each
     assert hidden.shape == (len(states), LENGTH, FIELDS["n_embd"])
     np.testing.assert_allclose(hidden[:, PLACES], states, rtol=0, atol=tolerance * np.abs(states).max())
     np.testing.assert_allclose(queries[PLACES], expected, rtol=0, atol=tolerance * np.abs(expected).max())
     following = Batch.of([[7]], [LENGTH], [0])
     after = backend.forward(params, following, cache, workspace).copy()
     params, cache, workspace = machine(backend, case.folder, dtype)
-    backend.forward(params, Batch.of([ids], [0], [0]), cache, workspace)
+    backend.forward(params, Batch.of([IDS], [0], [0]), cache, workspace)
     np.testing.assert_array_equal(after, backend.forward(params, following, cache, workspace))
 
 
 @BACKENDS
 def test_embeds_stand_for_negative_ids(case, backend, dtype, tolerance):
     params, cache, workspace = machine(backend, case.folder, dtype)
-    ids = golden_ids(LENGTH, vocab_size=FIELDS["vocab_size"])
     embeds = np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32) * np.float32(0.3)
     places = {0: -3, 1: -1, 2: -5, 40: -1, 69: -2}
-    mixed = [places.get(i, token_id) for i, token_id in enumerate(ids)]
-    expected = logits_of_embeds(case.is_tied, ids, embeds, places)  # (PLACES, V)
+    mixed = [places.get(i, token_id) for i, token_id in enumerate(IDS)]
+    expected = logits_of_embeds(case.is_tied, IDS, embeds, places)  # (PLACES, V)
     parts = [
         backend.forward(params, Batch.of([mixed[a:b]], [a], [0], "all", embeds), cache, workspace).copy()
         for a, b in ((0, 33), (33, 70))
