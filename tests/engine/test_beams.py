@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.engines import log_softmax
-from support.golden_models import NARROW, golden_ids, write_model
+from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
@@ -18,7 +18,6 @@ from tinygpt.errors import RequestError
 
 VOCAB = 60
 FIELDS = {**NARROW, "vocab_size": VOCAB}
-PROMPT = [7, 3, 9, 3, 9, 11]
 DEMO_PROMPT = "Once upon a time"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from support.engines import batches_of
-from support.golden_models import NARROW, golden_ids, write_model
+from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.spec_decode import propose_by_lookup
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
 VOCAB = 40
 FIELDS = {**NARROW, "vocab_size": VOCAB}
-PROMPT = [7, 3, 9, 3, 9, 11]
 
 
 @recorded
@@ -173,7 +172,7 @@ def test_users_functions_are_not_called_for_drafts(target, llm):
 class Reader:
     """Has its request's future, as a server's request has."""
 
-    def take(self, chunk) -> None:
+    def take(self, chunk):
         pass
 
 

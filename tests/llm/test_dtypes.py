@@ -222,7 +222,7 @@ def test_a_checkpoint_in_float16_runs_in_float32_unless_it_is_asked_for(halves):
         assert llm.dtype == "float32"
 
 
-@pytest.mark.parametrize("beside", [0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("beside", [0, np.nan, -np.inf])
 def test_a_weight_beyond_float16_is_refused_by_name(tmp_path, capsys, beside):
     tensors = random_tensors()
     tensors["transformer.h.1.mlp.c_fc.weight"][3, 2:4] = -70_000, beside

@@ -18,6 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.paths import ROOT
+from support.processes import until
 from tinygpt import Edit, RemoteLLM, SamplingParams, remote, wire
 from tinygpt.errors import QueueFullError, RequestError, ServerError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
@@ -246,11 +247,12 @@ def test_a_forked_child_is_refused_and_makes_a_new_one(serve):
         reply(200, CHUNK, content_length="1000")(handler)
         stay_silent(handler)
 
-    llm, _ = serve(reply(200, OUTPUT), begin, stay_silent, reply(200, OUTPUT))
+    llm, asked = serve(reply(200, OUTPUT), begin, stay_silent, reply(200, OUTPUT))
     llm.generate("Once")
     stream = llm.stream("Once")
     next(stream)
     waiting = llm.submit("Once")
+    until(lambda: len(asked) == 3)  # or the child's request could get this one's answer
     new = (partial(call, "a") for call in (llm.generate, llm.stream, llm.submit))
     if not (pid := os.fork()):
         signal.alarm(20)
