@@ -3,7 +3,7 @@
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .engine.engine import Engine, RequestFuture
-from .engine.input_processor import InputProcessor, OnChunk
+from .engine.input_processor import InputProcessor
 from .engine.model_runner import ModelRunner, ModelSource, load_backend
 from .engine.prompts import (
+    Front,
+    OnChunk,
     Params,
     Prompt,
     Prompts,
     PromptType,
     pairs_of,
     params_list,
-    params_or_fields,
     prompt_list,
 )
 from .engine.sequence import Request
 from .engine.spec_decode import DraftModel, check_draft
-from .errors import FailedRequestError, RequestError, TinyGPTError, invalid
+from .errors import FailedRequestError, RequestError, TinyGPTError
 from .hardware import thread_count
 from .kernels.numbers import Warpers
 from .llm_args import LLMArgs, takes_fields_of
@@ -37,7 +38,6 @@ from .outputs import (
     StreamChunk,
     UseTqdm,
     as_finished,
-    in_order,
     until_done,
 )
 from .ranks.mpi import Layout
@@ -71,7 +71,7 @@ WARMUP_REQUESTS = (
 )
 
 
-class LLM(LookMethods):
+class LLM(Front, LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.
@@ -149,24 +149,6 @@ class LLM(LookMethods):
         self.engine.check_open()
         return self._inputs.read_prompt(prompt, split_special_tokens)
 
-    def generate(
-        self, prompts: Prompts, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
-    ) -> list[RequestOutput]:
-        """Continue each prompt, and return the outputs in the prompts' order.
-
-        prompts: a text, a list of texts or of lists of token ids, of {"prompt": text or ids} or {"prompt_token_ids":
-            ids}. An empty prompt starts at BOS.
-        params: one SamplingParams, or one for each prompt. fields: of one SamplingParams in place of params, as in
-            generate("Once", max_tokens=8); all methods that take params take fields.
-        use_tqdm: whether a bar counts finished prompts; None is for several prompts on a terminal or in a notebook. A
-            function replaces tqdm, as in vLLM.
-        Raise RequestError, before any work, if a prompt cannot be served, and FailedRequestError if a request fails,
-        which ends the others. Ctrl-C ends the call's requests.
-        """
-        prompts = prompt_list(prompts)
-        finished = self.generate_as_finished(prompts, params, **fields)
-        return in_order(finished, len(prompts), use_tqdm)
-
     def generate_as_finished(
         self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
@@ -206,40 +188,6 @@ class LLM(LookMethods):
         return self.read_prompt(
             chat_ids(self.chat_template, self.tokenizer, conversation, chat_template_kwargs)
         )
-
-    def stream(
-        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
-    ) -> Iterator[StreamChunk]:
-        """Continue one prompt, checked at the call, token by token.
-
-        Closing the iterator ends the request.
-        A chunk's text never ends inside a character; a sample's chunks together are its text, tokens and logprobs in
-        `generate`. Chunks of n samples come mixed, each with its index.
-        """
-        chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
-        return self._stream(
-            self._single_request(prompt, params_or_fields(params, fields), chunks.put), chunks
-        )
-
-    def submit(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
-        **fields: Any,
-    ) -> RequestFuture:
-        """Continue one prompt in the background.
-
-        Cancelling the future frees the request's memory within a step.
-        on_chunk: called with each StreamChunk by the engine's thread, which waits for it. It may submit requests, but
-            not run them.
-        Raise, before any work, RequestError if the prompt cannot be served, QueueFullError if max_queue samples wait.
-        """
-        if on_chunk is not None and not callable(on_chunk):
-            raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
-        future = RequestFuture(self._single_request(prompt, params_or_fields(params, fields), on_chunk))
-        self.engine.submit_queued(future)
-        return future
 
     def num_truncated_tokens(self, prompt: PromptType, params: SamplingParams | None = None) -> int:
         """Return how many tokens at the prompt's beginning its overflow would leave out."""
@@ -314,12 +262,6 @@ class LLM(LookMethods):
         self.engine.close()
         self._inputs.close()
 
-    def __enter__(self) -> "LLM":
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self.close()
-
     def _run(
         self, requests: list[Request], return_exceptions: bool = False
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
@@ -329,7 +271,18 @@ class LLM(LookMethods):
             futures, partial(self.engine.submit, futures), return_exceptions, FailedRequestError
         )
 
-    def _stream(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
+    def _submit(
+        self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None
+    ) -> RequestFuture:
+        future = RequestFuture(self._single_request(prompt, params, on_chunk))
+        self.engine.submit_queued(future)
+        return future
+
+    def _stream(self, prompt: PromptType, params: SamplingParams | None) -> Iterator[StreamChunk]:
+        chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
+        return self._chunks_of(self._single_request(prompt, params, chunks.put), chunks)
+
+    def _chunks_of(self, request: Request, chunks: SimpleQueue) -> Iterator[StreamChunk]:
         self.engine.refuse_own_thread()
         future = RequestFuture(request)
         future.add_done_callback(lambda _: chunks.put(None))

@@ -8,7 +8,6 @@ import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from operator import index
@@ -17,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from .engine.prompts import (
+    Front,
+    OnChunk,
     Params,
     Prompt,
     Prompts,
@@ -24,20 +25,17 @@ from .engine.prompts import (
     checked_ids,
     pairs_of,
     params_list,
-    params_or_fields,
     prompt_list,
 )
-from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install, invalid
+from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
 from .outputs import (
     ContinuationScore,
     RequestOutput,
     StreamChunk,
     ThreadFuture,
-    UseTqdm,
     as_finished,
     check_thread,
     has_threads,
-    in_order,
     until_done,
 )
 from .sampling_params import SamplingParams
@@ -66,7 +64,7 @@ CLOSED = "this RemoteLLM has been closed: make another."
 Result = TypeVar("Result")
 
 
-class RemoteLLM:
+class RemoteLLM(Front):
     """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe. A forked child makes its own.
 
     url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.
@@ -112,14 +110,6 @@ class RemoteLLM:
             return Prompt(prompt, self.tokenizer.encode(prompt, split_special_tokens))
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
 
-    def generate(
-        self, prompts: Prompts, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
-    ) -> list[RequestOutput]:
-        """Continue each prompt, as LLM.generate does. The first refusal ends all."""
-        prompts = prompt_list(prompts)
-        finished = self.generate_as_finished(prompts, params, **fields)
-        return in_order(finished, len(prompts), use_tqdm)
-
     def generate_as_finished(
         self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
@@ -133,11 +123,8 @@ class RemoteLLM:
 
         return as_finished(futures, begin, return_exceptions, TinyGPTError)
 
-    def stream(
-        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
-    ) -> Iterator[StreamChunk]:
-        """Continue one prompt as LLM.stream does. Closing the iterator ends the request."""
-        request = self._request(prompt, params_or_fields(params, fields))
+    def _stream(self, prompt: PromptType, params: SamplingParams | None) -> Iterator[StreamChunk]:
+        request = self._request(prompt, params)
         chunks: SimpleQueue[StreamChunk | None] = SimpleQueue()
         future = self._server.start(self._server.stream, *request, chunks.put)
         future.add_done_callback(lambda _: chunks.put(None))
@@ -150,18 +137,10 @@ class RemoteLLM:
             raise
         return until_done(chunks, future)
 
-    def submit(
-        self,
-        prompt: PromptType,
-        params: SamplingParams | None = None,
-        on_chunk: Callable[[StreamChunk], None] | None = None,
-        **fields: Any,
-    ) -> "Future[RequestOutput]":
-        """Continue one prompt as LLM.submit does. The future raises refusals; another thread calls on_chunk."""
-        if on_chunk is not None and not callable(on_chunk):
-            raise invalid("on_chunk", on_chunk, "a function of one StreamChunk")
-        request = self._request(prompt, params_or_fields(params, fields))
-        return self._server.start(self._server.generate, *request, on_chunk)
+    def _submit(
+        self, prompt: PromptType, params: SamplingParams | None, on_chunk: OnChunk | None
+    ) -> ThreadFuture[RequestOutput]:
+        return self._server.start(self._server.generate, *self._request(prompt, params), on_chunk)
 
     def score(
         self,
@@ -210,12 +189,6 @@ class RemoteLLM:
     def close(self) -> None:
         """Fail pending futures and all later calls with RequestError."""
         self._end()
-
-    def __enter__(self) -> "RemoteLLM":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def _request(
         self, prompt: PromptType, params: SamplingParams | None

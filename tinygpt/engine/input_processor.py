@@ -21,6 +21,7 @@ from ..weights.config import ModelConfig
 from .model_runner import ModelSource, load_tokenizer
 from .prompts import (
     Fitted,
+    OnChunk,
     Prompt,
     Prompts,
     PromptType,
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
     from ..look.hooks import HookPoints, Names
     from ..weights.adapters.peft import SoftPrompt
     from .guided import Guidance
-
-OnChunk = Callable[[StreamChunk], None]
 
 
 class InputProcessor:
