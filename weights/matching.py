@@ -13,8 +13,8 @@ from .checkpoint import Checkpoint
 from .config import EMBEDDING, HEAD, ModelConfig, parameter_shapes
 from .containers.formats import read_weights
 from .errors import CheckpointError, listed, of_any_layer
-from .families.family import Family, NamedTensor, Source, TensorRule
-from .families.gpt2 import is_other_head
+from .families.family import Family, NamedTensor, Source, TensorRule, matches
+from .families.gpt2 import OTHER_HEAD
 from .files import TENSOR_NAMES
 from .tensor import DefaultTensor, StoredTensor, Tensor
 
@@ -106,11 +106,11 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         config=config,
         stored=stored,
         tied=config.tie_word_embeddings and _head_is_embedding(stored),
-        ignored=tuple(one.file_name for one in tensors if family.is_ignored(one.name)),
+        ignored=tuple(one.file_name for one in tensors if matches(one.name, family.ignored)),
         quirks=(*_made_up(rules), *family.quirks(source, config)),
         files=tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         read_tokenizer=partial(family.tokenizer, source),
-        heads={one.name: one.tensor for one in tensors if is_other_head(one.name)},
+        heads={one.name: one.tensor for one in tensors if matches(one.name, [OTHER_HEAD])},
         layout=family.layout,
     )
 
@@ -142,7 +142,7 @@ class _Found:
         self.twice: list[NamedTensor] = []
         self.tensors: dict[str, dict[int, NamedTensor]] = {}
         for one in tensors:
-            if family.is_ignored(one.name):
+            if matches(one.name, family.ignored):
                 continue
             if self.tensors.setdefault(one.name, {}).setdefault(one.part, one) is not one:
                 self.twice.append(one)

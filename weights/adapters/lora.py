@@ -27,8 +27,8 @@ from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from ..convert.export import NamedTensor, can_be_written, layout_of, parts_of
 from ..convert.packed import PackedCheckpoint
 from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, listed, shown, wrong_fields
-from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule
-from ..families.gpt2 import is_ignored
+from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule, matches
+from ..families.gpt2 import IGNORED
 from ..tensor import DefaultTensor, LazyTensor, Tensor, zeros
 from .peft import CONFIG, AdapterFiles, read_adapter
 
@@ -420,7 +420,7 @@ def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str],
         if short in model.parts and short not in file_names:
             file_names[short] = name
         else:
-            (ignored if is_ignored(short) else unexpected).append(name)
+            (ignored if matches(short, IGNORED) else unexpected).append(name)
     return file_names, ignored, unexpected
 
 

@@ -59,6 +59,10 @@ def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTen
     return (NamedTensor(name_of(name), name, tensor) for name, tensor in source.container.tensors.items())
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
+
+
 def as_named(source: Source) -> Iterable[NamedTensor]:
     return named_by(lambda name: name, source)
 
@@ -195,8 +199,9 @@ class Family:
 
     name, described_by: of the model and the place of its configuration, for messages. config: raises one
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
-    is_ignored: of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens out.
-    advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. layout: transformers'.
+    ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
+    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. layout:
+    transformers'.
     """
 
     name: str
@@ -205,7 +210,7 @@ class Family:
     rules: Callable[[Source, ModelConfig], Mapping[str, TensorRule]]
     detect: Callable[[Source], bool] = lambda source: True
     named: Callable[[Source], Iterable[NamedTensor]] = as_named
-    is_ignored: Callable[[str], bool] = lambda name: False
+    ignored: tuple[str, ...] = ()
     parts: Callable[[Source], int] = lambda source: 1
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""

@@ -190,11 +190,8 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     named=_named,
-    is_ignored=lambda name: (  # soft prompts, and int8 copies
-        "model.prompt_table." in name
-        or ".int8" in name
-        or name.endswith((".scale", ".scale_inter", ".scale_out"))
-    ),
+    # Soft prompts, and int8 copies.
+    ignored=(r".*model\.prompt_table\..*", r".*\.int8.*", r".*\.scale(_inter|_out)?"),
     parts=_parts,
     quirks=_quirks,
 )

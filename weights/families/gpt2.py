@@ -35,9 +35,11 @@ _CHECKS = {
 }
 # Of GPT2LMHeadModel and other parents, DataParallel, torch.compile.
 _WRAPPERS = re.compile(r"(transformer\.|model\.|module\.|_orig_mod\.)+")
-_CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")
+# Patterns of known names that no text is made with.
+CAUSAL_MASK = r"h\.\d+\.attn\.(bias|masked_bias)"
 # Of fine-tuned models, next to the language model's head or instead of it.
-_OTHER_HEADS = ("multiple_choice_head.", "score.", "classifier.", "qa_outputs.", "v_head.")
+OTHER_HEAD = r"(multiple_choice_head|score|classifier|qa_outputs|v_head)\..*"
+IGNORED = (CAUSAL_MASK, OTHER_HEAD)
 
 
 def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -48,19 +50,6 @@ def model_config(fields: Mapping[str, Any], generation: Mapping[str, Any] | None
 def canonical_name(name: str) -> str:
     """Return the name without wrappers: module.transformer.wte.weight is wte.weight."""
     return _WRAPPERS.sub("", name, count=1) if _WRAPPERS.match(name) else name
-
-
-def is_causal_mask(canonical_name: str) -> bool:
-    return bool(_CAUSAL_MASK.fullmatch(canonical_name))
-
-
-def is_other_head(canonical_name: str) -> bool:
-    return canonical_name.startswith(_OTHER_HEADS)
-
-
-def is_ignored(canonical_name: str) -> bool:
-    """Return whether the tensor is a causal mask or of a head for another task."""
-    return is_causal_mask(canonical_name) or is_other_head(canonical_name)
 
 
 def is_gpt2(fields: Mapping[str, Any]) -> bool:
@@ -97,7 +86,7 @@ FAMILY = Family(
     config=lambda source: model_config(source.config_json or {}, source.json("generation_config.json")),
     rules=lambda source, config: _rules(config),
     named=named,
-    is_ignored=is_ignored,
+    ignored=IGNORED,
     advice=f'If only names differ, {TENSOR_NAMES} may map them: {{"name in the file": "h.0.attn.c_attn.weight"}}.',
 )
 
@@ -111,7 +100,7 @@ _HPARAMS = {
 }
 WITHOUT_FIRST_AXIS = Transform(lambda shape, n: (1, *shape[::-1]), lambda array: array[0].T)
 # Variables of further training: the optimizer's averages, and counts of steps.
-_OPTIMIZER = re.compile(r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)")
+_OPTIMIZER = r".*/(Adam|Adam_1|Adafactor.*|Momentum)|(.*/)?(beta[12]_power|global_step)"
 
 
 def tf_name(parameter: str) -> str:
@@ -151,7 +140,7 @@ OPENAI = Family(
     detect=lambda source: any(f"{name}/".startswith("model/wte/") for name in source.container.tensors),
     config=_openai_config,
     rules=_openai_rules,
-    is_ignored=lambda name: bool(_OPTIMIZER.fullmatch(name)),
+    ignored=(_OPTIMIZER,),
 )
 
 

@@ -98,10 +98,6 @@ def name_of(name: str, first: int) -> str:
     return f"layers.{first + int(layer[1])}.{rest}"
 
 
-def is_ignored(name: str) -> bool:
-    return name.startswith(BESIDE) or name.endswith("_extra_state")
-
-
 def parts_of(source: Source) -> int:
     return 1 + max((rank_of(name)[0] for name in source.container.tensors), default=0)
 
@@ -323,7 +319,7 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     named=named,
-    is_ignored=is_ignored,
+    ignored=(f"{BESIDE}.*", ".*_extra_state"),
     parts=parts_of,
     quirks=_quirks,
     tokenizer=_tokenizer,
@@ -339,7 +335,7 @@ _IN_FILE = re.compile(
     r"layers\.(\d{1,6})\.mlp\.deepspeed_moe\.experts\.deepspeed_experts\.(\d{1,6})\.(dense_\w+)\.(weight|bias)"
 )
 # DeepSpeed never adds this part of an expert's output, in training or after it.
-_UNUSED_BIAS = re.compile(r"layers\.\d+\.mlp\.experts\.\d+\.dense_4h_to_h\.bias")
+_UNUSED_BIAS = r"layers\.\d+\.mlp\.experts\.\d+\.dense_4h_to_h\.bias"
 # Settings of experts, which check_settings would refuse.
 _SETTINGS = ("num_experts", "expert_num", "topk", "mlp_type")
 
@@ -396,7 +392,7 @@ WITH_EXPERTS = replace(
     detect=lambda source: any(".deepspeed_moe." in name for name in source.container.tensors),
     config=_config_of_experts,
     named=_named_with_experts,
-    is_ignored=lambda name: is_ignored(name) or bool(_UNUSED_BIAS.fullmatch(name)),
+    ignored=(*FAMILY.ignored, _UNUSED_BIAS),
     quirks=lambda source, config: (
         f"each token has {config.experts_per_token} of {config.num_experts} experts, and none is left out",
         "biases of experts' outputs are left out, as in training",

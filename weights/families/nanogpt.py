@@ -23,7 +23,7 @@ from .family import (
     named_by,
     renamed,
 )
-from .gpt2 import canonical_name, is_causal_mask, named
+from .gpt2 import CAUSAL_MASK, canonical_name, named
 
 _ARGUMENTS = {
     "block_size": "n_positions",
@@ -140,7 +140,7 @@ NANOGPT = Family(
     config=_nanogpt_config,
     rules=_rules,
     named=_named_model,
-    is_ignored=lambda name: is_causal_mask(name) or name.startswith(_BESIDE),
+    ignored=(CAUSAL_MASK, f"{_BESIDE}.*"),
     quirks=lambda source, config: (
         f"activation_function is {config.activation_function}, which the checkpoint does not say",
     ),
@@ -153,5 +153,5 @@ MINGPT = replace(
     detect=_is_mingpt,
     config=_mingpt_config,
     named=named,
-    is_ignored=is_causal_mask,
+    ignored=(CAUSAL_MASK,),
 )

@@ -182,7 +182,7 @@ FAMILY = Family(
     config=_config,
     rules=_rules,
     named=_named,
-    is_ignored=lambda name: name.startswith(_UNUSED),
+    ignored=(f"{_UNUSED}.*",),
     quirks=_quirks,
     advice="Exporters may merge tensors that are equal, and one of two names is lost then: export a model in which no "
     "two are.",

@@ -34,7 +34,7 @@ from .family import (
     size_to,
     written_config,
 )
-from .gpt2 import ALIASES, is_ignored
+from .gpt2 import ALIASES, IGNORED
 
 Fields = Mapping[str, Any]
 
@@ -45,8 +45,8 @@ class ModelType:
 
     defaults: of config.json's fields; aliases: other names of fields; fields: ModelConfig's names of them; computed:
     other fields of ModelConfig; structure: of STRUCTURE. rule: of a parameter, from the rule by `names` alone.
-    wrappers: prefixes of names in files, and `prefix` transformers' own. beside: names without a prefix. ignored: names
-    of unused tensors. is_in_out: matrices of layers are (in, out).
+    wrappers: prefixes of names in files, and `prefix` transformers' own. beside: names without a prefix. ignored:
+    patterns of unused names. is_in_out: matrices of layers are (in, out).
     """
 
     name: str
@@ -64,7 +64,7 @@ class ModelType:
     checks: Checks = field(default_factory=dict)
     wrappers: str = "transformer|model|module|_orig_mod"
     beside: tuple[str, ...] = (HEAD,)
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = IGNORED
     is_in_out: bool = False
     quirks: tuple[str, ...] = ()
 
@@ -107,7 +107,7 @@ class ModelType:
             ),
             rules=lambda source, config: self.rules(config, source.config_json or {}),
             named=partial(named_by, self._short_name),
-            is_ignored=lambda name: name in self.ignored or is_ignored(name),
+            ignored=self.ignored,
             quirks=lambda source, config: self.quirks,
             layout=self.layout,
         )
@@ -394,7 +394,8 @@ XGLM = ModelType(
     },
     rule=_xglm_rule,
     structure=lambda fields: embed_scale(fields, fields["d_model"]),
-    ignored=("embed_positions.weights",),  # the computed table, which older releases of transformers wrote
+    # The computed table, which older releases of transformers wrote.
+    ignored=(*IGNORED, r"embed_positions\.weights"),
     quirks=(ONE_C_ATTN,),
 )
 
