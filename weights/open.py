@@ -3,12 +3,11 @@
 import os
 from pathlib import Path
 
-from .adapters.peft import refuse_adapter
 from .checkpoint import Checkpoint, is_random, open_random
 from .containers.formats import find_weights
 from .convert.packed import PackedCheckpoint
 from .errors import CheckpointError, describe, listed
-from .files import PACKED_FILE, looks_local
+from .files import ADAPTER_CONFIG, PACKED_FILE, looks_local
 from .tensor import FILES
 
 DEMO = Path(__file__).resolve().parent / "demo"
@@ -46,7 +45,11 @@ def resolve(model: str | os.PathLike[str]) -> Path:
             from .hub import download  # rarely needed
 
             path = download(str(model))
-        refuse_adapter(path, str(model))
+        folder = path if path.is_dir() else path.parent
+        if (folder / ADAPTER_CONFIG).is_file():
+            from .adapters.peft import refuse_adapter  # rarely needed
+
+            refuse_adapter(path, folder, str(model))
         _check_is_checkpoint(path)
     except (OSError, RuntimeError) as error:  # no permission, a name too long, a ~name without a home
         raise CheckpointError(f"{model} cannot be read: {error}.") from error

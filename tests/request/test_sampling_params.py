@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tinygpt import Edit, sampling_params
-from tinygpt.engine.token_rules import check_vocabulary, resolve_bad_words
+from tinygpt.engine.prompts import check_vocabulary, resolve_bad_words
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import RepetitionDetection, SamplingParams
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from tinygpt import SamplingParams
-from tinygpt.engine.sampler import Sampler
+from tinygpt.engine.sampler import Sampler, TokenRules
 from tinygpt.engine.sequence import Sample, Sequence
-from tinygpt.engine.token_rules import TokenRules
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.kernels.reference import sampling

@@ -27,16 +27,17 @@ from .prompts import (
     PromptType,
     VirtualTokens,
     check_ids,
+    check_vocabulary,
     describe_positions,
     encode,
     fit,
     prompt_list,
+    resolve_bad_words,
     text_or_ids,
 )
-from .sampler import PromptLogprobs
+from .sampler import Breakers, PromptLogprobs, TokenRules
 from .scheduler import SINGLE_USE_IDS
 from .sequence import Request, Sample, Sequence, copied
-from .token_rules import Breakers, TokenRules, check_vocabulary, resolve_bad_words
 
 # Of a text of dry_sequence_breakers: characters, and tokens after the first, as in llama.cpp; texts that are kept.
 MAX_BREAKER = 40

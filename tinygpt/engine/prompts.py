@@ -202,6 +202,30 @@ def check_ids(token_ids: list[int], vocab_size: int, tokenizer: "Tokenizer | Non
     )
 
 
+def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError, naming field and id, for token ids that the model does not know."""
+    of_field = {
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words_ids": [token_id for word in params.bad_words_ids for token_id in word],
+        "eos_token_id": params.eos_token_id or (),
+        "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        "stop_token_ids": params.stop_token_ids,
+        "suppress_tokens": params.suppress_tokens,
+        "top_p_reset_ids": params.top_p_reset_ids or (),
+    }
+    for name, token_ids in of_field.items():
+        if outside := [token_id for token_id in token_ids if token_id >= vocab_size]:
+            known = f"this model knows ids 0 to {vocab_size - 1}."
+            raise RequestError(f"holds token id {outside[0]}, which is outside the vocabulary: {known}", name)
+
+
+def resolve_bad_words(params: SamplingParams, encode: Callable[[str], list[int]]) -> SamplingParams:
+    """Return the params with the texts of bad_words in bad_words_ids, with and without a space."""
+    texts = [space + word.lstrip() for word in params.bad_words for space in ("", " ")]
+    resolved = (tuple(encode(text)) for text in texts)
+    return replace(params, bad_words=None, bad_words_ids=dict.fromkeys((*params.bad_words_ids, *resolved)))
+
+
 @dataclass(frozen=True)
 class Window:
     """The tokens that a sliding sequence still sees: when all positions are full, its oldest tokens leave."""

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,7 +15,7 @@ import numpy as np
 from ..errors import FailedRequestError
 from ..kernels.numbers import Processors, Ragged, Warpers
 from ..kernels.reference import sampling
-from ..sampling_params import LogitsProcessor
+from ..sampling_params import LogitsProcessor, SamplingParams
 from .model_runner import ModelRunner
 from .sequence import SampledToken, Sequence
 
@@ -26,6 +26,31 @@ NOTHING_LEFT = (
 )
 XTC = 1  # the use of a number that decides whether tokens are excluded
 Filter = tuple[Callable[[np.ndarray, float], np.ndarray], float]  # scores (V,) = f(scores, value)
+# The first token of a text of dry_sequence_breakers -> the others of each such text.
+Breakers = Mapping[int, list[tuple[int, ...]]]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenRules:
+    """The token ids of params as arrays and functions, which the samples of a request share."""
+
+    bias_ids: np.ndarray  # int32
+    biases: np.ndarray  # float32
+    processors: tuple[LogitsProcessor, ...]  # those of `sampling.processors_of`
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, eos_token_ids: frozenset[int], vocab_size: int, breakers: Breakers
+    ) -> "TokenRules":
+        known = {token_id for token_id in eos_token_ids if token_id < vocab_size}
+        return cls(
+            bias_ids=np.array([token_id for token_id, _ in params.logit_bias], np.int32),
+            biases=np.array([bias for _, bias in params.logit_bias], np.float32),
+            processors=sampling.processors_of(params, known, breakers),
+        )
+
+
+NO_RULES = TokenRules(np.empty(0, np.int32), np.empty(0, np.float32), ())
 
 
 class SamplingState:
@@ -33,7 +58,7 @@ class SamplingState:
 
     def __init__(self, sequence: Sequence):
         params = sequence.params
-        rules = sequence.sample.token_rules
+        rules = sequence.sample.token_rules or NO_RULES
         self.params = params
         self.rules = rules
         is_ft = params.presence_penalty_rule == "fastertransformer"

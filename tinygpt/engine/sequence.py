@@ -11,14 +11,13 @@ from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChu
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
-from .token_rules import NO_RULES, TokenRules
 
 if TYPE_CHECKING:
     from ..look.captures import Activations, Captures
     from ..text.tokenizer import Tokenizer
     from .beam_search import Beams
     from .guided import Guide
-    from .sampler import PromptLogprobs, SamplingState
+    from .sampler import PromptLogprobs, SamplingState, TokenRules
 
 FinishReason = Literal["stop", "length"]
 
@@ -45,7 +44,7 @@ class Sample:
     on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
     adapter: int = -1  # of the LLM's lora_modules
-    token_rules: TokenRules = NO_RULES
+    token_rules: "TokenRules | None" = None
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:

@@ -71,11 +71,10 @@ def _read(file: Path) -> Container:
     return read_torch(file)
 
 
-def refuse_adapter(path: Path, given: str) -> None:
-    """Raise CheckpointError if the folder or file is an adapter."""
-    folder = path if path.is_dir() else path.parent
-    is_meant = path.is_dir() or path.name in (CONFIG, *ADAPTER_FILES)
-    if not (is_meant and (folder / CONFIG).is_file()) or (folder / MODEL_CONFIG).is_file():
+def refuse_adapter(path: Path, folder: Path, given: str) -> None:
+    """Raise CheckpointError if the folder, or a file in it, is an adapter."""
+    is_meant = path == folder or path.name in (CONFIG, *ADAPTER_FILES)
+    if not is_meant or (folder / MODEL_CONFIG).is_file():
         return
     config = _read_config(folder)
     kind = config.get("peft_type")
