@@ -15,7 +15,8 @@ from urllib.parse import urlencode
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.sweep import started
-from tinygpt.look.surprise import NAT, color
+from tinygpt.look.html import color
+from tinygpt.outputs import bits
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, SEED = "Once upon a time", 264
@@ -71,7 +72,7 @@ def stream(tokens: Iterable[tuple[str, float]]) -> str:
             column = 0
             text = text.lstrip()
         column += len(text)
-        rgb = color(-NAT * logprob)
+        rgb = color(bits(logprob))
         fill = "" if rgb is None else f' fill="rgb{rgb}"'
         lines[-1] += f'<tspan style="--at: {at:.2f}"{fill}>{escape(text)}</tspan>'
         at += 1 / RATE

@@ -43,8 +43,8 @@ from .outputs import (
 from .ranks.mpi import Layout
 from .sampling_params import SamplingParams
 from .text.tokenizer import Tokenizer
+from .weights.checkpoint import PackedCheckpoint
 from .weights.config import dtype_name
-from .weights.convert.packed import PackedCheckpoint
 
 if TYPE_CHECKING:  # `generate` has no use for them
     from .look.edits import EditsType

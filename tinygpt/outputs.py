@@ -228,7 +228,7 @@ class RequestOutput(_Shown):
 
     def _repr_html_(self) -> str:
         """Return the texts for a notebook: with `logprobs`, tokens have colors and their candidates as titles."""
-        from .look.surprise import html, marks
+        from .look.html import boxes, marks
 
         tokenizer = getattr(self, "tokenizer", None)
         prompt = self.prompt
@@ -237,7 +237,7 @@ class RequestOutput(_Shown):
         samples = [
             marks(s.token_ids, s.text or str(s.token_ids), s.logprobs, tokenizer) for s in self.outputs
         ]
-        return html(marks(self.prompt_token_ids, prompt, self.prompt_logprobs, tokenizer), samples)
+        return boxes(marks(self.prompt_token_ids, prompt, self.prompt_logprobs, tokenizer), samples)
 
 
 class StreamChunk(NamedTuple):

@@ -3,9 +3,8 @@
 import os
 from pathlib import Path
 
-from .checkpoint import Checkpoint, is_random, open_random
+from .checkpoint import Checkpoint, PackedCheckpoint, is_random, open_random
 from .containers.formats import find_weights
-from .convert.packed import PackedCheckpoint
 from .errors import CheckpointError, describe, listed
 from .files import ADAPTER_CONFIG, PACKED_FILE, looks_local
 from .tensor import FILES

@@ -27,9 +27,9 @@ from tinygpt.kernels.cpu import arrays as model_arrays
 from tinygpt.kernels.cpu import load
 from tinygpt.text.gpt2_bpe import PREPARED_FILE
 from tinygpt.text.tokenizer import Tokenizer
+from tinygpt.weights.checkpoint import BOUNDARY, PACKED_FILE, PackedCheckpoint
 from tinygpt.weights.config import DTYPES
 from tinygpt.weights.containers.safetensors import read_safetensors
-from tinygpt.weights.convert.packed import BOUNDARY, PACKED_FILE, PackedCheckpoint
 from tinygpt.weights.open import open_checkpoint
 
 IDS = [3, 1, 4, 1, 5, 9]

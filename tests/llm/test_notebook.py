@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from tinygpt import LLM, SamplingParams
-from tinygpt.look.surprise import PAGE
+from tinygpt.look.html import PAGE
 from tinygpt.outputs import with_bar
 
 TEXT = "Once <b>upon</b> a time &amp;"

@@ -74,7 +74,7 @@ def test_a_reader_that_does_harm_is_found_and_its_files_are_kept(load, error, wa
 
 
 def test_a_checksum_that_is_not_checked_is_found(watch, tmp_path, monkeypatch):
-    monkeypatch.setattr("tinygpt.weights.convert.packed.crc32_of", lambda *_: AnyText("0"))
+    monkeypatch.setattr("tinygpt.weights.checkpoint.crc32_of", lambda *_: AnyText("0"))
     with pytest.raises(AssertionError, match="loaded something else"):
         fuzz.fuzz_format("packed-float32", 300, 1, tmp_path, watch)
 

@@ -11,7 +11,7 @@ from tinygpt import LLM, SamplingParams
 from tinygpt.errors import LostFileError
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.numbers import Warpers
-from tinygpt.weights.convert.packed import PACKED_FILE
+from tinygpt.weights.checkpoint import PACKED_FILE
 
 
 def call_after(tell, folder, change):

@@ -87,7 +87,7 @@ class Conversation:
         self._num_answers = 0
         self._shown = attrgetter("text")
         if shows_surprise(args):
-            from ..look.surprise import ansi
+            from ..look.html import ansi
 
             self._shown = lambda chunk: ansi(chunk.text, chunk.token_id, chunk.logprobs)
         self._first = [] if args.system is None else [{"role": "system", "content": args.system}]

@@ -130,8 +130,8 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     """Fill the folder. Return the size of the weights' files before, in bytes, and the file of the weights now."""
     from ..engine.model_runner import check_tokenizer
     from ..text.gpt2_bpe import write_prepared
-    from ..weights.checkpoint import is_random
-    from ..weights.convert import export, gguf, packed
+    from ..weights.checkpoint import PackedCheckpoint, is_random, write_packed
+    from ..weights.convert import export, gguf
     from ..weights.convert.export import write_sidecar_files
     from ..weights.open import open_checkpoint
 
@@ -140,7 +140,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
             f"SRC {args.source} is drawn in memory and has no files: give a checkpoint that has."
         )
     checkpoint = open_checkpoint(args.source)
-    if isinstance(checkpoint, packed.PackedCheckpoint):
+    if isinstance(checkpoint, PackedCheckpoint):
         raise RequestError(
             f"SRC {args.source} is converted already: give the checkpoint that it was made from."
         )
@@ -155,7 +155,7 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     elif args.dtype == STORAGE_DTYPE:
         write = partial(export.write_float8, folder, checkpoint, args.source)
     else:
-        write = partial(packed.write_packed, folder, *_pack(args, checkpoint))
+        write = partial(write_packed, folder, *_pack(args, checkpoint))
     if checkpoint.heads:
         log(f"left out, as no text is made with them: {', '.join(checkpoint.heads)}")
     log(f"writing {args.target}")

@@ -168,7 +168,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     warm_up(llm, args)
     front = text if args.echo else ""
     if is_colored := shows_surprise(args):
-        from ..look.surprise import ansi
+        from ..look.html import ansi
     before = llm.engine.throughput
     is_one = params.n == params.num_beams == (params.best_of or 1) == 1
     finish_reasons = []

@@ -17,9 +17,8 @@ from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..sampling_params import num_best
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
-from ..weights.checkpoint import Checkpoint, is_random
+from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
 from ..weights.config import PRECISIONS, STORAGE_DTYPE, ModelConfig
-from ..weights.convert.packed import PackedCheckpoint
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
 

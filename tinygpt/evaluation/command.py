@@ -237,8 +237,8 @@ def _check_parity(args: argparse.Namespace) -> None:
 
 
 def _folder_for_transformers(model: str) -> Path:
+    from ..weights.checkpoint import PackedCheckpoint
     from ..weights.containers.formats import INDEX
-    from ..weights.convert.packed import PackedCheckpoint
     from ..weights.open import open_checkpoint, resolve
     from ..weights.tensor import FILES
 

@@ -1,7 +1,10 @@
-"""The logit lens and attention patterns as tables: for terminals, and as HTML and SVG for notebooks."""
+"""Texts colored by surprisal, the logit lens and attention patterns: for terminals, and for notebooks as HTML."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,12 +13,12 @@ from ..engine.prompts import PromptType
 from ..errors import RequestError, invalid
 from ..kernels import numbers
 from ..outputs import bits
-from .edits import EditsType
-from .hooks import Names
-from .surprise import color
 
 if TYPE_CHECKING:
     from ..llm import LLM
+    from ..text.tokenizer import Tokenizer
+    from .edits import EditsType
+    from .hooks import Names
 
 SHADES = 8  # of attention: cells of a shade are one SVG path
 NUM_KEYS = 3  # that a query's title names
@@ -23,6 +26,59 @@ STYLE = (
     "border-collapse: collapse; white-space: pre; font: 12px ui-monospace, monospace",
     "border: 1px solid #8884; padding: 1px 5px; text-align: left",
 )
+MIN_BITS, RED_BITS = 1.0, 8.0  # between them a terminal's colors change
+MAX_BITS = 12.5  # the page's
+AMBER, RED = (192, 138, 46), (228, 81, 47)  # the page's in its dark scheme, readable on white, too
+PAGE = Path(__file__).parents[1] / "server" / "page.html"
+SHARED = "/* Notebooks have these lines, too. */"  # of the page's style, up to an empty line
+
+
+def color(surprisal: float) -> tuple[int, int, int] | None:
+    """Return red, green and blue for a surprisal in bits, or None for a token that was expected."""
+    if surprisal < MIN_BITS:
+        return None
+    share = min((surprisal - MIN_BITS) / (RED_BITS - MIN_BITS), 1)
+    red, green, blue = (round(a + share * (b - a)) for a, b in zip(AMBER, RED, strict=True))
+    return red, green, blue
+
+
+def ansi(text: str, token_id: int | None, logprobs: Mapping[int, float] | None) -> str:
+    """Return a token's text in 24-bit color; white space around it stays outside of the escape sequences."""
+    core = text.strip()
+    rgb = None if token_id is None else color(bits(logprobs[token_id]))
+    if not core or rgb is None:
+        return text
+    return text.replace(core, f"\x1b[38;2;{';'.join(map(str, rgb))}m{core}\x1b[39m")
+
+
+def boxes(prompt: str, samples: Sequence[str]) -> str:
+    """Return HTML: the marks of each sample after those of the prompt."""
+    style = PAGE.read_text(encoding="utf-8").partition(SHARED)[2].partition("\n\n")[0]
+    box = '<div class="surprise" style="white-space: pre-wrap; overflow-wrap: anywhere; margin: .5em 0">'
+    return f"<style>{style}</style>" + "".join(f"{box}{prompt}{marks}</div>" for marks in samples)
+
+
+def marks(
+    token_ids: Sequence[int],
+    text: str,
+    logprobs: Sequence[Mapping[int, float] | None] | None,
+    tokenizer: "Tokenizer | None",
+) -> str:
+    """Return a text whose tokens have colors and their candidates as titles, if they have log probabilities."""
+    if logprobs is None or tokenizer is None or len(logprobs) != len(token_ids):
+        return escape(text)
+    shown = []
+    for token_id, piece, found in zip(token_ids, tokenizer.pieces(token_ids, text), logprobs, strict=True):
+        if found is None:
+            shown.append(escape(piece))
+            continue
+        rows = [f"{math.exp(value):7.2%} {tokenizer.decode([i])!r}" for i, value in found.items()]
+        surprisal = bits(found[token_id])
+        title = escape("\n".join([f"{surprisal:.1f} bits", *rows]))
+        shown.append(
+            f'<span class="token" style="--bits: {min(surprisal, MAX_BITS):.2f}" title="{title}">{escape(piece)}</span>'
+        )
+    return "".join(shown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +157,7 @@ class Attention:
 
 
 def lens(
-    llm: "LLM", prompt: PromptType, names: Names = "resid_post", top: int = 3, edits: EditsType = ()
+    llm: "LLM", prompt: PromptType, names: "Names" = "resid_post", top: int = 3, edits: "EditsType" = ()
 ) -> Lens:
     """Return the logit lens of a text. Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
@@ -125,7 +181,7 @@ def lens(
     return Lens(_decoded(llm, ids), [*map(bits, last)], shown, np.array(probs), texts)
 
 
-def attention(llm: "LLM", prompt: PromptType, layer: int, edits: EditsType = ()) -> Attention:
+def attention(llm: "LLM", prompt: PromptType, layer: int, edits: "EditsType" = ()) -> Attention:
     """Return the attention patterns of a layer. edits: as for `LLM.run_with_cache`."""
     layers = range(llm.config.n_layer)
     if layer not in range(-len(layers), len(layers)):

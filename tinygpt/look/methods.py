@@ -14,8 +14,8 @@ from ..kernels import numbers
 from ..kernels.backend import Batch
 from ..llm_args import LOGIT_ROWS, EngineConfig, LLMArgs
 from ..sampling_params import SamplingParams
+from ..weights.checkpoint import PackedCheckpoint
 from ..weights.config import ModelConfig
-from ..weights.convert.packed import PackedCheckpoint
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine

@@ -22,10 +22,9 @@ from typing import Any
 import numpy as np
 import regex
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, PackedCheckpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from ..convert.export import NamedTensor, can_be_written, layout_of, parts_of
-from ..convert.packed import PackedCheckpoint
 from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, listed, shown, wrong_fields
 from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule, matches
 from ..families.gpt2 import IGNORED
