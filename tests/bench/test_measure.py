@@ -35,6 +35,7 @@ class FakeRunner:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
+        self.backend = self
         monkeypatch.setattr(HostMeter, "mark", lambda meter: self.now)
 
     def __getattr__(self, name):
@@ -59,8 +60,9 @@ def test_passes_and_choices_are_told_apart(monkeypatch):
         timed.forward(batch(2))
     scheduler.running = [decoding]
     timed.forward(batch(1))
-    assert timed.sample(1, 2) == "sample"
-    assert [timed.process_logits(), timed.filter_logits(), timed.top_logprobs()] == list(SECONDS)[2:5]
+    choose = timed.backend
+    assert choose.sample(1, 2) == "sample"
+    assert [choose.process_logits(), choose.filter_logits(), choose.top_logprobs()] == list(SECONDS)[2:5]
     timed.trace()
     assert [timed.seconds(kind) for kind in (PROMPT, GENERATION, TOGETHER, CHOICE)] == [
         10,

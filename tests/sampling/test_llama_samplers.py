@@ -11,9 +11,10 @@ import pytest
 
 from support.paths import DEMO
 from support.recorded import recorded
-from support.sampling import BACKENDS, sampler_of
+from support.sampling import BACKENDS
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
+from tinygpt.engine.sampler import Sampler
 from tinygpt.kernels.reference.sampling import filtered, filters_of
 
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
@@ -97,7 +98,7 @@ def llm():
 def scores_after(llm, backend, token_ids, **fields):
     (sequence,) = llm._inputs.request(token_ids, SamplingParams(**fields)).sequences
     scores = np.zeros((1, llm.config.vocab_size), np.float32)
-    assert sampler_of(backend).process(scores, [sequence]) == [None]
+    assert Sampler(backend).process(scores, [sequence]) == [None]
     return scores[0]
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from support.recorded import HAS_TRANSFORMERS, recorded
-from support.sampling import BACKENDS, EOS, sampler_of, sequence_of
+from support.sampling import BACKENDS, EOS, sequence_of
+from tinygpt.engine.sampler import Sampler
 from tinygpt.kernels import cpu, reference
 
 if HAS_TRANSFORMERS:
@@ -43,7 +44,7 @@ ROWS = [random_row, tied_row, masked_row, one_survivor, signed_zeros]
 
 def process(backend, row, prompt, new, **fields):
     logits = row[None].copy()
-    assert sampler_of(backend).process(logits, [sequence_of(prompt, new, **fields)]) == [None]
+    assert Sampler(backend).process(logits, [sequence_of(prompt, new, **fields)]) == [None]
     return logits[0]
 
 

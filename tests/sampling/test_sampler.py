@@ -14,9 +14,9 @@ from support.examples import examples
 from support.golden_models import write_model
 from support.oracles import live_model
 from support.recorded import recorded
-from support.sampling import BACKENDS, V, any_sequence, halve, sampler_of, sequence_of
+from support.sampling import BACKENDS, V, any_sequence, halve, sequence_of
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.sampler import not_finite
+from tinygpt.engine.sampler import Sampler, not_finite
 from tinygpt.kernels import cpu, reference
 
 
@@ -25,7 +25,7 @@ def logits_of(rows, seed=0):
 
 
 def sample(backend, logits, sequences):
-    return sampler_of(backend).sample(logits.copy(), sequences)
+    return Sampler(backend).sample(logits.copy(), sequences)
 
 
 def sample_one(backend, sequence, logits):
@@ -47,12 +47,12 @@ def test_backends_process_the_same_and_a_row_as_if_alone(sequences, seed):
     scores = logits_of(len(sequences), seed)
     scores[:, seed % 3 :: 5] = np.random.default_rng(seed).choice(ODD_NUMBERS, scores[:, seed % 3 :: 5].shape)
     together, by_reference = scores.copy(), scores.copy()
-    errors = sampler_of(cpu).process(together, sequences)
-    assert sampler_of(reference).process(by_reference, [*map(fresh, sequences)]) == errors
+    errors = Sampler(cpu).process(together, sequences)
+    assert Sampler(reference).process(by_reference, [*map(fresh, sequences)]) == errors
     np.testing.assert_array_equal(together, by_reference)
     for r, sequence in enumerate(sequences):
         alone = scores[r : r + 1].copy()
-        assert sampler_of(cpu).process(alone, [fresh(sequence)]) == errors[r : r + 1]
+        assert Sampler(cpu).process(alone, [fresh(sequence)]) == errors[r : r + 1]
         np.testing.assert_array_equal(alone[0], together[r])
 
 
@@ -341,4 +341,4 @@ def test_sampled_probabilities_are_transformers(llm, seed):
 )
 def test_what_needs_a_look_between_two_tokens(fields, is_alone):
     """Scores that Python changes, logarithms that it reports, and filters that it has or that vary."""
-    assert sampler_of(reference).is_drawn_alone(sequence_of(**fields)) is is_alone
+    assert Sampler(reference).is_drawn_alone(sequence_of(**fields)) is is_alone

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from tinygpt import SamplingParams
-from tinygpt.engine.sampler import Sampler, TokenRules
+from tinygpt.engine.sampler import TokenRules
 from tinygpt.engine.sequence import Sample, Sequence
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.numbers import Warpers
@@ -17,20 +17,6 @@ from tinygpt.kernels.reference import sampling
 V = 40
 EOS = (7, 11)
 BACKENDS = pytest.mark.parametrize("backend", [reference, cpu], ids=["reference", "cpu"])
-
-
-class BareRunner:
-    """As much of a ModelRunner as the sampler needs."""
-
-    def __init__(self, backend: ModuleType):
-        self.sample = backend.sample
-        self.process_logits = backend.process_logits
-        self.filter_logits = backend.filter_logits
-        self.top_logprobs = backend.top_logprobs
-
-
-def sampler_of(backend: ModuleType) -> Sampler:
-    return Sampler(BareRunner(backend))
 
 
 def sequence_of(prompt=(1, 2, 1), new=(), seed: int = 3, index: int = 0, **fields: Any) -> Sequence:

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ GENERATION = "generation"
 TOGETHER = "together"
 CHOICE = "choice"
 NUM_WARMUP_PROMPTS = 10  # at least
-SAMPLING = frozenset({"process_logits", "sample", "filter_logits", "top_logprobs"})
+SAMPLING = ("process_logits", "sample", "filter_logits", "top_logprobs")
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,13 @@ class TimedRunner:
         self.num_steps = self.num_prompt_steps = self.num_together = 0
 
     def __getattr__(self, name: str) -> Any:
-        function = getattr(self._runner, name)
-        return partial(self._timed, (CHOICE,), function) if name in SAMPLING else function
+        return getattr(self._runner, name)
+
+    @cached_property
+    def backend(self) -> SimpleNamespace:
+        """Return the functions that choose tokens."""
+        of_backend = {name: getattr(self._runner.backend, name) for name in SAMPLING}
+        return SimpleNamespace(**{n: partial(self._timed, (CHOICE,), f) for n, f in of_backend.items()})
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         return self._runner.choose_num_steps(num_sequences, num_in_time) if self._meter.has_multi_step else 1

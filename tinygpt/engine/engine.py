@@ -106,12 +106,12 @@ class Engine:
         """Run the steps of the block through wrap(runner), for benchmarks."""
         plain = self.runner
         wrapper = wrap(plain)
-        self.call(partial(setattr, self._steps.sampler, "runner", wrapper))
+        self.call(partial(self._steps.use, wrapper))
         try:
             yield wrapper
         finally:
             if not self.is_closed:
-                self.call(partial(setattr, self._steps.sampler, "runner", plain))
+                self.call(partial(self._steps.use, plain))
 
     def refuse_own_thread(self) -> None:
         """Raise RequestError in a function that a step calls: the thread would wait for itself."""

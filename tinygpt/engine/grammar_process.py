@@ -72,10 +72,10 @@ class Grammar:
         return result
 
 
-class Sample:
-    """A state of a grammar: its beginning, which asks nothing of the process yet, or a copy of another."""
+class GrammarState:
+    """A sample's state in a grammar: its beginning, which asks nothing of the process yet, or a copy of another."""
 
-    def __init__(self, grammar: Grammar, copied: "Sample | None" = None):
+    def __init__(self, grammar: Grammar, copied: "GrammarState | None" = None):
         self.grammar = grammar
         self._number = next(grammar.numbers)
         if copied is not None:

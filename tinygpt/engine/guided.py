@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import RequestError, how_to_install
 from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
-from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, LimitError, Sample
+from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, GrammarState, LimitError
 
 # 20 000 alternatives compile in a second, and then in the square of their number.
 MAX_CHARACTERS = 2**16
@@ -103,7 +103,7 @@ class Guide:
             self._mask: Mask | None = None
             self.error: str | None = None  # the reason why nothing can come next
             self.is_over = False  # whether the text can only end here
-            self._sample = Sample(self._grammar)
+            self._state = GrammarState(self._grammar)
 
     def take(self, token_id: int) -> None:
         with self._lock:
@@ -112,7 +112,7 @@ class Guide:
                 return
             self._token_ids.append(token_id)
             if self.error is None:
-                self.is_over = bool(self._try(self._sample.ask, "take", token_id))
+                self.is_over = bool(self._try(self._state.ask, "take", token_id))
 
     def follow(self, token_ids: list[int]) -> None:
         if token_ids[:-1] != self._token_ids:
@@ -125,7 +125,7 @@ class Guide:
             other = copy(self)
             other._token_ids = list(self._token_ids)
             other._lock = Lock()
-            other._sample = other._try(Sample, self._grammar, self._sample)
+            other._state = other._try(GrammarState, self._grammar, self._state)
         return other
 
     def mask(self) -> Mask | None:
@@ -136,7 +136,7 @@ class Guide:
             return self._mask
 
     def _compute(self) -> Mask | None:
-        packed, error = self._try(self._sample.ask, "mask") or (b"", self.error)
+        packed, error = self._try(self._state.ask, "mask") or (b"", self.error)
         if error:
             is_stuck = error.startswith("NoExtension")
             self.error = "no token of the vocabulary goes on with the text" if is_stuck else in_short(error)

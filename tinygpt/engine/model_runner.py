@@ -14,7 +14,6 @@ import numpy as np
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
 from ..kernels.backend import Batch, DeviceError, Hooks, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
-from ..sampling_params import num_best
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
@@ -210,7 +209,7 @@ def _resolve_kv_cache_dtype(kv_cache_dtype: str, backend: ModuleType, dtype: str
 
 
 class ModelRunner:
-    """Weights, KV cache and buffers of a model, and the functions of `kernels.backend.Backend` on them."""
+    """Weights, KV cache and buffers of a model, and the functions of its `backend` on them."""
 
     adapter_of_slot: np.ndarray | None = None  # of a model with lora_modules, (slots,) int32; -1: none
 
@@ -220,13 +219,13 @@ class ModelRunner:
         self.dtype = source.dtype
         self.kv_cache_dtype = source.kv_cache_dtype
         self._file = source.file
-        self._backend = source.backend
+        self.backend = source.backend
         _check_memory(source, engine_config)
         started = time.perf_counter()
         self._params = source.load_params(threads)
         if source.adapters:
             given = self.config, source.adapters, engine_config.num_slots
-            self._params, self.adapter_of_slot = self._backend.with_adapters(self._params, *given)
+            self._params, self.adapter_of_slot = self.backend.with_adapters(self._params, *given)
         seconds = time.perf_counter() - started
         logger.debug("%s: weights in %s after %.2f s", source.checkpoint.path, self.dtype, seconds)
         self._kv_cache = _new_kv_cache(source, engine_config)
@@ -235,17 +234,17 @@ class ModelRunner:
     def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
         """Run one step, which `look` sees. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()
-        return self._backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
+        return self.backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
 
     def final_norm(self, x: np.ndarray) -> np.ndarray:
         """Return ln_f of a residual stream (N, C), Hugging Face's last hidden states."""
-        return self._backend.final_norm(self._params, x)
+        return self.backend.final_norm(self._params, x)
 
     def choose_num_steps(self, num_sequences: int, num_in_time: int) -> int:
         """Return how many decode steps `multi_step` is to run; 1: use `forward`. num_in_time: steps that fit."""
-        if self._backend.multi_step is None:
+        if self.backend.multi_step is None:
             return 1
-        if self._backend.QUEUES_STEPS:  # tokens come while steps run
+        if self.backend.QUEUES_STEPS:  # tokens come while steps run
             return MAX_STEPS
         return min(num_in_time, MAX_STEPS)
 
@@ -254,36 +253,22 @@ class ModelRunner:
     ) -> Iterable[np.ndarray]:
         self._check_file()
         on = self._params, batch, self._kv_cache, self._workspace
-        return self._backend.multi_step(*on, warpers, seeds, indices, steps, ends)
+        return self.backend.multi_step(*on, warpers, seeds, indices, steps, ends)
 
     def stop_early(self, is_wanted: bool) -> None:
         """Make the current step of `multi_step` its last, from any thread."""
         workspace = self._workspace
         if workspace is not None:  # `close` frees it in another thread
-            self._backend.stop_early(workspace, is_wanted)
-
-    def sample(self, logits: Any, warpers: Any, seeds: Any, indices: Any, positions: Any) -> np.ndarray:
-        """Return a token (R,) int32 for each row; -1 for a row that is not finite or has no token left."""
-        return self._backend.sample(logits, warpers, seeds, indices, positions)  # (R,)
-
-    def process_logits(self, logits: Any, processors: Any) -> None:
-        self._backend.process_logits(logits, processors)
-
-    def filter_logits(self, logits: Any, warpers: Any) -> np.ndarray:
-        return self._backend.filter_logits(logits, warpers)  # (R, V), -inf for a removed token
-
-    def top_logprobs(self, logits: np.ndarray, token_id: int, n: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return ids and log probabilities of the n most probable tokens of a row (V,), or ALL, and token_id's."""
-        return self._backend.top_logprobs(logits, token_id, num_best(n, len(logits)))
+            self.backend.stop_early(workspace, is_wanted)
 
     def copy_positions(self, source_slot: int, target_slot: int, start: int, stop: int) -> None:
-        self._backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
+        self.backend.copy_positions(self._kv_cache, source_slot, target_slot, start, stop)
 
     def read_positions(self, slot: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return self._backend.read_positions(self._kv_cache, slot, start, stop, self.config.head_size)
+        return self.backend.read_positions(self._kv_cache, slot, start, stop, self.config.head_size)
 
     def write_positions(self, slot: int, start: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self._backend.write_positions(self._kv_cache, slot, start, keys, values)
+        self.backend.write_positions(self._kv_cache, slot, start, keys, values)
 
     def close(self) -> None:
         self._params = self._file = self._kv_cache = self._workspace = None

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import FailedRequestError
+from ..kernels.backend import Backend
 from ..kernels.numbers import Processors, Ragged, Warpers
 from ..kernels.reference import sampling
-from ..sampling_params import LogitsProcessor, SamplingParams
-from .model_runner import ModelRunner
+from ..sampling_params import LogitsProcessor, SamplingParams, num_best
 from .sequence import SampledToken, Sequence
 
 NOT_FINITE = "the checkpoint is damaged, or its activations overflow float32"
@@ -127,8 +127,8 @@ def gather_warpers(states: Seq[SamplingState]) -> Warpers:
 class Sampler:
     """Samples each sequence's next token from its row of logits, independent of other rows to the last bit."""
 
-    def __init__(self, runner: ModelRunner):
-        self.runner = runner
+    def __init__(self, backend: Backend):
+        self.backend = backend
         self._mask_thread: ThreadPoolExecutor | None = None  # started with the first guided sequence
 
     def compute_masks(self, sequences: Seq[Sequence]) -> None:
@@ -180,7 +180,7 @@ class Sampler:
         states = self._updated_states(sequences)
         rows = [r for r, state in enumerate(states) if state.is_processed]
         if rows:
-            self.runner.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
+            self.backend.process_logits(scores, gather_processors(rows, [states[r] for r in rows]))
         return [
             _call_functions(scores, r, *each) for r, each in enumerate(zip(states, sequences, strict=True))
         ]
@@ -201,7 +201,7 @@ class Sampler:
         own = [r for r, of_row in enumerate(filters) if of_row]  # rows that the backend cannot draw
         temperature = warpers.temperature.copy()
         temperature[own] = 0
-        token_ids = self.runner.sample(
+        token_ids = self.backend.sample(
             logits, warpers._replace(temperature=temperature), *draws
         ).tolist()  # (R,)
         for r in own:
@@ -215,17 +215,17 @@ class Sampler:
         count = len(sequences)
         greedy = Warpers(*np.zeros((len(Warpers._fields), count)))
         no_draws = np.zeros(count, np.uint64)
-        token_ids = self.runner.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
+        token_ids = self.backend.sample(logits, greedy, no_draws, no_draws, no_draws).tolist()  # (R,)
         return [sampled(token_id, sequence) for token_id, sequence in zip(token_ids, sequences, strict=True)]
 
     def _filtered(self, logits: Any, r: int, warpers: Warpers, filters: list[Filter]) -> np.ndarray:
         if filters:
             return sampling.filtered(logits[r], filters)
         own = Warpers(*(column[r : r + 1] for column in warpers))
-        return self.runner.filter_logits(logits[r : r + 1], own)[0]
+        return self.backend.filter_logits(logits[r : r + 1], own)[0]
 
     def _with_logprobs(self, token_id: int, scores: np.ndarray, n: int | None) -> SampledToken:
-        ids, values, value = self.runner.top_logprobs(scores, token_id, n or 0)
+        ids, values, value = self.backend.top_logprobs(scores, token_id, num_best(n or 0, len(scores)))
         if n is None:
             return SampledToken(token_id, logprob=float(value))
         best = zip(ids.tolist(), values.tolist(), strict=True)
@@ -343,10 +343,10 @@ class PromptLogprobs:
     def max_count(self, start: int, num_logits: int) -> int | float:
         return math.inf if self.is_complete else max(self.first - start, 0) + num_logits
 
-    def read(self, runner: ModelRunner, logits: np.ndarray) -> None:
+    def read(self, backend: Backend, logits: np.ndarray) -> None:
         for row, target in zip(logits, self.targets[len(self.found) :], strict=False):
             if np.isfinite(row).all():
-                ids, values, value = runner.top_logprobs(row, target, self.num_best)
+                ids, values, value = backend.top_logprobs(row, target, num_best(self.num_best, len(row)))
                 self.found.append(
                     {**dict(zip(ids.tolist(), values.tolist(), strict=True)), target: float(value)}
                 )

@@ -112,7 +112,7 @@ class DraftModel:
         )
         self.num_speculative_tokens = sizes.num_speculative_tokens
         self._runner = ModelRunner(source, sizes, threads)
-        self._sampler = Sampler(self._runner)
+        self._sampler = Sampler(self._runner.backend)
         self._max_model_len = sizes.max_model_len
         self._max_num_tokens = sizes.max_num_batched_tokens
         self._cached: dict[int, list[int]] = {}  # tokens by slot

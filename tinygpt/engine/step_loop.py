@@ -40,15 +40,16 @@ class StepLoop:
         max_num_tokens = engine_config.max_num_batched_tokens
         self.scheduler = Scheduler(slots, max_num_tokens, runner.copy_positions, self._prepare_slot)
         self.throughput = Throughput()
-        self.sampler = Sampler(runner)
+        self.runner = runner
+        self.sampler = Sampler(runner.backend)
         self._max_model_len = engine_config.max_model_len
         self._drafter = Drafter(engine_config, draft_model)
         self._timed: set[Sequence] = set()  # the sequences that have a deadline
         self._timer = StepTimer()
 
-    @property
-    def runner(self) -> ModelRunner:
-        return self.sampler.runner
+    def use(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.sampler.backend = runner.backend
 
     def add(self, sequences: list[Sequence]) -> None:
         self._timed.update(sequence for sequence in sequences if sequence.sample.deadline is not None)
@@ -101,7 +102,7 @@ class StepLoop:
         logits = self._forward(step)  # (R, V)
         for i, chunk in enumerate(chunks):  # before sampling, which may write over the logits
             if chunk.num_prompt_logits:
-                chunk.sequence.prompt_logprobs.read(self.runner, logits[step.prompt_rows(i)])
+                chunk.sequence.prompt_logprobs.read(self.runner.backend, logits[step.prompt_rows(i)])
         self._choose_tokens(logits, step)
         for chunk in chunks:
             chunk.sequence.num_cached += chunk.count

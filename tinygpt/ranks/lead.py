@@ -230,7 +230,7 @@ class ParallelRunner(ModelRunner):
         self.config = source.config
         self.dtype = source.dtype
         self.kv_cache_dtype = source.kv_cache_dtype
-        self._backend = source.backend
+        self.backend = source.backend
         self._source = source
         self._lead = lead
         self._stages = opening.args.pipeline_parallel_size
@@ -277,7 +277,9 @@ class ParallelRunner(ModelRunner):
 
         def choose(logits: np.ndarray, rows: slice, step: int) -> np.ndarray:
             own = type(warpers)(*(column[rows] for column in warpers))
-            return self.sample(logits, own, seeds[rows], indices[rows], batch.context_lens[rows] + step)
+            return self.backend.sample(
+                logits, own, seeds[rows], indices[rows], batch.context_lens[rows] + step
+            )
 
         with self._order() as model:
             return run_groups(batch, self._stages, steps, partial(begin, model), choose)
