@@ -249,9 +249,7 @@ def _json_schema(value: Any) -> str:
         schema = json.loads(value) if isinstance(value, str) else value
         need(isinstance(schema, Mapping))
         return as_unicode(json.dumps(dict(schema), ensure_ascii=False, allow_nan=False))
-    except (
-        Exception
-    ) as error:  # pydantic's own, of a class whose fields no schema describes, or RecursionError
+    except Exception as error:  # RecursionError, or pydantic's own of a class that no schema describes
         raise ValueError from error
 
 

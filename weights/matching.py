@@ -213,9 +213,8 @@ def _made_up(rules: Mapping[str, TensorRule]) -> list[str]:
 def _head_is_embedding(stored: Mapping[str, Tensor]) -> bool:
     head = stored.get(HEAD)
     embedding = stored[EMBEDDING]
-    return (
-        head is None or head == embedding or _have_equal_values(head, embedding)
-    )  # ==: the same bytes of a file
+    # ==: the same bytes of a file.
+    return head is None or head == embedding or _have_equal_values(head, embedding)
 
 
 def _is_copy(one: StoredTensor, other: StoredTensor) -> bool:

@@ -47,9 +47,8 @@ class Beam:
 
     token_ids: list[int]
     total: float
-    sources: list[
-        int
-    ]  # for each token, the index of the beam that it continued, among the beams of that step
+    # For each token, the index of the beam that it continued, among the beams of that step.
+    sources: list[int]
     score: float | None = None  # of a beam that has ended: total / length**length_penalty
 
 
@@ -81,9 +80,8 @@ class BeamSearch:
         chosen: Counter[int] = Counter()
         start = 0
         for group in self._groups:
-            own = (
-                range(1) if is_first else range(start, start + len(group.beams))
-            )  # all start from the first beam
+            # All start from the first beam.
+            own = range(1) if is_first else range(start, start + len(group.beams))
             start = own.stop
             options = [option for i in own for option in enumerate(self._options(i, candidates[i], chosen))]
             best = sorted(options, key=self._order)[: self._num_options]

@@ -19,9 +19,8 @@ from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, GrammarSta
 MAX_CHARACTERS = 2**16
 # Kept by a model: a grammar compiles in milliseconds.
 MAX_GRAMMARS, MAX_MASKS = 32, 64
-_OF_BYTE = np.where(
-    np.arange(256)[:, None] >> np.arange(8) & 1, np.float32(0), -np.float32(np.inf)
-)  # (256, 8)
+_BITS = np.arange(256)[:, None] >> np.arange(8) & 1  # (256, 8)
+_OF_BYTE = np.where(_BITS, np.float32(0), -np.float32(np.inf))
 
 
 class Mask(NamedTuple):
@@ -35,10 +34,8 @@ class Guidance:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
         special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
-        tokens = [
-            *map(tokenizer.token_bytes, range(vocab_size)),
-            b"",
-        ]  # the end is one more than the model has
+        # The end is one more than the model has.
+        tokens = [*map(tokenizer.token_bytes, range(vocab_size)), b""]
         self._vocab_size = vocab_size
         self._server = GrammarServer(tokens, special_token_ids)
         self._grammar = functools.lru_cache(MAX_GRAMMARS)(self._compile)

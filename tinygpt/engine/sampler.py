@@ -201,9 +201,8 @@ class Sampler:
         own = [r for r, of_row in enumerate(filters) if of_row]  # rows that the backend cannot draw
         temperature = warpers.temperature.copy()
         temperature[own] = 0
-        token_ids = self.backend.sample(
-            logits, warpers._replace(temperature=temperature), *draws
-        ).tolist()  # (R,)
+        plain = warpers._replace(temperature=temperature)
+        token_ids = self.backend.sample(logits, plain, *draws).tolist()  # (R,)
         for r in own:
             keep = partial(sampling.filtered, filters=filters[r])
             draw = (column[r] for column in draws)
@@ -313,9 +312,8 @@ class PromptLogprobs:
     first: int
     targets: list[int]  # targets[i] comes after position first + i of the sequence
     num_best: int  # most probable tokens to report with each target
-    found: list[dict[int, float]] = field(
-        default_factory=list
-    )  # of each target so far: id -> log probability
+    # Of each target so far: id -> log probability.
+    found: list[dict[int, float]] = field(default_factory=list)
 
     @property
     def reported(self) -> list[dict[int, float] | None]:

@@ -38,9 +38,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             lstrip_blocks=True,
             extensions=["jinja2.ext.loopcontrols", Generation],
             optimized=False,
-            finalize=pass_context(
-                lambda _, value: value
-            ),  # it needs a context, so Jinja computes no output early
+            # It needs a context, so Jinja computes no output early.
+            finalize=pass_context(lambda _, value: value),
         )
         self.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         self.globals |= {
@@ -66,9 +65,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = Sandbox().from_string(source)
-        except (
-            Exception
-        ) as error:  # Jinja raises also SyntaxError and ValueError of the Python code that it makes
+        except Exception as error:  # also SyntaxError and ValueError of the Python code that Jinja makes
             raise CheckpointError(f"the chat template cannot be read: {error}.") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:

@@ -147,9 +147,8 @@ class AddedTokenSplitter:
 
     def __init__(self, tokens: Iterable[Token]):
         self._by_content = {token["content"]: token for token in tokens}
-        contents = sorted(
-            self._by_content, key=len, reverse=True
-        )  # re takes the first alternative that matches
+        # re takes the first alternative that matches.
+        contents = sorted(self._by_content, key=len, reverse=True)
         passes = [
             [c for c in contents if self._by_content[c]["normalized"] is flag] for flag in (False, True)
         ]

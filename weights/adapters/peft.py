@@ -21,11 +21,8 @@ from ..files import ADAPTER_FILES, followed, looks_local, read_json_object, read
 from ..tensor import STORED_AS, Container, MappedFile, StoredTensor
 
 MODEL_CONFIG = "config.json"
-KINDS = {
-    "PROMPT_TUNING": "prompt",
-    "P_TUNING": "prompt",
-    "PREFIX_TUNING": "prefix",
-}  # of soft prompts, by peft_type
+# Of soft prompts, by peft_type.
+KINDS = {"PROMPT_TUNING": "prompt", "P_TUNING": "prompt", "PREFIX_TUNING": "prefix"}
 MAX_CONFIG = 2**18  # bytes: each regular expression takes time; GPT-2 1.5B's names are 6 000
 MAX_NAME = 500  # characters of a tensor's name, whose parts are matched
 

@@ -178,9 +178,8 @@ def _records_of(data: bytes, start: int, size: int) -> Iterator[tuple[bytes, byt
     stop -= 4 + 4 * int.from_bytes(data[stop - 4 : stop], "little")
     key = b""
     while start < stop:
-        shared, rest, length, start = _varints(
-            data, 3, start, stop
-        )  # of the key before, this key and the value
+        # Of the key before, this key and the value.
+        shared, rest, length, start = _varints(data, 3, start, stop)
         if shared > len(key) or shared + rest > MAX_KEY or rest + length > stop - start:
             raise ValueError("a record reaches outside its block, or has too long a key")
         key = key[:shared] + data[start : start + rest]

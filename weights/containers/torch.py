@@ -341,9 +341,8 @@ def _zip_entries(file: MappedFile) -> dict[str, ArchiveMember]:
     with parsing(file.path, "zip archive", zipfile.BadZipFile, NotImplementedError, EOFError):
         with zipfile.ZipFile(cast(Any, file.data)) as archive:
             infos = archive.infolist()
-        has_checksums = any(
-            info.CRC for info in infos
-        )  # torch.serialization.set_crc32_options(False): all are 0
+        # torch.serialization.set_crc32_options(False): all are 0.
+        has_checksums = any(info.CRC for info in infos)
         for info in infos:
             name = info.filename.partition("/")[2]
             is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size

@@ -106,9 +106,8 @@ def as_is(axis: int | None = None) -> Transform:
 
 
 AS_IS = as_is()
-TRANSPOSED = Transform(
-    lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T]
-)  # (in, out)
+# Of a matrix (in, out).
+TRANSPOSED = Transform(lambda shape, n: shape[::-1], np.transpose, to_parts=lambda array, n: [array.T])
 
 
 def qkv_by_heads(order: str, head_size: int) -> Transform:
@@ -118,9 +117,8 @@ def qkv_by_heads(order: str, head_size: int) -> Transform:
 
     def of_part(array: np.ndarray) -> np.ndarray:
         rest = array.shape[1:]
-        ordered = array.reshape(*sizes, *rest).transpose(
-            *axes, *range(3, 3 + len(rest))
-        )  # (3, heads, head size, ...)
+        order = *axes, *range(3, 3 + len(rest))
+        ordered = array.reshape(*sizes, *rest).transpose(order)  # (3, heads, head size, ...)
         return ordered.reshape(3, -1, *rest)  # (3, C of the part, ...)
 
     def of_whole(array: np.ndarray) -> np.ndarray:

@@ -127,9 +127,8 @@ def _structure(source: Source, settings: Mapping[str, str]) -> dict[str, Any]:
     has_bias = found["use_attention_linear_bias"] == "true"
     if has_bias != (found["has_positional_encoding"] == "false"):
         wrong += ["has_positional_encoding", "use_attention_linear_bias"]
-    if (
-        has_bias and "norm_placement" in structure
-    ):  # BLOOM's residual from after its layer norm is not implemented
+    # BLOOM's residual from after its layer norm is not implemented.
+    if has_bias and "norm_placement" in structure:
         wrong += ["layernorm_type", "use_attention_linear_bias"]
     if wrong:
         named = "; ".join(

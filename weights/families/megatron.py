@@ -75,9 +75,8 @@ def named(source: Source) -> Iterable[NamedTensor]:
     local = 1 + max((int(layer[1]) for layer in layers if layer), default=-1)
     for rank, pipeline, name, file_name, tensor in found:
         model = _MODEL.match(name)
-        virtual = (
-            int(model[1] or 0) if model else 0
-        )  # `model1` is the second of the parts that alternate on a GPU
+        # `model1` is the second of the parts that alternate on a GPU.
+        virtual = int(model[1] or 0) if model else 0
         yield NamedTensor(name_of(name, (virtual * stages + pipeline) * local), file_name, tensor, rank)
 
 
@@ -113,8 +112,8 @@ _NEVER = (
     "multi_query_attention",
     "apply_residual_connection_post_layernorm",
     "use_rotary_position_embeddings",
-    "apply_layernorm_1p",
-)  # whose weights are less by 1
+    "apply_layernorm_1p",  # its weights are less by 1
+)
 _ALLOWED: dict[str, tuple] = {
     **dict.fromkeys(_NEVER, (False,)),
     **dict.fromkeys(("num_experts", "expert_num"), (0,)),

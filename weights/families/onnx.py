@@ -47,9 +47,8 @@ def _named(source: Source) -> Iterable[NamedTensor]:
         found = _NAME.fullmatch(name)
         if found and found[1] not in seen:
             seen.add(found[1])
-            is_table = (
-                found[1] == HEAD and head is not None
-            )  # an embedding that was merged with its tied head
+            # An embedding that was merged with its tied head.
+            is_table = found[1] == HEAD and head is not None
             yield NamedTensor(EMBEDDING if is_table else found[1], name, tensor)
         elif name == head:
             yield NamedTensor(HEAD, name, tensor)

@@ -118,12 +118,8 @@ class ModelType:
 
 # GPT-1 (Radford et al., 2018): GPT-2 with its layer norms after the blocks.
 
-_GPT1_ACTIVATIONS = {
-    "gelu": "gelu_new",
-    "relu": "relu",
-    "silu": "silu",
-    "swish": "swish",
-}  # as its code computes them
+# As its code computes them.
+_GPT1_ACTIVATIONS = {"gelu": "gelu_new", "relu": "relu", "silu": "silu", "swish": "swish"}
 OPENAI_GPT = ModelType(
     "openai-gpt",
     "GPT-1",
