@@ -23,8 +23,12 @@ class AsyncLLM:
     """
 
     def __init__(self, llm: "LLM | RemoteLLM | None" = None, **arguments: Any):
-        self.llm = _load(arguments) if llm is None else llm
         self._is_owner = llm is None
+        if llm is None:
+            from .llm import LLM
+
+            llm = LLM(**arguments)
+        self.llm = llm
 
     async def generate(
         self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
@@ -72,9 +76,3 @@ class AsyncLLM:
 
     async def __aexit__(self, *exception) -> None:
         await self.close()
-
-
-def _load(arguments: dict[str, Any]) -> "LLM":
-    from .llm import LLM
-
-    return LLM(**arguments)

@@ -106,11 +106,6 @@ def as_integer(value: Any, low: int, high: int = MAX_COUNT) -> int:
     return number
 
 
-def as_number(value: Any) -> float:
-    need(isinstance(value, Real) and not isinstance(value, bool))
-    return float(value)
-
-
 def as_texts(value: Any) -> tuple[str, ...]:
     texts = () if value is None else (value,) if isinstance(value, str) else tuple(value)
     need(all(isinstance(text, str) and text for text in texts))
@@ -140,7 +135,8 @@ def integer(low: int, high: int = MAX_COUNT, note: str = "") -> FieldRule:
 
 def number(is_allowed: Callable[[float], bool], allowed: str) -> FieldRule:
     def read(value: Any) -> float:
-        found = as_number(value)
+        need(isinstance(value, Real) and not isinstance(value, bool))
+        found = float(value)
         need(is_allowed(found))  # false for NaN
         return found
 

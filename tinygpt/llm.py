@@ -55,19 +55,12 @@ if TYPE_CHECKING:  # `generate` has no use for them
 logger = logging.getLogger(__name__)
 
 # Requests that reach all kernels.
-WARMUP_REQUESTS = (
-    SamplingParams(max_tokens=2, ignore_eos=True),
-    SamplingParams(max_tokens=2, temperature=0.8, top_k=40, top_p=0.95, seed=0, ignore_eos=True),
-    SamplingParams(max_tokens=2, temperature=0.8, typical_p=0.9, seed=0, ignore_eos=True),
-    SamplingParams(max_tokens=2, logprobs=3, ignore_eos=True),
-    SamplingParams(
-        max_tokens=2,
-        repetition_penalty=1.1,
-        temperature=1.0,
-        logprobs=1,
-        logprobs_mode="processed",
-        ignore_eos=True,
-    ),
+WARMUP_REQUESTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+    {"temperature": 0.8, "typical_p": 0.9},
+    {"logprobs": 3},
+    {"temperature": 1.0, "repetition_penalty": 1.1, "logprobs": 1, "logprobs_mode": "processed"},
 )
 
 
@@ -335,8 +328,8 @@ def warmup(
     load_backend("cpu", dtype)  # refuse an impossible dtype before reading the weights
     before = kernel_cache().num_compiled
     with LLM(model, dtype, threads=threads, max_num_seqs=1, kv_cache_dtype=kv_cache_dtype) as llm:
-        for params in WARMUP_REQUESTS:
-            llm.generate([[0, 0]], params)
+        for fields in WARMUP_REQUESTS:
+            llm.generate([[0, 0]], max_tokens=2, ignore_eos=True, seed=0, **fields)
     if not kernel_cache().is_keeping:
         raise TinyGPTError("the compiled kernels could not be kept, so other processes compile them again.")
     return kernel_cache().num_compiled - before

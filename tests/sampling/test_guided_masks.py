@@ -11,6 +11,7 @@ import pytest
 from tinygpt import SamplingParams
 from tinygpt.engine.grammar_process import Matchers
 from tinygpt.engine.guided import Guidance
+from tinygpt.engine.sequence import Sample
 from tinygpt.errors import RequestError
 
 ALPHABET = ["a", "b", "é", '"']
@@ -49,7 +50,8 @@ def guidance():
 
 
 def guide_of(guidance, **fields):
-    return guidance.guide(SamplingParams(max_tokens=64, **fields), frozenset((EOS,)))
+    params = SamplingParams(**fields)
+    return guidance.guide(params.guidance, Sample([], params, 0, frozenset((EOS,))).end_token_ids)
 
 
 def allowed(guide) -> set[int]:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import RequestError, how_to_install
-from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from .grammar_process import COMPILE_SECONDS, Grammar, GrammarServer, GrammarState, LimitError
 
@@ -53,11 +52,10 @@ class Guidance:
             raise RequestError(f"is {shown}, which is not possible: {reason}.", field, value)
         return found
 
-    def guide(self, params: SamplingParams, eos_token_ids: frozenset[int]) -> "Guide":
-        eos_token_ids = frozenset() if params.ignore_eos else eos_token_ids
-        end_ids = frozenset(i for i in eos_token_ids.union(params.stop_token_ids) if i < self._vocab_size)
+    def guide(self, guidance: tuple[str, Any], end_token_ids: frozenset[int]) -> "Guide":
+        end_ids = frozenset(i for i in end_token_ids if i < self._vocab_size)
         spread = functools.partial(self._spread, end_ids=end_ids, vocab_size=self._vocab_size)
-        return Guide(self.check(*params.guidance), end_ids, spread)
+        return Guide(self.check(*guidance), end_ids, spread)
 
     def close(self) -> None:
         self._server.close()

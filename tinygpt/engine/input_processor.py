@@ -266,7 +266,11 @@ class InputProcessor:
         guided = None if params.guidance is None else self._get_guidance(params.guidance[0])
         breakers = self._breakers(params) if params.dry_multiplier else {}
         rules = TokenRules.of(params, eos_token_ids, self._config.vocab_size, breakers)
-        captures = self._captures_of(params, len(fitted.token_ids), count)
+        captures = None
+        if params.capture or params.edits:
+            num_prompt = len(fitted.token_ids)
+            length = num_prompt + params.max_tokens - 1
+            captures = self.captures(params.capture, params.edits, num_prompt, length, count)
         sample = Sample(
             fitted.token_ids,
             params,
@@ -284,19 +288,12 @@ class InputProcessor:
                 sample,
                 index,
                 text=self._text_stream(params),
-                guide=None if guided is None else guided.guide(params, eos_token_ids),
+                guide=None if guided is None else guided.guide(params.guidance, sample.end_token_ids),
                 prompt_logprobs=None if index else wanted,
                 captures=None if captures is None else captures.copy(),
             )
             for index in range(count)
         ]
-
-    def _captures_of(self, params: SamplingParams, num_prompt: int, count: int) -> "Captures | None":
-        if not (params.capture or params.edits):
-            return None
-        return self.captures(
-            params.capture, params.edits, num_prompt, num_prompt + params.max_tokens - 1, count
-        )
 
     def captures(
         self, capture: "Names", edits: "EditsType", num_prompt: int, length: int, count: int = 1

@@ -255,7 +255,7 @@ class Fitted:
 def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_positions: int) -> Fitted:
     """Make a request fit as its `overflow` says. Raise RequestError, with the numbers, if that is impossible."""
     num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
-    fitted = OVERFLOWS[params.overflow](token_ids, params, max_model_len, num_fixed)
+    fitted = _by_overflow(token_ids, params, max_model_len, num_fixed)
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
         positions = describe_positions(max_model_len, n_positions)
         raise _too_long(len(token_ids), num_fixed, params, max_model_len, positions)
@@ -268,27 +268,24 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_posi
     return fitted
 
 
-# A function for each overflow, of the prompt's tokens, of which the first num_fixed are a soft prompt's.
-
-
-def _refuse(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+def _by_overflow(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+    """Return what a request's overflow makes of it. num_fixed: tokens of a soft prompt at the beginning."""
+    room = max_model_len - len(token_ids)
+    match params.overflow:
+        case "clamp" if 0 < room < params.max_tokens:
+            shorter = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+            return Fitted(token_ids, shorter)
+        case "truncate":
+            # One token of the prompt stays at least.
+            count = max(0, min(params.max_tokens - room, len(token_ids) - num_fixed - 1))
+            return Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
+        case "slide":
+            window = _window(params, max_model_len, num_fixed)
+            return Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
     return Fitted(token_ids, params)
 
 
-def _clamp(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
-    room = max_model_len - len(token_ids)
-    if not 0 < room < params.max_tokens:
-        return Fitted(token_ids, params)
-    return Fitted(token_ids, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)))
-
-
-def _truncate(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
-    num_surplus = len(token_ids) + params.max_tokens - max_model_len
-    count = max(0, min(num_surplus, len(token_ids) - num_fixed - 1))  # one token of the prompt stays at least
-    return Fitted(token_ids[:num_fixed] + token_ids[num_fixed + count :], params, count)
-
-
-def _slide(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
+def _window(params: SamplingParams, max_model_len: int, num_fixed: int) -> Window:
     room = max_model_len - num_fixed
     if room < 1:
         raise RequestError(
@@ -298,11 +295,7 @@ def _slide(token_ids: list[int], params: SamplingParams, max_model_len: int, num
     stride = max(room // 2, 1) if params.stride is None else params.stride
     if stride > room:
         raise invalid("stride", stride, f"from 1 to {room}, the positions to slide over")
-    window = Window(max_model_len, stride, num_fixed)
-    return Fitted(token_ids, params, window.num_dropped(len(token_ids)), window)
-
-
-OVERFLOWS = {"refuse": _refuse, "clamp": _clamp, "truncate": _truncate, "slide": _slide}
+    return Window(max_model_len, stride, num_fixed)
 
 
 def _too_long(

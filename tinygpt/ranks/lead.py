@@ -231,12 +231,8 @@ class ParallelRunner(ModelRunner):
         self.dtype = source.dtype
         self.kv_cache_dtype = source.kv_cache_dtype
         self.backend = source.backend
-        self._source = source
         self._lead = lead
         self._stages = opening.args.pipeline_parallel_size
-        self._workspace = None
-        self._kv_cache = None
-        self._file = source.file
         with lead.order(opens_model=True):
             lead.tell(Command.OPEN)
             lead.world.broadcast_object(opening)

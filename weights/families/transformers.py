@@ -146,8 +146,6 @@ OPENAI_GPT = ModelType(
 # BLOOM and BLOOMZ (BigScience, 2022): ALiBi, and a layer norm after the embeddings. Queries, keys and values lie head
 # by head. The length of training counts as the model's.
 
-_BLOOM_ATTENTION = ("input_layernorm", "self_attention.query_key_value", "self_attention.dense")
-_BLOOM_MLP = ("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _BLOOM_FIELDS = {"hidden_size": "n_embd", "seq_length": "n_positions"}
 _BLOOM_WRITTEN = (
     "vocab_size",
@@ -157,14 +155,6 @@ _BLOOM_WRITTEN = (
     "tie_word_embeddings",
     "bos_token_id",
 )
-_BLOOM_SIZES = {"vocab_size": 250880, "hidden_size": 64, "n_layer": 2, "n_head": 8, "seq_length": 2048}
-
-
-def _bloom_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: Fields) -> TensorRule:
-    is_qkv = ".c_attn." in parameter
-    return replace(usual, transform=qkv_by_heads("h3d", config.head_size)) if is_qkv else usual
-
-
 BLOOM = ModelType(
     "bloom",
     "BLOOM",
@@ -172,14 +162,28 @@ BLOOM = ModelType(
     names=Names(
         "h",
         {"wte": "word_embeddings", "ln_e": "word_embeddings_layernorm", "ln_f": "ln_f", "lm_head": "lm_head"},
-        _BLOOM_ATTENTION + _BLOOM_MLP,
+        (
+            *("input_layernorm", "self_attention.query_key_value", "self_attention.dense"),
+            *("post_attention_layernorm", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+        ),
     ),
-    defaults={**_BLOOM_SIZES, "layer_norm_epsilon": 1e-5, "bos_token_id": 1, "eos_token_id": 2},
+    defaults={
+        "vocab_size": 250880,
+        "hidden_size": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "seq_length": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     aliases={"n_embed": "hidden_size", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
     fields=_BLOOM_FIELDS,
     computed=lambda fields: {"activation_function": "gelu_fast", "n_inner": None},
     checks={"apply_residual_connection_post_layernorm": only(False, "no other residual is implemented")},
-    rule=_bloom_rule,
+    rule=lambda parameter, usual, config, fields: (
+        replace(usual, transform=qkv_by_heads("h3d", config.head_size)) if ".c_attn." in parameter else usual
+    ),
     structure=lambda fields: {"positions": "alibi", "embed_norm": True},
     quirks=("queries, keys and values of c_attn brought into one order",),
 )
@@ -195,8 +199,6 @@ BLOOM_LAYOUT = replace(
 
 _NO_OTHER = "no other is implemented"
 _NOT_YET = "it is not implemented"
-_MPT_SIZES = {"vocab_size": 50368, "d_model": 2048, "n_layers": 24, "n_heads": 16, "max_seq_len": 2048}
-_MPT_ENDS = {"bos_token_id": None, "eos_token_id": None}
 MPT = ModelType(
     "mpt",
     "MPT",
@@ -206,7 +208,17 @@ MPT = ModelType(
         {"wte": "wte", "ln_f": "norm_f", "lm_head": "lm_head"},
         ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
     ),
-    defaults={**_MPT_SIZES, "layer_norm_epsilon": 1e-5, "expansion_ratio": 4, **_MPT_ENDS},
+    defaults={
+        "vocab_size": 50368,
+        "d_model": 2048,
+        "n_layers": 24,
+        "n_heads": 16,
+        "max_seq_len": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "expansion_ratio": 4,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
     aliases={"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads"},
     fields={"d_model": "n_embd", "n_layers": "n_layer", "n_heads": "n_head", "max_seq_len": "n_positions"},
     computed=lambda fields: {"activation_function": "gelu", "n_inner": None},
@@ -263,19 +275,7 @@ def embed_scale(fields: Fields, width: Any) -> dict[str, float]:
     return {"embed_scale": width**0.5} if is_scaled else {}
 
 
-def _epsilon(fields: Fields) -> dict[str, float]:
-    """Return the epsilon of models without such a field."""
-    return {"layer_norm_epsilon": 1e-5}
-
-
-_OPT_SIZES = {
-    "vocab_size": 50272,
-    "hidden_size": 768,
-    "ffn_dim": 3072,
-    "max_position_embeddings": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-}
+_EPSILON = {"layer_norm_epsilon": 1e-5}  # of models without such a field
 _OPT_SWITCHES = {
     "do_layer_norm_before": True,
     "_remove_final_layer_norm": False,
@@ -311,14 +311,19 @@ OPT = ModelType(
     wrappers="model|decoder|module|_orig_mod",
     names=names("final_layer_norm", project_in="project_in", project_out="project_out"),
     defaults={
-        **_OPT_SIZES,
+        "vocab_size": 50272,
+        "hidden_size": 768,
+        "ffn_dim": 3072,
+        "max_position_embeddings": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
         "activation_function": "relu",
         "bos_token_id": 2,
         "eos_token_id": 2,
         **_OPT_SWITCHES,
     },
     fields={**ALIASES, "ffn_dim": "n_inner"},
-    computed=_epsilon,
+    computed=lambda fields: _EPSILON,
     checks={**dict.fromkeys(_OPT_SWITCHES, BOOLEAN), "word_embed_proj_dim": or_null(size_to(LARGEST))},
     rule=_opt_rule,
     structure=_opt_structure,
@@ -352,35 +357,38 @@ def _xglm_rule(parameter: str, usual: TensorRule, config: ModelConfig, fields: F
     return rule_of_decoder(parameter, usual, config, fields)
 
 
-_XGLM_SIZES = {
-    "vocab_size": 256008,
-    "d_model": 1024,
-    "ffn_dim": 4096,
-    "max_position_embeddings": 2048,
-    "num_layers": 24,
-    "attention_heads": 16,
-}
-_XGLM_ENDS = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
-_XGLM_FIELDS = {
-    "d_model": "n_embd",
-    "num_layers": "n_layer",
-    "attention_heads": "n_head",
-    "ffn_dim": "n_inner",
-}
 XGLM = ModelType(
     "xglm",
     "XGLM",
     prefix="model.",
     wrappers="model|module|_orig_mod",
     names=names("layer_norm"),
-    defaults={**_XGLM_SIZES, "activation_function": "gelu", "scale_embedding": True, **_XGLM_ENDS},
+    defaults={
+        "vocab_size": 256008,
+        "d_model": 1024,
+        "ffn_dim": 4096,
+        "max_position_embeddings": 2048,
+        "num_layers": 24,
+        "attention_heads": 16,
+        "activation_function": "gelu",
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "pad_token_id": 1,
+    },
     aliases={
         "hidden_size": "d_model",
         "num_hidden_layers": "num_layers",
         "num_attention_heads": "attention_heads",
     },
-    fields={**_XGLM_FIELDS, "max_position_embeddings": "n_positions"},
-    computed=_epsilon,
+    fields={
+        "d_model": "n_embd",
+        "num_layers": "n_layer",
+        "attention_heads": "n_head",
+        "ffn_dim": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    computed=lambda fields: _EPSILON,
     checks={
         "scale_embedding": BOOLEAN,
         "add_cross_attention": only(False, "cross-attention is not implemented"),
@@ -397,24 +405,26 @@ XGLM = ModelType(
 
 # BioGPT. transformers does not read its layer_norm_eps: norms have 1e-5.
 
-_BIOGPT_SIZES = {
-    "vocab_size": 42384,
-    "hidden_size": 1024,
-    "intermediate_size": 4096,
-    "max_position_embeddings": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-}
-_BIOGPT_OTHERS = {"hidden_act": "gelu", "scale_embedding": True, "bos_token_id": 0, "eos_token_id": 2}
 BIOGPT = ModelType(
     "biogpt",
     "BioGPT",
     prefix="biogpt.",
     wrappers="biogpt|module|_orig_mod",
     names=names("layer_norm", head="output_projection"),
-    defaults=_BIOGPT_SIZES | _BIOGPT_OTHERS,
+    defaults={
+        "vocab_size": 42384,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "max_position_embeddings": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "hidden_act": "gelu",
+        "scale_embedding": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
     fields={**ALIASES, "intermediate_size": "n_inner", "hidden_act": "activation_function"},
-    computed=_epsilon,
+    computed=lambda fields: _EPSILON,
     checks={"scale_embedding": BOOLEAN},
     rule=rule_of_decoder,
     structure=lambda fields: embed_scale(fields, fields["hidden_size"]),
