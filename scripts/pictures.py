@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 
 from tinygpt import LLM, SamplingParams
 from tinygpt.bench.sweep import started
+from tinygpt.look import bits
 from tinygpt.look.html import color
-from tinygpt.outputs import bits
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT, SEED = "Once upon a time", 264

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from .errors import RequestError, invalid
+from .look import bits
 
 Result = TypeVar("Result")
 
@@ -117,11 +118,6 @@ def ranked(
     return {
         i: Logprob(value, n if n <= count or count < 0 else None, decode([i])) for n, (i, value) in numbered
     }
-
-
-def bits(logprob: float) -> float:
-    """Return the surprisal of a natural log probability."""
-    return -logprob / math.log(2)
 
 
 @dataclass(frozen=True)

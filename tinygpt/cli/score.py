@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
-from ..outputs import bits
+from ..look import bits
 from .flags import Command, add_group
 from .loading import load_llm
 from .streams import (

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..engine.prompts import PromptType
 from ..errors import RequestError, invalid
 from ..kernels import numbers
-from ..outputs import bits
+from . import bits
 
 if TYPE_CHECKING:
+    from ..engine.prompts import PromptType
     from ..llm import LLM
     from ..text.tokenizer import Tokenizer
     from .edits import EditsType
@@ -157,7 +157,7 @@ class Attention:
 
 
 def lens(
-    llm: "LLM", prompt: PromptType, names: "Names" = "resid_post", top: int = 3, edits: "EditsType" = ()
+    llm: "LLM", prompt: "PromptType", names: "Names" = "resid_post", top: int = 3, edits: "EditsType" = ()
 ) -> Lens:
     """Return the logit lens of a text. Source: nostalgebraist, "interpreting GPT: the logit lens" (2020).
 
@@ -181,7 +181,7 @@ def lens(
     return Lens(_decoded(llm, ids), [*map(bits, last)], shown, np.array(probs), texts)
 
 
-def attention(llm: "LLM", prompt: PromptType, layer: int, edits: "EditsType" = ()) -> Attention:
+def attention(llm: "LLM", prompt: "PromptType", layer: int, edits: "EditsType" = ()) -> Attention:
     """Return the attention patterns of a layer. edits: as for `LLM.run_with_cache`."""
     layers = range(llm.config.n_layer)
     if layer not in range(-len(layers), len(layers)):
