@@ -72,7 +72,7 @@ def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
 def test_a_soft_prompt_stays(overflow):
     """Its tokens have ids below 0, and stand at the beginning."""
     params = SamplingParams(max_tokens=4, overflow=overflow, stride=5 if overflow == "slide" else None)
-    fitted = fit([-2, -1, *TEXT[:30]], params, SIZE, SIZE)
+    fitted = fit([-2, -1, *TEXT[:30]], params, SIZE, "")
     if overflow == "truncate":
         assert fitted.token_ids == [-2, -1, *TEXT[12:30]]
     else:
@@ -82,7 +82,7 @@ def test_a_soft_prompt_stays(overflow):
 @pytest.mark.parametrize("num_fixed", [SIZE, 88])
 def test_a_soft_prompt_that_leaves_nothing_to_slide(num_fixed):
     with pytest.raises(RequestError, match=f"the soft prompt takes {num_fixed} positions.* of at most 23"):
-        fit([*range(-num_fixed, 0), 1], SamplingParams(overflow="slide"), SIZE, SIZE)
+        fit([*range(-num_fixed, 0), 1], SamplingParams(overflow="slide"), SIZE, "")
 
 
 @given(size=st.integers(1, 9), data=st.data())

@@ -63,6 +63,7 @@ class InputProcessor:
     ):
         self._config = source.config
         self._engine_config = engine_config
+        self._positions = describe_positions(engine_config.max_model_len, source.config.n_positions)
         self._points = points
         self._soft_prompts = SoftPrompts(args.soft_prompts or {}, source.config)
         self._lora_modules = tuple(args.lora_modules or ())
@@ -124,7 +125,7 @@ class InputProcessor:
         token_ids = self.read_prompt(given).token_ids
         if len(token_ids) > self._engine_config.max_model_len:
             raise RequestError(
-                f"{len(token_ids)} token ids were given, but {self._describe_positions()}: give at most "
+                f"{len(token_ids)} token ids were given, but {self._positions}: give at most "
                 f"{self._engine_config.max_model_len}."
             )
         return token_ids
@@ -207,7 +208,7 @@ class InputProcessor:
         if total > most:
             raise RequestError(
                 f"the prompt has {len(context)} tokens and a continuation {len(continuation)}, together {total}, but "
-                f"{self._describe_positions()}: shorten them to {most} tokens together, the last of which needs no "
+                f"{self._positions}: shorten them to {most} tokens together, the last of which needs no "
                 "position."
             )
         token_ids = context + continuation[:-1]
@@ -216,9 +217,6 @@ class InputProcessor:
         sample = Sample(token_ids, params, 0, frozenset(), soft_prompt=virtual)
         sequence = Sequence(sample, prompt_logprobs=wanted, captures=captures)
         return Request(Prompt(None, token_ids), params, [sequence])
-
-    def _describe_positions(self) -> str:
-        return describe_positions(self._engine_config.max_model_len, self._config.n_positions)
 
     def _fit(self, prompt: PromptType, params: SamplingParams) -> tuple[Prompt, VirtualTokens | None, Fitted]:
         prompt = self.read_prompt(prompt)
@@ -240,11 +238,8 @@ class InputProcessor:
             raise _unknown("lora_request", params.lora_request, self._lora_modules, "lora_modules")
         virtual = self._soft_prompts.find(params.soft_prompt, params.prompt_embeds)
         token_ids = prompt.token_ids if virtual is None else virtual.token_ids + prompt.token_ids
-        return (
-            prompt,
-            virtual,
-            fit(token_ids, params, self._engine_config.max_model_len, self._config.n_positions),
-        )
+        fitted = fit(token_ids, params, self._engine_config.max_model_len, self._positions)
+        return prompt, virtual, fitted
 
     def _sequences(
         self,

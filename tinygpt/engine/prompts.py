@@ -252,17 +252,19 @@ class Fitted:
     window: Window | None = None
 
 
-def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, n_positions: int) -> Fitted:
-    """Make a request fit as its `overflow` says. Raise RequestError, with the numbers, if that is impossible."""
+def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, positions: str) -> Fitted:
+    """Make a request fit as its `overflow` says. Raise RequestError if that is impossible.
+
+    positions: their number, as `describe_positions` says it.
+    """
     num_fixed = next((i for i, token_id in enumerate(token_ids) if token_id >= 0), len(token_ids))
     fitted = _by_overflow(token_ids, params, max_model_len, num_fixed)
     if fitted.window is None and len(fitted.token_ids) + fitted.params.max_tokens > max_model_len:
-        positions = describe_positions(max_model_len, n_positions)
         raise _too_long(len(token_ids), num_fixed, params, max_model_len, positions)
     if fitted.num_truncated and params.prompt_logprobs is not None:
         raise RequestError(
             f"needs the whole prompt, and of its {len(token_ids)} tokens the overflow {params.overflow!r} leaves out "
-            f"{fitted.num_truncated}, as {describe_positions(max_model_len, n_positions)}: shorten it.",
+            f"{fitted.num_truncated}, as {positions}: shorten it.",
             "prompt_logprobs",
         )
     return fitted

@@ -141,7 +141,6 @@ class SoftPrompt:
     def __len__(self) -> int:
         if self.embeds is not None:
             return len(self.embeds)
-        assert self.keys is not None
         return self.keys.shape[2]
 
 
