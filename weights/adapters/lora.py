@@ -24,7 +24,7 @@ import regex
 
 from ..checkpoint import Checkpoint, PackedCheckpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
-from ..convert.export import NamedTensor, can_be_written, layout_of, parts_of
+from ..convert.export import LayoutPart, can_be_written, layout_of, parts_of
 from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, listed, shown, wrong_fields
 from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule, matches
 from ..families.gpt2 import IGNORED
@@ -223,7 +223,7 @@ class _Model:
 
     layout: Layout
     rules: Mapping[str, TensorRule]
-    parts: dict[str, NamedTensor]
+    parts: dict[str, LayoutPart]
 
     def is_embedding(self, name: str) -> bool:
         return self.parts[name].parameter in (EMBEDDING, POSITIONS)
@@ -324,7 +324,7 @@ def _changed(
     rule: TensorRule,
     replaced: Mapping[str, Tensor],
     updates: Mapping[str, Tensor],
-    parts: Mapping[str, NamedTensor],
+    parts: Mapping[str, LayoutPart],
 ) -> Tensor:
     names = rule.sources
     if not replaced.keys().isdisjoint(names):

@@ -28,8 +28,8 @@ NPZ = "model.npz"
 
 
 @dataclass(frozen=True)
-class NamedTensor:
-    """A tensor to write. short_name: without transformers' wrappers; out_axis: of output channels."""
+class LayoutPart:
+    """A tensor of a layout, to write. short_name: without transformers' wrappers; out_axis: of output channels."""
 
     name: str
     short_name: str
@@ -73,7 +73,7 @@ def write_float8(folder: Path, checkpoint: Checkpoint, source: str) -> Path:
     return folder / SAFETENSORS
 
 
-def parts_of(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
+def parts_of(checkpoint: Checkpoint) -> Iterator[LayoutPart]:
     """Yield all tensors but a tied head and the parameters that the layout leaves out."""
     layout = layout_of(checkpoint)
     shapes = parameter_shapes(checkpoint.config)
@@ -86,7 +86,7 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[NamedTensor]:
         shape = rule.transform.stored_shape(shapes[name], count)
         for i, source in enumerate(rule.sources):
             array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
-            yield NamedTensor(
+            yield LayoutPart(
                 layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED)
             )
 
@@ -128,7 +128,7 @@ def rounded(name: str, array: np.ndarray, dtype: str) -> np.ndarray:
     return halves
 
 
-def _read(part: NamedTensor, dtype: str) -> np.ndarray:
+def _read(part: LayoutPart, dtype: str) -> np.ndarray:
     return rounded(part.name, part.array(), dtype)
 
 
