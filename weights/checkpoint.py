@@ -16,7 +16,7 @@ from .errors import CheckpointError
 from .families import gpt2
 from .families.family import Layout
 from .files import PACKED_FILE, crc32_of, in_a_thread, open_regular, read_json_object
-from .tensor import FILES, MappedFile, RandomTensor, StoredTensor, Tensor, parsing
+from .tensor import FILES, LazyTensor, MappedFile, StoredTensor, Tensor, drawn, parsing
 
 READ_SIZE = 2**20  # bytes
 # Of converted checkpoints.
@@ -246,7 +246,9 @@ def open_random(model: str) -> Checkpoint:
 def random_checkpoint(name: str, config: ModelConfig) -> Checkpoint:
     """Return a checkpoint of any sizes, whose path is `name`, for messages."""
     shapes = parameter_shapes(config)
-    stored = {name: RandomTensor(name, shapes[name]) for name in shapes if name != HEAD}
+    stored = {
+        name: LazyTensor(partial(drawn, name, shape), ()) for name, shape in shapes.items() if name != HEAD
+    }
     return Checkpoint(Path(name), "random weights", "GPT-2", config, stored, tied=True)
 
 

@@ -26,7 +26,7 @@ STD = np.float32(0.02)
 
 
 class Tensor(Protocol):
-    """A tensor in a file, at random, or made of others. float32: a view of memory if possible, otherwise a copy."""
+    """A tensor in a file, drawn, or made of others. float32: a view of memory if possible, otherwise a copy."""
 
     def float32(self) -> np.ndarray: ...
 
@@ -66,26 +66,18 @@ zeros = partial(np.zeros, dtype=np.float32)
 ones = partial(np.ones, dtype=np.float32)
 
 
-@dataclass(frozen=True)
-class RandomTensor:
-    """A tensor that is drawn from its name, with the same bits every time, in GPT-2's own layout.
+def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Draw a parameter from its name, with the same bits every time, in GPT-2's own layout.
 
     The mean is 1 for weights of layer norms, otherwise 0, of biases too, so that a lost bias shows in the logits.
     """
-
-    name: str
-    shape: tuple[int, ...]
-
-    def float32(self) -> np.ndarray:
-        is_in_out = is_transposed(self.name)
-        generator = np.random.default_rng(zlib.crc32(self.name.encode()))
-        array = generator.standard_normal(self.shape[::-1] if is_in_out else self.shape, np.float32)
-        array *= STD
-        if ".ln_" in f".{self.name}" and self.name.endswith(".weight"):
-            array += 1
-        return array.T if is_in_out else array
-
-    def release(self) -> None: ...
+    is_in_out = is_transposed(name)
+    generator = np.random.default_rng(zlib.crc32(name.encode()))
+    array = generator.standard_normal(shape[::-1] if is_in_out else shape, np.float32)
+    array *= STD
+    if ".ln_" in f".{name}" and name.endswith(".weight"):
+        array += 1
+    return array.T if is_in_out else array
 
 
 def shortest(number: float) -> float:
