@@ -144,9 +144,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 def logits_of(folder: Path, device: str = "reference", **options: Any) -> np.ndarray:
     with LLM(str(folder), device=device, max_num_seqs=1, threads=1, **options) as llm:
-        return llm.logits(
-            list(range(min(llm.config.n_positions, llm.config.vocab_size)))
-        )  # every weight counts
+        # Every weight counts.
+        return llm.logits([*range(min(llm.config.n_positions, llm.config.vocab_size))])
 
 
 @cache

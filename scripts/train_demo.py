@@ -237,9 +237,8 @@ def embed(source: Path, output: Path) -> None:
 
 
 def card_of(training: dict, values: dict, num_parameters: int) -> str:
-    tokens_seen = training["tokens_seen"] + training.get(
-        "tokens_seen_before", 0
-    )  # in the records of older runs
+    # Records of older runs have tokens_seen_before.
+    tokens_seen = training["tokens_seen"] + training.get("tokens_seen_before", 0)
     derived = {"parameters": num_parameters / 1e6, "megabytes": 2 * num_parameters / 1e6}
     derived |= {"corpus_tokens": training["corpus_tokens"] / 1e6, "tokens_seen": tokens_seen / 1e6}
     derived |= {"passes": tokens_seen / training["corpus_tokens"]}

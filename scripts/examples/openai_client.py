@@ -22,9 +22,8 @@ command = [
     str(port),
 ]
 with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-    client = OpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12
-    )  # until it has started
+    # Retries until the server has started.
+    client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12)
     try:
         stream = client.completions.create(
             model="demo", prompt="The little dog", max_tokens=12, seed=7, stream=True

@@ -44,11 +44,12 @@ from tinygpt.kernels.numbers import to_bfloat16
 from numba import cuda, float32, int32, uint32  # isort: skip
 
 SECONDS = 60  # of an item, with its compilation
+# Random weights are drawn twice.
 SECONDS_OF_LARGE = {
     "decode 355M": 120,
     "decode 774M": 180,
     "decode 1.5B": 300,
-}  # random weights are drawn twice
+}
 # Relative error of logits. 48 layers in bfloat16 are off by 3e-3, a wrong kernel by about 1.
 LIMITS = {"float32": 1e-5, "bfloat16": 5e-2, "int8": 1e-1}
 

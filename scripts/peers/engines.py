@@ -227,9 +227,8 @@ class Openvino(SteppingEngine):
         exported.save_pretrained(folder)  # a model that was read again compiles to other fusions
         model = openvino.Core().read_model(folder / "openvino_model.xml")
         head = model.output("logits").get_node().input_value(0).get_node()
-        last = opset15.slice(
-            head.input_value(0), [-1], [np.iinfo(np.int64).max], [1], [1]
-        )  # (batch, 1, n_embd)
+        end = np.iinfo(np.int64).max
+        last = opset15.slice(head.input_value(0), [-1], [end], [1], [1])  # (batch, 1, n_embd)
         head.input(0).replace_source_output(last.output(0))
         model.validate_nodes_and_infer_types()
         if dtype == "int8":

@@ -159,6 +159,5 @@ def _float32_parameters(config: ModelConfig) -> int:
     biases = config.n_layer * (5 * C + config.inner_size) + experts * (config.inner_size + C)
     norms = 2 * (2 * config.n_layer + config.final_norm + config.embed_norm) * C
     positions = 0 if config.has_alibi else config.n_positions * C
-    return (
-        positions + biases + norms + 2 * C * (config.embed_dim or 0)
-    )  # embed_dim: width of other embeddings
+    projections = 2 * C * (config.embed_dim or 0)  # to and from the width of OPT 350M's embeddings
+    return positions + biases + norms + projections

@@ -253,11 +253,8 @@ def _check_record(
         raise RequestError(
             f"{place} answers id {record['id']!r}, which --input does not have: name another file."
         )
-    if prompt_of[record["id"]] not in (
-        record["prompt"],
-        record["prompt_token_ids"],
-        [],
-    ):  # [] became the BOS token
+    # [] became the BOS token.
+    if prompt_of[record["id"]] not in (record["prompt"], record["prompt_token_ids"], []):
         raise RequestError(
             f"{place} answers another prompt than the one with id {record['id']!r}: name another file."
         )

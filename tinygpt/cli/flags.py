@@ -134,12 +134,13 @@ def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:
     return LLMArgs(**given, **more)
 
 
+# Other fields have SamplingParams' own.
 DEFAULTS = {
     "max_tokens": 128,
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.95,
-}  # other fields have SamplingParams' own
+}
 FLAGS = {  # the fields of SamplingParams that have a flag
     name: field
     for name, field in SAMPLING_FIELDS.items()

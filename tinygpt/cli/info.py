@@ -115,9 +115,8 @@ def describe(path: Path) -> dict[str, Any]:
     source = Source(path, container or Container("unreadable weights", {}))
     family = _attempt(refused, family_of, source)
     config = _attempt(refused, family.config, source) if family else None
-    refused = (
-        [*refused, *unread] if family or container else unread
-    )  # unreadable files are of no family either
+    # Unreadable files are of no family either.
+    refused = [*refused, *unread] if family or container else unread
     tied = dtype = checkpoint = None
     if config and container and place.name == PACKED_FILE:
         dtype, tied = _attempt(refused, _load_packed, path) or (None, None)
@@ -125,9 +124,8 @@ def describe(path: Path) -> dict[str, Any]:
         checkpoint = _attempt(refused, match, source, family, config)
         tied = checkpoint.tied if checkpoint else None
     files = _files(source, place)
-    digests = "".join(
-        f"{file['sha256']}  {name}\n" for name, file in sorted(files.items())
-    )  # as sha256sum prints
+    # As sha256sum prints them.
+    digests = "".join(f"{file['sha256']}  {name}\n" for name, file in sorted(files.items()))
     return {
         "path": str(path),
         "container": container.format if container else None,
@@ -181,9 +179,8 @@ def _tokenizer(
     try:
         tokenizer = load_tokenizer(checkpoint) if checkpoint else Tokenizer.from_folder(source.folder)
     except CheckpointError as error:
-        refused += (
-            [] if isinstance(error, NoTokenizerError) else [str(error)]
-        )  # without one, token ids are taken
+        if not isinstance(error, NoTokenizerError):  # without one, token ids are taken
+            refused.append(str(error))
         return {"vocab_size": None, "special_ids": None, "outside_vocabulary": None, "error": str(error)}
     outside = tokenizer.ids_from(config.vocab_size) if config else None
     return {

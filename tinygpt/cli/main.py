@@ -95,9 +95,8 @@ def _silence(is_silent: bool) -> Iterator[None]:
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line. Raise SystemExit for --help, --version and a malformed line."""
-    if (
-        words[:1] == ["run"] and words[1:] and not words[1].startswith("-")
-    ):  # `run MODEL PROMPT`, as in ollama
+    # `run MODEL PROMPT`, as in ollama.
+    if words[:1] == ["run"] and words[1:] and not words[1].startswith("-"):
         words = ["run", "--model", *words[1:]]
     if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
         words = ["chat", *(word for word in words[1:] if word != "--interactive")]

@@ -343,9 +343,8 @@ def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptReco
         raise RequestError(
             f"split_special_tokens is {json.dumps(split_special_tokens)} and must be true or false."
         )
-    if isinstance(
-        biases := fields.get("logit_bias"), dict
-    ):  # keys are texts in JSON; int() refuses 5000 digits
+    biases = fields.get("logit_bias")
+    if isinstance(biases, dict):  # keys are texts in JSON; int() refuses 5000 digits
         is_number = {key: key.isdecimal() and len(key) <= 20 for key in biases}
         fields["logit_bias"] = {int(key) if is_number[key] else key: bias for key, bias in biases.items()}
     if fields.get("num_beams", 1) != 1:

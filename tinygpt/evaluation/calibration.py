@@ -96,9 +96,8 @@ def read_act_scales(path: Path, checkpoint: Checkpoint, share: float) -> Calibra
     names = {layout.short_name(f"{name}.weight"): name for name in tensors}
     rules = layout.rules(checkpoint.config)
     wanted = {f"h.{i}.{part}": part for i in range(checkpoint.config.n_layer) for part in READ_BY}
-    sources = {
-        name: rules[f"{name}.weight"].sources[0] for name in wanted
-    }  # q_proj, k_proj, v_proj have one input
+    # q_proj, k_proj and v_proj have one input.
+    sources = {name: rules[f"{name}.weight"].sources[0] for name in wanted}
     sizes = {name: tensors[names[source]].float32() for name, source in sources.items() if source in names}
     missing = [name for name, part in wanted.items() if name not in sizes and part in READ_BY[:2]]
     if missing:

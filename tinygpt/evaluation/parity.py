@@ -111,9 +111,8 @@ def compute_goldens(
 def _compute(model: Any, token_ids: list[int], num_greedy: int, has_states: bool) -> Golden:
     import torch
 
-    has_cache = (
-        "past_key_values" in inspect.signature(model.forward).parameters
-    )  # transformers' GPT-1 has none
+    # transformers' GPT-1 has none.
+    has_cache = "past_key_values" in inspect.signature(model.forward).parameters
     cached = {"use_cache": True} if has_cache else {}
     output = model(torch.tensor([token_ids]), **cached, output_hidden_states=has_states)
     logits = output.logits[0].numpy()  # (T, V)

@@ -59,10 +59,9 @@ class InfoRoutes:
         second = second.astype(np.float64)
         lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)  # (N,)
         products = (first * second).sum(axis=1)  # (N,)
-        cosines = np.clip(
-            np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0), -1, 1
-        )  # (N,)
-        data = ({"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines.tolist()))
+        cosines = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)  # (N,)
+        cosines = np.clip(cosines, -1, 1).tolist()
+        data = ({"object": "score", "index": i, "score": cosine} for i, cosine in enumerate(cosines))
         return await self._list(form, data, count_1 + count_2, "score-")
 
     @route("/classify", "POST")

@@ -27,9 +27,8 @@ KEEP_ALIVE_SECONDS = 30
 UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
 END_SECONDS = 5.0  # after that, for threads to end
-SWITCH_SECONDS = (
-    0.001  # that the engine waits for the GIL after a kernel, while the loop writes; Python's are 0.005
-)
+# After a kernel the engine waits so long for the GIL while the loop writes; Python's default is 0.005.
+SWITCH_SECONDS = 0.001
 BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
 OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
 LOG_SECONDS = 60.0  # asyncio's, and how often it is told
