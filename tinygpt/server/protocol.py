@@ -30,7 +30,6 @@ from ..wire import UNSENDABLE
 
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
-# of one request
 MAX_PROMPTS = 256
 MAX_SAMPLES = 128
 MAX_STOPS = 64
@@ -38,7 +37,6 @@ MAX_WORDS = 10_000
 MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
 MAX_CHARACTERS = 2**16  # of a pattern or grammar
-DEFAULT_TEMPERATURE = 1.0  # OpenAI's
 ANY_OBJECT = {"type": "object"}
 IGNORED = ("pad_token_id", "use_cache")  # of transformers
 
@@ -73,23 +71,19 @@ ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
 Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
-NumSamples = Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole]
-Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
 Biases = Annotated[
-    dict[Annotated[str, Field(max_length=1000)], Bias],
+    dict[Annotated[str, Field(max_length=1000)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
     Field(max_length=MAX_WORDS),
     BeforeValidator(_to_the_first_error),
 ]
 Text = Annotated[str, Field(min_length=1)]
 Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
 Schema = dict[str, Any] | Pattern
-TokenIds = Annotated[list[TokenId], Field(min_length=1), _items(MAX_IDS), BeforeValidator(_whole_numbers)]
+TokenIds = Annotated[list[TokenId], _items(MAX_IDS, 1), BeforeValidator(_whole_numbers)]
 Texts = Annotated[list[Text], _items(MAX_PROMPTS, 1)]
 IdLists = Annotated[list[TokenIds], _items(MAX_PROMPTS, 1)]
 Prompts = str | TokenIds | Annotated[list[str], _items(MAX_PROMPTS, 1)] | IdLists
 Stops = Text | Annotated[list[Text], _items(MAX_STOPS)]
-Words = Text | Annotated[list[Text], _items(MAX_WORDS)]
-Names = Text | Annotated[list[Text], _items(MAX_PROMPTS)]
 Messages = _items(10_000, 1)
 Pooling = Literal["last", "mean", "sum"]
 
@@ -203,13 +197,13 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
     takes_adapter = True
-    n: NumSamples | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole] | None = None
     best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
     stop: Stops | None = None
     logit_bias: Biases | None = None
     dry_sequence_breakers: Stops | None = None
-    bad_words: Words | None = None
+    bad_words: Text | Annotated[list[Text], _items(MAX_WORDS)] | None = None
     bad_words_ids: Annotated[list[TokenIds], _items(MAX_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
@@ -222,23 +216,27 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     return_token_ids: bool | None = None
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
-        """encode: for texts among the keys of logit_bias. others: fields that the caller has read already."""
+        """encode: for keys of logit_bias that are no ids. others: fields that the caller has read already."""
         guides = self.guides()
         if len(guides) > 1:
             *before, last = guides
             raise RequestError(f"is given next to {' and '.join(before)}: give one of them.", last)
+        biases = {
+            token_id: bias
+            for key, bias in (self.logit_bias or {}).items()
+            for token_id in ([int(key)] if key.isascii() and key.isdigit() else encode(key))
+        }
         given = {name: getattr(self, name) for name in self.model_fields_set & SAMPLING_FIELDS.keys()}
-        given |= others
+        given |= others | dict(guides.values())
         given |= {
             "seed": None if self.seed in (None, -1) else self.seed % 2**64,
             "best_of": self.best_of or None,
-            "logit_bias": self._biases(encode),
+            "logit_bias": biases,
         }
-        given |= dict(guides.values())
         given = {name: value for name, value in given.items() if value is not None}
         if self.use_beam_search:
             given.setdefault("num_beams", self.n or 1)
-        given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else DEFAULT_TEMPERATURE)
+        given.setdefault("temperature", 0.0 if given.get("num_beams", 1) > 1 else 1.0)  # OpenAI's default
         return SamplingParams(**given)
 
     def name_of(self, field: str) -> str | None:
@@ -246,13 +244,6 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
         if field == "num_beams" and self.num_beams is None and self.use_beam_search:
             return "use_beam_search"
         return guides.get(field) or super().name_of(field)
-
-    def _biases(self, encode: Callable[[str], list[int]]) -> dict[int, float]:
-        """Return a bias for each token id: a key is an id, or a text whose tokens are all biased."""
-        found: dict[int, float] = {}
-        for key, bias in (self.logit_bias or {}).items():
-            found |= dict.fromkeys([int(key)] if key.isascii() and key.isdigit() else encode(key), bias)
-        return found
 
     def guides(self) -> dict[str, tuple[str, Any]]:
         """Return {name in the request: (guided field of SamplingParams, value)} of all that are given."""
@@ -263,10 +254,10 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
                 found[f"structured_outputs.{name}"] = f"guided_{name}", given[name]
             if given["json_object"]:
                 found["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
-        if isinstance(self.response_format, SchemaFormat):
-            schema = self.response_format.json_schema.schema_
-            found["response_format.json_schema.schema"] = "guided_json", schema
-        elif self.response_format is not None and self.response_format.type == "json_object":
+        form = self.response_format
+        if isinstance(form, SchemaFormat):
+            found["response_format.json_schema.schema"] = "guided_json", form.json_schema.schema_
+        elif form and form.type == "json_object":
             found["response_format"] = "guided_json", ANY_OBJECT
         return {name: pair for name, pair in found.items() if pair[1] is not None}
 
@@ -300,7 +291,7 @@ class ExtraArgs(Strict):
 
 
 class LookFields(SamplingFields):
-    capture: Names | None = None
+    capture: Text | Annotated[list[Text], _items(MAX_PROMPTS)] | None = None
     edits: Annotated[list[EditFields], _items(MAX_PROMPTS)] | None = None
     steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
     extra_args: ExtraArgs | None = None
@@ -337,9 +328,8 @@ class ChatMessage(Strict):
 
 def text_of(message: Any) -> str:
     """Return the text of a message, or of its parts."""
-    if isinstance(message.content, str):
-        return message.content
-    return "".join(part.text for part in message.content)
+    content = message.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatRequest(LookFields):
@@ -354,11 +344,10 @@ class ChatRequest(LookFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def listed_messages(self) -> list[dict[str, str]]:
-        found = []
-        for message in self.messages:
-            name = {} if message.name is None else {"name": message.name}
-            found.append({"role": message.role, "content": text_of(message), **name})
-        return found
+        return [
+            {**message.model_dump(exclude_none=True), "content": text_of(message)}
+            for message in self.messages
+        ]
 
     def name_of(self, field: str) -> str | None:
         if field == "max_tokens" and self.max_completion_tokens is not None:
@@ -402,9 +391,8 @@ class ResponsesRequest(SamplingFields):
 
     def listed_messages(self) -> list[dict[str, str]]:
         first = [] if self.instructions is None else [("system", self.instructions)]
-        if isinstance(self.input, str):
-            given = [("user", self.input)]
-        else:
+        given = [("user", self.input)]
+        if not isinstance(self.input, str):
             given = [(message.role, text_of(message)) for message in self.input]
         return [{"role": role, "content": text} for role, text in first + given]
 
