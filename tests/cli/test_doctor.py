@@ -14,6 +14,7 @@ from tinygpt.cli import main as cli
 from tinygpt.cli.info import driver, instructions
 from tinygpt.kernels.cpu import jit
 from tinygpt.kernels.cpu.simd import targets
+from tinygpt.weights.config import DTYPES
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_what_the_memory_allows(report):
     assert {dtype: rates[dtype] for dtype in sizes} == pytest.approx(
         {d: 2e9 / size for d, size in sizes.items()}
     )
-    assert set(rates) == {"float32", "float16", "bfloat16", "int8", "int4"}
+    assert set(rates) == set(DTYPES)
 
 
 @pytest.mark.parametrize("target", targets.TARGETS, ids=lambda target: target.name)

@@ -101,7 +101,7 @@ def start(*words: str, ranks: int = 1, front=(), environment=None, **options) ->
     front = front or ([MPIEXEC, "-n", str(ranks)] if ranks > 1 else [])
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     there = {"env": {**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})}, "cwd": ROOT}
-    return subprocess.Popen([*front, sys.executable, *words], **pipes, **there, **options)
+    return subprocess.Popen([*front, sys.executable, *words], **pipes | there | options)
 
 
 def run(*words: str, **options) -> tuple[int, str, str]:
@@ -360,6 +360,7 @@ def test_that_mpi_is_missing_is_said_before_anything_takes_long():
 @pytest.mark.parametrize(
     ("name", "whom", "status"),
     [
+        ("chat", "rank 0", 143),
         ("generate", "mpiexec", 143),
         ("generate", "rank 0", 143),
         ("serve", "mpiexec", 0),
@@ -372,14 +373,17 @@ def test_sigterm_ends_all(tmp_path, five, name, whom, status):
     out = tmp_path / "out"
     line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
     given.write_text(line * 3000, encoding="utf-8")
-    options = {"generate": f"--input {given} --output {out} --seed 3", "serve": "--port 0"}[name]
-    line = f"-m tinygpt {name} {options} -m {five} -t 1 {TWO}"
-    process = start(*line.split(), start_new_session=True)
+    batch = f"-m {five} --input {given} --output {out} --seed 3"
+    options = {"chat": "", "generate": batch, "serve": f"-m {five} --port 0"}[name]
+    line = f"-m tinygpt {name} {options} -t 1 {TWO}"
+    process = start(*line.split(), start_new_session=True, stdin=subprocess.PIPE)
     pids = ranks_of(process.pid, 2)
     if name == "serve":
         port = int(read_to(process, process.stderr, "serving").rpartition(":")[2])
         body = {"prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True, "return_token_ids": True}
         assert len(ask(port, "/v1/completions", body).json["choices"][0]["token_ids"]) == 5
+    elif name == "chat":
+        read_to(process, process.stderr, "type a message")
     else:
         until(lambda: out.exists() and b"\n" in out.read_bytes())
     os.kill(process.pid if whom == "mpiexec" else pids[0], signal.SIGTERM)
