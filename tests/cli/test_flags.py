@@ -7,7 +7,7 @@ import pytest
 
 from support.paths import ROOT
 from tinygpt import SamplingParams
-from tinygpt.cli import loading
+from tinygpt.cli import flags
 from tinygpt.cli import main as cli
 from tinygpt.cli.flags import params_of
 from tinygpt.llm_args import LLMArgs
@@ -188,16 +188,16 @@ def test_the_flags_of_the_model_reach_it(run, monkeypatch):
 
 
 def test_threads_size_every_pool(monkeypatch):
-    monkeypatch.delitem(loading.sys.modules, "numba", raising=False)
-    for name in loading.THREAD_POOLS:
+    monkeypatch.delitem(flags.sys.modules, "numba", raising=False)
+    for name in flags.THREAD_POOLS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    loading.set_thread_pools(None)
-    pools = {name: loading.os.environ[name] for name in loading.THREAD_POOLS}
+    flags.set_thread_pools(None)
+    pools = {name: flags.os.environ[name] for name in flags.THREAD_POOLS}
     assert pools.pop("OMP_NUM_THREADS") == "3"
-    assert set(pools.values()) == {str(loading.thread_count())}
-    loading.set_thread_pools(7)
-    assert {loading.os.environ[name] for name in loading.THREAD_POOLS} == {"7"}
+    assert set(pools.values()) == {str(flags.thread_count())}
+    flags.set_thread_pools(7)
+    assert {flags.os.environ[name] for name in flags.THREAD_POOLS} == {"7"}
 
 
 def test_the_readme_names_every_field():

@@ -14,7 +14,6 @@ from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, ControlVector
-from tinygpt.cli import loading
 from tinygpt.server.api import ServerConfig
 from tinygpt.text.chat import PlainTemplate
 
@@ -51,7 +50,7 @@ def expect_sentence(result, *parts: str) -> None:
 
 
 def test_a_taken_port(run, monkeypatch):
-    monkeypatch.setattr(loading, "load_llm", None)  # nothing is loaded
+    monkeypatch.setattr("tinygpt.cli.serve.load_llm", None)  # nothing is loaded
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expect_sentence(run(f"--port {port}"), f"127.0.0.1:{port}", "in use", "--port")
@@ -93,7 +92,7 @@ def test_a_damaged_checkpoint(run, tmp_path, file, data, part):
 def test_each_line_of_a_json_log_is_json(run, started, monkeypatch):
     lines = [json.loads(line) for line in run("--port 0 --log-format json").err.splitlines()]
     assert [line["message"].split()[0] for line in lines][-1:] == ["serving"]
-    monkeypatch.setattr(loading, "load_llm", None)
+    monkeypatch.setattr("tinygpt.cli.serve.load_llm", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         [error] = run(f"--log-format json --port {taken.getsockname()[1]}").err.splitlines()
     assert json.loads(error)["level"] == "error"

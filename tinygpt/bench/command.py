@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ..cli import loading
-from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, whole_numbers
+from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, has_ranks, set_thread_pools, whole_numbers
 from ..cli.streams import check_writable, counted, emit, log, read_plain_text, table_format, write_results
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..llm_args import CHECKPOINT
@@ -107,7 +106,7 @@ def _check_flags(args: argparse.Namespace) -> None:
             raise RequestError(
                 f"--threads has {len(args.threads)} numbers and a preset runs with one: give one."
             )
-    if loading.has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
+    if has_ranks(args) and (args.compare or args.preset or args.device == "cuda"):
         raise RequestError(
             "--tensor-parallel-size and --pipeline-parallel-size are for cases on the CPU alone."
         )
@@ -141,12 +140,12 @@ def _refuse(args: argparse.Namespace, names: Iterable[str], why: str) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     """Size the thread pools before any library is imported, and check the model's name and the picture's file."""
-    if args.threads is None and loading.has_ranks(args):
+    if args.threads is None and has_ranks(args):
         from ..ranks.mpi import process_world, rank_threads
 
         args.threads = (rank_threads(None, process_world()),)
     threads = args.threads or (None,)
-    loading.set_thread_pools(None if None in threads else max(threads))
+    set_thread_pools(None if None in threads else max(threads))
     if args.random is not None:
         from ..weights.checkpoint import PREFIX, SHAPE_OF, SHAPES
 

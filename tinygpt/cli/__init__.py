@@ -1,1 +1,1 @@
-"""The commands. They share `flags`, `streams` and `loading`. Of the other packages, only `on_ray` imports this one."""
+"""The commands. They share `flags` and `streams`. Of the other packages, only `on_ray` imports this one."""

@@ -3,20 +3,23 @@
 import argparse
 import json
 import os
+import signal
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import FailedRequestError, RequestError, TinyGPTError
+from ..errors import FailedRequestError, RequestError, Terminated, TinyGPTError
 from ..weights.files import sync, sync_folder
 from . import streams
-from .loading import load_llm, sigterm_raises, warm_up
+from .flags import load_llm, warm_up
 from .streams import PromptRecord, check_writable, counted, emit, log, progress, rates
 
 if TYPE_CHECKING:
@@ -40,6 +43,24 @@ def record_line(record_id: str | int | None, model: str, dtype: str, output: "Re
 
 def _line(record_id: str | int | None, model: str, dtype: str, **fields: Any) -> str:
     return json.dumps({"id": record_id, "model": model, "dtype": dtype, **fields}, ensure_ascii=False)
+
+
+@contextmanager
+def sigterm_raises() -> Iterator[None]:
+    """Raise Terminated for the first SIGTERM in the block; ignore later ones."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_batch(args: argparse.Namespace, params: "SamplingParams") -> None:

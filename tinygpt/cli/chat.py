@@ -19,11 +19,12 @@ from .flags import (
     add_group,
     add_sampling_groups,
     flag_of,
+    load_llm,
     params_of,
     shows_surprise,
+    warm_up,
     with_seed,
 )
-from .loading import load_llm, warm_up
 from .streams import counted, emit, log, stdin_lines
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import RequestError, TinyGPTError, invalid
 from ..llm_args import CHECKPOINT
 from ..weights.config import DTYPES, PRECISIONS, STORAGE_DTYPE
-from .flags import CPU_FLAGS, Command, add_flag, add_group
-from .loading import set_thread_pools
+from .flags import CPU_FLAGS, Command, add_flag, add_group, set_thread_pools
 from .streams import log, progress, read_plain_text
 
 if TYPE_CHECKING:

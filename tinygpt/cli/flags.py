@@ -1,29 +1,39 @@
-"""Flags that several commands share: the arguments of LLM, and the fields of SamplingParams, as declared there.
+"""Flags that several commands share, as LLM and SamplingParams declare them, and the model that they ask for.
 
 Values come from the command line, else from variables, else from --config FILE, else from our defaults.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
 import secrets
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import how_to_install, invalid, suggest
+from ..hardware import thread_count
 from ..llm_args import LLMArgs
 from ..sampling_params import GROUPS, SAMPLING_FIELDS, SamplingParams
 from ..weights.config import dtype_name
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 SHORT = {"model": ["-m"], "threads": ["-t"], "max_tokens": ["-n"], "seed": ["-s"]}  # as in llama.cpp
 OTHER_NAMES = {"split_special_tokens": "--no-special-tokens", "prompt_text": "--prompt"}
 RANK_FLAGS = ("tensor_parallel_size", "pipeline_parallel_size")
 CPU_FLAGS = ("model", "dtype", "kv_cache_dtype", "threads")  # of every command that loads a model on the CPU
+# Each library reads its variable once, when it is imported.
+LIBRARIES = ("NUMBA_NUM", "OMP_NUM", "OPENBLAS_NUM", "MKL_NUM", "VECLIB_MAXIMUM")
+THREAD_POOLS = tuple(f"{library}_THREADS" for library in LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,51 @@ def llm_args(args: argparse.Namespace, **more: Any) -> LLMArgs:
     for name in ("lora_modules", "soft_prompts"):
         given[name] = dict(given.get(name) or ())
     return LLMArgs(**given, **more)
+
+
+def has_ranks(args: argparse.Namespace) -> bool:
+    return any(getattr(args, name, 1) != 1 for name in RANK_FLAGS)
+
+
+def set_thread_pools(threads: int | None) -> None:
+    """Size the thread pools of libraries that are not imported yet; a variable stays if `threads` is None."""
+    count = thread_count(threads)
+    if "numba" in sys.modules:  # its pool has its size, and Numba refuses another one
+        return
+    for name in THREAD_POOLS:
+        if threads is not None or name not in os.environ:
+            os.environ[name] = str(count)
+    # After NumPy is imported, OpenBLAS's threads spin for 50 ms on cores that the start needs. 4 is the least.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")
+
+
+def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
+    """Return the model of the flags, and the seconds to load it; `more` are arguments of LLM without a flag."""
+    started = time.perf_counter()
+    set_thread_pools(args.threads)
+    gc.disable()  # modules and a tokenizer are half a million live objects: scanning them takes 0.1 s
+    try:
+        from ..llm import LLM, start_compiling_draw
+
+        if args.device == "cpu" and args.temperature > 0 and thread_count(args.threads) > 1:
+            start_compiling_draw()
+        llm = LLM(**vars(llm_args(args, **more)))
+        gc.freeze()
+    finally:
+        gc.enable()
+    return llm, time.perf_counter() - started
+
+
+def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
+    """Take a step if loading compiled kernels, so that rates contain less compilation."""
+    if args.device != "cpu":
+        return
+    from ..kernels.cpu.jit import kernel_cache
+    from ..sampling_params import SamplingParams
+
+    if kernel_cache().num_compiled:
+        params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)
+        llm.generate([[0]], params)
 
 
 # Other fields have SamplingParams' own.

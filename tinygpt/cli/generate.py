@@ -13,12 +13,14 @@ from .flags import (
     add_group,
     add_sampling_groups,
     flag_of,
+    load_llm,
     params_of,
+    set_thread_pools,
     shows_surprise,
     steering,
+    warm_up,
     with_seed,
 )
-from .loading import load_llm, set_thread_pools, warm_up
 from .streams import STDIN, counted, emit, log, rates, read_text
 
 EVERY_DAY = (

@@ -19,8 +19,7 @@ import tinygpt
 from ..errors import CheckpointError, NoTokenizerError
 from ..hardware import cpu_name, logical_cores, thread_count
 from ..weights.files import PACKED_FILE, PREPARED_FILE, followed
-from .flags import Command, add_checkpoint, add_flag
-from .loading import THREAD_POOLS, set_thread_pools
+from .flags import THREAD_POOLS, Command, add_checkpoint, add_flag, set_thread_pools
 from .streams import log, print_fields, print_json, print_table, size_text
 
 if TYPE_CHECKING:

@@ -1,21 +1,23 @@
 """`tinygpt`: find the subcommand, run it, turn an error into a sentence and an exit code."""
 
 import argparse
+import importlib.util
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import tinygpt
 
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
-from ..ranks.mpi import is_first_of_host, launched_rank
-from .flags import Command, flag_of, set_defaults
-from .loading import has_ranks, start_ranks
+from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank
+from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
 # Modules are imported when their command runs, or when all commands are listed.
@@ -42,6 +44,7 @@ MODULES |= {"bench": "..bench.command"} | dict.fromkeys(("eval", "parity"), "..e
 DONE = 0
 FAILED = 1
 USAGE = 2
+LAUNCHED = "TINYGPT_LAUNCHED"  # a variable of the ranks that `_launch` starts
 BROKEN_PIPE = 141  # 128 + SIGPIPE, as a shell reports it
 MAX_SENTENCE = 8000  # characters; an error about a checkpoint may have several lines
 
@@ -68,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")
-            start_ranks(args, words)
+            if has_ranks(args):
+                _start_ranks(args, words)
             _command(args.command).run(args)
             return DONE
         except (Exception, KeyboardInterrupt) as error:
@@ -91,6 +95,49 @@ def _silence(is_silent: bool) -> Iterator[None]:
         redirect_stderr(nowhere),
     ):
         yield
+
+
+def _start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Become mpiexec if it has not started this process. Return in rank 0; other ranks follow it, and exit."""
+    layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
+    if launched_rank() is None and LAUNCHED not in os.environ:
+        _launch(layout, words)
+    from ..ranks.lead import driver_of
+    from ..ranks.mpi import process_world, world_of
+
+    world = process_world()
+    if world.rank == 0:
+        with suppress(OSError):  # not inherited
+            os.dup2(int(os.environ.get(LAUNCHED, 1)), 1)
+        world_of(layout)
+        driver_of(world)  # now: a command line may be refused before any model is opened
+        signal.signal(signal.SIGTERM, lambda number, _: world.abort(128 + number))
+        return
+    if world.size != layout.size:  # rank 0 reports it
+        sys.exit(USAGE)
+    from ..ranks.lead import join
+
+    join(layout, world)
+
+
+def _launch(layout: Layout, words: Sequence[str]) -> None:
+    mpiexec = find_mpiexec()
+    if mpiexec is None or importlib.util.find_spec("mpi4py") is None:
+        missing = "mpi4py" if mpiexec else "mpiexec"
+        raise RequestError(
+            f"--tensor-parallel-size is {layout.tensor_size} and --pipeline-parallel-size is {layout.pipeline_size}, "
+            f"which needs {missing}: it comes with {how_to_install('mpi')}."
+        )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    command = [mpiexec, "-n", str(layout.size), sys.executable, "-m", "tinygpt", *words]
+    stdout = 1
+    program = Path(mpiexec).resolve()
+    if program.stem == "mpiexec" and program.with_name("mpiexec.hydra").is_file():  # MPICH
+        stdout = os.dup(1)  # rank 0's; what MPICH itself says is no text
+        os.set_inheritable(stdout, True)
+        os.dup2(2, 1)
+    os.execve(mpiexec, command, {**os.environ, LAUNCHED: str(stdout)})
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

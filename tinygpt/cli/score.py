@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from ..look import bits
-from .flags import Command, add_group
-from .loading import load_llm
+from .flags import Command, add_group, load_llm
 from .streams import (
     STDIN,
     check_writable,

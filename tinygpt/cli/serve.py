@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import NoTokenizerError, RequestError, how_to_install, invalid
 from ..llm_args import SOFT_PROMPT, named_path
-from . import loading
-from .flags import MODEL_FLAGS, Command, add_chat_template, add_group
+from .flags import MODEL_FLAGS, Command, add_chat_template, add_group, load_llm, set_thread_pools, warm_up
 from .streams import log
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     _check(args)
-    loading.set_thread_pools(args.threads)  # before NumPy is imported
+    set_thread_pools(args.threads)  # before NumPy is imported
     try:
         from ..look.edits import ControlVector
         from ..server.app import create_app
@@ -92,13 +91,13 @@ def run(args: argparse.Namespace) -> None:
             "chat_template": args.chat_template,
             "max_capture_bytes": MAX_CAPTURED,
         }
-        llm, _ = loading.load_llm(args, **more)
+        llm, _ = load_llm(args, **more)
         with llm:
             try:
                 _ = llm.tokenizer  # CheckpointError for a damaged one
             except NoTokenizerError as error:
                 log(f"only token ids are served: {error}")
-            loading.warm_up(llm, args)
+            warm_up(llm, args)
             configure_logging(args.log_format)
             for vector in vectors.values():
                 llm.logits([0], vector.edits())  # RequestError if it does not fit the model

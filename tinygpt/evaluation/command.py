@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.report import FORMATS, aligned, records_table
 from ..cli import flags, streams
-from ..cli.loading import set_thread_pools
 from ..cli.streams import check_writable, emit, log, progress, read_plain_text, table_format
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..hardware import thread_count
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
     if args.limit is not None and args.limit < 1:
         raise invalid("--limit", args.limit, "at least 1")
     text = read_plain_text("FILE", args.file)
-    set_thread_pools(args.threads)
+    flags.set_thread_pools(args.threads)
     given = _given(args, text)
     if len(args.dtype) > 1:  # LLM refuses a single one
         from ..ranks.lead import open_sources
@@ -188,7 +187,7 @@ def _add_parity_arguments(parser: argparse.ArgumentParser) -> None:
 def _run_parity(args: argparse.Namespace) -> None:
     """Print the comparison. Raise TinyGPTError if a difference exceeds the tolerance."""
     _check_parity(args)
-    set_thread_pools(args.threads)
+    flags.set_thread_pools(args.threads)
     folder = _folder_for_transformers(args.model) if args.golden is None else None
     from ..llm import LLM
     from .parity import compare

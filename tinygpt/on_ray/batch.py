@@ -12,8 +12,7 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import Any
 
-from ..cli import loading
-from ..cli.flags import llm_args
+from ..cli.flags import llm_args, set_thread_pools
 from ..cli.streams import counted, log
 from ..errors import FailedRequestError, RequestError, TinyGPTError, how_to_install
 from ..hardware import physical_cores
@@ -30,7 +29,7 @@ Request = tuple[int, Any, Any]  # index, Prompt, SamplingParams
 
 def setup(args: argparse.Namespace) -> tuple[LLMArgs, Any]:
     """Return LLM's arguments, with absolute paths, and an InputProcessor, which needs no weights."""
-    loading.set_thread_pools(args.threads)
+    set_thread_pools(args.threads)
     from ..engine.input_processor import InputProcessor
     from ..engine.model_runner import ModelSource
 
@@ -55,7 +54,7 @@ class Actor:
     """An LLM of the pool. Requests are pickled, as Arrow lacks their types."""
 
     def __init__(self, args: LLMArgs):
-        loading.set_thread_pools(args.threads)
+        set_thread_pools(args.threads)
         from ..llm import LLM
 
         self._llm = LLM(**vars(args))
