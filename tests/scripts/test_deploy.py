@@ -108,7 +108,7 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
     )
     from prometheus_client.parser import text_string_to_metric_families
 
-    from tinygpt.server.metrics import Metrics
+    from tinygpt.server.monitoring import Metrics
 
     with LLM("demo", device="reference") as llm:
         future = llm.submit("Once", SamplingParams(max_tokens=2))

@@ -7,7 +7,7 @@ import pytest
 from support.gate import Gate, until_idle
 from support.serving import served, until
 from tinygpt import SamplingParams
-from tinygpt.server import serve
+from tinygpt.server import app
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
@@ -91,7 +91,7 @@ def test_others_go_on(server, llm, gate):
     not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system has no limit for unread replies"
 )
 def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
-    monkeypatch.setattr(serve, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(app, "UNREAD_SECONDS", 0.2)
     with served(llm) as server:
         connections = server._server.server_state.connections
         server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)

@@ -15,8 +15,8 @@ from support.gate import Gate, Held
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
-from tinygpt.server import serve
-from tinygpt.server.serve import allow_all_descriptors
+from tinygpt.server import app
+from tinygpt.server.app import allow_all_descriptors
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 40, "ignore_eos": True, "seed": 1}
 
@@ -125,7 +125,7 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
     """ends: the thread does before the reply."""
     embed = Held(llm.embed)
     monkeypatch.setattr(llm, "embed", embed)
-    monkeypatch.setattr(serve, "FLUSH_SECONDS", 0.1)
+    monkeypatch.setattr(app, "FLUSH_SECONDS", 0.1)
     with served(llm, drain_seconds=0.05) as server:
         client = server.begin("/v1/embeddings", input=["a", "b"])
         assert embed.called.wait(60)
@@ -140,16 +140,16 @@ def test_at_the_deadline_embeddings_end_with_a_reply_that_says_so(llm, monkeypat
 STUCK = """
 import asyncio, os, signal, time, types
 from fastapi import FastAPI
-from tinygpt.server import serve
+from tinygpt.server import app
 
 def begin():
     asyncio.get_running_loop().run_in_executor(None, time.sleep, 100)
     os.kill(os.getpid(), signal.SIGTERM)
 
-serve.FLUSH_SECONDS = serve.END_SECONDS = 0.1
-app = FastAPI()
-app.state.api = types.SimpleNamespace(stop_all=lambda: None)
-serve.serve(app, serve.listen("127.0.0.1", 0), 0.1, begin)
+app.FLUSH_SECONDS = app.END_SECONDS = 0.1
+stuck = FastAPI()
+stuck.state.api = types.SimpleNamespace(stop_all=lambda: None)
+app.serve(stuck, app.listen("127.0.0.1", 0), 0.1, begin)
 """
 
 

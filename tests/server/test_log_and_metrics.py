@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.gate import Gate
 from support.serving import served
-from tinygpt.server.serve import OUT_OF_DESCRIPTORS, JsonLines, Seldom, TextLines
+from tinygpt.server.monitoring import OUT_OF_DESCRIPTORS, JsonLines, Seldom, TextLines
 
 ASKED = {"prompt": "Once upon a time", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
 

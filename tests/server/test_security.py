@@ -9,7 +9,7 @@ import secrets
 import pytest
 
 from support.serving import served
-from tinygpt.server.serve import TextLines
+from tinygpt.server.monitoring import TextLines
 
 KEYS = ("first-key", "schlüssel-🔑")
 NEEDS_KEY = ("/v1/models", "/v1/models/demo", "/tokenizer_info", "/v1/nowhere")

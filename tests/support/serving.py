@@ -16,8 +16,7 @@ from typing import Any
 from support.processes import until
 from tinygpt import LLM
 from tinygpt.server.api import ServerConfig
-from tinygpt.server.app import LOOPBACK, create_app
-from tinygpt.server.serve import Server, listen
+from tinygpt.server.app import LOOPBACK, Server, create_app, listen
 
 SECONDS = 60
 

@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> None:
     set_thread_pools(args.threads)  # before NumPy is imported
     try:
         from ..look.edits import ControlVector
-        from ..server.app import create_app
-        from ..server.serve import configure_logging, listen, serve, url_of
+        from ..server.app import create_app, listen, serve, url_of
+        from ..server.monitoring import configure_logging
     except ImportError as error:
         raise RequestError(
             f"serve needs {error.name}, which comes with: {how_to_install('serve')}."

@@ -15,7 +15,7 @@ from ray.util.metrics import Gauge
 from ..llm import LLM
 from ..server.api import ServerConfig
 from ..server.app import create_app
-from ..server.serve import configure_logging
+from ..server.monitoring import configure_logging
 
 
 class Arguments(BaseModel):

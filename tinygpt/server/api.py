@@ -25,8 +25,7 @@ from ..sampling_params import SamplingParams
 from ..text.chat import Template, chat_ids
 from . import protocol
 from .answers import RETRY, ApiError, from_engine, whole
-from .looks import check_size, look_params
-from .metrics import Metrics
+from .monitoring import Metrics
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import (
     SSE,
@@ -36,6 +35,7 @@ from .requests import (
     Result,
     RunningRequest,
     large,
+    look_params,
     read_apart,
     route,
     while_connected,
@@ -217,7 +217,12 @@ class Api:
             if run is not None:
                 message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
                 raise ApiError(400, message, "max_tokens")
-            check_size(self.llm, job.params, job.prompts)
+            longest = max(len(prompt.token_ids) for prompt in job.prompts)
+            count = len(job.prompts) * (job.params.best_of or job.params.n)
+            length = longest + job.params.max_tokens - 1
+            self.llm._inputs.captures(
+                job.params.capture, (), longest, length, count
+            )  # RequestError if too large
         requests = [(prompt, job.params) for prompt in job.prompts]
         if job.form.stream and run is None:
             work = await self._start(requests, True, request)

@@ -1,18 +1,28 @@
-"""create_app: the FastAPI app of one model: routes, OpenAPI, the page, and the gate in front of them."""
+"""The FastAPI app of one model, with the gate in front of its routes, and uvicorn, which serves it until a signal."""
 
+import asyncio
 import base64
+import faulthandler
 import hashlib
 import logging
+import os
 import re
 import secrets
+import signal
+import socket
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import signature
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -26,7 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import tinygpt
 
-from ..errors import suggest
+from ..errors import RequestError, suggest
 from ..llm import LLM
 from .answers import BUG, ApiError, ErrorReply, from_validation, respond
 from .api import Api, ServerConfig
@@ -39,10 +49,20 @@ OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 CLIENT_LEFT = 499  # nginx's status
 _ID = re.compile(r"[\x21-\x7e]{1,200}")
+log = logging.getLogger("tinygpt.server")
 access_log = logging.getLogger("tinygpt.server.access")
 REFUSED = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+KEEP_ALIVE_SECONDS = 30
+UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
+FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
+END_SECONDS = 5.0  # after that, for threads to end
+# After a kernel the engine waits so long for the GIL while the loop writes; Python's default is 0.005.
+SWITCH_SECONDS = 0.001
+BACKLOG = 128  # connections that wait to be accepted; asyncio tries as many at once
+
+Call = Callable[[], None]
 
 
 def create_app(llm: LLM, config: ServerConfig) -> FastAPI:
@@ -200,3 +220,91 @@ class Gate:
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))
         return None
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which drains after a signal and then ends with status 0.
+
+    It listens while it drains, so that load balancers read status 503 from /health. A second signal ends it at once.
+    """
+
+    def __init__(self, app: FastAPI, drain_seconds: float, on_start: Call, on_signal: Call = lambda: None):
+        """drain_seconds: until running requests end with an error.
+
+        on_start, on_signal: called when requests can come, and at the first signal.
+        """
+        off = {"ws": "none", "lifespan": "off", "log_config": None}
+        off |= {"access_log": False, "server_header": False, "proxy_headers": False, "backlog": BACKLOG}
+        seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
+        super().__init__(uvicorn.Config(app, **off, **seconds))
+        self._api = app.state.api
+        self._drain_seconds = drain_seconds
+        self._on_start = on_start
+        self._on_signal = on_signal
+        self._deadline: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_start()
+
+    async def on_tick(self, counter: int) -> bool:
+        is_told = await super().on_tick(counter)
+        running = len(self.server_state.tasks)
+        if is_told and self._deadline is None:
+            self._deadline = time.monotonic() + self._drain_seconds + FLUSH_SECONDS
+            asyncio.get_running_loop().call_later(self._drain_seconds, self._api.stop_all)
+            if running:
+                fields = {"running": running, "drain_seconds": self._drain_seconds}
+                log.info("shutting down: a second signal ends it at once", extra={"fields": fields})
+        return is_told and (not running or time.monotonic() > self._deadline)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self._on_signal()
+        self.should_exit = self._api.is_draining = True
+
+
+def serve(app: FastAPI, listener: socket.socket, drain_seconds: float, on_start: Call) -> None:
+    """Serve until SIGTERM or Ctrl-C, and until all that ran then has ended; END_SECONDS too late with status 1."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises it again at its end: status 0
+        signal.signal(number, lambda *_: None)
+    allow_all_descriptors()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # Python waits for its threads; faulthandler's needs no GIL, and a full stderr cannot block it.
+    seconds = min(drain_seconds + FLUSH_SECONDS + END_SECONDS, threading.TIMEOUT_MAX / 2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    end_in_any_case = partial(faulthandler.dump_traceback_later, seconds, exit=True, file=nowhere)
+    Server(app, drain_seconds, on_start, end_in_any_case).run(sockets=[listener])
+    log.info("the server has ended")
+
+
+def allow_all_descriptors() -> None:
+    """Raise the soft limit of open files, often 1024, to the hard limit: each connection takes a descriptor."""
+    with suppress(ImportError, OSError, ValueError):  # Windows has no such limit; macOS refuses some values
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a listening socket: clients that connect before the model is loaded wait. RequestError if it is taken."""
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        )
+    except (OSError, OverflowError) as error:
+        why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
+        message = (
+            f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
+        )
+        raise RequestError(message) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux's; a reply of 70 MB would wait for ever
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -15,11 +15,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 import tinygpt
 
 from ..engine.prompts import Prompt
+from ..kernels import numbers
 from ..wire import record_to_json
 from . import protocol
 from .answers import ApiError, json_reply
 from .api import Api, listed
-from .looks import lens_to_json
 from .requests import read_apart, route
 
 
@@ -79,9 +79,18 @@ class InfoRoutes:
         if not self._config.look:
             raise ApiError(400, "/lens needs a server that was started with --look.")
         [prompt], _ = await self._inputs(form.prompt, form, request, "prompt")
-        return await json_reply(
-            *await self._api.in_turn([partial(lens_to_json, self._llm, prompt, self._api.names)])
-        )
+
+        def look() -> dict[str, Any]:
+            _, cache = self._llm.run_with_cache([prompt.token_ids], ["resid_post", "pattern"])
+            layers = range(self._llm.config.n_layer)
+            residuals = np.stack([cache["resid_post", i][0, -1] for i in layers])  # (L, C)
+            logprobs = numbers.log_softmax(self._llm.logit_lens(residuals))  # (L, V)
+            pairs = zip(logprobs.argmax(-1).tolist(), logprobs, strict=True)
+            best = [{"token": self._api.names.name(i), "logprob": row[i].item()} for i, row in pairs]
+            attention = np.stack([cache["pattern", i][0, :, -1] for i in layers])  # (L, H, T)
+            return {"layers": best, "attention": attention.astype(np.float64).round(4).tolist()}
+
+        return await json_reply(*await self._api.in_turn([look]))
 
     @route("/score_continuations", "POST")
     async def score_continuations(self, form: protocol.ContinuationsRequest, request: Request) -> Response:

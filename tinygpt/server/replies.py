@@ -1,11 +1,14 @@
 """Replies and events as JSON: completions, chats, OpenAI's Responses, and the outputs of a RemoteLLM's requests."""
 
+import base64
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count, islice
 from typing import Any
+
+import numpy as np
 
 from ..engine.prompts import Prompt
 from ..errors import RequestError
@@ -14,7 +17,6 @@ from ..sampling_params import SamplingParams
 from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
 from .answers import event, json_parts, to_json
-from .looks import activations_to_json
 from .protocol import StreamOptions
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
@@ -126,6 +128,15 @@ def described(
 def _best(logprobs: Logprobs, num_top: int, token_id: int) -> Logprobs:
     """Return the most probable tokens, then the token itself."""
     return dict(islice(logprobs.items(), num_top)) | {token_id: logprobs[token_id]}
+
+
+def activations_to_json(activations: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return each array as little-endian float32 in base64, with its shape."""
+    found = {}
+    for name, array in activations.items():
+        data = base64.b64encode(np.asarray(array, "<f4").tobytes()).decode()
+        found[name] = {"dtype": "float32", "shape": [*array.shape], "data": data}
+    return found
 
 
 @dataclass

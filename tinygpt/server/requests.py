@@ -1,12 +1,13 @@
 """From the body of an HTTP request to the engine, and back as events; its end when the client leaves."""
 
 import asyncio
+import base64
 import json
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -14,6 +15,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -25,11 +27,13 @@ from starlette.types import Receive, Scope, Send
 from ..engine.engine import RequestFuture
 from ..engine.prompts import Prompt
 from ..engine.sequence import Progress
-from ..errors import TinyGPTError
+from ..errors import RequestError, TinyGPTError
 from ..llm import LLM
+from ..look.edits import Edit
 from ..outputs import RequestOutput, StreamChunk, ThreadFuture
 from ..sampling_params import SamplingParams
 from .answers import BUG, ApiError, error_body, event, from_engine, in_turns
+from .protocol import Array, LookFields
 from .replies import Job, PromptChunk
 
 log = logging.getLogger("tinygpt.server")
@@ -48,6 +52,7 @@ MAX_UNREAD = 10_000  # chunks of a request; with 20 log probabilities each, they
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
 
 GRAMMAR_THREADS = 8  # a process of each may have 256 MiB
+LOOK_FIELDS = ("capture", "edits", "extra_args")
 
 Requests = list[tuple[Prompt, SamplingParams]]
 Result = TypeVar("Result")
@@ -71,6 +76,45 @@ def large(request: Request) -> bool:
 async def read_apart(request: Request, read: Callable[[], Result]) -> Result:
     """Return read(), called in a thread if the body is large."""
     return await asyncio.to_thread(read) if large(request) else read()
+
+
+def look_params(form: LookFields, is_allowed: bool, vectors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `capture` and `edits` for SamplingParams. vectors: ControlVector by name. Raise ApiError, RequestError."""
+    if not is_allowed and (given := [name for name in LOOK_FIELDS if getattr(form, name) is not None]):
+        raise ApiError(400, f"{given[0]} needs a server that was started with --look.", given[0])
+    edits = [_edit(f"edits[{i}]", each) for i, each in enumerate(form.edits or ())]
+    for name, strength in (form.steer or {}).items():
+        if name not in vectors:
+            known = f"it has {', '.join(vectors)}" if vectors else "start it with --control-vector NAME=FILE"
+            raise ApiError(400, f"this server has no control vector {name!r}: {known}.", "steer")
+        edits += vectors[name].edits(strength)
+    names = [form.capture] if isinstance(form.capture, str) else list(form.capture or ())
+    if form.extra_args is not None:
+        names += [f"blocks.{layer}.hook_resid_post" for layer in form.extra_args.output_residual_stream]
+    return {"capture": names or None, "edits": edits or None}
+
+
+def _edit(field: str, form: Any) -> Edit:
+    values = {name: getattr(form, name) for name in form.model_fields_set}
+    try:
+        given = [name for name in ("keep", "value", "project_out") if values.get(name) is not None]
+        return Edit(**values | {name: _array(values[name]) for name in given})
+    except RequestError as error:
+        raise error.named(f"{field}.{error.field}") from None
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"has an array that cannot be read: {error}.", field) from None
+
+
+def _array(given: Any) -> np.ndarray:
+    """Raise ValueError or TypeError."""
+    if isinstance(given, Array):
+        data = base64.b64decode(given.data, validate=True)
+        array = np.frombuffer(data, np.dtype(given.dtype).newbyteorder("<")).reshape(given.shape)
+    else:
+        array = np.array(given, np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError("its numbers must be finite")
+    return array
 
 
 class ChunkQueue:

@@ -1,5 +1,9 @@
-"""Metrics for Prometheus, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards."""
+"""What an operator watches: metrics, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards, and the log."""
 
+import json
+import logging
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -46,6 +50,8 @@ HISTOGRAMS = {
     "request_max_num_generation_tokens": ("Tokens of the longest sample", TOKENS),
     "request_prefill_kv_computed_tokens": ("Tokens of a prompt that were not in the KV cache", TOKENS),
 }
+OUT_OF_DESCRIPTORS = "socket.accept() out of system resource"
+LOG_SECONDS = 60.0  # asyncio's, and how often it is told
 
 
 class Metrics:
@@ -144,3 +150,65 @@ class _TwoNames(Collector):
 
 def _renamed(name: str) -> str:
     return VLLM + name.removeprefix(OURS)
+
+
+def configure_logging(form: str) -> None:
+    """Write the logs of the server, uvicorn and asyncio to stderr, as "text" or as "json" lines."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(Seldom())
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    for name, level in (
+        ("tinygpt.server", logging.INFO),
+        ("uvicorn", logging.WARNING),
+        ("asyncio", logging.WARNING),
+    ):
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.level = level
+        logger.propagate = False
+
+
+class Seldom(logging.Filter):
+    """asyncio logs used up descriptors, with a traceback, for each connection that waits, every second."""
+
+    def __init__(self):
+        super().__init__()
+        self._next = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.getMessage().startswith(OUT_OF_DESCRIPTORS):
+            return True
+        if is_due := record.created >= self._next:
+            self._next = record.created + LOG_SECONDS
+        return is_due
+
+
+class TextLines(logging.Formatter):
+    """2026-01-31T12:00:00Z INFO request id=... status=200"""
+
+    converter = time.gmtime
+
+    def __init__(self):
+        super().__init__("{asctime} {levelname} {message}", "%Y-%m-%dT%H:%M:%SZ", style="{")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {}).items()
+        return " ".join(
+            [super().formatMessage(record), *(f"{n}={_unbroken(v)}" for n, v in fields if v is not None)]
+        )
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = {"time": record.created, "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields | getattr(record, "fields", {}))
+
+
+def _unbroken(value: Any) -> str:
+    """Return a value that cannot look like another field or line."""
+    text = str(value)
+    return text if text.isprintable() and " " not in text and '"' not in text else json.dumps(text)
