@@ -10,12 +10,12 @@ import pytest
 from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, TINY, generation_record, prompt_record
 from support.family_models import FAMILY_MODELS, write_family
 from support.moe_models import moe_arrays, write_moe
-from tinygpt.bench import plot, roofline
+from tinygpt.bench import report, roofline
+from tinygpt.bench.command import read_records
 from tinygpt.bench.report import (
     COLUMNS,
     FORMATS,
     aligned,
-    read_records,
     significant,
     table,
     to_markdown,
@@ -117,15 +117,15 @@ def test_other_files_are_no_records(text, tmp_path):
 def test_records_are_drawn(records, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
     drawn = []
-    draw = plot._draw_panel
-    monkeypatch.setattr(plot, "_draw_panel", lambda axes, panel: drawn.append(panel) or draw(axes, panel))
+    draw = report._draw_panel
+    monkeypatch.setattr(report, "_draw_panel", lambda axes, panel: drawn.append(panel) or draw(axes, panel))
     found = [{**records[0], "batch_size": size} for size in (8, 1)] + records[1:]
-    plot.draw_records(found, tmp_path / "x.svg")
+    report.draw_records(found, tmp_path / "x.svg")
     assert [panel.title for panel in drawn] == ["Reading prompts", "Generating"]
     assert drawn[0].lines == {"float32": [(size, records[0]["samples_ts"]) for size in (1, 8)]}
     assert drawn[0].x_label == "batch size (sequences)"
     assert ">int4</text>" in (tmp_path / "x.svg").read_text()
-    plot.draw_records(found, tmp_path / "x.png")
+    report.draw_records(found, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 

@@ -1,6 +1,8 @@
 """`tinygpt bench`: measure the speed of reading prompts and of generating, next to the limits of the machine."""
 
 import argparse
+import json
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -8,8 +10,7 @@ from ..cli.flags import RANK_FLAGS, Command, add_flag, dtypes, has_ranks, set_th
 from ..cli.streams import check_writable, counted, emit, log, read_plain_text, table_format, write_results
 from ..errors import RequestError, TinyGPTError, invalid, work_started_by
 from ..llm_args import CHECKPOINT
-from . import plot
-from .report import FORMATS, Record, aligned, compare, comparison_table, read_records
+from .report import FORMATS, Record, aligned, cells_of, check_picture, draw_records, table
 from .studies import STUDIES, Options, draw_study, study_text
 
 # A flag that has no meaning next to another is refused.
@@ -17,6 +18,18 @@ CASES = ("batch_sizes", "prompt_lengths", "new_tokens", "kv_cache_dtype")
 RUNS = ("dtype", "threads", "repetitions")
 OF_PRESETS = ("small", "text", "remote")
 NOT_OF_COMPARISONS = ("model", "random", *CASES, *RUNS, "device", "preset", *OF_PRESETS, "plot")
+# Records of one test have these fields in common. llama-bench's own records have neither a dtype nor a batch size.
+TEST_FIELDS = (
+    "model_filename",
+    "model_type",
+    "dtype",
+    "type_k",
+    "n_threads",
+    "batch_size",
+    "n_prompt",
+    "n_gen",
+)
+TEST_FIELDS += ("n_depth",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +166,7 @@ def _prepare(args: argparse.Namespace) -> None:
             raise invalid("--random", args.random, f"one of {', '.join(SHAPES)}")
         args.model = f"{PREFIX}{SHAPE_OF[args.random.lower()]}"
     if args.plot is not None:
-        plot.check(args.plot)
+        check_picture(args.plot)
 
 
 def _run_cases(args: argparse.Namespace) -> None:
@@ -176,7 +189,7 @@ def _run_cases(args: argparse.Namespace) -> None:
             run_plan(plan, records, tell=log)
     finally:  # an interruption leaves the cases that were measured
         if records:
-            _hand_over(args, records, lambda: plot.draw_records(records, args.plot))
+            _hand_over(args, records, lambda: draw_records(records, args.plot))
 
 
 def _run_preset(args: argparse.Namespace) -> None:
@@ -205,6 +218,81 @@ def _compare(args: argparse.Namespace) -> None:
     _write(args, compared, comparison_table(compared))
     if all(record["ratio"] is None for record in compared):
         raise TinyGPTError("no test is in both files of --compare: measure the same cases of one model.")
+
+
+def read_records(path: Path) -> list[Record]:
+    """Read a JSON or JSONL file of bench, or of llama-bench. Raise RequestError for anything else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = [json.loads(line) for line in text.splitlines() if line.strip()]
+        records = found if isinstance(found, list) else [found]
+        if records and all(record["samples_ts"] and record["model_filename"] for record in records):
+            return records
+    except OSError as error:
+        raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise RequestError(
+        f"{path} holds no records of bench: write them with --format json or jsonl, without --preset."
+    )
+
+
+def compare(old: list[Record], new: list[Record]) -> list[Record]:
+    """Return a record for each test: tokens a second and their spread on both sides, null on a side without it."""
+    before, after = _by_test(old), _by_test(new)
+    found = []
+    for key in dict.fromkeys((*before, *after)):
+        sides = _side("old", before.get(key, [])) | _side("new", after.get(key, []))
+        ratio = sides["new_ts"] / sides["old_ts"] if sides["new_ts"] and sides["old_ts"] else None
+        found.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
+    return found
+
+
+def comparison_table(compared: list[Record]) -> str:
+    """Return the comparison as markdown: medians, the change, and the slowest and fastest run of each side."""
+    header = ["test", "old, tokens/s", "new, tokens/s", "change"]
+    forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
+    changes = ["" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}" for record in compared]
+    cells = [cells_of(record, forms) for record in compared]
+    rows = [
+        [_test_name(record), *sides, change]
+        for record, sides, change in zip(compared, cells, changes, strict=True)
+    ]
+    note = (
+        "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
+    )
+    return f"{table(header, rows, header[1:])}\n\n- {note}"
+
+
+def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
+    found: dict[tuple, list[float]] = {}
+    for record in records:
+        found.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
+    return found
+
+
+def _side(name: str, samples: list[float]) -> Record:
+    figures = (
+        (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
+    )
+    return dict(
+        zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True)
+    )
+
+
+def _test_name(record: Record) -> str:
+    kind = f"tg{record['n_gen']}" if record["n_gen"] else f"pp{record['n_prompt']}"
+    depth = f" @ d{record['n_depth']}" if record["n_depth"] else ""
+    parts = [
+        record["model_filename"],
+        record["dtype"] or record["model_type"],
+        f"KV cache {record['type_k']}",
+    ]
+    batch = [] if record["batch_size"] is None else [f"batch {record['batch_size']}"]
+    return ", ".join([*parts, f"threads {record['n_threads']}", *batch, f"{kind}{depth}"])
 
 
 def _hand_over(

@@ -1,4 +1,4 @@
-"""Records of cases, with llama-bench's keys; records as text, and the comparison of two files of records.
+"""Records of cases, with llama-bench's keys; records as text and as pictures, by matplotlib.
 
 The markdown tables of all commands and scripts are made here.
 
@@ -23,13 +23,14 @@ import statistics
 import string
 import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import groupby
+from dataclasses import dataclass
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tinygpt
 
-from ..errors import RequestError
+from ..errors import RequestError, how_to_install
 from ..hardware import cpu_name
 from ..weights.config import PRECISIONS
 from . import roofline
@@ -56,18 +57,6 @@ COLUMNS = {
     "peak MB": "{peak_megabytes:.0f}",
 }
 NUMBERS = tuple(COLUMNS)[6:]  # columns aligned to the right
-# Records of one test have these fields in common. llama-bench's own records have neither a dtype nor a batch size.
-TEST_FIELDS = (
-    "model_filename",
-    "model_type",
-    "dtype",
-    "type_k",
-    "n_threads",
-    "batch_size",
-    "n_prompt",
-    "n_gen",
-)
-TEST_FIELDS += ("n_depth",)
 # Fields that compare-llama-bench.py of llama.cpp requires, with the values of a plain run on a CPU.
 UNUSED_FIELDS = {
     "cpu_mask": "0x0",
@@ -83,6 +72,19 @@ UNUSED_FIELDS = {
     "use_mmap": False,
     "embeddings": False,
     "no_op_offload": 0,
+}
+SUFFIXES = (".png", ".svg")
+INCHES, DOTS_PER_INCH = (9, 6), 100  # 900 x 600 pixels
+# Okabe and Ito's colours, which color-blind readers can tell apart, without yellow.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+MARKERS = "osD^vPX<>phd*8"
+WIDE = 8  # axes whose values span this factor are logarithmic
+# Fields that tell tests of one dtype apart, with their axis labels.
+X_LABELS = {
+    "batch_size": "batch size (sequences)",
+    "length": "length (tokens)",
+    "n_depth": "tokens in the cache before",
+    "n_threads": "threads",
 }
 
 
@@ -260,81 +262,6 @@ def parameters_text(count: float) -> str:
     return f"{count / 1e6:.0f}M" if count < 1e9 else f"{count / 1e9:.2f}B"
 
 
-def read_records(path: Path) -> list[Record]:
-    """Read a JSON or JSONL file of bench, or of llama-bench. Raise RequestError for anything else."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        try:
-            found = json.loads(text)
-        except ValueError:
-            found = [json.loads(line) for line in text.splitlines() if line.strip()]
-        records = found if isinstance(found, list) else [found]
-        if records and all(record["samples_ts"] and record["model_filename"] for record in records):
-            return records
-    except OSError as error:
-        raise RequestError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        pass
-    raise RequestError(
-        f"{path} holds no records of bench: write them with --format json or jsonl, without --preset."
-    )
-
-
-def compare(old: list[Record], new: list[Record]) -> list[Record]:
-    """Return a record for each test: tokens a second and their spread on both sides, null on a side without it."""
-    before, after = _by_test(old), _by_test(new)
-    found = []
-    for key in dict.fromkeys((*before, *after)):
-        sides = _side("old", before.get(key, [])) | _side("new", after.get(key, []))
-        ratio = sides["new_ts"] / sides["old_ts"] if sides["new_ts"] and sides["old_ts"] else None
-        found.append(dict(zip(TEST_FIELDS, key, strict=True)) | sides | {"ratio": ratio})
-    return found
-
-
-def comparison_table(compared: list[Record]) -> str:
-    """Return the comparison as markdown: medians, the change, and the slowest and fastest run of each side."""
-    header = ["test", "old, tokens/s", "new, tokens/s", "change"]
-    forms = [f"{{{side}_ts:4}} ({{{side}_low_ts:4}} to {{{side}_high_ts:4}})" for side in ("old", "new")]
-    changes = ["" if record["ratio"] is None else f"{record['ratio'] - 1:+.1%}" for record in compared]
-    cells = [cells_of(record, forms) for record in compared]
-    rows = [
-        [_test_name(record), *sides, change]
-        for record, sides, change in zip(compared, cells, changes, strict=True)
-    ]
-    note = (
-        "Medians, with the slowest and the fastest run in brackets. A change within both ranges may be noise."
-    )
-    return f"{table(header, rows, header[1:])}\n\n- {note}"
-
-
-def _by_test(records: list[Record]) -> dict[tuple, list[float]]:
-    found: dict[tuple, list[float]] = {}
-    for record in records:
-        found.setdefault(tuple(record.get(name) for name in TEST_FIELDS), []).extend(record["samples_ts"])
-    return found
-
-
-def _side(name: str, samples: list[float]) -> Record:
-    figures = (
-        (statistics.median(samples), min(samples), max(samples), len(samples)) if samples else (None,) * 4
-    )
-    return dict(
-        zip((f"{name}_ts", f"{name}_low_ts", f"{name}_high_ts", f"{name}_samples"), figures, strict=True)
-    )
-
-
-def _test_name(record: Record) -> str:
-    kind = f"tg{record['n_gen']}" if record["n_gen"] else f"pp{record['n_prompt']}"
-    depth = f" @ d{record['n_depth']}" if record["n_depth"] else ""
-    parts = [
-        record["model_filename"],
-        record["dtype"] or record["model_type"],
-        f"KV cache {record['type_k']}",
-    ]
-    batch = [] if record["batch_size"] is None else [f"batch {record['batch_size']}"]
-    return ", ".join([*parts, f"threads {record['n_threads']}", *batch, f"{kind}{depth}"])
-
-
 class _Cells(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         return significant(value) if format_spec == "4" else super().format_field(value, format_spec)
@@ -376,3 +303,98 @@ def _notes(records: Sequence[Record]) -> str:
 - GB/s read: weights, for tg the KV cache too; share of the measured {", ".join(bandwidths.values())}.
 - GFLOP/s: share of the tiles' measured peak, {", ".join(peaks.values())}.
 - outside the model: share of the time outside forward passes. peak MB: {memory}."""
+
+
+# Points (x, samples) from left to right by label; an x may be a name.
+Lines = dict[str, list[tuple[Any, Sequence[float]]]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Axes with lines in colors, and others in gray, such as published figures."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Lines
+    gray_lines: Lines
+
+
+def check_picture(path: Path) -> None:
+    """Raise RequestError if pictures cannot be drawn, or not in this format."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise RequestError(f"the picture {path} must end in {' or '.join(SUFFIXES)}.")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise RequestError(f"a picture needs matplotlib: {how_to_install('plot')}.") from None
+
+
+def draw(path: Path, title: str, panels: Sequence[Panel], note: str = "") -> None:
+    """Write panels side by side: medians with the range of all samples as error bars. Raise as `check_picture` does."""
+    check_picture(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=INCHES, layout="constrained")
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold")
+    figure.supxlabel(note, x=0.012, ha="left", fontsize=8.5, color="#444444")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True):
+        _draw_panel(axes, panel)
+    with rc_context({"svg.fonttype": "none"}):  # text stays text, which is smaller and searchable
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    drawn = {**panel.lines, **panel.gray_lines}
+    colors = cycle(COLORS)
+    markers = cycle(MARKERS)
+    for label, points in drawn.items():
+        xs, samples = zip(*points, strict=True)
+        medians = [statistics.median(values) for values in samples]
+        spread = [
+            [median - min(values), max(values) - median]
+            for median, values in zip(medians, samples, strict=True)
+        ]
+        color, style = ("#6E6E6E", "--") if label in panel.gray_lines else (next(colors), "-")
+        look = {"color": color, "marker": next(markers), "linestyle": "" if isinstance(xs[0], str) else style}
+        axes.errorbar(xs, medians, yerr=[*zip(*spread, strict=True)], capsize=3, label=label, **look)
+    xs = sorted({x for points in drawn.values() for x, _ in points}, key=str)
+    ys = [value for points in drawn.values() for _, samples in points for value in samples]
+    if all(not isinstance(x, str) and float(x).is_integer() for x in xs):
+        if len(xs) > 1 and min(xs) > 0 and max(xs) >= WIDE * min(xs):
+            axes.set_xscale("log")
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.set_xticks([], minor=True)
+    if min(ys) > 0 and max(ys) >= WIDE * min(ys):
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    axes.set_title(panel.title, loc="left", fontsize=11)
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.grid(color="#DDDDDD", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_records(records: Sequence[Record], path: Path) -> None:
+    """Draw tokens a second of reading prompts and of generating, along the field with most values."""
+    panels = []
+    for title, name in (("Reading prompts", "n_prompt"), ("Generating", "n_gen")):
+        found = [{**record, "length": record[name]} for record in records if record[name]]
+        if found:
+            panels.append(_panel_of(found, title))
+    first = records[0]
+    note = f"{first['gpu_info'] or first['cpu_info']}. Points are {runs_text(len(first['samples_ts']))}."
+    draw(path, f"Speed of {Path(first['model_filename']).name}", panels, note)
+
+
+def _panel_of(records: list[Record], title: str) -> Panel:
+    counts = {name: len({record[name] for record in records}) for name in X_LABELS}
+    x = max(counts, key=counts.__getitem__)
+    others = [name for name, count in counts.items() if count > 1 and name != x]
+    lines: Lines = {}
+    for record in sorted(records, key=lambda record: record[x]):
+        label = ", ".join([record["dtype"], *(f"{name} {record[name]}" for name in others)])
+        lines.setdefault(label, []).append((record[x], record["samples_ts"]))
+    return Panel(title, X_LABELS[x], "tokens/s", lines, {})

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..hardware import cpu_name, thread_count
-from .plot import Lines, Panel, draw
-from .report import Record, cells_of, parameters_text, runs_text, table, threads_text
+from .report import Lines, Panel, Record, cells_of, draw, parameters_text, runs_text, table, threads_text
 from .roofline import Case, num_parameters
 
 NOT_PUBLISHED, ABSENT = "not published", "-"
@@ -37,7 +36,9 @@ class Study:
     x: tuple[str, str]  # axis label and field
     y: tuple[str, str]  # axis label and field of samples
     published_columns: tuple[str, ...] = ()
-    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)  # by _key
+    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(
+        default_factory=dict
+    )  # by the case's sizes
     published_rows: tuple[tuple[str, ...], ...] = ()  # of other implementations, below ours
     published_lines: dict[str, list[tuple[Any, float]]] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
@@ -335,7 +336,7 @@ def _here(study: Study, options: Options, gpu: str) -> str:
 
 
 def draw_study(study: Study, options: Options, records: list[Record], path: Path) -> None:
-    """Draw our results and the published figures. Raise RequestError as `plot.check` does."""
+    """Draw our results and the published figures. Raise RequestError as `check_picture` does."""
     lines: Lines = {}
     has_lengths = len({(record["n_prompt"], record["n_gen"]) for record in records}) > 1
     for record in derived(records):
