@@ -10,7 +10,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import GPT2LMHeadModel
 # tinygpt is next to scripts/, installed or not.
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
+from scripts.peers.engines import milliseconds
 from scripts.peers.setup import make_checkpoint
 from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.bench.report import table, threads_text
@@ -106,9 +106,7 @@ def compare(llm: LLM, bridge: TransformerBridge, repeats: int) -> None:
         times = {run: [] for run in (ours, theirs)}
         for turn in range(1 + repeats):
             for run in times:
-                start = time.perf_counter()
-                run()
-                times[run] += [1e3 * (time.perf_counter() - start)] * (turn > 0)
+                times[run] += [milliseconds(run)] * (turn > 0)
         medians = [statistics.median(each) for each in times.values()]
         lines.append([name, *(f"{ms:.1f}" for ms in medians), f"{medians[1] / medians[0]:.1f}"])
     difference = np.abs(

@@ -9,19 +9,8 @@ from openai import OpenAI
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
-command = [
-    sys.executable,
-    "-m",
-    "tinygpt",
-    "serve",
-    "--model",
-    "demo",
-    "--chat-template",
-    "plain",
-    "--port",
-    str(port),
-]
-with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+serve = f"-m tinygpt serve --model demo --chat-template plain --port {port}"
+with subprocess.Popen([sys.executable, *serve.split()], stderr=subprocess.DEVNULL) as server:
     # Retries until the server has started.
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=12)
     try:

@@ -28,8 +28,8 @@ TEST_FIELDS = (
     "batch_size",
     "n_prompt",
     "n_gen",
+    "n_depth",
 )
-TEST_FIELDS += ("n_depth",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

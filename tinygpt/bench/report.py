@@ -93,9 +93,9 @@ def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Rec
     config = plan.config
     case = test.case
     dtype = test.dtype
-    counts = (0, case.new_tokens, case.prompt_length) if case.new_tokens else (case.prompt_length, 0, 0)
-    n_prompt, n_gen, n_depth = counts
-    (commit, number) = build()
+    n_gen = case.new_tokens
+    n_prompt, n_depth = (0, case.prompt_length) if n_gen else (case.prompt_length, 0)
+    commit, number = build()
     cache = plan.caches[dtype]
     works = [roofline.work_of(case, run, config, dtype, cache) for run in test.runs]
     rates = [work.tokens / work.seconds for work in works]
@@ -132,9 +132,9 @@ def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Rec
         "n_depth": n_depth,
         "test_time": test.ended.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "avg_ns": round(statistics.fmean(times)),
-        "stddev_ns": round(_deviation(times)),
+        "stddev_ns": round(deviation(times)),
         "avg_ts": statistics.fmean(rates),
-        "stddev_ts": _deviation(rates),
+        "stddev_ts": deviation(rates),
         "samples_ns": times,
         "samples_ts": rates,
         "median_ts": statistics.median(rates),
@@ -161,7 +161,7 @@ def record_of(plan: "Plan", test: "Test", limits: roofline.MachineLimits) -> Rec
     }
 
 
-def _deviation(values: list[float]) -> float:
+def deviation(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 

@@ -27,7 +27,7 @@ from ..remote import KEY_VARIABLE, RemoteLLM
 from ..weights.config import ModelConfig
 from ..weights.open import open_checkpoint
 from .measure import NUM_WARMUP_PROMPTS, Run, measure, meter_of, params_of, random_prompts
-from .report import Record, record_of, threads_text
+from .report import Record, deviation, record_of, threads_text
 from .roofline import Case, MachineLimits, measure_limits
 from .studies import NUM_CALLERS, NUM_CHARACTERS, Options, Study
 
@@ -283,7 +283,7 @@ def _study_record(
         "num_steps": None,
         "avg_ns": round(statistics.mean(samples)),
         "samples_ns": samples,
-        "stddev_ns": round(statistics.stdev(samples)) if len(samples) > 1 else 0,
+        "stddev_ns": round(deviation(samples)),
         "first_token_ns": first_tokens,
         "peak_memory": None,
     }

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    params = with_seed(params_of(args, soft_prompt=args.soft_prompt[0][0] if args.soft_prompt else None))
+    params = with_seed(params_of(args))
     if params.n != 1:
         raise invalid("--n", params.n, "1: a chat has one answer")
     from ..text.chat import PlainTemplate

@@ -222,7 +222,12 @@ def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
         if args.logprobs_mode != "raw":
             raise invalid("--logprobs-mode", args.logprobs_mode, "raw with --color surprise")
         others["logprobs"] = args.logprobs or 0  # of the sampled token alone
-    return SamplingParams(**{name: getattr(args, name) for name in FLAGS} | others)
+    given = {name: getattr(args, name) for name in FLAGS}
+    return SamplingParams(**given, soft_prompt=soft_prompt_of(args), **others)
+
+
+def soft_prompt_of(args: argparse.Namespace) -> str | None:
+    return args.soft_prompt[0][0] if args.soft_prompt else None
 
 
 def shows_surprise(args: argparse.Namespace) -> bool:

@@ -90,8 +90,7 @@ def run(args: argparse.Namespace) -> None:
     if args.output == STDIN:
         args.output = None
     _check_combination(args)
-    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
-    params = params_of(args, soft_prompt=soft_prompt, edits=_edits(args))
+    params = params_of(args, edits=_edits(args))
     if args.input is not None:
         run_batch(args, params)
     else:

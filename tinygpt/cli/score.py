@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import RequestError
 from ..look import bits
-from .flags import Command, add_group, load_llm
+from .flags import Command, add_group, load_llm, soft_prompt_of
 from .streams import (
     STDIN,
     check_writable,
@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> None:
         raise RequestError("- was given several times, and stdin can be read once: give it once.")
     texts = _read(args)
     llm, _ = load_llm(args)
-    soft_prompt = args.soft_prompt[0][0] if args.soft_prompt else None
-    scores = llm.score(args.prompt, [text for _, text in texts], soft_prompt)
+    scores = llm.score(args.prompt, [text for _, text in texts], soft_prompt_of(args))
     for (text_id, text), score in zip(texts, scores, strict=True):
         if args.json:
             about = {"id": text_id, "model": args.model, "dtype": llm.dtype, "text": text}

@@ -29,10 +29,11 @@ STDIN = "-"
 MAX_LISTED = 20  # lines with problems that an error lists
 EXAMPLE = json.dumps({"prompt": "Once upon a time"})
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
-_PARAMS_FIELDS = tuple(
-    name for name in SAMPLING_FIELDS if name not in ("logits_processors", "capture", "edits")
+_FIELDS = (
+    *PROMPT_FIELDS,
+    *("id", "split_special_tokens"),
+    *(name for name in SAMPLING_FIELDS if name not in ("logits_processors", "capture", "edits")),
 )
-_FIELDS = (*PROMPT_FIELDS, "id", "split_special_tokens", *_PARAMS_FIELDS)
 
 messages = logging.getLogger("tinygpt.cli")
 log, print_error = messages.info, messages.error

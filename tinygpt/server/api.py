@@ -24,7 +24,7 @@ from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat import Template, chat_ids
 from . import protocol
-from .answers import RETRY, ApiError, from_engine, whole
+from .answers import RETRY, ApiError, from_engine, json_reply, whole
 from .monitoring import Metrics
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import (
@@ -230,7 +230,7 @@ class Api:
         outputs = await (run(job, request) if run else self._run(requests, request))
         if job.form.stream:
             return Response(await whole(job.all_events(outputs)), headers=SSE)
-        return Response(await whole(job.reply(outputs)), media_type="application/json")
+        return await json_reply(job.record(outputs))
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""

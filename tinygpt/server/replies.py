@@ -191,8 +191,9 @@ class Job:
     def choices(self, outputs: list[RequestOutput]) -> Iterator[dict[str, Any]]:
         return (self.choice(i, sample) for i, output in enumerate(outputs) for sample in output.outputs)
 
-    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        return json_parts({**self.head, "choices": self.choices(outputs), "usage": usage(outputs)})
+    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Return the whole reply, for `json_parts`."""
+        return {**self.head, "choices": self.choices(outputs), "usage": usage(outputs)}
 
     def begin(self) -> str:
         return ""
@@ -250,11 +251,9 @@ class Chat(Job):
         logprobs = chat_logprobs(self.names, num_top, tokens) if self.form.logprobs else None
         return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
 
-    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        found = {**self.head, "choices": self.choices(outputs), "usage": usage(outputs)}
-        if self.form.return_token_ids:
-            found["prompt_token_ids"] = outputs[0].prompt_token_ids
-        return json_parts(found)
+    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
+        return super().record(outputs) | ids
 
     def begin(self) -> str:
         delta = {"role": "assistant", "content": ""}
@@ -325,15 +324,15 @@ class Completion(Job):
 class Generation(Job):
     """The request of a RemoteLLM, which reads the records of `wire`."""
 
-    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
+    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         samples = (record_to_json(sample) for sample in outputs[0].outputs)
-        return json_parts(output_to_json(replace(outputs[0], outputs=[])) | {"outputs": samples})
+        return output_to_json(replace(outputs[0], outputs=[])) | {"outputs": samples}
 
     def write(self, chunks: list[PromptChunk]) -> Iterator[str]:
         return (event({"chunk": chunk_to_json(chunk)}) for _, chunk in chunks)
 
     def end(self, outputs: list[RequestOutput]) -> Iterable[str]:
-        return chain(['data: {"output":'], self.reply(outputs), ["}\n\n"])
+        return chain(['data: {"output":'], json_parts(self.record(outputs)), ["}\n\n"])
 
 
 class Responses(Job):
@@ -349,9 +348,6 @@ class Responses(Job):
         self._item_id = self.head["id"].replace("resp", "msg")
         self._place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
 
-    def reply(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        return json_parts(self._ended(outputs))
-
     def begin(self) -> str:
         started = self._response("in_progress", [])
         return (
@@ -366,14 +362,14 @@ class Responses(Job):
         return (self._told("output_text.delta", **self._place, delta=text, logprobs=[]) for text in texts)
 
     def end(self, outputs: list[RequestOutput]) -> Iterator[str]:
-        ended = self._ended(outputs)
+        ended = self.record(outputs)
         text = outputs[0].outputs[0].text or ""
         yield self._told("output_text.done", **self._place, text=text, logprobs=[])
         yield self._told("content_part.done", **self._place, part=_part(text))
         yield self._told("output_item.done", output_index=0, item=ended["output"][0])
         yield self._told(ended["status"], response=ended)
 
-    def _ended(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+    def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         [sample] = outputs[0].outputs
         status = "incomplete" if sample.finish_reason == "length" else "completed"
         return self._response(status, [self._item(status, [_part(sample.text or "")])], _counts(outputs))
