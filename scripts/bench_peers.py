@@ -26,6 +26,7 @@ import numpy as np
 from peers.setup import AVX2, DTYPES, OURS, PEERS, PeerError, Setup, Worker, held_to_avx2, prepare, say
 
 from tinygpt.bench import roofline
+from tinygpt.bench.measure import Run
 from tinygpt.bench.report import table, threads_text
 from tinygpt.hardware import cpu_name
 from tinygpt.weights.config import PRECISIONS
@@ -97,21 +98,15 @@ class Results:
 def floor(
     case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None, device: str = "cpu"
 ) -> tuple[float, str]:
-    """Return the shortest time in milliseconds and its limit: memory, or the peak of multiplying."""
-    model = model_config(config)
-    (block_rate, head_rate) = (limits[kind] for kind in roofline.tiles_of(dtype, device))
-    # On average a prefill attends to half of its positions, whose keys and values are in the CPU's caches.
-    positions = (case.prompt + 1) / 2 if case.is_prefill else case.prompt + case.new / 2
-    tokens = case.batch * (case.prompt if case.is_prefill else 1)
-    cached = (
-        0
-        if case.is_prefill
-        else roofline.kv_cache_bytes(model, cache or PRECISIONS[dtype].kv_cache, case.batch * positions)
-    )
-    in_blocks = roofline.block_operations(model, tokens, positions) / block_rate
+    """Return the shortest time in milliseconds of a pass and its limit: memory, or the peak of multiplying."""
+    block_rate, head_rate = (limits[kind] for kind in roofline.tiles_of(dtype, device))
+    one_pass = Run(0.0, 0.0, 0.0, 0.0, 0.0, num_steps=1, num_prompt_steps=1, num_together=1)
+    of_pass = roofline.Case(case.batch, (case.prompt,), 0 if case.is_prefill else case.new)
+    cache = cache or PRECISIONS[dtype].kv_cache
+    work = roofline.work_of(of_pass, one_pass, model_config(config), dtype, cache)
     seconds = {
-        "bandwidth": (roofline.weight_bytes(model, dtype) + cached) / limits["bandwidth"],
-        "tile peak": in_blocks + roofline.head_operations(model, case.batch) / head_rate,
+        "bandwidth": work.bytes_read / limits["bandwidth"],
+        "tile peak": work.in_blocks / block_rate + work.in_head / head_rate,
     }
     limit = max(seconds, key=seconds.__getitem__)
     return 1e3 * seconds[limit], limit

@@ -32,7 +32,7 @@ class Peer:
     name: str
     engine: str  # class of engines.py
     requirements: tuple[str, ...]
-    forms: dict[str, str]  # dtype -> the peer's name of it
+    dtypes: tuple[str, ...]
     source: str | None = None  # format that `make` reads; None: the engine reads the checkpoint
     has_caches: bool = False  # takes a kv_cache_dtype
     has_gpu: bool = False  # runs on a GPU, too
@@ -41,20 +41,20 @@ class Peer:
     build: str = ""  # suffix of the environment of another build
 
 
-OURS = Peer("tinygpt", "Tinygpt", (), {dtype: dtype for dtype in DTYPES}, has_caches=True, has_gpu=True)
+OURS = Peer("tinygpt", "Tinygpt", (), DTYPES, has_caches=True, has_gpu=True)
 PEERS = (
     Peer(
         "transformers",
         "Transformers",
         ("transformers==5.23.0", "torch==2.13.0", "numpy"),
-        {"float32": "float32", "bfloat16": "bfloat16"},
+        ("float32", "bfloat16"),
         has_gpu=True,
     ),
     Peer(
         "torch.compile",
         "Compiled",
         ("transformers==5.23.0", "torch==2.13.0", "numpy"),
-        {"float32": "float32", "bfloat16": "bfloat16"},
+        ("float32", "bfloat16"),
         has_gpu=True,
         environment="transformers",
     ),
@@ -71,7 +71,7 @@ PEERS = (
             "coloredlogs",
             "psutil",
         ),
-        {"float32": "float32, fused", "int8": "int8, dynamic"},
+        ("float32", "int8"),
         source="safetensors",
     ),
     Peer(
@@ -85,26 +85,21 @@ PEERS = (
             "torch==2.13.0",
             "numpy",
         ),
-        {
-            "float32": "f32",
-            "bfloat16": "bf16",
-            "int8": "INT8_SYM weights",
-            "int4": "INT4_SYM weights, groups of 32",
-        },
+        DTYPES,
         source="safetensors",
     ),
     Peer(
         "ctranslate2",
         "Ctranslate2",
         ("ctranslate2==4.8.5", "safetensors", "numpy"),
-        {"float32": "float32, MKL", "int8": "int8"},
+        ("float32", "int8"),
         source="safetensors",
     ),
     Peer(
         "llama.cpp",
         "LlamaCpp",
         ("llama-cpp-python==0.3.36", "numpy"),
-        {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0", "int4": "Q4_0"},
+        DTYPES,
         source="gguf",
         has_caches=True,
         build_variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF"},
@@ -133,9 +128,8 @@ def held_to_avx2(peers: Iterable[Peer]) -> list[Peer]:
         build = {
             name: value.replace("-DGGML_NATIVE=ON", flags) for name, value in peer.build_variables.items()
         }
-        is_whole = peer.name not in ("transformers", "openvino")
-        forms = {dtype: form for dtype, form in peer.forms.items() if is_whole or dtype == "float32"}
-        held.append(replace(peer, forms=forms, build_variables=build, build="-avx2" if build else ""))
+        dtypes = ("float32",) if peer.name in ("transformers", "openvino") else peer.dtypes
+        held.append(replace(peer, dtypes=dtypes, build_variables=build, build="-avx2" if build else ""))
     return held
 
 
@@ -158,7 +152,7 @@ def prepare(work: Path, model: str, peers: Iterable[Peer], dtypes: Iterable[str]
     setup = Setup(checkpoint, json.loads((checkpoint / "config.json").read_text()))
     for peer in (OURS, *peers):
         say(f"preparing {peer.name}")
-        for dtype in [dtype for dtype in dtypes if dtype in peer.forms]:
+        for dtype in [dtype for dtype in dtypes if dtype in peer.dtypes]:
             try:
                 python = provide_python(peer, work)
                 setup.places[peer.name, dtype] = peer, python, provide_form(peer, python, checkpoint, dtype)

@@ -9,7 +9,6 @@ from support.paths import ROOT
 from tinygpt import SamplingParams
 from tinygpt.cli import flags
 from tinygpt.cli import main as cli
-from tinygpt.cli.flags import params_of
 from tinygpt.llm_args import LLMArgs
 from tinygpt.sampling_params import RepetitionDetection
 
@@ -120,7 +119,7 @@ def test_every_field_has_a_flag_that_is_tried():
 
 @pytest.mark.parametrize(("arguments", "given"), FLAGS)
 def test_a_flag_is_its_field(arguments, given):
-    assert params_of(parse(*arguments.split())) == SamplingParams(**{**BASE, **given})
+    assert flags.params_of(parse(*arguments.split())) == SamplingParams(**{**BASE, **given})
 
 
 @pytest.mark.parametrize(

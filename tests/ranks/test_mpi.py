@@ -374,7 +374,7 @@ def test_sigterm_ends_all(tmp_path, five, name, whom, status):
     line = json.dumps({"prompt": [5, 6], "max_tokens": 80, "ignore_eos": True}) + "\n"
     given.write_text(line * 3000, encoding="utf-8")
     batch = f"-m {five} --input {given} --output {out} --seed 3"
-    options = {"chat": "", "generate": batch, "serve": f"-m {five} --port 0"}[name]
+    options = {"generate": batch, "serve": f"-m {five} --port 0"}.get(name, "")
     line = f"-m tinygpt {name} {options} -t 1 {TWO}"
     process = start(*line.split(), start_new_session=True, stdin=subprocess.PIPE)
     pids = ranks_of(process.pid, 2)

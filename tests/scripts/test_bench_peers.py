@@ -37,7 +37,7 @@ DECODE_1, _, DECODE_32, PREFILL = CASES
 LIMITS = {"bandwidth": 35e9, "float32": 230e9, "bfloat16": 460e9, "int8": 920e9, "int4": 920e9}
 HERE = Path(sys.executable)
 # There is no class "Gone": the process ends at once.
-DEAD = Peer("dead", "Gone", (), {"int8": "int8"})
+DEAD = Peer("dead", "Gone", (), ("int8",))
 
 
 def row(**ms: list[float]) -> Row:
@@ -91,7 +91,7 @@ def test_every_peer_has_its_class_and_dtypes():
         engine = getattr(engines, peer.engine)
         assert all(callable(getattr(engine, name)) for name in ("prefill_ms", "step_ms", "last_logits"))
         assert hasattr(engine, "make") == (peer.source is not None)
-        assert set(peer.forms) <= set(DTYPES)
+        assert set(peer.dtypes) <= set(DTYPES)
 
 
 def test_peers_held_to_avx2_are_switched_built_or_left_out():
@@ -99,8 +99,8 @@ def test_peers_held_to_avx2_are_switched_built_or_left_out():
     assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime", "torch.compile"}
     assert "-DGGML_NATIVE=OFF -DGGML_AVX512=OFF" in held["llama.cpp"].build_variables["CMAKE_ARGS"]
     assert (held["llama.cpp"].build, held["ctranslate2"].build) == ("-avx2", "")
-    assert set(held["transformers"].forms) == set(held["openvino"].forms) == {"float32"}
-    assert set(held["llama.cpp"].forms) == set(DTYPES)
+    assert held["transformers"].dtypes == held["openvino"].dtypes == ("float32",)
+    assert held["llama.cpp"].dtypes == DTYPES
     features = AVX2["NUMBA_CPU_FEATURES"].split(",")
     assert choose(lambda name: f"+{name}" in features, AVX2["NUMBA_CPU_NAME"]).name == "AVX2"
 
@@ -112,7 +112,7 @@ def test_a_peer_that_cannot_be_installed_is_absent_with_the_reason(tmp_path, mon
         return HERE
 
     monkeypatch.setattr("peers.setup.provide_python", provide)
-    gone = Peer("gone", "Gone", ("gone==1",), {"float32": "F32", "int8": "Q8_0"})
+    gone = Peer("gone", "Gone", ("gone==1",), ("float32", "int8"))
     setup = prepare(tmp_path, "random:tiny", [gone], ["int8", "int4"])
     assert setup.absent == {("gone", "int8"): "no wheel for this Python"}
     assert set(setup.places) == {("tinygpt", "int8"), ("tinygpt", "int4")}

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-import tinygpt.server.app
 from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
@@ -37,7 +36,7 @@ def started(monkeypatch):
         on_start()
         found.append((app.state.api, listener.getsockname(), drain_seconds))
 
-    monkeypatch.setattr(tinygpt.server.app, "serve", serve)
+    monkeypatch.setattr("tinygpt.server.app.serve", serve)
     return found
 
 

@@ -16,7 +16,7 @@ SETTINGS = "[output.sanitization]\nenabled = false\n"
 # What JSON Schema cannot say: prompt and max_tokens together, best_of and n, as many texts here as there, whether a
 # text is a grammar, what the queue has room for.
 COMPUTING = """[[operations]]
-include-path = "{path}"
+include-path = "{}"
 checks.positive_data_acceptance.expected-statuses = [200, 400, 404, 429]
 """
 
@@ -29,8 +29,11 @@ def test_nothing_is_found(tmp_path, keys):
         LLM("demo", max_num_seqs=8, max_queue=64, max_model_len=64, split_special_tokens=True) as llm,
         served(llm, api_keys=keys, chat_template=ChatTemplate(TEMPLATE, {})) as server,
     ):
-        posts = [route.path for route in server.app.routes if "POST" in route.methods]
-        computing = [COMPUTING.format(path=path) for path in posts if "tokenize" not in path]
+        computing = [
+            COMPUTING.format(route.path)
+            for route in server.app.routes
+            if "POST" in route.methods and "tokenize" not in route.path
+        ]
         settings.write_text(SETTINGS + "".join(computing))
         address = f"http://127.0.0.1:{server.port}/openapi.json"
         command = [COMMAND, "--config-file", str(settings), "run", address, "--checks", "all", "--seed", "1"]

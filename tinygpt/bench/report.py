@@ -215,9 +215,7 @@ FORMATS = {
 }
 
 
-def records_table(
-    records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str] = ()
-) -> str:
+def records_table(records: Iterable[Record], columns: Mapping[str, str], numbers: Collection[str]) -> str:
     return table(columns, (cells_of(record, columns.values()) for record in records), numbers)
 
 
@@ -243,11 +241,11 @@ def aligned(markdown: str) -> str:
     return "\n".join(lines)
 
 
-def significant(number: float, digits: int = 4) -> str:
-    """Format a number with so many significant digits and no exponent: 0.01234, 12.34, 123456."""
+def significant(number: float) -> str:
+    """Format a number with four significant digits and no exponent: 0.01234, 12.34, 123456."""
     if not math.isfinite(number) or number == 0:
         return f"{number:g}"
-    return f"{number:.{max(digits - 1 - math.floor(math.log10(abs(number))), 0)}f}"
+    return f"{number:.{max(3 - math.floor(math.log10(abs(number))), 0)}f}"
 
 
 def runs_text(count: int, spread: str = "") -> str:

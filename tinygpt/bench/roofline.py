@@ -61,7 +61,7 @@ class MachineLimits:
         return MachineLimits(max(self.bandwidth, other.bandwidth), rates)
 
 
-def measure_limits(dtype: str, threads: int, device: str = "cpu") -> MachineLimits:
+def measure_limits(dtype: str, threads: int, device: str) -> MachineLimits:
     """Measure the limits of the threads, or of the GPU, in half a second."""
     kinds = sorted({*tiles_of(dtype, device)})
     if device == "cuda":

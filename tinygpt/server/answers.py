@@ -126,7 +126,7 @@ def respond(error: HTTPException) -> Response:
     return Response(to_json(error_body(error)), error.status_code, headers, "application/json")
 
 
-def from_validation(error: RequestValidationError, form: type[Strict] | None) -> ApiError:
+def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiError:
     """Return a refusal with the most specific error, a missing field last."""
     found = [(_path(each["loc"][1:], error.body), each) for each in error.errors()]
     path, first = max(found, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
@@ -141,7 +141,7 @@ def from_validation(error: RequestValidationError, form: type[Strict] | None) ->
         first_reason, *others = dict.fromkeys(each["msg"] for one, each in found if one == path)  # of a union
         reasons = ", or ".join([first_reason, *(each.removeprefix("Input should be ") for each in others)])
         return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {reasons}.", param)
-    known = form.fields_by_name() if form and len(path) == 1 else {}
+    known = form.fields_by_name() if len(path) == 1 else {}
     if known and (ours := OURS.get(param, param)) in form.model_fields:
         ours = form.model_fields[ours].alias or ours
         return ApiError(400, f"{name} and {ours} name one thing: give one of them.", param)

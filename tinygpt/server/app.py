@@ -148,8 +148,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _invalid(request: Request, error: RequestValidationError) -> Response:
-    field = request.scope["route"].body_field
-    return respond(from_validation(error, field.field_info.annotation if field else None))
+    return respond(from_validation(error, request.scope["route"].body_field.field_info.annotation))
 
 
 async def _client_left(request: Request, error: ClientDisconnect) -> Response:
