@@ -209,32 +209,21 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add = parser.add_argument
     source = "a folder, demo, a Hub id, or random:SHAPE (%(default)s)"
-    parser.add_argument("--model", default="random:124M", help=source)
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
-    parser.add_argument(
-        "--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them"
-    )
-    parser.add_argument(
-        "--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all"
-    )
-    parser.add_argument("--kv-cache-dtype", choices=roofline.CACHE_BYTES, help="of tinygpt and llama.cpp")
-    parser.add_argument("--isa", choices=["avx2"], help="hold every engine to these instructions")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone"
-    )
-    parser.add_argument(
-        "--long", action="store_true", help="also decode from positions 277 and 1000, two repeats"
-    )
-    parser.add_argument("--threads", type=int, default=2, help="of every engine (default: 2)")
-    parser.add_argument("--repeats", type=int, default=5)
+    add("--model", default="random:124M", help=source)
+    add("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
+    add("--peers", nargs="*", choices=[peer.name for peer in PEERS], help="default: all of them")
+    add("--batch-sizes", nargs="+", type=int, metavar="N", help="decode at these, in place of all")
+    add("--kv-cache-dtype", choices=roofline.CACHE_BYTES, help="of tinygpt and llama.cpp")
+    add("--isa", choices=["avx2"], help="hold every engine to these instructions")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: of tinygpt and torch alone")
+    add("--long", action="store_true", help="also decode from positions 277 and 1000, two repeats")
+    add("--threads", type=int, default=2, help="of every engine (default: 2)")
+    add("--repeats", type=int, default=5)
     cache = Path.home() / ".cache" / "tinygpt" / "peers"
-    parser.add_argument(
-        "--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)"
-    )
-    parser.add_argument(
-        "--json", type=Path, help="every time measured; default: results.json in the work folder"
-    )
+    add("--work", type=Path, default=cache, help="environments and files of the peers (%(default)s)")
+    add("--json", type=Path, help="every time measured; default: results.json in the work folder")
     return parser.parse_args()
 
 

@@ -220,22 +220,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--other", nargs=3, action="append", default=[], metavar=("NAME", "URL", "FIELDS"))
-    parser.add_argument("--clients", type=int, nargs="*", default=[1, 8, 32], help="of closed loops")
-    parser.add_argument("--rates", type=float, nargs="*", default=[], help="requests a second, of open loops")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of an open loop")
-    parser.add_argument("--each", type=int, default=4, help="requests of each client")
-    parser.add_argument("--prompt-words", type=int, default=32)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument(
-        "--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token"
-    )
-    parser.add_argument("--tpot", type=float, default=0.05, help="limit of goodput, seconds a token after it")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write the figures into this file")
+    add = parser.add_argument
+    add("--model", default="demo")
+    add("--dtype", default="auto")
+    add("--threads", type=int)
+    add("--other", nargs=3, action="append", default=[], metavar=("NAME", "URL", "FIELDS"))
+    add("--clients", type=int, nargs="*", default=[1, 8, 32], help="of closed loops")
+    add("--rates", type=float, nargs="*", default=[], help="requests a second, of open loops")
+    add("--seconds", type=float, default=10.0, help="of an open loop")
+    add("--each", type=int, default=4, help="requests of each client")
+    add("--prompt-words", type=int, default=32)
+    add("--new-tokens", type=int, default=64)
+    add("--ttft", type=float, default=0.5, help="limit of goodput, seconds to the first token")
+    add("--tpot", type=float, default=0.05, help="limit of goodput, seconds a token after it")
+    add("--repeats", type=int, default=3)
+    add("--json", type=Path, help="also write the figures into this file")
     args = parser.parse_args()
     slots = max([*args.clients, 8]) + 4
     print(f"{cpu_name()}, {threads_text(thread_count(args.threads))}, {args.model} {args.dtype}\n")

@@ -412,12 +412,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them"
-    )
-    parser.add_argument("--examples", type=int, default=200, help="of each format (default: 200)")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--findings", type=Path, default=Path("findings"), help="for the files of failures")
+    add = parser.add_argument
+    add("--formats", nargs="*", choices=FORMATS, default=list(FORMATS), help="default: all of them")
+    add("--examples", type=int, default=200, help="of each format (default: 200)")
+    add("--seed", type=int, default=1)
+    add("--findings", type=Path, default=Path("findings"), help="for the files of failures")
     args = parser.parse_args()
     failed = 0
     for name in args.formats:

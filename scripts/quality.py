@@ -245,15 +245,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("text", metavar="TEXT", type=Path, help="a file in UTF-8")
-    parser.add_argument("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
-    parser.add_argument("--windows", type=int, help="default: all")
-    parser.add_argument(
-        "--outliers", action="store_true", help="also versions of the checkpoint with outliers"
-    )
-    parser.add_argument(
-        "--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text"
-    )
+    add = parser.add_argument
+    add("text", metavar="TEXT", type=Path, help="a file in UTF-8")
+    add("--model", default="demo", help="a local folder or a Hub id; default: %(default)s")
+    add("--windows", type=int, help="default: all")
+    add("--outliers", action="store_true", help="also versions of the checkpoint with outliers")
+    add("--calibrate", metavar="TEXT2", type=Path, help="also int8 and int4 calibrated on this text")
     arguments = parser.parse_args()
     with LLM(arguments.model, max_num_seqs=1) as llm:
         token_ids = llm.tokenizer.encode(read_plain_text("TEXT", arguments.text))

@@ -265,17 +265,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--server", action="store_true", help="ask a server in another process")
-    parser.add_argument(
-        "--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)"
-    )
-    parser.add_argument(
-        "--alone", type=int, metavar="N", help="compare the requests of N batches with each alone"
-    )
-    parser.add_argument("--seed", type=int, default=1, help="of --alone (default: 1)")
+    add = parser.add_argument
+    add("--model", default="demo")
+    add("--dtype", default="auto")
+    add("--requests", type=int, default=10_000)
+    add("--server", action="store_true", help="ask a server in another process")
+    add("--tensor-parallel", type=int, default=1, help="ranks that share each layer (default: 1)")
+    add("--alone", type=int, metavar="N", help="compare the requests of N batches with each alone")
+    add("--seed", type=int, default=1, help="of --alone (default: 1)")
     args = parser.parse_args()
     if args.alone is not None:
         compare_alone(args.alone, args.seed, args.model)

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")
             if has_ranks(args):
-                _start_ranks(args, words)
+                start_ranks(args, words)
             _command(args.command).run(args)
             return DONE
         except (Exception, KeyboardInterrupt) as error:
@@ -97,7 +97,7 @@ def _silence(is_silent: bool) -> Iterator[None]:
         yield
 
 
-def _start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
+def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     """Become mpiexec if it has not started this process. Return in rank 0; other ranks follow it, and exit."""
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
