@@ -98,7 +98,7 @@ class Results:
 def floor(
     case: Case, config: dict, dtype: str, limits: dict[str, float], cache: str | None, device: str = "cpu"
 ) -> tuple[float, str]:
-    """Return the shortest time in milliseconds of a pass and its limit: memory, or the peak of multiplying."""
+    """Return the least milliseconds of a pass and its limit: memory, or the peak of multiplying."""
     block_rate, head_rate = (limits[kind] for kind in roofline.tiles_of(dtype, device))
     one_pass = Run(0.0, 0.0, 0.0, 0.0, 0.0, num_steps=1, num_prompt_steps=1, num_together=1)
     of_pass = roofline.Case(case.batch, (case.prompt,), 0 if case.is_prefill else case.new)

@@ -182,7 +182,6 @@ def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     if args.device != "cpu":
         return
     from ..kernels.cpu.jit import kernel_cache
-    from ..sampling_params import SamplingParams
 
     if kernel_cache().num_compiled:
         params = SamplingParams(max_tokens=2, temperature=args.temperature, top_k=40, top_p=0.95, seed=0)

@@ -16,7 +16,7 @@ from typing import NoReturn
 import tinygpt
 
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
-from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank
+from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank, process_world, world_of
 from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
@@ -102,8 +102,7 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
     layout = Layout(args.tensor_parallel_size, args.pipeline_parallel_size)
     if launched_rank() is None and LAUNCHED not in os.environ:
         _launch(layout, words)
-    from ..ranks.lead import driver_of
-    from ..ranks.mpi import process_world, world_of
+    from ..ranks.lead import driver_of, join
 
     world = process_world()
     if world.rank == 0:
@@ -115,8 +114,6 @@ def start_ranks(args: argparse.Namespace, words: Sequence[str]) -> None:
         return
     if world.size != layout.size:  # rank 0 reports it
         sys.exit(USAGE)
-    from ..ranks.lead import join
-
     join(layout, world)
 
 

@@ -1,4 +1,4 @@
-"""What an operator watches: metrics, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards, and the log."""
+"""Metrics, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards, and the log on stderr."""
 
 import json
 import logging
