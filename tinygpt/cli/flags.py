@@ -221,8 +221,8 @@ def params_of(args: argparse.Namespace, **others: Any) -> SamplingParams:
         if args.logprobs_mode != "raw":
             raise invalid("--logprobs-mode", args.logprobs_mode, "raw with --color surprise")
         others["logprobs"] = args.logprobs or 0  # of the sampled token alone
-    given = {name: getattr(args, name) for name in FLAGS}
-    return SamplingParams(**given, soft_prompt=soft_prompt_of(args), **others)
+    given = {name: getattr(args, name) for name in FLAGS} | others
+    return SamplingParams(soft_prompt=soft_prompt_of(args), **given)
 
 
 def soft_prompt_of(args: argparse.Namespace) -> str | None:
