@@ -5,9 +5,9 @@ from .device import check_device
 from .kv_cache import copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
 from .model import final_norm, forward, multi_step, stop_early
 from .params import DTYPES as ROWS
-from .params import check_model, load_params
+from .params import load_params
 from .sampling import filter_logits, process_logits, sample
-from .workspace import check_memory, new_workspace
+from .workspace import check_memory, check_model, new_workspace
 
 DTYPES = tuple(ROWS)
 MAX_STEP_TOKENS = 2048

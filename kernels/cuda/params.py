@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import float32, uint32
 
-from ..backend import KINDS, LINEARS, NORMS, DeviceError
+from ..backend import KINDS, LINEARS, NORMS
 from ..numbers import from_bfloat16, stacked, to_bfloat16
 from . import device as devices
 from .jit import (
@@ -186,13 +186,6 @@ class Params:
     linears: dict[str, Weights]  # by the names of LINEARS, and lm_head, which is wte if the head is tied
     norms: dict[str, NormWeights]  # (L, C) of ln_1 and ln_2, (1, C) of ln_f
     final_norm: NormWeights  # ln_f on the host
-
-
-def check_model(config: Any) -> None:
-    if config.differences:
-        raise DeviceError(
-            f"the model has {', '.join(config.differences)}, which no kernel for a GPU computes."
-        )
 
 
 def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Params:

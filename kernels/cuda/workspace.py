@@ -13,6 +13,7 @@ from .draw import NUM_SETTINGS
 from .kv_cache import kv_cache_bytes, padded_head
 from .layers.attention import QUERY_TILE
 from .layers.attention_products import KEY_BLOCK
+from .layers.epilogue import ACTIVATIONS
 from .params import DTYPES, padded_columns, params_bytes
 
 # Indices into `Inputs.sizes`: tokens, rows with logits, and steps done without the host.
@@ -203,6 +204,14 @@ def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, 
         "KV cache": kv_cache_bytes(config, num_slots, max_model_len, kv_cache_dtype),
         "buffers": workspace_bytes(config, MaxShape.of(config, *step), dtype),
     }
+
+
+def check_model(config: Any) -> None:
+    unsupported = list(config.differences)
+    if config.activation not in ACTIVATIONS:
+        unsupported.append(f"the activation {config.activation}")
+    if unsupported:
+        raise DeviceError(f"the model has {', '.join(unsupported)}, which no kernel for a GPU computes.")
 
 
 def check_memory(*sizes) -> None:

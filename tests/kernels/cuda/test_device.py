@@ -15,7 +15,7 @@ from support.cuda_compile import compile_kernel, llvm_of
 from support.cuda_device import INTS
 from support.paths import ROOT
 from tinygpt.kernels.backend import DeviceError
-from tinygpt.kernels.cuda import jit
+from tinygpt.kernels.cuda import check_model, jit
 from tinygpt.kernels.cuda.device import Device, let_kernels_begin_early, need_compilers, release_of_libnvvm
 from tinygpt.kernels.cuda.jit import (
     DiskCache,
@@ -28,11 +28,20 @@ from tinygpt.kernels.cuda.jit import (
     wait_for_kernel_before,
 )
 from tinygpt.kernels.cuda.layers.attention import attend_decode_kernel, attend_prefill_kernel
-from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.epilogue import ACTIVATIONS, ADD, LOGITS, QKV
 from tinygpt.kernels.cuda.layers.gemm import TILES, gemm_kernel
 from tinygpt.kernels.cuda.layers.linear import linear_kernel, normed_linear_kernel
 from tinygpt.kernels.cuda.layers.rows import layer_norm_kernel
 from tinygpt.kernels.kernel_cache import KernelCache
+from tinygpt.weights.config import ModelConfig
+
+
+def test_an_activation_without_a_kernel_is_refused_by_name(monkeypatch):
+    check_model(ModelConfig())
+    monkeypatch.delitem(ACTIVATIONS, "gelu_tanh")
+    message = "the model has the activation gelu_tanh, which no kernel for a GPU computes"
+    with pytest.raises(DeviceError, match=message):
+        check_model(ModelConfig())
 
 
 def missing(*arguments):
