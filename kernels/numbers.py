@@ -58,18 +58,19 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return rows
 
 
-def attention_scores(
-    q: np.ndarray, keys: np.ndarray, scale: float, slopes: tuple[float, ...] = ()
-) -> np.ndarray:
-    """Return scale q·k (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D)."""
+def attention_scores(q: np.ndarray, keys: np.ndarray, attention: Any) -> np.ndarray:
+    """Return scores (H, T, T), -inf for later positions, of queries (T, C) and a KV cache's keys (H, T, D).
+
+    attention: of ModelConfig.
+    """
     heads, length, _ = keys.shape
     decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
     q = q.reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
     scores = q @ decode(keys).swapaxes(1, 2)  # (H, T, T)
-    scores *= np.float32(scale)
-    if slopes:
+    scores *= np.float32(attention.scale)
+    if attention.slopes:
         back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)
-        scores -= np.float32(slopes)[:, None, None] * back
+        scores -= np.float32(attention.slopes)[:, None, None] * back
     scores[:, ~np.tri(length, dtype=bool)] = -np.inf
     return scores
 

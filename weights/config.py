@@ -62,6 +62,14 @@ def _structure(default: Any, named: str = "") -> Any:
 
 
 @dataclass(frozen=True)
+class Attention:
+    """The scores of a layer's attention: scale q·k - slope * distance."""
+
+    scale: float
+    slopes: tuple[float, ...] = ()  # of each head; none without ALiBi
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """All that the arithmetic must know of a model besides its parameters.
 
@@ -142,10 +150,12 @@ class ModelConfig:
     def activation(self) -> str:
         return ACTIVATIONS[self.activation_function]
 
-    def attention_scale(self, layer: int) -> float:
-        """Return the factor on q·k in `layer`, counted from 0."""
+    def attention(self, layer: int) -> Attention:
+        """Return the attention of `layer`, counted from 0."""
         scale = self.head_size**-0.5 if self.scale_attn_weights else 1.0
-        return scale / (layer + 1) if self.scale_attn_by_inverse_layer_idx else scale
+        if self.scale_attn_by_inverse_layer_idx:
+            scale /= layer + 1
+        return Attention(scale, self.alibi_slopes)
 
     @property
     def alibi_slopes(self) -> tuple[float, ...]:

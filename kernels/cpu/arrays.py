@@ -195,7 +195,7 @@ def new_params(config, dtype: str, arrays: dict[str, Any], share: "RankShare") -
         ln_f=_one_norm("ln_f", arrays),
         wte=arrays.get("wte", head),
         lm_head=Linear(head, NO_BIAS, NO_FACTORS),
-        attention_scales=np.array([config.attention_scale(i) for i in share.layers], np.float32),
+        attention_scales=np.array([config.attention(i).scale for i in share.layers], np.float32),
         embd_segments=whole(C),
         embedding_segments=whole(E),
         head_segments=share.segments_of(head_segments(config, dtype)),

@@ -185,7 +185,7 @@ def attend(params: Params, layer: int, attended, step: Step) -> None:
     shape = step.shape
     config = params.config
     keys = w.q, c.k, c.v, layer, c.num_slots, c.padded_len, w.inputs.positions, w.inputs.token_slots
-    more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention_scale(layer))
+    more = c.num_heads, c.head_size, padded_columns(config.n_embd), float(config.attention(layer).scale)
     if shape.tiles:  # prefill, and steps with several new tokens of a sequence
         grid = shape.tiles, c.num_heads, tile_blocks(c.numbers)
         function = attend_prefill_kernel(c.padded_head, c.numbers.name)

@@ -12,16 +12,16 @@ INT8_BLOCK = 64
 WEIGHT_LEVELS = 2**14 - 1
 
 
-def attend(q, k, v, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
-    """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D), slopes (H,) or ()."""
-    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, scale, slopes, look), v)
+def attend(q, k, v, positions, attention, look=no_op) -> np.ndarray:
+    """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D). attention: of ModelConfig."""
+    return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, attention, look), v)
 
 
-def attention_weights(q, k, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
-    scores = scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
+def attention_weights(q, k, positions, attention, look=no_op) -> np.ndarray:
+    scores = attention.scale * np.einsum("nhd,htd->nht", q, k)  # (N, H, T)
     back = positions[:, None] - np.arange(k.shape[1])  # (N, T)
-    if len(slopes):
-        scores -= np.float32(slopes)[:, None] * back[:, None, :].astype(np.float64)
+    if attention.slopes:
+        scores -= np.float32(attention.slopes)[:, None] * back[:, None, :].astype(np.float64)
     scores = np.where(back[:, None, :] < 0, -np.inf, scores)
     look("attn_scores", scores)
     weights = softmax(scores)
@@ -29,10 +29,10 @@ def attention_weights(q, k, positions, scale: float, slopes=(), look=no_op) -> n
     return weights  # (N, H, T)
 
 
-def attend_int8(q, k, v, positions, scale: float, slopes=(), look=no_op) -> np.ndarray:
+def attend_int8(q, k, v, positions, attention, look=no_op) -> np.ndarray:
     """Attend with int8 queries, and weights of INT8_BLOCK positions as whole numbers."""
     q, q_scales = to_int8(q)  # (N, H, D), (N, H, 1)
-    weights = attention_weights(q * q_scales, k, positions, scale, slopes, look)
+    weights = attention_weights(q * q_scales, k, positions, attention, look)
     v, v_scales = to_int8(v)  # (H, T, D), (H, T, 1)
     weights = weights * v_scales[..., 0]  # (N, H, T)
     attended = np.zeros_like(q)

@@ -84,8 +84,7 @@ def attention_block(params: Params, layer: int, x: np.ndarray, batch, kv_cache: 
             kv_cache.k[layer, slot, :, :length],  # (H, T, D)
             kv_cache.v[layer, slot, :, :length],
             positions,
-            params.config.attention_scale(layer),
-            params.config.alibi_slopes,
+            params.config.attention(layer),
             lambda kind, array, s=s: look(kind, layer, array, s),
         )
     look("z", layer, attended)

@@ -153,6 +153,6 @@ def test_structure_cannot_be_given_by_the_names_of_our_fields():
 def test_sizes_and_scales_derived_from_the_fields():
     config = ModelConfig(n_embd=20, n_head=4, scale_attn_by_inverse_layer_idx=True)
     assert (config.head_size, config.inner_size) == (5, 80)
-    assert config.attention_scale(2) == 5**-0.5 / 3
+    assert config.attention(2).scale == 5**-0.5 / 3
     assert ModelConfig(n_inner=7, scale_attn_weights=False).inner_size == 7
-    assert ModelConfig(scale_attn_weights=False).attention_scale(3) == 1.0
+    assert ModelConfig(scale_attn_weights=False).attention(3).scale == 1.0

@@ -75,7 +75,7 @@ class Activations(Mapping[str, np.ndarray]):
         if kind in ("attn_scores", "pattern"):
             q, k = (self._seen[place] for place in sources)  # (T, H, D)
             keys = ENCODE.get(self.points.kv_cache_dtype, np.asarray)(k.swapaxes(0, 1))
-            scores = numbers.attention_scores(q, keys, config.attention_scale(layer), config.alibi_slopes)
+            scores = numbers.attention_scores(q, keys, config.attention(layer))
             return scores if kind == "attn_scores" else numbers.softmax(scores)
         x = self._seen[source, layer].astype(np.float64)
         x -= x.mean(-1, keepdims=True)

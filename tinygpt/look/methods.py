@@ -93,8 +93,8 @@ class Probe:
         config = self._runner.config
         maps = np.empty((*keys.shape[:3], len(token_ids)), np.float32)
         for layer in self._layers:
-            of_layer = queries[layer], keys[layer], config.attention_scale(layer), config.alibi_slopes
-            maps[layer] = numbers.softmax(numbers.attention_scores(*of_layer))
+            scores = numbers.attention_scores(queries[layer], keys[layer], config.attention(layer))
+            maps[layer] = numbers.softmax(scores)
         return maps
 
     def _captured(self, token_ids: list[int], places: "list[Place]") -> list[np.ndarray]:

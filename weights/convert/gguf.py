@@ -168,7 +168,7 @@ def _scaled(checkpoint: Checkpoint, name: str) -> np.ndarray:
     config = checkpoint.config
     if ".attn.c_attn." not in name:
         return array
-    factor = config.attention_scale(int(name.split(".")[1])) * math.sqrt(config.head_size)
+    factor = config.attention(int(name.split(".")[1])).scale * math.sqrt(config.head_size)
     if math.isclose(factor, 1, rel_tol=1e-9):
         return array
     array = array.copy()

@@ -23,6 +23,7 @@ from tinygpt.kernels.cpu.jit import jit
 from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
+from tinygpt.weights.config import Attention
 
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
 CACHES = pytest.mark.parametrize("dtype", KINDS)
@@ -126,7 +127,7 @@ def exact_attention(run: Run, dtype: str = "float32", slopes: tuple[float, ...] 
         k = k.swapaxes(0, 1)
         v = v.swapaxes(0, 1)
         at = np.arange(cached, length)
-        out = attend_exactly(q[cached:], k, v, at, 1.0, slopes)  # (N, H, D)
+        out = attend_exactly(q[cached:], k, v, at, Attention(1.0, slopes))  # (N, H, D)
         outs.append(out.reshape(len(out), -1))
         start += length
     return np.concatenate(outs)
@@ -252,15 +253,14 @@ def test_the_reference_rounds_the_weights_of_an_int8_cache_to_14_bits():
     k[:, :64, 0] = -127  # the first block's weights are a twentieth of the others'
     q = q[:, :9].swapaxes(0, 1)
     positions = np.arange(141, 150)
-    scale = 1e-4
-    weights = reference.attention_weights(q, k, positions, scale)  # (N, H, T)
+    attention = Attention(1e-4)
+    weights = reference.attention_weights(q, k, positions, attention)  # (N, H, T)
     levels = [weights[..., start : start + 64].max(-1) / (2**14 - 1) for start in (0, 64, 128)]  # (N, H) each
     squares = [(v[:, start : start + 64] ** 2).sum(1) for start in (0, 64, 128)]  # (H, D) each
     # A rounding to whole numbers has variance 1/12.
     variance = sum(level[..., None] ** 2 * square / 12 for level, square in zip(levels, squares, strict=True))
-    error = reference.attend_int8(q, k, v, positions, scale) - reference.attend(
-        q, k, v, positions, scale
-    )  # (N, H, D)
+    given = q, k, v, positions, attention
+    error = reference.attend_int8(*given) - reference.attend(*given)  # (N, H, D)
     assert 0.85 < np.sqrt((error**2 / variance).mean()) < 1.15
 
 

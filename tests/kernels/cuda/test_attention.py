@@ -21,6 +21,7 @@ from tinygpt.kernels.cuda.layers.attention import (
 from tinygpt.kernels.cuda.layers.attention_products import KEY_BLOCK
 from tinygpt.kernels.cuda.params import NUMBERS
 from tinygpt.kernels.reference import model as reference
+from tinygpt.weights import config
 
 pytestmark = pytest.mark.usefixtures("compute_capability")
 
@@ -147,10 +148,11 @@ class Attention:
 
     def exact(self, step) -> np.ndarray:
         results = []
+        attention = config.Attention(float(self.scale))
         for tokens, start, stop in step:
             k, v = (x[:stop].swapaxes(0, 1).astype(np.float64) for x in (tokens.k, tokens.v))  # (H, T, D)
             q = tokens.q[start:stop].astype(np.float64)
-            results.append(reference.attend(q, k, v, np.arange(start, stop), float(self.scale)))
+            results.append(reference.attend(q, k, v, np.arange(start, stop), attention))
         return np.concatenate(results)
 
     def check(self, actual: np.ndarray, step) -> None:
