@@ -113,8 +113,8 @@ class Backend(Protocol):
     MAX_STEP_TOKENS: int  # N that fills the device
     PACKED: Any  # the module that stores Params, or None
     QUEUES_STEPS: bool  # whether `multi_step` returns before its last step has run
-    SEEN: tuple[str, ...]  # the kinds that a Look sees
-    CHANGED: tuple[str, ...]  # those of them that it may write to
+    SEEN: tuple[str, ...]  # the kinds that Hooks see
+    CHANGED: tuple[str, ...]  # those of SEEN to which Hooks may write
 
     def check_device(self) -> None: ...
 

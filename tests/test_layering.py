@@ -18,20 +18,20 @@ PACKAGES = {
     "tinygpt": ROOT / "tinygpt",
 }
 BACKENDS = ("reference", "cpu", "cuda")
-PAGE = (
-    "forward",
-    "embed",
-    "attention_block",
-    "mlp_block",
-    "head",
-)  # of each backend's model.py, in this order
+# Of each backend's model.py, in this order, and below it on the CPU and a GPU.
+PAGE = ("forward", "embed", "attention_block", "mlp_block", "head")
+SEVERAL_STEPS = {"multi_step", "stop_early", "final_norm"}
 # What the GPU's model.py has below its page: a launch of each layer, and decode steps without the host.
 CUDA_LAUNCHES = {
     *("normed_linear", "layer_norm", "linear", "add_projection", "attend", "heads_of", "rows_of", "width_of"),
-    *("show", "multi_step", "_queued_steps", "_read_tokens", "advance", "stop_early", "final_norm"),
+    *("show", "_queued_steps", "_read_tokens", "advance", *SEVERAL_STEPS),
 }
 # Functions of a model.py besides PAGE: the loop over the layers, run by each CPU thread or queued by the host.
-LOOPS = {"reference": set(), "cpu": {"take_steps"}, "cuda": {"queue_step"} | CUDA_LAUNCHES}
+LOOPS = {
+    "reference": set(),
+    "cpu": {"take_steps", "_drawn", *SEVERAL_STEPS},
+    "cuda": {"queue_step"} | CUDA_LAUNCHES,
+}
 # Libraries of the base install, and of an extra where a package or module needs it.
 LIBRARIES = {
     "tinygpt.kernels": {"numpy", "numba", "llvmlite"},

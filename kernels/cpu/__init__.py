@@ -4,10 +4,9 @@ from ..backend import LOOKS, no_op
 from . import arrays as PACKED
 from . import dtypes
 from .kv_cache import KINDS, copy_positions, kv_cache_bytes, new_kv_cache, read_positions, write_positions
-from .layers.adapters import with_adapters
+from .layers.linear import with_adapters
 from .load import load_params
-from .model import forward
-from .multi_step import final_norm, multi_step, stop_early
+from .model import final_norm, forward, multi_step, stop_early
 from .sampling import filter_logits, process_logits, sample, top_logprobs
 from .workspace import new_workspace
 

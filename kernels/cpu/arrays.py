@@ -10,8 +10,8 @@ from ..numbers import even_bounds
 from .dtypes import DTYPES, new_weight, panel_count, weight_layout
 from .layers.activations import ACTIVATIONS
 from .layers.linear import MAX_SEGMENTS, Linear, quarters, whole
-from .simd.panels import SCALE_GROUP, WEIGHT_GROUP, zeros
 from .simd.tiles import OUT_TILE
+from .simd.vector_ir import SCALE_GROUP, WEIGHT_GROUP, zeros
 
 # Numbers of a converted file: a reader refuses other values. Count `packing` up when one layout means other numbers.
 PACKING = {"packing": 3, "panel": OUT_TILE, "group": SCALE_GROUP, "weight_group": WEIGHT_GROUP}

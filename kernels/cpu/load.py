@@ -28,16 +28,15 @@ from .arrays import (
     share_of,
     to_panels,
 )
-from .dtypes import DTYPES, new_weight, panel_count, unpack
+from .dtypes import DTYPES, Dtype, new_weight, panel_count, unpack
 from .layers.activations import ACTIVATIONS, activate
 from .layers.linear import Linear
-from .simd.panels import zeros
+from .simd.vector_ir import zeros
 
 EXPERT_LINEARS = {"c_fc": "c_fc", "mlp_proj": "c_proj"}
 PACK_SHARES = 16  # of a matrix
 C_PROJ_BALANCE = 0.5
 LEAST = 1e-6  # a channel that a layer norm switches off
-LARGEST = {"float16": np.finfo(np.float16).max}
 LEAST_ESTIMATE = 0.25  # times the median: the estimate may be wrong
 # Gauss-Hermite quadrature for the mean of a function of a normal variable.
 POINTS, SHARES = np.polynomial.hermite_e.hermegauss(15)
@@ -76,9 +75,8 @@ def load_arrays(
                 # With experts, all are 1.
                 divisor = factors if len(factors) == len(norms) else np.float32(1)
                 for kind in KINDS:
-                    arrays[f"{NORM_BEFORE[ours]}_{kind}"] = _divided(
-                        checkpoint, norms, kind, divisor
-                    )  # (L, C)
+                    name = f"{NORM_BEFORE[ours]}_{kind}"
+                    arrays[name] = _divided(checkpoint, norms, kind, divisor)  # (L, C)
             elif FACTORS_BEFORE[ours] in table:
                 place = FACTORS_BEFORE[ours]
                 arrays[place] = share.keep(table[place], to_panels(1 / factors))
@@ -150,22 +148,22 @@ def pack_layers(
     """
     n, k = checkpoint.tensor(names[0]).shape
     is_whole = share.tensor_size == 1
+    row = DTYPES[array.dtype]
     record = new_weight(array.dtype, len(names) if is_whole else 1, n, k)
     kept = None
     all_factors = np.ones((len(names), k), np.float32)
     bounds = [i * panel_count(n) // PACK_SHARES for i in range(PACK_SHARES + 1)]
     for layer, name in enumerate(names):
         weight = checkpoint.tensor(name)  # (N, K)
-        if array.dtype in LARGEST:
-            _check_range(name, weight, array.dtype)
+        if row.largest is not None:
+            _check_range(name, weight, row)
         if factors_of is not None:
             all_factors[layer] = factors_of(layer, weight)
         is_transposed = not weight.flags.c_contiguous
         source = np.ascontiguousarray(weight.T if is_transposed else weight)
         places = [part[layer if is_whole else 0] for part in record]
         given = source, is_transposed, all_factors[layer], *places
-        pack = DTYPES[array.dtype].pack
-        for packed in [packers.submit(pack, *given, *pair) for pair in itertools.pairwise(bounds)]:
+        for packed in [packers.submit(row.pack, *given, *pair) for pair in itertools.pairwise(bounds)]:
             packed.result()
         checkpoint.release(name)
         if not is_whole:
@@ -176,12 +174,11 @@ def pack_layers(
     return kept or record, all_factors
 
 
-def _check_range(name: str, weight: np.ndarray, dtype: str) -> None:
-    largest = LARGEST[dtype]
+def _check_range(name: str, weight: np.ndarray, row: Dtype) -> None:
     found = np.abs(weight).max(initial=0, where=np.isfinite(weight))
-    if found > largest:
-        held = f"whose largest number is {largest:g}, and {name} has {found:g}"
-        raise WeightError(f"is {dtype!r}, {held}: use 'bfloat16' or 'float32'.")
+    if found > row.largest:
+        held = f"whose largest number is {row.largest:g}, and {name} has {found:g}"
+        raise WeightError(f"is {row.name!r}, {held}: use 'bfloat16' or 'float32'.")
 
 
 def _divided(checkpoint, norms: list[str], kind: str, factors: np.ndarray) -> np.ndarray:

@@ -5,10 +5,9 @@ import numpy as np
 from .. import numbers
 from .jit import jit
 from .layers.operands import from_bfloat16, to_bfloat16
-from .simd.panels import WEIGHT_GROUP
 from .simd.products import to_float16
 from .simd.tiles import OUT_TILE
-from .simd.vector_ir import ROUNDING
+from .simd.vector_ir import ROUNDING, WEIGHT_GROUP
 
 LEVELS = np.float32(15)
 NAN = np.uint16(0x7FC0)  # as bfloat16

@@ -21,13 +21,11 @@ from numba import types
 from numba.extending import intrinsic
 
 from .jit import kernel
-from .simd.panels import zeros
-from .simd.vector_ir import address, declare
+from .simd.vector_ir import address, declare, zeros
 
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
-PUBLISHED, OPEN, DONE, SHARES = (
-    i * LINE for i in range(4)
-)  # indices into the board; groups follow the shares
+# Indices into the board; groups follow the shares.
+PUBLISHED, OPEN, DONE, SHARES = (i * LINE for i in range(4))
 GROUP = 8  # shares whose items are counted together first
 # Indices into a thread's own words. LOOKS: vain looks at others' shares. LAST_YIELD: the time of the last yield.
 PHASE, JOINED, NUMBER, MEMBERS, ITEMS, UNCOUNTED, TAKEN_FROM, LOOKS, CLAIMED, LAST_YIELD = range(10)

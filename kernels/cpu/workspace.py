@@ -13,9 +13,8 @@ from .layers.linear import SCRATCH
 from .layers.operands import Float32Operand
 from .layers.ranks import Ranks
 from .sampling_rows import MAX_ENDS, Choices
-from .simd.panels import zeros
 from .simd.tiles import ROW_TILE
-from .simd.vector_ir import LANES
+from .simd.vector_ir import LANES, zeros
 from .team import TeamThreads
 
 MAX_STEPS = 16  # of a call

@@ -72,9 +72,8 @@ def test_layers_before_a_set_input_do_not_run(llm):
     with llm.engine.wrapped(Firsts) as runner:
         (first,) = llm.generate([CLEAN], max_tokens=1, **asked)
         assert runner.layers == [2]
-        (longer,) = llm.generate(
-            [CLEAN], max_tokens=5, **asked
-        )  # shares no keys with it, of which layers 0 and 1 lack
+        # The next shares no keys with it, of which layers 0 and 1 lack.
+        (longer,) = llm.generate([CLEAN], max_tokens=5, **asked)
         assert runner.layers == [2, 0, 0, 0, 0, 0]
     (whole,) = llm.generate([CLEAN], max_tokens=5, capture="z", **asked)  # the captures need all layers
     assert longer.outputs[0].logprobs == whole.outputs[0].logprobs
@@ -183,9 +182,8 @@ def vector(llm):
 
 
 def test_a_control_vector_is_a_difference_of_means(llm, vector):
-    states = [
-        llm.hidden_states(ids, before_norm=True)[:, -1] for ids in (CLEAN, CLEAN[:4], CORRUPTED)
-    ]  # (L + 1, C)
+    prompts = CLEAN, CLEAN[:4], CORRUPTED
+    states = [llm.hidden_states(ids, before_norm=True)[:, -1] for ids in prompts]  # (L + 1, C)
     expected = (states[0] + states[1]) / 2 - states[2]
     assert list(vector.directions) == [1, 2]
     assert repr(vector) == "ControlVector(2 layers, 1 to 2, 32)"

@@ -59,10 +59,9 @@ def test_a_notebook_shows_a_lens_with_candidates_as_titles(llm):
         assert [cell.text for cell in cells] == [repr(texts[t][0]) for texts in found.texts]
         for i, cell in enumerate(cells):
             lines = zip(found.probs[i, t], found.texts[i][t], strict=True)
-            assert (
-                cell.get("title").replace("\n", " ").split()
-                == " ".join(f"{prob:.2%} {text!r}" for prob, text in lines).split()
-            )  # a parser of XML reads the newline of an attribute as a space
+            # A parser of XML reads the newline of an attribute as a space.
+            told = cell.get("title").replace("\n", " ").split()
+            assert told == " ".join(f"{prob:.2%} {text!r}" for prob, text in lines).split()
             assert f", {0.8 * found.probs[i, t, 0]:.2f})" in cell.get("style")
 
 

@@ -17,9 +17,8 @@ from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.attention import scratch_size
 from tinygpt.kernels.cpu.layers.linear import SCRATCH
 from tinygpt.kernels.cpu.layers.operands import put
-from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import VECTOR_BYTES
+from tinygpt.kernels.cpu.simd.vector_ir import SCALE_GROUP, VECTOR_BYTES, WEIGHT_GROUP
 from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
 from tinygpt.kernels.cpu.workspace import new_operand
 

@@ -168,9 +168,8 @@ class LookMethods:
         if pooling not in tuple(POOLINGS):
             raise invalid("pooling", pooling, f"one of {', '.join(map(repr, POOLINGS))}")
         given = [self._read_ids("embeddings", prompt) for prompt in prompt_list(prompts)]
-        vectors = [
-            self.engine.call(partial(self._probe.embedding, ids, pooling)) for ids in given
-        ]  # (C,) each
+        calls = [partial(self._probe.embedding, ids, pooling) for ids in given]
+        vectors = [self.engine.call(call) for call in calls]  # (C,) each
         return np.stack(vectors) if vectors else np.empty((0, self.config.n_embd), np.float32)
 
     def logit_lens(self, stream: Any) -> np.ndarray:

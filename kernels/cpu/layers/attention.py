@@ -2,16 +2,25 @@
 
 A query meets blocks of KEY_BLOCK absolute positions in order, with a running maximum and sum (online softmax: Milakov
 and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on its position alone.
-
-A step of a column is 4 bytes, P values: 1 float32, 2 bfloat16 (uint16), or 4 int8. Keys are transposed in a block,
-(..., D / P, KEY_BLOCK, P); values are (..., KEY_BLOCK / P, D rounded up to LANES, P).
 """
 
 import numpy as np
-from numba import types
 
-from ..jit import inline, kernel, overload_by_dtype
-from ..simd.targets import TARGET
+from ..jit import inline, kernel
+from ..kv_cache import (
+    KEY_BLOCK,
+    KEY_STEP_BYTES,
+    LEAST_QUERY,
+    SCORE_BYTES,
+    bytes_of_query,
+    padded_head,
+    place_of_weights,
+    put_key,
+    put_query,
+    put_value,
+    put_weights,
+    steps_of_key,
+)
 from ..simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
 from ..simd.vector_ir import (
     LANES,
@@ -21,30 +30,17 @@ from ..simd.vector_ir import (
     fma,
     max_lanes,
     sum_lanes,
-    uint16_at,
-    uint32_at,
 )
 from ..team import claim, complete, finish_phase
-from . import int8_cache
 from .activations import ONE, ZERO, exp
-from .operands import rounded_to_bfloat16, to_bfloat16
 
-KEY_BLOCK = OUT_TILE  # a block of keys is a tile's panel
-KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES
-SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
 NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
 # A head of one query takes 1 us, and a claim 0.2: an item has several heads if this many items remain.
 ENOUGH_ITEMS = 32
 
 
-def padded_head(head_size: int) -> int:
-    return -(-head_size // LANES) * LANES
-
-
 def scratch_size(head_size: int) -> int:
-    return (
-        ROW_TILE * (int8_cache.LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
-    )
+    return ROW_TILE * (LEAST_QUERY + head_size + 2 * KEY_BLOCK + padded_head(head_size)) + 3 * LANES
 
 
 @kernel
@@ -247,127 +243,3 @@ def _add_values(cache, rows, weights, values, keys, totals, following):
         strip_add(cache, rows, weights, SCORE_BYTES, *where)
         following += steps * LINE_BYTES
         done += LANES
-
-
-def _put_key_float32(cache, at, x):
-    column = float32_at(at, x.size * KEY_BLOCK)
-    for d in range(x.size):
-        column[d * KEY_BLOCK] = x[d]
-
-
-def _put_key_bfloat16(cache, at, x):
-    pairs = (x.size + 1) // 2
-    column = uint32_at(at, pairs * KEY_BLOCK)
-    for i in range(x.size // 2):
-        column[i * KEY_BLOCK] = _pair(to_bfloat16(x[2 * i]), to_bfloat16(x[2 * i + 1]))
-    if x.size % 2:
-        column[(pairs - 1) * KEY_BLOCK] = np.uint32(to_bfloat16(x[x.size - 1]))
-
-
-# put_key writes a key (D,) to its column of a block.
-put_key = overload_by_dtype(
-    {types.float32: _put_key_float32, types.uint16: _put_key_bfloat16, types.uint8: int8_cache.put_key}
-)
-
-
-def _put_value_float32(cache, start, position, x, column):
-    target = float32_at(start + position * cache.strides[3], x.size)
-    for d in range(x.size):
-        target[d] = x[d]
-
-
-def _put_value_bfloat16(cache, start, position, x, column):
-    # Position 2i clears 2i + 1: 0 * NaN would be NaN.
-    target = uint32_at(start + position // 2 * cache.strides[3], x.size)
-    if position % 2:
-        for d in range(x.size):
-            target[d] = _pair(target[d], to_bfloat16(x[d]))
-    else:
-        for d in range(x.size):
-            target[d] = np.uint32(to_bfloat16(x[d]))
-
-
-# put_value writes a value (D,) to a position of the block at `start`, and its scale to its key's column.
-put_value = overload_by_dtype(
-    {types.float32: _put_value_float32, types.uint16: _put_value_bfloat16, types.uint8: int8_cache.put_value}
-)
-
-
-@kernel
-def _pair(low, high):
-    return np.uint32(np.uint32(low) & np.uint32(0xFFFF)) | np.uint32(np.uint32(high) << np.uint32(16))
-
-
-def _put_steps_float32(cache, target, x, scale):
-    values = float32_at(target, x.size)
-    for i in range(x.size):
-        values[i] = x[i] * scale
-
-
-def _put_steps_bfloat16(cache, target, x, scale):
-    values = uint16_at(target, x.size + x.size % 2)
-    values[values.size - 1] = np.uint16(0)
-    for i in range(x.size):
-        values[i] = to_bfloat16(x[i] * scale)
-
-
-def _put_steps_widened(cache, target, x, scale):
-    values = float32_at(target, x.size + x.size % 2)
-    values[values.size - 1] = ZERO
-    for i in range(x.size):
-        values[i] = rounded_to_bfloat16(x[i] * scale)
-
-
-def _bytes_as_they_lie(cache):
-    return cache.shape[3] * STEP_BYTES
-
-
-def _bytes_of_widened(cache):
-    return cache.shape[3] * 2 * STEP_BYTES
-
-
-# put_query writes scale * x, of a query x (D,), as the left side of a tile.
-_put_rounded, _rounded_bytes = (
-    (_put_steps_bfloat16, _bytes_as_they_lie)
-    if TARGET.multiplies_bfloat16
-    else (_put_steps_widened, _bytes_of_widened)
-)
-put_query = overload_by_dtype(
-    {types.float32: _put_steps_float32, types.uint16: _put_rounded, types.uint8: int8_cache.put_query}
-)
-bytes_of_query = overload_by_dtype(
-    {types.float32: _bytes_as_they_lie, types.uint16: _rounded_bytes, types.uint8: int8_cache.bytes_of_query}
-)
-
-
-def _at_the_scores(cache, scores):
-    return scores
-
-
-def _behind_the_scores(cache, scores):
-    return scores + ROW_TILE * SCORE_BYTES
-
-
-# In float32, softmax weights replace the scores.
-place_of_weights = overload_by_dtype({types.float32: _at_the_scores}, otherwise=_behind_the_scores)
-
-
-def _leave_weights(cache, target, weights, seen, value_scales):
-    pass
-
-
-def _put_weights(cache, target, weights, seen, value_scales):
-    put_query(cache, target, weights, ONE)
-
-
-# put_weights writes a block's softmax weights (KEY_BLOCK,), the first `seen` not 0.
-put_weights = overload_by_dtype(
-    {types.float32: _leave_weights, types.uint8: int8_cache.put_weights}, otherwise=_put_weights
-)
-
-
-def _all_steps(cache):
-    return cache.shape[3]
-
-
-steps_of_key = overload_by_dtype({types.uint8: int8_cache.steps_of_key}, otherwise=_all_steps)

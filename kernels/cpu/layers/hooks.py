@@ -13,12 +13,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..jit import kernel
-from ..simd.panels import zeros
-from ..simd.vector_ir import address, float32_at
+from ..simd.vector_ir import address, float32_at, zeros
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, activate
-from .adapters import C_FC, add_adapters
-from .linear import REPLACE, Linear, linear, linear_to_operand
+from .linear import C_FC, REPLACE, Linear, add_adapters, linear, linear_to_operand
 from .operands import Float32Operand, quantize_activations
 
 # Points in the order of a layer; the stream after the last layer is that of layer L.

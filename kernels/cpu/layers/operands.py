@@ -9,7 +9,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..jit import kernel, overload_by_dtype
-from ..simd.panels import ROW_BYTES, SCALE_GROUP, SCALES_BYTES, load_row, put_rows, zeros
 from ..simd.targets import TARGET
 from ..simd.tiles import OUT_TILE
 from ..simd.vector_ir import (
@@ -20,6 +19,9 @@ from ..simd.vector_ir import (
     LANES,
     ROUNDING,
     ROUNDING_BITS,
+    ROW_BYTES,
+    SCALE_GROUP,
+    SCALES_BYTES,
     VECTOR_BYTES,
     add_int,
     address,
@@ -29,11 +31,14 @@ from ..simd.vector_ir import (
     float32_at,
     fold,
     load,
+    load_row,
     maximum_int,
     multiply_add,
+    put_rows,
     repeat,
     store,
     uint16_at,
+    zeros,
 )
 from ..team import claim_rows, complete_rows, finish_phase
 

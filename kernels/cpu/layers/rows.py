@@ -134,10 +134,8 @@ def embed_rows(team, project_in, params, x, step, b):
     if project_in is None:
         embed_tokens(team, x, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, p.wpe)
     else:
-        rows = b.embedded.values
-        embed_tokens(
-            team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None
-        )  # (N, E)
+        rows = b.embedded.values  # (N, E)
+        embed_tokens(team, rows, step.token_ids, step.embeds, step.positions, p.wte, p.wte_factors, None)
         put_rows(team, b.to_project, rows, b.every[: x.shape[0]])  # (N, E)
         linear(team, x, b.to_project, project_in.linear, ONE_LAYER, project_in.segments, NONE, REPLACE)
         add_positions(team, x, step.positions, p.wpe)

@@ -8,7 +8,6 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .panels import PANEL_VECTORS, ROW_BYTES, SCALES_BYTES, ask_ahead, row_vectors
 from .tiles import CHUNK_BYTES, LINE_BYTES
 from .vector_ir import (
     F32,
@@ -18,13 +17,18 @@ from .vector_ir import (
     I32,
     I64,
     INTS,
+    PANEL_VECTORS,
+    ROW_BYTES,
+    SCALES_BYTES,
     VECTOR_BYTES,
+    ask_ahead,
     at,
     broadcast,
     declare,
     load,
     multiply_add,
     repeat,
+    row_vectors,
     store,
     times,
 )

@@ -4,10 +4,10 @@ A register of A is multiplied lane by lane. A `quad` is a register of 4 columns 
 
     B            B is taken as         a register of A is        a step adds, in each of 4 columns
     float32      it lies               4 float32: 4 steps        a product, fused
-    bfloat16     it lies               2 bfloat16: a step        two products, fused in turn                  LONGS
+    bfloat16     it lies               2 bfloat16: a step        two products, fused in turn                  BFMLAL
                  float32               4 float32: 2 steps        the same                                     WIDENED
-    int8, int4   int8                  16 int8: 4 steps          four products, in int32                      DOTS
-                 uint8, 2 columns      2 rows of 8 int8          eight products, in each of 2 rows            MATRICES
+    int8, int4   int8                  16 int8: 4 steps          four products, in int32                      SDOT
+                 uint8, 2 columns      2 rows of 8 int8          eight products, in each of 2 rows            USMMLA
 
 usmmla multiplies two rows by two columns, 8 values of K; sdot and usdot multiply by a lane of A.
 """
@@ -19,17 +19,8 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from .panels import (
-    PANEL_VECTORS,
-    ROW_BYTES,
-    SCALE_GROUP,
-    WEIGHT_SCALES_BYTES,
-    ask_part_ahead,
-    ask_row_ahead,
-    store_each,
-)
 from .products import INT4, INT8, STEPS, BFloat, Grouped, to_floats
-from .targets import DOTS, LONGS, MATRICES, TARGET
+from .targets import BFMLAL, SDOT, TARGET, USMMLA
 from .vector_ir import (
     F32,
     I8,
@@ -38,7 +29,13 @@ from .vector_ir import (
     I64,
     INTS,
     LANES,
+    PANEL_VECTORS,
+    ROW_BYTES,
+    SCALE_GROUP,
     VECTOR_BYTES,
+    WEIGHT_SCALES_BYTES,
+    ask_part_ahead,
+    ask_row_ahead,
     at,
     broadcast,
     declare,
@@ -46,6 +43,7 @@ from .vector_ir import (
     repeat,
     rows_at,
     store,
+    store_each,
     times,
 )
 
@@ -106,7 +104,7 @@ def _multiply_longs(builder, rows, j, quad, sums):
 
 LONG_STEP = LaneStep(4, BFLOATS, 1, _multiply_longs)
 WIDENED_STEP = LaneStep(8, FLOAT_QUAD, 2, _multiply_widened)
-PAIR_STEP = LONG_STEP if TARGET.bfloat16 == LONGS else WIDENED_STEP
+PAIR_STEP = LONG_STEP if TARGET.bfloat16 == BFMLAL else WIDENED_STEP
 
 
 def lane_step(dtype) -> LaneStep:
@@ -232,16 +230,16 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
 STEP_K = 4  # values of K in a row of a panel, and in a lane of A
 REGISTER_STEPS = REGISTER_BYTES // STEP_K
 # Rows of an int8 panel expanded together: two make the registers of two columns.
-ROWS_TOGETHER = 2 if TARGET.int8 == MATRICES else 1
+ROWS_TOGETHER = 2 if TARGET.int8 == USMMLA else 1
 
 
 def expand_lanes(builder, rows, kind: Grouped):
     """Return rows' vectors of 16 columns as several rows of A multiply them."""
     if kind is INT4:
         rows = _nibbles(builder, *rows)
-    elif TARGET.int8 == DOTS:
+    elif TARGET.int8 == SDOT:
         return [_signed(builder, *rows)]
-    return _two_columns(builder, *rows) if TARGET.int8 == MATRICES else rows
+    return _two_columns(builder, *rows) if TARGET.int8 == USMMLA else rows
 
 
 def _two_columns(builder, first, second):
@@ -274,7 +272,7 @@ def make_lane_grouped_code(kind: Grouped):
     fold = _fold_int8 if kind is INT8 else _fold_int4
 
     def code(builder, rows: int, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        by_twos = TARGET.int8 == MATRICES and rows > 1
+        by_twos = TARGET.int8 == USMMLA and rows > 1
         multiply = _matrices if by_twos else _dots
         strip = strip_of_lanes(rows + rows % 2 if by_twos else rows)
         lone_int4 = kind is INT4 and rows == 1
@@ -317,7 +315,7 @@ def make_lane_grouped_code(kind: Grouped):
 
 def _dots(builder, kind, quads: int, a_rows, s_rows, row_at):
     rows = len(a_rows)
-    is_signed = TARGET.int8 == DOTS
+    is_signed = TARGET.int8 == SDOT
     per_load = 2 if kind is INT4 and rows == 1 else 1  # steps that a quad as it lies holds
     loads = REGISTER_STEPS // per_load
 

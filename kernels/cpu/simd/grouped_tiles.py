@@ -5,15 +5,6 @@ from numba import types
 from numba.extending import intrinsic
 
 from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
-from .panels import (
-    PANEL_VECTORS,
-    ROW_BYTES,
-    SCALE_GROUP,
-    WEIGHT_SCALES_BYTES,
-    ask_part_ahead,
-    part_rows,
-    store_each,
-)
 from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
 from .tiles import LINE_BYTES, OUT_TILE, for_each_height
 from .vector_ir import (
@@ -24,14 +15,21 @@ from .vector_ir import (
     I64,
     INTS,
     LANES,
+    PANEL_VECTORS,
+    ROW_BYTES,
+    SCALE_GROUP,
     VECTOR_BYTES,
+    WEIGHT_SCALES_BYTES,
+    ask_part_ahead,
     at,
     broadcast,
     load,
     multiply_add,
+    part_rows,
     repeat,
     rows_at,
     store,
+    store_each,
     times,
 )
 

@@ -3,12 +3,12 @@
 B            B is taken as        4 bytes of A are     a step adds, in each of 16 lanes
 float32      it lies              1 float32            a product, fused
 float16      float32              1 float32            a product, fused
-bfloat16     it lies              2 bfloat16           two products, in float32                      PAIRS
+bfloat16     it lies              2 bfloat16           two products, in float32                      VDPBF16PS
              float32, two steps   1 float32            a product, fused                              WIDENED
-int8         it lies              4 int8               four products, in int32                       FOURS
-             int16, two steps     2 int16              two products, in int32                        SHORTS
-int4         uint8, two steps     4 int8               as FOURS, or two products in int16            BYTES
-             int16, four steps    2 int16              two products, in int32                        SHORTS
+int8         it lies              4 int8               four products, in int32                       VPDPBUSD
+             int16, two steps     2 int16              two products, in int32                        VPMADDWD
+int4         uint8, two steps     4 int8               as VPDPBUSD, or two products in int16        VPMADDUBSW
+             int16, four steps    2 int16              two products, in int32                        VPMADDWD
 """
 
 from collections.abc import Callable
@@ -19,9 +19,22 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .panels import PANEL_VECTORS, SCALE_GROUP, WEIGHT_GROUP
-from .targets import BYTES, DOTS, FOURS, MATRICES, PAIRS, SHORTS, TARGET
-from .vector_ir import F32, FLOATS, I8, I16, I32, INTS, LANES, VECTOR_BYTES, declare, multiply_add
+from .targets import SDOT, TARGET, USMMLA, VDPBF16PS, VPDPBUSD, VPMADDUBSW, VPMADDWD
+from .vector_ir import (
+    F32,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    INTS,
+    LANES,
+    PANEL_VECTORS,
+    SCALE_GROUP,
+    VECTOR_BYTES,
+    WEIGHT_GROUP,
+    declare,
+    multiply_add,
+)
 
 EIGHTS = ir.VectorType(I8, 4 * LANES)
 SIXTEENS = ir.VectorType(I16, 2 * LANES)
@@ -82,7 +95,7 @@ def _multiply_floats(builder, a, b, total):
     return multiply_add(builder, builder.bitcast(a, FLOATS), builder.bitcast(b, FLOATS), total)
 
 
-def _multiply_pairs(builder, a, b, total):
+def _vdpbf16ps(builder, a, b, total):
     pairs = ir.VectorType(BFloat(), 2 * LANES)
     dot = declare(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [FLOATS, pairs, pairs])
     return builder.call(dot, [total, builder.bitcast(a, pairs), builder.bitcast(b, pairs)])
@@ -90,7 +103,7 @@ def _multiply_pairs(builder, a, b, total):
 
 # High half first, as vdpbf16ps adds.
 WIDENED_PARTS = (StepHalf(4, _high_widened, _multiply_floats), StepHalf(0, _low_widened, _multiply_floats))
-PAIR_PARTS = (StepHalf(0, _as_it_lies, _multiply_pairs),) if TARGET.bfloat16 == PAIRS else WIDENED_PARTS
+PAIR_PARTS = (StepHalf(0, _as_it_lies, _vdpbf16ps),) if TARGET.bfloat16 == VDPBF16PS else WIDENED_PARTS
 HALF = ir.HalfType()
 # By the dtype of the array that holds B. Numba knows no float16 on a CPU: it lies as its bits, in int16.
 STEPS = {
@@ -107,18 +120,18 @@ class IntegerStep(NamedTuple):
     finish: Callable  # (builder, sum) -> 16 int32
 
 
-def _multiply_fours(builder, a, b, total):
+def _vpdpbusd(builder, a, b, total):
     name = f"llvm.x86.avx512.vpdpbusd.{BITS}"
     return _in_parts(builder, name, INTS, [total, builder.bitcast(b, EIGHTS), builder.bitcast(a, EIGHTS)])
 
 
-def _multiply_shorts(builder, a, b, total):
+def _vpmaddwd(builder, a, b, total):
     a = builder.bitcast(a, SIXTEENS)
     b = builder.bitcast(b, SIXTEENS)
     return builder.add(total, _add_pairs(builder, a, b))
 
 
-def _multiply_bytes(builder, a, b, total):
+def _vpmaddubsw(builder, a, b, total):
     name = "llvm.x86.avx512.pmaddubs.w.512" if BITS == 512 else "llvm.x86.avx2.pmadd.ub.sw"
     products = _in_parts(builder, name, SIXTEENS, [builder.bitcast(b, EIGHTS), builder.bitcast(a, EIGHTS)])
     return builder.add(total, products)
@@ -159,9 +172,9 @@ def _in_parts(builder, name: str, result, vectors):
 
 
 INTEGER_STEPS = {
-    FOURS: IntegerStep(4, INTS, _multiply_fours, _as_it_lies),
-    SHORTS: IntegerStep(2, INTS, _multiply_shorts, _as_it_lies),
-    BYTES: IntegerStep(4, SIXTEENS, _multiply_bytes, _pairs_added),
+    VPDPBUSD: IntegerStep(4, INTS, _vpdpbusd, _as_it_lies),
+    VPMADDWD: IntegerStep(2, INTS, _vpmaddwd, _as_it_lies),
+    VPMADDUBSW: IntegerStep(4, SIXTEENS, _vpmaddubsw, _pairs_added),
 }
 
 
@@ -183,7 +196,7 @@ class Grouped(NamedTuple):
 
     @property
     def is_neon(self) -> bool:
-        return self.product in (DOTS, MATRICES)
+        return self.product in (SDOT, USMMLA)
 
     @property
     def group_bytes(self) -> int:
@@ -193,7 +206,7 @@ class Grouped(NamedTuple):
     @property
     def operand_bytes(self) -> int:
         """Return the bytes of an activation."""
-        return 2 if self.product == SHORTS else 1
+        return 2 if self.product == VPMADDWD else 1
 
     @property
     def expansion(self) -> int:
@@ -212,7 +225,7 @@ INT4 = Grouped(TARGET.int4, WEIGHT_GROUP, 2)
 
 def unpacked(builder, vector, kind: Grouped):
     vectors = [vector] if kind is INT8 else _nibbles(builder, vector)
-    if kind.product == SHORTS:
+    if kind.product == VPMADDWD:
         vectors = [short for four in vectors for short in shorts_of(builder, four)]
     return vectors
 

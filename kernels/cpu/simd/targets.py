@@ -84,17 +84,27 @@ def _calls(function: binding.ValueRef) -> bool:
     )
 
 
-PAIRS = "vdpbf16ps"  # two bfloat16
-LONGS = "bfmlalt, bfmlalb"  # fused multiply-adds in turn, which know denormals
+VDPBF16PS = "vdpbf16ps"  # two bfloat16
+BFMLAL = "bfmlalt, bfmlalb"  # fused multiply-adds in turn, which know denormals
 WIDENED = "two multiply-adds"  # in float32: the same bits, as each product is exact
-FOURS = "vpdpbusd"  # four bytes into an int32
-SHORTS = "vpmaddwd"  # two int16 into an int32
-BYTES = "vpmaddubsw"  # two bytes into an int16: eight steps of nibbles cannot overflow
-DOTS = "sdot"  # four bytes into an int32, both sides signed
-MATRICES = "usmmla"  # two columns by two rows of eight bytes into four int32; a lone row: usdot
+VPDPBUSD = "vpdpbusd"  # four bytes into an int32
+VPMADDWD = "vpmaddwd"  # two int16 into an int32
+VPMADDUBSW = "vpmaddubsw"  # two bytes into an int16: eight steps of nibbles cannot overflow
+SDOT = "sdot"  # four bytes into an int32, both sides signed
+USMMLA = "usmmla"  # two columns by two rows of eight bytes into four int32; a lone row: usdot
 SINGLES = "multiply-adds"  # of float32
 # Products for 32 bits of a register.
-PRODUCTS = {SINGLES: 1, PAIRS: 2, LONGS: 1, WIDENED: 1, FOURS: 4, SHORTS: 2, BYTES: 4, DOTS: 4, MATRICES: 8}
+PRODUCTS = {
+    SINGLES: 1,
+    VDPBF16PS: 2,
+    BFMLAL: 1,
+    WIDENED: 1,
+    VPDPBUSD: 4,
+    VPMADDWD: 2,
+    VPMADDUBSW: 4,
+    SDOT: 4,
+    USMMLA: 8,
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,7 @@ class Target:
 
     @property
     def multiplies_bfloat16(self) -> bool:
-        return self.bfloat16 in (PAIRS, LONGS)
+        return self.bfloat16 in (VDPBF16PS, BFMLAL)
 
     @property
     def packs_bfloat16(self) -> bool:
@@ -128,7 +138,7 @@ class Target:
     @property
     def int8_cache(self) -> str:
         """The product for an int8 KV cache. ARM's own are not among them."""
-        return FOURS if self.int8 == FOURS else SHORTS
+        return VPDPBUSD if self.int8 == VPDPBUSD else VPMADDWD
 
     @property
     def steps(self) -> dict[str, str]:
@@ -151,16 +161,16 @@ class Target:
 # The first that fits is used. On Intel vdpbf16ps takes as long as two multiply-adds. ARM's bfdot and bfmmla round
 # differently.
 TARGETS = (
-    Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, PAIRS, FOURS, FOURS),
-    Target("AMX", ("amx-bf16", "amx-int8", "avx512vnni"), "", 64, 32, WIDENED, FOURS, FOURS),
-    Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, FOURS, FOURS),
-    Target("AVX-512", ("avx512bw",), "", 64, 32, WIDENED, SHORTS, BYTES),
-    Target("AVX2 VNNI", ("avx2", "fma", "avxvnni"), "", 32, 16, WIDENED, FOURS, FOURS),
-    Target("AVX2", ("avx2", "fma"), "", 32, 16, WIDENED, SHORTS, BYTES),
-    Target("NEON BF16 I8MM", ("neon", "bf16", "i8mm"), "", 16, 32, LONGS, MATRICES, MATRICES),
-    Target("NEON DotProd", ("neon", "dotprod"), "", 16, 32, WIDENED, DOTS, DOTS),
-    Target("NEON", ("neon",), "", 16, 32, WIDENED, SHORTS, SHORTS),
-    Target("what LLVM makes of 16 lanes", (), "", 16, 16, WIDENED, SHORTS, SHORTS),
+    Target("AVX-512 BF16 VNNI", ("avx512bf16", "avx512vnni"), "znver", 64, 32, VDPBF16PS, VPDPBUSD, VPDPBUSD),
+    Target("AMX", ("amx-bf16", "amx-int8", "avx512vnni"), "", 64, 32, WIDENED, VPDPBUSD, VPDPBUSD),
+    Target("AVX-512 VNNI", ("avx512vnni",), "", 64, 32, WIDENED, VPDPBUSD, VPDPBUSD),
+    Target("AVX-512", ("avx512bw",), "", 64, 32, WIDENED, VPMADDWD, VPMADDUBSW),
+    Target("AVX2 VNNI", ("avx2", "fma", "avxvnni"), "", 32, 16, WIDENED, VPDPBUSD, VPDPBUSD),
+    Target("AVX2", ("avx2", "fma"), "", 32, 16, WIDENED, VPMADDWD, VPMADDUBSW),
+    Target("NEON BF16 I8MM", ("neon", "bf16", "i8mm"), "", 16, 32, BFMLAL, USMMLA, USMMLA),
+    Target("NEON DotProd", ("neon", "dotprod"), "", 16, 32, WIDENED, SDOT, SDOT),
+    Target("NEON", ("neon",), "", 16, 32, WIDENED, VPMADDWD, VPMADDWD),
+    Target("what LLVM makes of 16 lanes", (), "", 16, 16, WIDENED, VPMADDWD, VPMADDWD),
 )
 
 

@@ -14,16 +14,18 @@ from numba import types
 from numba.extending import intrinsic
 
 from .arm_tiles import lane_step, make_lane_code
-from .panels import PANEL_VECTORS, ask_ahead, ask_row_ahead, store_each
 from .products import INTEGER_STEPS, STEPS, Step, shorts_of, strip_of
-from .targets import FOURS, TARGET
+from .targets import TARGET, VPDPBUSD
 from .vector_ir import (
     F32,
     FLOATS,
     I32,
     INTS,
     LANES,
+    PANEL_VECTORS,
     VECTOR_BYTES,
+    ask_ahead,
+    ask_row_ahead,
     at,
     broadcast,
     load,
@@ -31,6 +33,7 @@ from .vector_ir import (
     repeat,
     rows_at,
     store,
+    store_each,
     times,
 )
 
@@ -157,18 +160,18 @@ panel_add = make_tile(PANEL_VECTORS)
 strip_add = make_tile(1)
 
 
-IN_FOURS = TARGET.int8_cache == FOURS
+HAS_VPDPBUSD = TARGET.int8_cache == VPDPBUSD
 HEADER_BYTES, PLANE_BYTES = 8, 64
 HIGH_BITS = 7  # of a weight's 14
-SCORE_STEP_BYTES = 4 if IN_FOURS else 8  # of a row of A
+SCORE_STEP_BYTES = 4 if HAS_VPDPBUSD else 8  # of a row of A
 
 
 def make_integer_code(vectors: int, adds: bool, wide: int):
     """Return the emitter of a tile of an int8 cache. B: values if it `adds`, else keys, then their scales."""
     multiply = INTEGER_STEPS[TARGET.int8_cache].multiply
-    planes = 2 if IN_FOURS and adds else 1
-    step_bytes, parts = (4, planes) if IN_FOURS else (8, 2)
-    part_bytes = PLANE_BYTES if IN_FOURS else 4
+    planes = 2 if HAS_VPDPBUSD and adds else 1
+    step_bytes, parts = (4, planes) if HAS_VPDPBUSD else (8, 2)
+    part_bytes = PLANE_BYTES if HAS_VPDPBUSD else 4
     finish = _finish_values if adds else _finish_scores
 
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
@@ -186,7 +189,7 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
                 b_row = builder.add(b_strip, builder.mul(k, ldb))
                 a_step = times(builder, k, step_bytes)
                 b_k = [load(builder, at(builder, b_row, v, VECTOR_BYTES), INTS, 32) for v in range(strip)]
-                taken = [[vector] * parts if IN_FOURS else shorts_of(builder, vector) for vector in b_k]
+                taken = [[vector] * parts if HAS_VPDPBUSD else shorts_of(builder, vector) for vector in b_k]
                 sums = [*sums]
                 for part in range(parts):
                     for r in range(rows):

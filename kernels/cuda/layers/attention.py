@@ -143,9 +143,8 @@ def _combine_function(products: Products, size: int):
                 for block in range(BLOCKS):
                     block_values[i * BLOCKS + block] = load_fresh(partials, at + 2 + block * DIM_BLOCK + lane)
             for i in range(TURNS_AT_ONCE):
-                new = merge(
-                    highest, total, block_highest[i], block_total[i]
-                )  # no branch around its exponentials
+                # No branch around its exponentials.
+                new = merge(highest, total, block_highest[i], block_total[i])
                 if first + i < key_blocks:
                     highest, total = new[0], new[1]
                     for block in range(BLOCKS):

@@ -305,9 +305,8 @@ def _mma_product(dtype: Dtype, octets: int, ahead: int, in_shared: bool):
     tiles = -(-octets // 2)
     IS_PAIRED = octets > 1
     most = 1 if in_shared else max(HELD_OCTETS // octets, 1)
-    halves = max(
-        n for n in range(1, most + 1) if 2 * ahead % n == 0
-    )  # of a step, whose inputs are loaded together
+    # Of a step, whose inputs are loaded together.
+    halves = max(n for n in range(1, most + 1) if 2 * ahead % n == 0)
     turns = 2 * ahead // halves
     held_words = halves * octets * 4
     sums_size = tiles * 4

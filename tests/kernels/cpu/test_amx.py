@@ -22,10 +22,9 @@ from tinygpt.kernels.cpu.layers.activations import NONE
 from tinygpt.kernels.cpu.layers.linear import REPLACE, Linear, linear, whole
 from tinygpt.kernels.cpu.simd import amx_tiles, targets
 from tinygpt.kernels.cpu.simd.grouped_tiles import tile_int8
-from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP
 from tinygpt.kernels.cpu.simd.targets import TARGETS
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE, ROW_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import address
+from tinygpt.kernels.cpu.simd.vector_ir import SCALE_GROUP, address
 
 F32 = np.float32
 needs_amx = pytest.mark.skipif(
@@ -59,9 +58,8 @@ def vnni_tiles(rows, a, scales, b, c):
 
 def in_amx_order(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """c (M, N) + a (M, K) @ b (N, K).T, by blocks of 32 of K: a chain of the even k and one of the odd."""
-    a, b = (
-        x.astype(np.longdouble).reshape(len(x), 1, -1, 2) for x in (a, b)
-    )  # a product and a sum, rounded once
+    # A product and a sum are rounded once.
+    a, b = (x.astype(np.longdouble).reshape(len(x), 1, -1, 2) for x in (a, b))
     for first in range(0, a.shape[2], 16):
         even_odd = np.zeros((2, *c.shape), F32)
         for k in range(first, min(first + 16, a.shape[2])):

@@ -25,10 +25,9 @@ from tinygpt.kernels.cpu.layers.operands import from_bfloat16, to_bfloat16
 from tinygpt.kernels.cpu.packing import SHARES
 from tinygpt.kernels.cpu.simd import products, tiles
 from tinygpt.kernels.cpu.simd.grouped_tiles import expand_int4, expand_int8, tile_int4, tile_int8
-from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.targets import TARGET
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
-from tinygpt.kernels.cpu.simd.vector_ir import LANES
+from tinygpt.kernels.cpu.simd.vector_ir import LANES, SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.weights.config import PRECISIONS
 
 F32 = np.float32
@@ -131,9 +130,8 @@ def test_int8_weights(shape, size):
     largest = np.abs(weight).max(axis=1)  # (N,)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, F32(127) / largest, F32(0))
-    codes = np.rint(
-        weight * inverse[:, None]
-    )  # float32: the product is rounded, then its nearest whole number
+    # In float32 the product is rounded, then its nearest whole number.
+    codes = np.rint(weight * inverse[:, None])
     same_bits(record.scales[0, : len(weight)].copy(), largest / F32(127))
     np.testing.assert_array_equal(levels_of(record)[: len(weight), :k], codes)
     assert not levels_of(record)[len(weight) :].any()

@@ -170,9 +170,8 @@ def counted(n):
 def test_a_changed_source_is_compiled_anew(folder):
     """Here one outside of the package, whose sources name the folder."""
     assert run(folder) == "15 1"
-    (folder / "tiny.py").write_text(
-        MODULE.replace("x + 1", "x + 20")
-    )  # of another size, which Python looks at
+    # Of another size, at which Python looks.
+    (folder / "tiny.py").write_text(MODULE.replace("x + 1", "x + 20"))
     assert run(folder) == "72 1"
 
 

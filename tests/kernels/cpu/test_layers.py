@@ -31,14 +31,17 @@ from tinygpt.kernels.cpu.layers.rows import embed_tokens, layer_norm
 from tinygpt.kernels.cpu.sampling import NO_NUMBERS, sample
 from tinygpt.kernels.cpu.sampling_rows import SCAN_BLOCK, greatest
 from tinygpt.kernels.cpu.simd import tiles
-from tinygpt.kernels.cpu.simd.panels import add_rows, put_rows, sum_2_segments, sum_4_segments
 from tinygpt.kernels.cpu.simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import (
     LANES,
+    add_rows,
     address,
     float32_at,
     fma,
     max_lanes,
+    put_rows,
+    sum_2_segments,
+    sum_4_segments,
     sum_lanes,
     sum_squares_lanes,
 )

@@ -32,8 +32,8 @@ from tinygpt.kernels.cpu.layers import activations
 from tinygpt.kernels.cpu.layers.linear import ADD, REPLACE, Linear, linear, linear_to_operand, quarters, whole
 from tinygpt.kernels.cpu.layers.operands import quantize_activations
 from tinygpt.kernels.cpu.packing import pack_float32
-from tinygpt.kernels.cpu.simd.panels import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
+from tinygpt.kernels.cpu.simd.vector_ir import SCALE_GROUP, WEIGHT_GROUP
 from tinygpt.kernels.cpu.workspace import new_operand
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)

@@ -49,9 +49,8 @@ class Decoding:
 
     def at_once(self, warpers: Warpers, steps: int, ends=()) -> np.ndarray:
         on = self.params, self.batch, self.cache, self.workspace
-        return np.stack(
-            list(cpu.multi_step(*on, warpers, *self.draws, steps, np.array(ends, np.int32)))
-        )  # (steps, S)
+        found = cpu.multi_step(*on, warpers, *self.draws, steps, np.array(ends, np.int32))
+        return np.stack(list(found))  # (steps, S)
 
     def one_by_one(self, warpers: Warpers, steps: int) -> np.ndarray:
         token_ids = self.batch.token_ids.tolist()

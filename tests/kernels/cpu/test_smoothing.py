@@ -59,9 +59,8 @@ def test_sizes_of_values_are_told_by_the_weights():
     np.testing.assert_allclose(
         Smoothing(model, "int8")._value_sizes(0), root_mean_square(qkv[:, 48:]), rtol=0.02
     )
-    assert model.released == [
-        "h.0.attn.c_attn.weight"
-    ]  # else a checkpoint is in memory whole while it is packed
+    # Else a checkpoint is in memory whole while it is packed.
+    assert model.released == ["h.0.attn.c_attn.weight"]
 
 
 def test_a_channel_of_the_inputs_takes_its_share_of_the_size():

@@ -11,7 +11,7 @@ from support.oracles import live_model, traced
 from support.recorded import recorded
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cpu.multi_step import final_norm
+from tinygpt.kernels.cpu.model import final_norm
 from tinygpt.kernels.reference.layers import layer_norm
 from tinygpt.look.captures import captured
 from tinygpt.weights.checkpoint import Checkpoint
