@@ -18,10 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .jit import kernel
-from .simd.vector_ir import address, declare, zeros
+from .simd.vector_ir import I32, I64, address, declare, emits, zeros
 
 LINE = 16  # words, 128 bytes: Apple's lines, and pairs of Intel's
 # Indices into the board; groups follow the shares.
@@ -224,80 +223,51 @@ def _relax(spins):
 
 
 def _pointer(builder, address):
-    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+    return builder.inttoptr(address, I64.as_pointer())
 
 
-@intrinsic
-def atomic_load(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_pointer(builder, args[0]), "seq_cst", 8)
-
-    return types.int64(types.intp), codegen
+@emits(types.int64(types.intp))
+def atomic_load(builder, address):
+    return builder.load_atomic(_pointer(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def atomic_store(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _pointer(builder, args[0]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.int64), codegen
+@emits(types.void(types.intp, types.int64))
+def atomic_store(builder, address, value):
+    builder.store_atomic(value, _pointer(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def atomic_add(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _pointer(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.intp, types.int64), codegen
+@emits(types.int64(types.intp, types.int64))
+def atomic_add(builder, address, value):
+    return builder.atomic_rmw("add", _pointer(builder, address), value, "seq_cst")
 
 
-@intrinsic
-def compare_exchange(typingctx, address, expected, new):
-    def codegen(context, builder, signature, args):
-        pointer = _pointer(builder, args[0])
-        return builder.extract_value(builder.cmpxchg(pointer, args[1], args[2], "seq_cst", "seq_cst"), 1)
-
-    return types.boolean(types.intp, types.int64, types.int64), codegen
+@emits(types.boolean(types.intp, types.int64, types.int64))
+def compare_exchange(builder, address, expected, new):
+    pointer = _pointer(builder, address)
+    return builder.extract_value(builder.cmpxchg(pointer, expected, new, "seq_cst", "seq_cst"), 1)
 
 
-@intrinsic
-def pause(typingctx):
-    def codegen(context, builder, signature, args):
-        triple = builder.module.triple
-        if "x86" in triple:
-            builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
-        elif triple.startswith(("aarch64", "arm64")):  # isb takes 20 cycles, `yield` none
-            every = ir.IntType(32)
-            builder.call(
-                declare(builder, "llvm.aarch64.isb", ir.VoidType(), [every]), [ir.Constant(every, 15)]
-            )
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+@emits(types.void())
+def pause(builder):
+    triple = builder.module.triple
+    if "x86" in triple:
+        builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+    elif triple.startswith(("aarch64", "arm64")):  # isb takes 20 cycles, `yield` none
+        builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [ir.Constant(I32, 15)])
 
 
-@intrinsic
-def ticks(typingctx):
+@emits(types.int64())
+def ticks(builder):
     """Return a clock of 1 to 5 GHz, possibly the core's own, or 0 without a clock."""
-
-    def codegen(context, builder, signature, args):
-        if "x86" not in builder.module.triple:  # ARM's counter is privileged
-            return ir.Constant(ir.IntType(64), 0)
-        return builder.call(declare(builder, "llvm.readcyclecounter", ir.IntType(64), []), [])
-
-    return types.int64(), codegen
+    if "x86" not in builder.module.triple:  # ARM's counter is privileged
+        return ir.Constant(I64, 0)
+    return builder.call(declare(builder, "llvm.readcyclecounter", I64, []), [])
 
 
-@intrinsic
-def yield_core(typingctx):
-    def codegen(context, builder, signature, args):
-        function = ir.FunctionType(ir.IntType(32), [])
-        name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
-        builder.call(builder.module.globals.get(name) or ir.Function(builder.module, function, name), [])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+@emits(types.void())
+def yield_core(builder):
+    name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
+    builder.call(declare(builder, name, I32, []), [])
 
 
 class TeamThreads:

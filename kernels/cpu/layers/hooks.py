@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ..jit import kernel
-from ..simd.vector_ir import address, float32_at, zeros
+from ..simd.vector_ir import I64, address, emits, float32_at, zeros
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 from .activations import NONE, activate
 from .linear import C_FC, REPLACE, Linear, add_adapters, linear, linear_to_operand
@@ -45,14 +44,10 @@ class HookBuffers(NamedTuple):
     inner: np.ndarray  # (N, F) float32: input and output of the activation
 
 
-@intrinsic
-def _call(typingctx, function, point, layer):
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 2)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+@emits(types.void(types.int64, types.int64, types.int64))
+def _call(builder, function, point, layer):
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [point, layer])
 
 
 @kernel

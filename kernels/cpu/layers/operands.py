@@ -195,9 +195,8 @@ def quantize_rows(typingctx, like, x, count, factors, summands, target, stride, 
                 builder.add(a, builder.mul(i, b)) for a, b in ((target, stride), (scales, scales_stride))
             )
             _quantize(builder, values, kind, place, scale)
-            return []
 
-        repeat(builder, count, row, [])
+        repeat(builder, count, row)
         return context.get_dummy_value()
 
     return types.void(like, *[types.intp] * 8), codegen

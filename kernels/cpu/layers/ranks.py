@@ -9,10 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from ..jit import kernel
-from ..simd.vector_ir import I32, address, float32_at
+from ..simd.vector_ir import I32, I64, address, emits, float32_at
 from ..team import claim, claim_rows, complete, complete_rows, finish_phase
 
 # indices into Ranks.allgather
@@ -102,16 +101,11 @@ def share_rows(team, x, ranks):
         take_rows(team, x, ranks)
 
 
-@intrinsic
+@emits(types.int64(*[types.int64] * 8))
 def call_allgather(
-    typingctx, function, send, count, datatype, receive, receive_count, receive_type, communicator
+    builder, function, send, count, datatype, receive, receive_count, receive_type, communicator
 ):
     """Call MPI_Allgather at an address. Its handles, an int or a pointer, fit in 64 bits."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(I32, [ir.IntType(64)] * 7)
-        return builder.sext(
-            builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:]), ir.IntType(64)
-        )
-
-    return types.int64(*[types.int64] * 8), codegen
+    arguments = send, count, datatype, receive, receive_count, receive_type, communicator
+    kind = ir.FunctionType(I32, [I64] * len(arguments))
+    return builder.sext(builder.call(builder.inttoptr(function, kind.as_pointer()), arguments), I64)

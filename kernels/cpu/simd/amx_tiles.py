@@ -6,7 +6,6 @@ from 0, and so are the odd; their sum is added to C. Sums of int8 are exact.
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .tiles import CHUNK_BYTES, LINE_BYTES
 from .vector_ir import (
@@ -25,6 +24,7 @@ from .vector_ir import (
     at,
     broadcast,
     declare,
+    emits,
     load,
     multiply_add,
     repeat,
@@ -40,89 +40,70 @@ CONFIG_BYTES = 64
 A, B = 4, (5, 6)  # registers; 0 to 3 have C, by vectors of columns
 
 
-@intrinsic
-def amx_bfloat16(typingctx, rows, a, lda, b, steps, c):
+@emits(types.void(*[types.intp] * 6))
+def amx_bfloat16(builder, rows, a, lda, b, steps, c):
     """C (rows, OUT_TILE) += A @ B: addresses, a byte stride; steps of a pair of K."""
+    blocks = builder.udiv(steps, _number(AMX_ROWS))
+    rest = builder.urem(steps, _number(AMX_ROWS))
 
-    def codegen(context, builder, signature, args):
-        rows, a, lda, b, steps, c = args
-        blocks = builder.udiv(steps, _number(AMX_ROWS))
-        rest = builder.urem(steps, _number(AMX_ROWS))
+    def take(row, first, count, height, ask):
+        c_row = at(builder, c, row, ROW_BYTES)
+        a_row = builder.add(a, builder.mul(row, lda))
+        _each_column(builder, "tileloadd64", c_row)
 
-        def take(row, first, count, height, ask):
-            c_row = at(builder, c, row, ROW_BYTES)
-            a_row = builder.add(a, builder.mul(row, lda))
-            _each_column(builder, "tileloadd64", c_row)
+        def block(i, _):
+            number = builder.add(first, i)
+            a_block = at(builder, a_row, number, A_BYTES)
+            b_block = at(builder, b, number, BLOCK_BYTES)
+            _multiply(builder, "tdpbf16ps", a_block, lda, b_block)
+            ask(b_block)
 
-            def block(i, _):
-                number = builder.add(first, i)
-                a_block = at(builder, a_row, number, A_BYTES)
-                b_block = at(builder, b, number, BLOCK_BYTES)
-                _multiply(builder, "tdpbf16ps", a_block, lda, b_block)
-                return ask(b_block)
+        repeat(builder, count, block)
+        _each_column(builder, "tilestored64", c_row)
 
-            repeat(builder, count, block, [])
-            _each_column(builder, "tilestored64", c_row)
-
-        _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), blocks, take)
-        with builder.if_then(builder.icmp_signed(">", rest, _number(0))):
-            _for_each_tile(builder, rows, rest, blocks, _number(1), take)
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), codegen
+    _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), blocks, take)
+    with builder.if_then(builder.icmp_signed(">", rest, _number(0))):
+        _for_each_tile(builder, rows, rest, blocks, _number(1), take)
+    _call(builder, "tilerelease")
 
 
-@intrinsic
-def amx_int8(typingctx, rows, a, lda, scales, lds, b, groups, c):
+@emits(types.void(*[types.intp] * 8))
+def amx_int8(builder, rows, a, lda, scales, lds, b, groups, c):
     """C (rows, OUT_TILE) += A @ B, as grouped_tiles.make_grouped_tile."""
+    sums = _scratch(builder, BLOCK_BYTES)
 
-    def codegen(context, builder, signature, args):
-        rows, a, lda, scales, lds, b, groups, c = args
-        sums = _scratch(builder, BLOCK_BYTES)
+    def take(row, first, count, height, ask):
+        a_row, scales_row = (
+            builder.add(x, builder.mul(row, stride)) for x, stride in ((a, lda), (scales, lds))
+        )
 
-        def take(row, first, count, height, ask):
-            a_row, scales_row = (
-                builder.add(x, builder.mul(row, stride)) for x, stride in ((a, lda), (scales, lds))
-            )
+        def group(i, _):
+            number = builder.add(first, i)
+            for v in range(PANEL_VECTORS):
+                _call(builder, "tilezero", _register(v))
+            b_group = at(builder, b, number, BLOCK_BYTES)
+            _multiply(builder, "tdpbsud", at(builder, a_row, number, A_BYTES), lda, b_group)
+            _each_column(builder, "tilestored64", sums)
 
-            def group(i, _):
-                number = builder.add(first, i)
-                for v in range(PANEL_VECTORS):
-                    _call(builder, "tilezero", _register(v))
-                b_group = at(builder, b, number, BLOCK_BYTES)
-                _multiply(builder, "tdpbsud", at(builder, a_row, number, A_BYTES), lda, b_group)
-                _each_column(builder, "tilestored64", sums)
+            def fold(r, _):
+                place = at(builder, builder.add(scales_row, builder.mul(r, lds)), number, SCALES_BYTES)
+                scale = broadcast(builder, load(builder, place, F32, 4))
+                first_sum = broadcast(builder, load(builder, at(builder, place, 4), I32, 4))
+                totals = row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))
+                for v, total in enumerate(totals):
+                    found_at = at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES)
+                    found = load(builder, found_at, INTS, 64)
+                    whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
+                    new = multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4))
+                    store(builder, new, total, 4)
 
-                def fold(r, _):
-                    place = at(builder, builder.add(scales_row, builder.mul(r, lds)), number, SCALES_BYTES)
-                    scale = broadcast(builder, load(builder, place, F32, 4))
-                    first_sum = broadcast(builder, load(builder, at(builder, place, 4), I32, 4))
-                    for v, total in enumerate(
-                        row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))
-                    ):
-                        found = load(
-                            builder, at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES), INTS, 64
-                        )
-                        whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
-                        store(
-                            builder,
-                            multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4)),
-                            total,
-                            4,
-                        )
-                    return []
+            repeat(builder, height, fold)
+            ask(b_group)
 
-                repeat(builder, height, fold, [])
-                return ask(b_group)
+        repeat(builder, count, group)
 
-            repeat(builder, count, group, [])
-
-        _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), groups, take)
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 8), codegen
+    _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), groups, take)
+    _call(builder, "tilerelease")
 
 
 def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
@@ -137,9 +118,7 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
 
     def ask_part(block, number):
         part = at(builder, at(builder, block, CHUNK_BYTES), builder.mul(number, lines), LINE_BYTES)
-        return repeat(
-            builder, lines, lambda i, _: ask_ahead(builder, part, _number(LINE_BYTES), i, 1) or [], []
-        )
+        repeat(builder, lines, lambda i, _: ask_ahead(builder, part, _number(LINE_BYTES), i, 1))
 
     def take_chunk(i, _):
         before = times(builder, i, CHUNK)
@@ -149,23 +128,18 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
         def tile(number, _):
             row = times(builder, number, AMX_ROWS)
             start = builder.add(first, before)
-            return take(row, start, count, _number(AMX_ROWS), lambda block: ask_part(block, number)) or []
+            take(row, start, count, _number(AMX_ROWS), lambda block: ask_part(block, number))
 
-        return repeat(builder, whole, tile, [])
+        repeat(builder, whole, tile)
 
     with builder.if_then(builder.icmp_signed(">", blocks, _number(0))):
         with builder.if_then(has_whole):
             _configure(builder, _number(AMX_ROWS), height)
-            repeat(builder, builder.udiv(at(builder, blocks, CHUNK - 1), _number(CHUNK)), take_chunk, [])
+            repeat(builder, builder.udiv(at(builder, blocks, CHUNK - 1), _number(CHUNK)), take_chunk)
         with builder.if_then(has_rest):
             _configure(builder, rest, height)
-            take(
-                times(builder, whole, AMX_ROWS),
-                first,
-                blocks,
-                rest,
-                lambda block: ask_part(block, _number(0)),
-            )
+            row = times(builder, whole, AMX_ROWS)
+            take(row, first, blocks, rest, lambda block: ask_part(block, _number(0)))
 
 
 def _configure(builder, rows, height) -> None:
@@ -175,12 +149,8 @@ def _configure(builder, rows, height) -> None:
     for register in range(B[-1] + 1):
         size = times(builder, height, 4) if register == A else _number(VECTOR_BYTES)
         store(builder, builder.trunc(size, I16), at(builder, config, 16 + 2 * register), 2)
-        store(
-            builder,
-            builder.trunc(height if register in B else rows, I8),
-            at(builder, config, 48 + register),
-            1,
-        )
+        shown = builder.trunc(height if register in B else rows, I8)
+        store(builder, shown, at(builder, config, 48 + register), 1)
     _call(builder, "ldtilecfg", _pointer(builder, config))
 
 

@@ -220,9 +220,8 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
             rest = builder.sub(steps, done)
             sums = repeat_any(builder, rest, lambda i, s: take(builder.add(done, i), 1, s), sums)
             store_each(builder, sums, places)
-            return []
 
-        repeat(builder, vectors // strip, take_strip, [])
+        repeat(builder, vectors // strip, take_strip)
 
     return code
 
@@ -303,12 +302,10 @@ def make_lane_grouped_code(kind: Grouped):
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
                 fold(builder, sums, c_strips, s_rows, builder.urem(number, ir.Constant(I64, parts)), w_scales)
-                return []
 
-            repeat(builder, strips, take_strip, [])
-            return []
+            repeat(builder, strips, take_strip)
 
-        repeat(builder, times(builder, groups, parts), take_part, [])
+        repeat(builder, times(builder, groups, parts), take_part)
 
     return code
 

@@ -2,7 +2,6 @@
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .arm_tiles import ROWS_TOGETHER, expand_lanes, make_lane_grouped_code
 from .products import INT4, INT8, INTEGER_STEPS, Grouped, has_room, strip_of, unpacked
@@ -23,6 +22,7 @@ from .vector_ir import (
     ask_part_ahead,
     at,
     broadcast,
+    emits,
     load,
     multiply_add,
     part_rows,
@@ -47,13 +47,9 @@ def make_grouped_tile(kind: Grouped):
     """
     code = make_lane_grouped_code(kind) if kind.is_neon else _make_code(kind)
 
-    @intrinsic
-    def tile(typingctx, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
-        def codegen(context, builder, signature, args):
-            for_each_height(builder, code, *args)
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 11), codegen
+    @emits(types.void(*[types.intp] * 11))
+    def tile(builder, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing):
+        for_each_height(builder, code, rows, a, lda, scales, lds, b, b_scales, groups, c, ahead, spacing)
 
     return tile
 
@@ -120,25 +116,21 @@ def _make_code(kind: Grouped):
                 if keeps_totals:
                     return totals
                 store_each(builder, totals, places)
-                return []
 
             def get_totals():
                 return [load(builder, place, FLOATS, 4) for place in places]
 
             totals = repeat(builder, count, take_part, get_totals() if keeps_totals else [])
             store_each(builder, totals, places if keeps_totals else [])
-            return []
 
         def take_strips(first_part, count):
-            return repeat(
-                builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count), []
-            )
+            repeat(builder, strips, lambda strip_number, _: take_parts(strip_number, first_part, count))
 
         every = times(builder, groups, parts)
         if keeps_totals:
             take_strips(ir.Constant(I64, 0), every)
         else:
-            repeat(builder, every, lambda part, _: take_strips(part, 1), [])
+            repeat(builder, every, lambda part, _: take_strips(part, 1))
 
     return code
 
@@ -194,29 +186,20 @@ def make_expand(kind: Grouped):
             return expand_lanes(builder, vectors, kind)
         return unpacked(builder, *vectors, kind)
 
-    @intrinsic
-    def expand(typingctx, source, groups, target):
-        def codegen(context, builder, signature, args):
-            source, groups, target = args
+    @emits(types.void(types.intp, types.intp, types.intp))
+    def expand(builder, source, groups, target):
+        def place(start, row, j: int, v: int):
+            return at(builder, at(builder, start, row, ROW_BYTES), j * ROW_BYTES + v * VECTOR_BYTES)
 
-            def place(start, row, j: int, v: int):
-                return at(builder, at(builder, start, row, ROW_BYTES), j * ROW_BYTES + v * VECTOR_BYTES)
+        def expand_rows(i, _):
+            before = times(builder, i, together)
+            first = times(builder, before, kind.expansion)
+            for v in range(PANEL_VECTORS):
+                vectors = [load(builder, place(source, before, j, v), INTS, 64) for j in range(together)]
+                for j, part in enumerate(expand_vectors(builder, vectors)):
+                    store(builder, part, place(target, first, j, v), 64)
 
-            def expand_rows(i, _):
-                before = times(builder, i, together)
-                first = times(builder, before, kind.expansion)
-                for v in range(PANEL_VECTORS):
-                    vectors = [load(builder, place(source, before, j, v), INTS, 64) for j in range(together)]
-                    for j, part in enumerate(expand_vectors(builder, vectors)):
-                        store(builder, part, place(target, first, j, v), 64)
-                return []
-
-            repeat(
-                builder, times(builder, groups, kind.group_bytes // ROW_BYTES // together), expand_rows, []
-            )
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 3), codegen
+        repeat(builder, times(builder, groups, kind.group_bytes // ROW_BYTES // together), expand_rows)
 
     return expand
 

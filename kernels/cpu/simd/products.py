@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
 from .targets import SDOT, TARGET, USMMLA, VDPBF16PS, VPDPBUSD, VPMADDUBSW, VPMADDWD
 from .vector_ir import (
@@ -33,6 +32,7 @@ from .vector_ir import (
     VECTOR_BYTES,
     WEIGHT_GROUP,
     declare,
+    emits,
     multiply_add,
 )
 
@@ -250,19 +250,12 @@ def shorts_of(builder, vector):
     return shorts
 
 
-@intrinsic
-def to_float16(typingctx, x):
+@emits(types.int16(types.float32))
+def to_float16(builder, x):
     """Return the bits of the nearest float16, ties to even; NaN stays NaN, and beyond 65504 there is infinity."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], HALF), I16)
-
-    return types.int16(types.float32), codegen
+    return builder.bitcast(builder.fptrunc(x, HALF), I16)
 
 
-@intrinsic
-def from_float16(typingctx, bits):
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], HALF), F32)
-
-    return types.float32(types.int16), codegen
+@emits(types.float32(types.int16))
+def from_float16(builder, bits):
+    return builder.fpext(builder.bitcast(bits, HALF), F32)

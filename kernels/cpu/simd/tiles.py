@@ -131,9 +131,8 @@ def _make_code(vectors: int, adds: bool, wide: int, step_of_b: Step):
                 load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places
             ]
             store_each(builder, repeat(builder, steps, step, start), places)
-            return []
 
-        repeat(builder, vectors // strip, take_strip, [])
+        repeat(builder, vectors // strip, take_strip)
 
     return code
 
@@ -211,9 +210,8 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
                 c_at = at(builder, c_row, v, VECTOR_BYTES)
                 scales_at = at(builder, behind, v, VECTOR_BYTES)
                 store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at, 4)
-            return []
 
-        repeat(builder, vectors // strip, take_strip, [])
+        repeat(builder, vectors // strip, take_strip)
 
     return code
 

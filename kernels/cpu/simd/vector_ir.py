@@ -1,5 +1,6 @@
 """Vectors of 16 lanes, and panels of four: pieces of LLVM IR, aligned memory, and the last steps of a tile's rows."""
 
+import inspect
 import math
 
 import numpy as np
@@ -21,6 +22,24 @@ SCALES_BYTES = 4 * 4  # of a row's group in Int8Operand.scales
 WEIGHT_SCALES_BYTES = 2 * PANEL_VECTORS * LANES * 2
 ROUNDING = np.float32(12582912.0)  # 1.5 * 2**23: a sum has the nearest whole number in its low bits
 ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
+
+
+def emits(signature):
+    """Return a decorator that makes an intrinsic of `emit(builder, *arguments)`, which returns a value or nothing."""
+
+    def make(emit):
+        def codegen(context, builder, _, arguments):
+            value = emit(builder, *arguments)
+            return context.get_dummy_value() if value is None else value
+
+        def typed(typingctx, *argument_types):
+            return signature, codegen
+
+        typed.__name__ = emit.__name__
+        typed.__signature__ = inspect.signature(emit)
+        return intrinsic(typed)
+
+    return make
 
 
 def declare(builder, name: str, result, arguments):
@@ -72,8 +91,8 @@ def multiply_add(builder, x, y, z):
     return builder.call(declare(builder, f"llvm.fma.v{LANES}f32", FLOATS, [FLOATS] * 3), [x, y, z])
 
 
-def repeat(builder, count, body, initial):
-    """Repeat `body(index, values) -> values` count >= 1 times, an int or a value. Return the last values."""
+def repeat(builder, count, body, initial=()):
+    """Repeat `body(index, values) -> values or None` count >= 1 times, an int or a value. Return the last values."""
     count = ir.Constant(I64, count) if isinstance(count, int) else count
     entry = builder.block
     loop = builder.append_basic_block("loop")
@@ -82,7 +101,7 @@ def repeat(builder, count, body, initial):
     builder.position_at_end(loop)
     index = builder.phi(count.type)
     values = [builder.phi(value.type) for value in initial]
-    new = body(index, values)
+    new = body(index, values) or []
     following = builder.add(index, ir.Constant(count.type, 1))
     start = [ir.Constant(count.type, 0), *initial]
     for phi, before, after in zip([index, *values], start, [following, *new], strict=True):
@@ -94,22 +113,14 @@ def repeat(builder, count, body, initial):
 
 
 def make_reduction(start: float, combine, combine_lanes):
-    @intrinsic
-    def reduce(typingctx, x, vectors):
-        def codegen(context, builder, signature, args):
-            x, vectors = args
+    @emits(types.float32(types.intp, types.intp))
+    def reduce(builder, x, vectors):
+        def step(i, accumulators):
+            vector = load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4)
+            return [combine(builder, *accumulators, vector)]
 
-            def step(i, accumulators):
-                return [
-                    combine(
-                        builder, accumulators[0], load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4)
-                    )
-                ]
-
-            (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
-            return fold(builder, total, combine_lanes)
-
-        return types.float32(types.intp, types.intp), codegen
+        (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
+        return fold(builder, total, combine_lanes)
 
     return reduce
 
@@ -199,23 +210,15 @@ float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
 )
 
 
-@intrinsic
-def fma(typingctx, x, y, z):
-    def codegen(context, builder, signature, args):
-        return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
+@emits(types.float32(types.float32, types.float32, types.float32))
+def fma(builder, x, y, z):
+    return builder.call(declare(builder, "llvm.fma.f32", F32, [F32] * 3), [x, y, z])
 
 
-@intrinsic
-def expect_write(typingctx, address):
+@emits(types.void(types.intp))
+def expect_write(builder, address):
     """Prefetch the line at an address for writing."""
-
-    def codegen(context, builder, signature, args):
-        prefetch(builder, args[0], to_write=True)
-        return context.get_dummy_value()
-
-    return types.void(types.intp), codegen
+    prefetch(builder, address, to_write=True)
 
 
 def ask_ahead(builder, ahead, spacing, first, count: int) -> None:
@@ -270,26 +273,20 @@ def make_rows(adds: bool):
     Addresses; count >= 1; y has no gaps and may be the target. Scales of 1 or biases of -0 change nothing.
     """
 
-    @intrinsic
-    def rows(typingctx, target, stride, y, count, scales, biases):
-        def codegen(context, builder, signature, args):
-            target, stride, y, count, scales, biases = args
-            scales = load_row(builder, scales)
-            biases = load_row(builder, biases)
+    @emits(types.void(*[types.intp] * 6))
+    def rows(builder, target, stride, y, count, scales, biases):
+        scales = load_row(builder, scales)
+        biases = load_row(builder, biases)
 
-            def finish(i, _):
-                values = load_row(builder, at(builder, y, i, ROW_BYTES))
-                places = row_vectors(builder, builder.add(target, builder.mul(i, stride)))
-                for value, scale, bias, place in zip(values, scales, biases, places, strict=True):
-                    result = builder.fadd(builder.fmul(value, scale), bias)
-                    result = builder.fadd(load(builder, place, FLOATS, 4), result) if adds else result
-                    store(builder, result, place, 4)
-                return []
+        def finish(i, _):
+            values = load_row(builder, at(builder, y, i, ROW_BYTES))
+            places = row_vectors(builder, builder.add(target, builder.mul(i, stride)))
+            for value, scale, bias, place in zip(values, scales, biases, places, strict=True):
+                result = builder.fadd(builder.fmul(value, scale), bias)
+                result = builder.fadd(load(builder, place, FLOATS, 4), result) if adds else result
+                store(builder, result, place, 4)
 
-            repeat(builder, count, finish, [])
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 6), codegen
+        repeat(builder, count, finish)
 
     return rows
 
@@ -300,28 +297,20 @@ def make_segments_sum(segments: int):
     Segments lie `spacing` bytes apart. count >= 1.
     """
 
-    @intrinsic
-    def total(typingctx, y, spacing, count, scales):
-        def codegen(context, builder, signature, args):
-            y, spacing, count, scales = args
-            scales = load_row(builder, scales)
+    @emits(types.void(*[types.intp] * 4))
+    def total(builder, y, spacing, count, scales):
+        scales = load_row(builder, scales)
 
-            def add_up(i, _):
-                first = at(builder, y, i, ROW_BYTES)
-                rows = [load_row(builder, start) for start in rows_at(builder, first, spacing, segments)]
-                rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
-                while len(rows) > 1:
-                    rows = [
-                        [builder.fadd(*pair) for pair in zip(*rows[s : s + 2], strict=True)]
-                        for s in range(0, len(rows), 2)
-                    ]
-                store_each(builder, rows[0], row_vectors(builder, first))
-                return []
+        def add_up(i, _):
+            first = at(builder, y, i, ROW_BYTES)
+            rows = [load_row(builder, start) for start in rows_at(builder, first, spacing, segments)]
+            rows = [[builder.fmul(*pair) for pair in zip(row, scales, strict=True)] for row in rows]
+            while len(rows) > 1:
+                pairs = [zip(*rows[s : s + 2], strict=True) for s in range(0, len(rows), 2)]
+                rows = [[builder.fadd(*pair) for pair in each] for each in pairs]
+            store_each(builder, *rows, row_vectors(builder, first))
 
-            repeat(builder, count, add_up, [])
-            return context.get_dummy_value()
-
-        return types.void(*[types.intp] * 4), codegen
+        repeat(builder, count, add_up)
 
     return total
 
