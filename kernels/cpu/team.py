@@ -253,14 +253,14 @@ def pause(builder):
     if "x86" in triple:
         builder.call(declare(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
     elif triple.startswith(("aarch64", "arm64")):  # isb takes 20 cycles, `yield` none
-        builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [ir.Constant(I32, 15)])
+        builder.call(declare(builder, "llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 
 @emits(types.int64())
 def ticks(builder):
     """Return a clock of 1 to 5 GHz, possibly the core's own, or 0 without a clock."""
     if "x86" not in builder.module.triple:  # ARM's counter is privileged
-        return ir.Constant(I64, 0)
+        return I64(0)
     return builder.call(declare(builder, "llvm.readcyclecounter", I64, []), [])
 
 

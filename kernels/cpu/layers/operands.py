@@ -36,6 +36,7 @@ from ..simd.vector_ir import (
     multiply_add,
     put_rows,
     repeat,
+    splat,
     store,
     uint16_at,
     zeros,
@@ -169,7 +170,7 @@ def quantize_group(typingctx, like, x, target, scales):
 
     def codegen(context, builder, signature, args):
         _, x, target, scales = args
-        values = [load(builder, place, FLOATS, 4) for place in _vectors_at(builder, x)]
+        values = [load(builder, place, FLOATS) for place in _vectors_at(builder, x)]
         _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
@@ -213,13 +214,9 @@ def quantize_part(typingctx, like, x, count, target, scales):
         counts = broadcast(builder, builder.trunc(count, I32))
         values = []
         for i, place in enumerate(_vectors_at(builder, x)):
-            is_given = builder.icmp_signed(
-                "<", ir.Constant(INTS, list(range(i * LANES, (i + 1) * LANES))), counts
-            )
+            is_given = builder.icmp_signed("<", INTS(list(range(i * LANES, (i + 1) * LANES))), counts)
             place = builder.inttoptr(place, FLOATS.as_pointer())
-            values.append(
-                builder.call(load_some, [place, ir.Constant(I32, 4), is_given, ir.Constant(FLOATS, None)])
-            )
+            values.append(builder.call(load_some, [place, I32(4), is_given, FLOATS(None)]))
         _quantize(builder, values, ir.IntType(like.dtype.bitwidth), target, scales)
         return context.get_dummy_value()
 
@@ -232,31 +229,31 @@ def _vectors_at(builder, start):
 
 def _quantize(builder, values, kind, target, scales) -> None:
     # Sizes are in the order of their bits: infinity and NaN are larger than all others.
-    sizes = [builder.and_(builder.bitcast(v, INTS), ir.Constant(INTS, [0x7FFFFFFF] * LANES)) for v in values]
+    sizes = [builder.and_(builder.bitcast(v, INTS), splat(INTS, 0x7FFFFFFF)) for v in values]
     largest_bits = fold(
         builder, functools.reduce(functools.partial(maximum_int, builder), sizes), maximum_int
     )
     largest = builder.bitcast(largest_bits, F32)
-    zero = ir.Constant(F32, 0.0)
-    limit = ir.Constant(F32, 127.0)
-    is_zero = builder.fcmp_ordered("<", largest, ir.Constant(F32, LEAST_GROUP))
+    zero = F32(0.0)
+    limit = F32(127.0)
+    is_zero = builder.fcmp_ordered("<", largest, F32(LEAST_GROUP))
     inverse = broadcast(builder, builder.select(is_zero, zero, builder.fdiv(limit, largest)))
     sums = []
     for i, value in enumerate(values):
-        nearest = multiply_add(builder, value, inverse, ir.Constant(FLOATS, [ROUNDING] * LANES))
-        whole = builder.sub(builder.bitcast(nearest, INTS), ir.Constant(INTS, [int(ROUNDING_BITS)] * LANES))
+        nearest = multiply_add(builder, value, inverse, splat(FLOATS, ROUNDING))
+        whole = builder.sub(builder.bitcast(nearest, INTS), splat(INTS, int(ROUNDING_BITS)))
         place = at(builder, target, i, LANES * kind.width // 8)
         store(builder, builder.trunc(whole, ir.VectorType(kind, LANES)), place, 1)
         sums.append(whole)
     half = len(sums) // 2
     low, high = (fold(builder, builder.add(*part), add_int) for part in (sums[:half], sums[half:]))
-    is_finite = builder.icmp_signed("<", largest_bits, ir.Constant(I32, INFINITE_BITS))
+    is_finite = builder.icmp_signed("<", largest_bits, I32(INFINITE_BITS))
     scale = builder.select(is_zero, zero, builder.fdiv(largest, limit))
-    scale = builder.select(is_finite, scale, ir.Constant(F32, float("nan")))
-    store(builder, scale, scales, 4)
-    store(builder, builder.mul(builder.add(low, high), ir.Constant(I32, -128)), at(builder, scales, 4), 4)
-    store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(builder, scales, 8), 4)
-    store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(builder, scales, 12), 4)
+    scale = builder.select(is_finite, scale, F32(float("nan")))
+    store(builder, scale, scales)
+    store(builder, builder.mul(builder.add(low, high), I32(-128)), at(builder, scales, 4))
+    store(builder, builder.fmul(scale, builder.sitofp(low, F32)), at(builder, scales, 8))
+    store(builder, builder.fmul(scale, builder.sitofp(high, F32)), at(builder, scales, 12))
 
 
 def _quantize_rows(team, operand, x, factors, layer):

@@ -22,10 +22,10 @@ from .vector_ir import (
     VECTOR_BYTES,
     ask_ahead,
     at,
-    broadcast,
     declare,
     emits,
     load,
+    load_to_lanes,
     multiply_add,
     repeat,
     row_vectors,
@@ -43,8 +43,8 @@ A, B = 4, (5, 6)  # registers; 0 to 3 have C, by vectors of columns
 @emits(types.void(*[types.intp] * 6))
 def amx_bfloat16(builder, rows, a, lda, b, steps, c):
     """C (rows, OUT_TILE) += A @ B: addresses, a byte stride; steps of a pair of K."""
-    blocks = builder.udiv(steps, _number(AMX_ROWS))
-    rest = builder.urem(steps, _number(AMX_ROWS))
+    blocks = builder.udiv(steps, I64(AMX_ROWS))
+    rest = builder.urem(steps, I64(AMX_ROWS))
 
     def take(row, first, count, height, ask):
         c_row = at(builder, c, row, ROW_BYTES)
@@ -61,9 +61,9 @@ def amx_bfloat16(builder, rows, a, lda, b, steps, c):
         repeat(builder, count, block)
         _each_column(builder, "tilestored64", c_row)
 
-    _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), blocks, take)
-    with builder.if_then(builder.icmp_signed(">", rest, _number(0))):
-        _for_each_tile(builder, rows, rest, blocks, _number(1), take)
+    _for_each_tile(builder, rows, I64(AMX_ROWS), I64(0), blocks, take)
+    with builder.if_then(builder.icmp_signed(">", rest, I64(0))):
+        _for_each_tile(builder, rows, rest, blocks, I64(1), take)
     _call(builder, "tilerelease")
 
 
@@ -80,29 +80,29 @@ def amx_int8(builder, rows, a, lda, scales, lds, b, groups, c):
         def group(i, _):
             number = builder.add(first, i)
             for v in range(PANEL_VECTORS):
-                _call(builder, "tilezero", _register(v))
+                _call(builder, "tilezero", I8(v))
             b_group = at(builder, b, number, BLOCK_BYTES)
             _multiply(builder, "tdpbsud", at(builder, a_row, number, A_BYTES), lda, b_group)
             _each_column(builder, "tilestored64", sums)
 
             def fold(r, _):
                 place = at(builder, builder.add(scales_row, builder.mul(r, lds)), number, SCALES_BYTES)
-                scale = broadcast(builder, load(builder, place, F32, 4))
-                first_sum = broadcast(builder, load(builder, at(builder, place, 4), I32, 4))
+                scale = load_to_lanes(builder, place, F32)
+                first_sum = load_to_lanes(builder, at(builder, place, 4), I32)
                 totals = row_vectors(builder, at(builder, c, builder.add(row, r), ROW_BYTES))
                 for v, total in enumerate(totals):
                     found_at = at(builder, at(builder, sums, r, ROW_BYTES), v, VECTOR_BYTES)
                     found = load(builder, found_at, INTS, 64)
                     whole = builder.sitofp(builder.add(found, first_sum), FLOATS)
-                    new = multiply_add(builder, whole, scale, load(builder, total, FLOATS, 4))
-                    store(builder, new, total, 4)
+                    new = multiply_add(builder, whole, scale, load(builder, total, FLOATS))
+                    store(builder, new, total)
 
             repeat(builder, height, fold)
             ask(b_group)
 
         repeat(builder, count, group)
 
-    _for_each_tile(builder, rows, _number(AMX_ROWS), _number(0), groups, take)
+    _for_each_tile(builder, rows, I64(AMX_ROWS), I64(0), groups, take)
     _call(builder, "tilerelease")
 
 
@@ -111,35 +111,35 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
 
     height: rows of B in a block. ask(block of B) prefetches a tile's part of the block a chunk later.
     """
-    whole = builder.udiv(rows, _number(AMX_ROWS))
-    rest = builder.urem(rows, _number(AMX_ROWS))
-    has_whole, has_rest = (builder.icmp_signed(">", x, _number(0)) for x in (whole, rest))
-    lines = builder.udiv(_number(BLOCK_BYTES // LINE_BYTES), builder.select(has_whole, whole, _number(1)))
+    whole = builder.udiv(rows, I64(AMX_ROWS))
+    rest = builder.urem(rows, I64(AMX_ROWS))
+    has_whole, has_rest = (builder.icmp_signed(">", x, I64(0)) for x in (whole, rest))
+    lines = builder.udiv(I64(BLOCK_BYTES // LINE_BYTES), builder.select(has_whole, whole, I64(1)))
 
     def ask_part(block, number):
         part = at(builder, at(builder, block, CHUNK_BYTES), builder.mul(number, lines), LINE_BYTES)
-        repeat(builder, lines, lambda i, _: ask_ahead(builder, part, _number(LINE_BYTES), i, 1))
+        repeat(builder, lines, lambda i, _: ask_ahead(builder, part, I64(LINE_BYTES), i, 1))
 
     def take_chunk(i, _):
         before = times(builder, i, CHUNK)
         left = builder.sub(blocks, before)
-        count = builder.select(builder.icmp_signed("<", left, _number(CHUNK)), left, _number(CHUNK))
+        count = builder.select(builder.icmp_signed("<", left, I64(CHUNK)), left, I64(CHUNK))
 
         def tile(number, _):
             row = times(builder, number, AMX_ROWS)
             start = builder.add(first, before)
-            take(row, start, count, _number(AMX_ROWS), lambda block: ask_part(block, number))
+            take(row, start, count, I64(AMX_ROWS), lambda block: ask_part(block, number))
 
         repeat(builder, whole, tile)
 
-    with builder.if_then(builder.icmp_signed(">", blocks, _number(0))):
+    with builder.if_then(builder.icmp_signed(">", blocks, I64(0))):
         with builder.if_then(has_whole):
-            _configure(builder, _number(AMX_ROWS), height)
-            repeat(builder, builder.udiv(at(builder, blocks, CHUNK - 1), _number(CHUNK)), take_chunk)
+            _configure(builder, I64(AMX_ROWS), height)
+            repeat(builder, builder.udiv(at(builder, blocks, CHUNK - 1), I64(CHUNK)), take_chunk)
         with builder.if_then(has_rest):
             _configure(builder, rest, height)
             row = times(builder, whole, AMX_ROWS)
-            take(row, first, blocks, rest, lambda block: ask_part(block, _number(0)))
+            take(row, first, blocks, rest, lambda block: ask_part(block, I64(0)))
 
 
 def _configure(builder, rows, height) -> None:
@@ -147,7 +147,7 @@ def _configure(builder, rows, height) -> None:
     config = _scratch(builder, CONFIG_BYTES)
     store(builder, ir.Constant(ir.VectorType(I8, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config, 64)
     for register in range(B[-1] + 1):
-        size = times(builder, height, 4) if register == A else _number(VECTOR_BYTES)
+        size = times(builder, height, 4) if register == A else I64(VECTOR_BYTES)
         store(builder, builder.trunc(size, I16), at(builder, config, 16 + 2 * register), 2)
         shown = builder.trunc(height if register in B else rows, I8)
         store(builder, shown, at(builder, config, 48 + register), 1)
@@ -155,16 +155,16 @@ def _configure(builder, rows, height) -> None:
 
 
 def _multiply(builder, name: str, a, lda, b) -> None:
-    _call(builder, "tileloadd64", _register(A), _pointer(builder, a), lda)
+    _call(builder, "tileloadd64", I8(A), _pointer(builder, a), lda)
     for v, place in enumerate(row_vectors(builder, b)):
-        register = _register(B[v % len(B)])
-        _call(builder, "tileloadd64", register, _pointer(builder, place), _number(ROW_BYTES))
-        _call(builder, name, _register(v), _register(A), register)
+        register = I8(B[v % len(B)])
+        _call(builder, "tileloadd64", register, _pointer(builder, place), I64(ROW_BYTES))
+        _call(builder, name, I8(v), I8(A), register)
 
 
 def _each_column(builder, name: str, c) -> None:
     for v, place in enumerate(row_vectors(builder, c)):
-        _call(builder, name, _register(v), _pointer(builder, place), _number(ROW_BYTES))
+        _call(builder, name, I8(v), _pointer(builder, place), I64(ROW_BYTES))
 
 
 def _call(builder, name: str, *arguments) -> None:
@@ -176,14 +176,6 @@ def _scratch(builder, size: int):
         place = builder.alloca(ir.ArrayType(I8, size))
     place.align = VECTOR_BYTES
     return builder.ptrtoint(place, I64)
-
-
-def _register(number: int):
-    return ir.Constant(I8, number)
-
-
-def _number(value: int):
-    return ir.Constant(I64, value)
 
 
 def _pointer(builder, address):

@@ -42,6 +42,7 @@ from .vector_ir import (
     load,
     repeat,
     rows_at,
+    splat,
     store,
     store_each,
     times,
@@ -66,8 +67,8 @@ class LaneStep(NamedTuple):
 
 def lane(builder, register, i: int):
     count = register.type.count
-    mask = ir.Constant(ir.VectorType(I32, count), [i] * count)
-    return builder.shuffle_vector(register, ir.Constant(register.type, ir.Undefined), mask)
+    mask = splat(ir.VectorType(I32, count), i)
+    return builder.shuffle_vector(register, register.type(ir.Undefined), mask)
 
 
 def four(builder, register, i: int):
@@ -85,8 +86,8 @@ def _multiply_floats(builder, rows, j, quad, sums, element=F32):
 
 
 def _multiply_widened(builder, rows, j, quad, sums):
-    high = builder.and_(quad, ir.Constant(INT_QUAD, [0xFFFF0000] * QUAD))
-    low = builder.shl(quad, ir.Constant(INT_QUAD, [16] * QUAD))
+    high = builder.and_(quad, splat(INT_QUAD, 0xFFFF0000))
+    low = builder.shl(quad, splat(INT_QUAD, 16))
     sums = _multiply_floats(builder, rows, 2 * j + 1, high, sums)
     return _multiply_floats(builder, rows, 2 * j, low, sums)
 
@@ -135,11 +136,11 @@ def add_matrix(builder, total, columns, rows):
 def load_register(builder, address, kind, size: int = REGISTER_BYTES):
     """Load 16 bytes, or the first 4 or 8 of a register."""
     if size == REGISTER_BYTES:
-        return load(builder, address, kind, 4)
+        return load(builder, address, kind)
     number = ir.IntType(8 * size)
     start = ir.Constant(ir.VectorType(number, REGISTER_BYTES // size), ir.Undefined)
-    value = load(builder, address, number, 4)
-    return builder.bitcast(builder.insert_element(start, value, ir.Constant(I32, 0)), kind)
+    value = load(builder, address, number)
+    return builder.bitcast(builder.insert_element(start, value, I32(0)), kind)
 
 
 def load_quad(builder, row, number: int, kind=INT_QUAD):
@@ -151,7 +152,7 @@ def repeat_any(builder, count, body, initial):
     before = builder.block
     some = builder.append_basic_block("some")
     done = builder.append_basic_block("none_left")
-    builder.cbranch(builder.icmp_signed(">", count, ir.Constant(count.type, 0)), some, done)
+    builder.cbranch(builder.icmp_signed(">", count, count.type(0)), some, done)
     builder.position_at_end(some)
     new = repeat(builder, count, body, initial)
     after = builder.block
@@ -206,13 +207,10 @@ def make_lane_code(vectors: int, adds: bool, wide: int, step: LaneStep):
             places = [
                 at(builder, builder.add(row, columns), q, REGISTER_BYTES) for q in quads for row in c_starts
             ]
-            sums = [
-                load(builder, place, FLOAT_QUAD, 4) if adds else ir.Constant(FLOAT_QUAD, None)
-                for place in places
-            ]
-            done = ir.Constant(I64, 0)
+            sums = [load(builder, place, FLOAT_QUAD) if adds else FLOAT_QUAD(None) for place in places]
+            done = I64(0)
             if together > 1:
-                whole = builder.udiv(steps, ir.Constant(I64, together))
+                whole = builder.udiv(steps, I64(together))
                 done = times(builder, whole, together)
                 sums = repeat_any(
                     builder, whole, lambda i, s: take(times(builder, i, together), together, s), sums
@@ -245,24 +243,20 @@ def _two_columns(builder, first, second):
     """Return two steps with the 8 bytes of a column side by side."""
     half = LANES // 2
     masks = ([place for i in range(start, start + half) for place in (i, LANES + i)] for start in (0, half))
-    return [builder.shuffle_vector(first, second, ir.Constant(INTS, mask)) for mask in masks]
+    return [builder.shuffle_vector(first, second, INTS(mask)) for mask in masks]
 
 
 def _signed(builder, weights):
-    return builder.xor(weights, ir.Constant(weights.type, [0x80808080] * weights.type.count))
+    return builder.xor(weights, splat(weights.type, 0x80808080))
 
 
 def _nibbles(builder, weights):
     eights = ir.VectorType(I8, 4 * weights.type.count)
     both = builder.bitcast(weights, eights)
-    four_bits = _all(eights, 4)
-    low = _all(eights, 15)
+    four_bits = splat(eights, 4)
+    low = splat(eights, 15)
     parts = builder.and_(both, low), builder.lshr(both, four_bits)
     return [builder.bitcast(part, weights.type) for part in parts]
-
-
-def _all(kind, value: int):
-    return ir.Constant(kind, [value] * kind.count)
 
 
 def make_lane_grouped_code(kind: Grouped):
@@ -301,7 +295,7 @@ def make_lane_grouped_code(kind: Grouped):
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
                 c_strips = [builder.add(c_row, columns) for c_row in c_rows]
-                fold(builder, sums, c_strips, s_rows, builder.urem(number, ir.Constant(I64, parts)), w_scales)
+                fold(builder, sums, c_strips, s_rows, builder.urem(number, I64(parts)), w_scales)
 
             repeat(builder, strips, take_strip)
 
@@ -338,7 +332,7 @@ def _dots(builder, kind, quads: int, a_rows, s_rows, row_at):
             sums = new
         return sums
 
-    start = [ir.Constant(INT_QUAD, None)] * rows
+    start = [INT_QUAD(None)] * rows
     if kind is INT8 and not is_signed:
         start = [broadcast(builder, value, QUAD) for value in _first_sums(builder, s_rows)]
     sums = repeat(builder, kind.part_k // STEP_K // REGISTER_STEPS, step, start * quads)
@@ -346,7 +340,7 @@ def _dots(builder, kind, quads: int, a_rows, s_rows, row_at):
 
 
 def _first_sums(builder, s_rows):
-    return [load(builder, at(builder, s, 4), I32, 4) for s in s_rows]
+    return [load(builder, at(builder, s, 4), I32) for s in s_rows]
 
 
 def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
@@ -358,7 +352,7 @@ def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), longs) for start in a_rows]
         for j in range(2):
-            mask = ir.Constant(eights, [j, 2 + j])
+            mask = eights([j, 2 + j])
             both = [
                 builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs
             ]
@@ -377,7 +371,7 @@ def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
             sums = new
         return sums
 
-    start = [ir.Constant(INT_QUAD, None)] * count
+    start = [INT_QUAD(None)] * count
     if kind is INT8:
         firsts = _first_sums(builder, s_rows)
         start = [_alternating(builder, firsts[first], firsts[second]) for first, second in pairs]
@@ -386,13 +380,13 @@ def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
 
 
 def _alternating(builder, first, second):
-    mask = ir.Constant(INT_QUAD, [0, QUAD, 0, QUAD])
+    mask = INT_QUAD([0, QUAD, 0, QUAD])
     return builder.shuffle_vector(broadcast(builder, first, QUAD), broadcast(builder, second, QUAD), mask)
 
 
 def _rows_of(builder, sums, rows: int):
     pairs = len(sums) // 2
-    masks = [ir.Constant(INT_QUAD, list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
+    masks = [INT_QUAD(list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
     found = [
         builder.shuffle_vector(sums[p], sums[pairs + p], masks[second])
         for p in range(pairs)
@@ -405,9 +399,9 @@ def _fold_int8(builder, sums, c_rows, s_rows, half, w_scales) -> None:
     for r, (c_row, s_row) in enumerate(zip(c_rows, s_rows, strict=True)):
         scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
         places = [at(builder, c_row, q, REGISTER_BYTES) for q in range(len(sums))]
-        totals = [load(builder, place, FLOAT_QUAD, 4) for place in places]
+        totals = [load(builder, place, FLOAT_QUAD) for place in places]
         for q, place in enumerate(places):
-            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), place, 4)
+            store(builder, fma(builder, builder.sitofp(sums[q][r], FLOAT_QUAD), scale, totals[q]), place)
 
 
 def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
@@ -417,15 +411,15 @@ def _fold_int4(builder, sums, c_rows, s_rows, half, w_scales) -> None:
         w_scale = _load_widened(builder, w_quad)
         w_offset = _load_widened(builder, at(builder, w_quad, WEIGHT_SCALES_BYTES // 2))
         places = [at(builder, c_row, q, REGISTER_BYTES) for c_row in c_rows]
-        totals = [load(builder, place, FLOAT_QUAD, 4) for place in places]
+        totals = [load(builder, place, FLOAT_QUAD) for place in places]
         for place, total, so_far, s_row in zip(places, quad_sums, totals, s_rows, strict=True):
             scale = lane(builder, load_register(builder, s_row, FLOAT_QUAD), 0)
             # The second of two numbers: LLVM would broadcast a single number as it loads it.
             a_sum = lane(builder, load_register(builder, builder.add(s_row, part), FLOAT_QUAD, 8), 1)
             scaled = builder.fmul(builder.sitofp(total, FLOAT_QUAD), scale)
-            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), place, 4)
+            store(builder, fma(builder, w_offset, a_sum, fma(builder, scaled, w_scale, so_far)), place)
 
 
 def _load_widened(builder, address):
     halves = load(builder, address, ir.VectorType(I16, QUAD), 8)
-    return builder.bitcast(builder.shl(builder.zext(halves, INT_QUAD), _all(INT_QUAD, 16)), FLOAT_QUAD)
+    return builder.bitcast(builder.shl(builder.zext(halves, INT_QUAD), splat(INT_QUAD, 16)), FLOAT_QUAD)

@@ -21,13 +21,14 @@ from .vector_ir import (
     WEIGHT_SCALES_BYTES,
     ask_part_ahead,
     at,
-    broadcast,
     emits,
     load,
+    load_to_lanes,
     multiply_add,
     part_rows,
     repeat,
     rows_at,
+    splat,
     store,
     store_each,
     times,
@@ -98,7 +99,7 @@ def _make_code(kind: Grouped):
                     for j in range(per_load):
                         k, new = at(builder, a_first, 4 * (done + j)), []
                         for r in range(rows):
-                            a_k = broadcast(builder, load(builder, builder.add(a_rows[r], k), I32, 4))
+                            a_k = load_to_lanes(builder, builder.add(a_rows[r], k), I32)
                             new += [
                                 integer.multiply(builder, a_k, taken[v][j], sums[r * strip + v])
                                 for v in range(strip)
@@ -110,7 +111,7 @@ def _make_code(kind: Grouped):
                 sums = [integer.finish(builder, total) for total in repeat(builder, turns, turn, start)]
                 w_scales = at(builder, b_scales, number, WEIGHT_SCALES_BYTES)
                 w_scales = at(builder, w_scales, strip_number, strip * LANES * 2)
-                half = builder.urem(number, ir.Constant(I64, parts))
+                half = builder.urem(number, I64(parts))
                 totals = totals or get_totals()
                 totals = fold(builder, strip, s_rows, half, w_scales, sums, totals)
                 if keeps_totals:
@@ -118,7 +119,7 @@ def _make_code(kind: Grouped):
                 store_each(builder, totals, places)
 
             def get_totals():
-                return [load(builder, place, FLOATS, 4) for place in places]
+                return [load(builder, place, FLOATS) for place in places]
 
             totals = repeat(builder, count, take_part, get_totals() if keeps_totals else [])
             store_each(builder, totals, places if keeps_totals else [])
@@ -128,7 +129,7 @@ def _make_code(kind: Grouped):
 
         every = times(builder, groups, parts)
         if keeps_totals:
-            take_strips(ir.Constant(I64, 0), every)
+            take_strips(I64(0), every)
         else:
             repeat(builder, every, lambda part, _: take_strips(part, 1))
 
@@ -143,12 +144,12 @@ def _strip_of(rows: int) -> tuple[int, bool]:
 
 def _first_sum(builder, kind: Grouped, integer, s_row):
     if kind is INT4:
-        return ir.Constant(integer.sums, None)
-    return broadcast(builder, load(builder, at(builder, s_row, 4), I32, 4))
+        return integer.sums(None)
+    return load_to_lanes(builder, at(builder, s_row, 4), I32)
 
 
 def _fold_int8(builder, strip, s_rows, half, w_scales, sums, totals):
-    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
+    scales = [load_to_lanes(builder, s, F32) for s in s_rows]
     return [
         multiply_add(builder, builder.sitofp(total, FLOATS), scales[i // strip], totals[i])
         for i, total in enumerate(sums)
@@ -160,8 +161,8 @@ def _fold_int4(builder, strip, s_rows, half, w_scales, sums, totals):
     w_scale = [_load_widened(builder, place) for place in places]
     w_offset = [_load_widened(builder, at(builder, place, 2 * OUT_TILE)) for place in places]
     part = at(builder, times(builder, half, 4), 8)
-    scales = [broadcast(builder, load(builder, s, F32, 4)) for s in s_rows]
-    a_sums = [broadcast(builder, load(builder, builder.add(s, part), F32, 4)) for s in s_rows]
+    scales = [load_to_lanes(builder, s, F32) for s in s_rows]
+    a_sums = [load_to_lanes(builder, builder.add(s, part), F32) for s in s_rows]
     new = []
     for i, total in enumerate(sums):
         r, v = divmod(i, strip)
@@ -173,7 +174,7 @@ def _fold_int4(builder, strip, s_rows, half, w_scales, sums, totals):
 
 def _load_widened(builder, address):
     halves = load(builder, address, ir.VectorType(I16, LANES), 32)
-    bits = builder.shl(builder.zext(halves, INTS), ir.Constant(INTS, [16] * LANES))
+    bits = builder.shl(builder.zext(halves, INTS), splat(INTS, 16))
     return builder.bitcast(bits, FLOATS)
 
 

@@ -34,6 +34,7 @@ from .vector_ir import (
     declare,
     emits,
     multiply_add,
+    splat,
 )
 
 EIGHTS = ir.VectorType(I8, 4 * LANES)
@@ -84,11 +85,11 @@ def to_floats(builder, vector, element=F32):
 
 
 def _low_widened(builder, pairs):
-    return builder.shl(pairs, ir.Constant(INTS, [16] * LANES))
+    return builder.shl(pairs, splat(INTS, 16))
 
 
 def _high_widened(builder, pairs):
-    return builder.and_(pairs, ir.Constant(INTS, [0xFFFF0000] * LANES))
+    return builder.and_(pairs, splat(INTS, 0xFFFF0000))
 
 
 def _multiply_floats(builder, a, b, total):
@@ -141,15 +142,15 @@ def _add_pairs(builder, x, y):
     if BITS == 128:  # left to LLVM, which has one for every vector unit
         wide = ir.VectorType(I32, 2 * LANES)
         products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
-        masks = (ir.Constant(INTS, list(range(start, 2 * LANES, 2))) for start in (0, 1))
-        undefined = ir.Constant(wide, ir.Undefined)
+        masks = (INTS(list(range(start, 2 * LANES, 2))) for start in (0, 1))
+        undefined = wide(ir.Undefined)
         return builder.add(*(builder.shuffle_vector(products, undefined, mask) for mask in masks))
     name = "llvm.x86.avx512.pmaddw.d.512" if BITS == 512 else "llvm.x86.avx2.pmadd.wd"
     return _in_parts(builder, name, INTS, [x, y])
 
 
 def _pairs_added(builder, sums):
-    return _add_pairs(builder, sums, ir.Constant(SIXTEENS, [1] * (2 * LANES)))
+    return _add_pairs(builder, sums, splat(SIXTEENS, 1))
 
 
 def _in_parts(builder, name: str, result, vectors):
@@ -161,7 +162,7 @@ def _in_parts(builder, name: str, result, vectors):
     def part(vector, i: int):
         size = vector.type.count // count
         mask = ir.Constant(ir.VectorType(I32, size), list(range(i * size, (i + 1) * size)))
-        return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+        return builder.shuffle_vector(vector, vector.type(ir.Undefined), mask)
 
     function = declare(builder, name, part_of(result), [part_of(vector.type) for vector in vectors])
     if count == 1:
@@ -231,15 +232,15 @@ def unpacked(builder, vector, kind: Grouped):
 
 
 def _nibbles(builder, vector):
-    mask = ir.Constant(INTS, [0x0F0F0F0F] * LANES)
-    four = ir.Constant(INTS, [4] * LANES)
+    mask = splat(INTS, 0x0F0F0F0F)
+    four = splat(INTS, 4)
     return [builder.and_(vector, mask), builder.and_(builder.lshr(vector, four), mask)]
 
 
 def shorts_of(builder, vector):
     """Return bytes 0 and 1 of each lane as two int16, then bytes 2 and 3."""
     fours = builder.bitcast(vector, EIGHTS)
-    zeros = ir.Constant(EIGHTS, None)
+    zeros = EIGHTS(None)
     zero, shorts = 4 * LANES, []
     for first in (0, 2):
         places = [

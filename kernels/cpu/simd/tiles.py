@@ -9,7 +9,6 @@ of its numbers, as a byte of B is a number + 128. Numbers are int16, or int8 for
 planes.
 """
 
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -27,11 +26,12 @@ from .vector_ir import (
     ask_ahead,
     ask_row_ahead,
     at,
-    broadcast,
     load,
+    load_to_lanes,
     multiply_add,
     repeat,
     rows_at,
+    splat,
     store,
     store_each,
     times,
@@ -118,7 +118,7 @@ def _make_code(vectors: int, adds: bool, wide: int, step_of_b: Step):
                     new = []
                     for r in range(rows):
                         a_at = at(builder, builder.add(a_rows[r], a_step), part.a_offset)
-                        a_k = broadcast(builder, load(builder, a_at, I32, 4))
+                        a_k = load_to_lanes(builder, a_at, I32)
                         new += [
                             part.multiply(builder, a_k, taken[v], sums[r * strip + v]) for v in range(strip)
                         ]
@@ -127,9 +127,7 @@ def _make_code(vectors: int, adds: bool, wide: int, step_of_b: Step):
 
             c_rows = rows_at(builder, c_strip, ldc, rows)
             places = [at(builder, c_row, v, VECTOR_BYTES) for c_row in c_rows for v in range(strip)]
-            start = [
-                load(builder, place, FLOATS, 4) if adds else ir.Constant(FLOATS, None) for place in places
-            ]
+            start = [load(builder, place, FLOATS) if adds else FLOATS(None) for place in places]
             store_each(builder, repeat(builder, steps, step, start), places)
 
         repeat(builder, vectors // strip, take_strip)
@@ -147,7 +145,7 @@ def select(builder, number, count: int, emit) -> None:
     blocks = [builder.append_basic_block(f"case{n}") for n in range(1, count + 1)]
     switch = builder.switch(number, blocks[-1])
     for n, block in enumerate(blocks, 1):
-        switch.add_case(ir.Constant(number.type, n), block)
+        switch.add_case(number.type(n), block)
         builder.position_at_end(block)
         emit(n)
         builder.branch(done)
@@ -176,8 +174,8 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
     def code(builder, rows: int, a, lda, b, ldb, steps, c, ldc, ahead, spacing):
         strip = strip_of(rows * planes, vectors)
         a_rows = rows_at(builder, a, lda, rows)
-        scales = [broadcast(builder, load(builder, row, F32, 4)) for row in a_rows]
-        firsts = [broadcast(builder, load(builder, at(builder, row, 4), I32, 4)) for row in a_rows]
+        scales = [load_to_lanes(builder, row, F32) for row in a_rows]
+        firsts = [load_to_lanes(builder, at(builder, row, 4), I32) for row in a_rows]
 
         def take_strip(number, _):
             b_strip, c_strip = (at(builder, start, number, strip * VECTOR_BYTES) for start in (b, c))
@@ -193,23 +191,23 @@ def make_integer_code(vectors: int, adds: bool, wide: int):
                 for part in range(parts):
                     for r in range(rows):
                         a_at = at(builder, builder.add(a_rows[r], a_step), HEADER_BYTES + part * part_bytes)
-                        a_k = broadcast(builder, load(builder, a_at, I32, 4))
+                        a_k = load_to_lanes(builder, a_at, I32)
                         for v in range(strip):
                             i = (r * strip + v) * planes + part % planes
                             sums[i] = multiply(builder, a_k, taken[v][part], sums[i])
                 return sums
 
-            zeros = [ir.Constant(INTS, None)] * (planes - 1)
+            zeros = [INTS(None)] * (planes - 1)
             start = [value for first in firsts for value in [*zeros, first] * strip]
             sums = repeat(builder, steps, step, start)
             behind = builder.add(b_strip, builder.mul(ldb, steps))
             for i in range(rows * strip):
                 r, v = divmod(i, strip)
                 total = builder.sitofp(_joined(builder, sums[i * planes : (i + 1) * planes]), FLOATS)
-                c_row = builder.add(c_strip, builder.mul(ldc, ir.Constant(a.type, r)))
+                c_row = builder.add(c_strip, builder.mul(ldc, a.type(r)))
                 c_at = at(builder, c_row, v, VECTOR_BYTES)
                 scales_at = at(builder, behind, v, VECTOR_BYTES)
-                store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at, 4)
+                store(builder, finish(builder, total, scales[r], c_at, scales_at), c_at)
 
         repeat(builder, vectors // strip, take_strip)
 
@@ -220,12 +218,12 @@ def _joined(builder, planes):
     if len(planes) == 1:
         return planes[0]
     high, low = planes
-    return builder.add(low, builder.shl(high, ir.Constant(INTS, [HIGH_BITS] * LANES)))
+    return builder.add(low, builder.shl(high, splat(INTS, HIGH_BITS)))
 
 
 def _finish_values(builder, total, scale, c, behind):
-    return multiply_add(builder, total, scale, load(builder, c, FLOATS, 4))
+    return multiply_add(builder, total, scale, load(builder, c, FLOATS))
 
 
 def _finish_scores(builder, total, scale, c, behind):
-    return builder.fmul(builder.fmul(total, scale), load(builder, behind, FLOATS, 4))
+    return builder.fmul(builder.fmul(total, scale), load(builder, behind, FLOATS))

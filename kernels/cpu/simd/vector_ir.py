@@ -47,44 +47,53 @@ def declare(builder, name: str, result, arguments):
     return functions.get(name) or ir.Function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def load(builder, address, kind, align: int):
+def load(builder, address, kind, align: int = 4):
     value = builder.load(builder.inttoptr(address, kind.as_pointer()))
     value.align = align
     return value
 
 
-def store(builder, value, address, align: int) -> None:
+def store(builder, value, address, align: int = 4) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
 
 
 def at(builder, start, number, size: int = 1):
     """Return the address `number` times `size` after `start`; number: an int or a value."""
     if isinstance(number, int):
-        return builder.add(start, ir.Constant(start.type, number * size))
-    return builder.add(start, number if size == 1 else builder.mul(number, ir.Constant(start.type, size)))
+        return builder.add(start, start.type(number * size))
+    return builder.add(start, number if size == 1 else builder.mul(number, start.type(size)))
 
 
 def rows_at(builder, first, stride, rows: int):
-    return [builder.add(first, builder.mul(stride, ir.Constant(first.type, r))) for r in range(rows)]
+    return [builder.add(first, builder.mul(stride, first.type(r))) for r in range(rows)]
 
 
 def times(builder, number, size: int):
-    return builder.mul(number, ir.Constant(number.type, size))
+    return builder.mul(number, number.type(size))
 
 
 def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
     """Prefetch the line at an address, which may be invalid, into the L1 or L2 cache."""
     line = I8.as_pointer()
     ask = declare(builder, "llvm.prefetch.p0", ir.VoidType(), [line, I32, I32, I32])
-    locality = ir.Constant(I32, 4 - level)
-    data = ir.Constant(I32, 1)
-    builder.call(ask, [builder.inttoptr(address, line), ir.Constant(I32, int(to_write)), locality, data])
+    locality = I32(4 - level)
+    data = I32(1)
+    builder.call(ask, [builder.inttoptr(address, line), I32(int(to_write)), locality, data])
 
 
 def broadcast(builder, value, lanes: int = LANES):
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    lane = builder.insert_element(undefined, value, ir.Constant(I32, 0))
-    return builder.shuffle_vector(lane, undefined, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
+    lane = builder.insert_element(undefined, value, I32(0))
+    return builder.shuffle_vector(lane, undefined, splat(ir.VectorType(I32, lanes), 0))
+
+
+def load_to_lanes(builder, address, kind):
+    return broadcast(builder, load(builder, address, kind))
+
+
+def splat(kind, value):
+    """Return a constant vector with the value in every lane."""
+    return kind([value] * kind.count)
 
 
 def multiply_add(builder, x, y, z):
@@ -93,7 +102,7 @@ def multiply_add(builder, x, y, z):
 
 def repeat(builder, count, body, initial=()):
     """Repeat `body(index, values) -> values or None` count >= 1 times, an int or a value. Return the last values."""
-    count = ir.Constant(I64, count) if isinstance(count, int) else count
+    count = I64(count) if isinstance(count, int) else count
     entry = builder.block
     loop = builder.append_basic_block("loop")
     done = builder.append_basic_block("done")
@@ -102,8 +111,8 @@ def repeat(builder, count, body, initial=()):
     index = builder.phi(count.type)
     values = [builder.phi(value.type) for value in initial]
     new = body(index, values) or []
-    following = builder.add(index, ir.Constant(count.type, 1))
-    start = [ir.Constant(count.type, 0), *initial]
+    following = builder.add(index, count.type(1))
+    start = [count.type(0), *initial]
     for phi, before, after in zip([index, *values], start, [following, *new], strict=True):
         phi.add_incoming(before, entry)
         phi.add_incoming(after, builder.block)  # the body may end in another block
@@ -116,10 +125,10 @@ def make_reduction(start: float, combine, combine_lanes):
     @emits(types.float32(types.intp, types.intp))
     def reduce(builder, x, vectors):
         def step(i, accumulators):
-            vector = load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS, 4)
+            vector = load(builder, at(builder, x, i, VECTOR_BYTES), FLOATS)
             return [combine(builder, *accumulators, vector)]
 
-        (total,) = repeat(builder, vectors, step, [ir.Constant(FLOATS, [start] * LANES)])
+        (total,) = repeat(builder, vectors, step, [splat(FLOATS, start)])
         return fold(builder, total, combine_lanes)
 
     return reduce
@@ -130,12 +139,12 @@ def fold(builder, vector, combine):
     width = LANES
     while width > 1:
         width //= 2
-        undefined = ir.Constant(vector.type, ir.Undefined)
+        undefined = vector.type(ir.Undefined)
         lanes = ir.VectorType(I32, width)
-        masks = [ir.Constant(lanes, list(range(first, first + width))) for first in (0, width)]
+        masks = [lanes(list(range(first, first + width))) for first in (0, width)]
         halves = [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
         vector = combine(builder, *halves)
-    return builder.extract_element(vector, ir.Constant(I32, 0))
+    return builder.extract_element(vector, I32(0))
 
 
 def add(builder, x, y):
@@ -243,7 +252,7 @@ def ask_part_ahead(builder, ahead, spacing, number, lines: int, strips: int) -> 
     if lines >= strips:
         ask_ahead(builder, ahead, spacing, times(builder, number, lines // strips), lines // strips)
     else:  # several strips share a line
-        part = builder.udiv(spacing, ir.Constant(spacing.type, strips // lines))
+        part = builder.udiv(spacing, spacing.type(strips // lines))
         ask_ahead(builder, ahead, part, number, 1)
 
 
@@ -259,12 +268,12 @@ def row_vectors(builder, start):
 
 
 def load_row(builder, start):
-    return [load(builder, place, FLOATS, 4) for place in row_vectors(builder, start)]
+    return [load(builder, place, FLOATS) for place in row_vectors(builder, start)]
 
 
 def store_each(builder, values, places) -> None:
     for value, place in zip(values, places, strict=True):
-        store(builder, value, place, 4)
+        store(builder, value, place)
 
 
 def make_rows(adds: bool):
@@ -283,8 +292,8 @@ def make_rows(adds: bool):
             places = row_vectors(builder, builder.add(target, builder.mul(i, stride)))
             for value, scale, bias, place in zip(values, scales, biases, places, strict=True):
                 result = builder.fadd(builder.fmul(value, scale), bias)
-                result = builder.fadd(load(builder, place, FLOATS, 4), result) if adds else result
-                store(builder, result, place, 4)
+                result = builder.fadd(load(builder, place, FLOATS), result) if adds else result
+                store(builder, result, place)
 
         repeat(builder, count, finish)
 
@@ -325,6 +334,6 @@ sum_4_segments = make_segments_sum(4)
 def part_rows(builder, number, part_bytes: int, parts: int, values, scales):
     """Return where rows have a part of their int8 values, of which a group has `parts`, and the group's scales."""
     offset = times(builder, number, part_bytes)
-    scales_offset = times(builder, builder.udiv(number, ir.Constant(I64, parts)), SCALES_BYTES)
+    scales_offset = times(builder, builder.udiv(number, I64(parts)), SCALES_BYTES)
     rows = [builder.add(start, offset) for start in values]
     return rows, [builder.add(start, scales_offset) for start in scales]
