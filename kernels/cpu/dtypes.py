@@ -406,18 +406,13 @@ def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = RATE_T
     unit = DTYPES[kind].unit
     arguments = [_arguments(kind, unit.rows, unit.of_chunk * unit.k) for _ in range(threads)]
     _repeat_tile(*arguments[0], unit.of_chunk, 1)  # compiles
+    seconds = []
     with ThreadPoolExecutor(threads) as pool:
-        seconds = min(
-            _seconds(pool, lambda given: _repeat_tile(*given, unit.of_chunk, tiles), arguments)
-            for _ in range(repetitions)
-        )
-    return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / seconds
-
-
-def _seconds(pool: ThreadPoolExecutor, run: Callable[[tuple], object], arguments: list[tuple]) -> float:
-    start = time.perf_counter()
-    list(pool.map(run, arguments))
-    return time.perf_counter() - start
+        for _ in range(repetitions):
+            start = time.perf_counter()
+            list(pool.map(lambda given: _repeat_tile(*given, unit.of_chunk, tiles), arguments))
+            seconds.append(time.perf_counter() - start)
+    return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / min(seconds)
 
 
 @jit

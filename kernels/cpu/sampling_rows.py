@@ -12,7 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .jit import inline, kernel
-from .simd.vector_ir import address, float32_at
+from .simd.vector_ir import address, array_at, float32_at
 from .team import atomic_load, atomic_store, claim, complete, finish_phase
 
 BLOCK = 64  # scores that share a maximum in the search for the k-th greatest
@@ -135,16 +135,8 @@ def _partial_sums(typingctx):
     array = types.Array(types.float64, 1, "C")
 
     def codegen(context, builder, signature, args):
-        from numba.np.arrayobj import populate_array  # a slow import
-
-        result = context.make_array(array)(context, builder)
-        size = context.get_constant(types.intp, PARTIAL_SUMS)
         data = cgutils.alloca_once(builder, ir.DoubleType(), PARTIAL_SUMS)
-        itemsize = context.get_constant(types.intp, 8)
-        populate_array(
-            result, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
-        )
-        return result._getvalue()
+        return array_at(context, builder, array, data, context.get_constant(types.intp, PARTIAL_SUMS))
 
     return array(), codegen
 

@@ -115,10 +115,8 @@ def choose_experts(params: Params, name: str, x: np.ndarray) -> tuple[np.ndarray
     """Return rows' most probable experts, ties to the first, and weights, (N, k) each."""
     config = params.config
     scores = x @ params[f"{name}.gate.weight"].T  # (N, E)
-    probabilities = np.exp(scores - scores.max(-1, keepdims=True))
-    probabilities /= probabilities.sum(-1, keepdims=True)
     chosen = np.argsort(-scores, axis=1, kind="stable")[:, : config.experts_per_token]  # (N, k)
-    shares = np.take_along_axis(probabilities, chosen, axis=1)
+    shares = np.take_along_axis(softmax(scores), chosen, axis=1)
     if config.norm_topk_prob:
         shares = shares / shares.sum(-1, keepdims=True)
     return chosen, shares

@@ -145,7 +145,7 @@ def _for_each_tile(builder, rows, height, first, blocks, take) -> None:
 def _configure(builder, rows, height) -> None:
     """Set registers' shapes: A and C have `rows` rows, B has `height`, of four bytes of K each."""
     config = _scratch(builder, CONFIG_BYTES)
-    store(builder, ir.Constant(ir.VectorType(I8, CONFIG_BYTES), [1] + [0] * (CONFIG_BYTES - 1)), config, 64)
+    store(builder, ir.VectorType(I8, CONFIG_BYTES)([1] + [0] * (CONFIG_BYTES - 1)), config, 64)
     for register in range(B[-1] + 1):
         size = times(builder, height, 4) if register == A else I64(VECTOR_BYTES)
         store(builder, builder.trunc(size, I16), at(builder, config, 16 + 2 * register), 2)

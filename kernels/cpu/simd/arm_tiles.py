@@ -27,7 +27,6 @@ from .vector_ir import (
     I16,
     I32,
     I64,
-    INTS,
     LANES,
     PANEL_VECTORS,
     ROW_BYTES,
@@ -42,6 +41,7 @@ from .vector_ir import (
     load,
     repeat,
     rows_at,
+    shuffle,
     splat,
     store,
     store_each,
@@ -66,9 +66,7 @@ class LaneStep(NamedTuple):
 
 
 def lane(builder, register, i: int):
-    count = register.type.count
-    mask = splat(ir.VectorType(I32, count), i)
-    return builder.shuffle_vector(register, register.type(ir.Undefined), mask)
+    return shuffle(builder, [i] * register.type.count, register)
 
 
 def four(builder, register, i: int):
@@ -138,7 +136,7 @@ def load_register(builder, address, kind, size: int = REGISTER_BYTES):
     if size == REGISTER_BYTES:
         return load(builder, address, kind)
     number = ir.IntType(8 * size)
-    start = ir.Constant(ir.VectorType(number, REGISTER_BYTES // size), ir.Undefined)
+    start = ir.VectorType(number, REGISTER_BYTES // size)(ir.Undefined)
     value = load(builder, address, number)
     return builder.bitcast(builder.insert_element(start, value, I32(0)), kind)
 
@@ -243,7 +241,7 @@ def _two_columns(builder, first, second):
     """Return two steps with the 8 bytes of a column side by side."""
     half = LANES // 2
     masks = ([place for i in range(start, start + half) for place in (i, LANES + i)] for start in (0, half))
-    return [builder.shuffle_vector(first, second, INTS(mask)) for mask in masks]
+    return [shuffle(builder, mask, first, second) for mask in masks]
 
 
 def _signed(builder, weights):
@@ -347,14 +345,12 @@ def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
     pairs = [(r, min(r + 1, len(a_rows) - 1)) for r in range(0, len(a_rows), 2)]
     count = len(pairs)
     longs = ir.VectorType(I64, 2)
-    eights = ir.VectorType(I32, 2)
 
     def step(i, sums):
         registers = [load_register(builder, at(builder, start, i, REGISTER_BYTES), longs) for start in a_rows]
         for j in range(2):
-            mask = eights([j, 2 + j])
             both = [
-                builder.shuffle_vector(registers[first], registers[second], mask) for first, second in pairs
+                shuffle(builder, [j, 2 + j], registers[first], registers[second]) for first, second in pairs
             ]
             row = at(builder, times(builder, i, 4), 2 * j)
             b_rows = [row_at(row), row_at(at(builder, row, 1))]
@@ -380,15 +376,14 @@ def _matrices(builder, kind, quads: int, a_rows, s_rows, row_at):
 
 
 def _alternating(builder, first, second):
-    mask = INT_QUAD([0, QUAD, 0, QUAD])
-    return builder.shuffle_vector(broadcast(builder, first, QUAD), broadcast(builder, second, QUAD), mask)
+    both = (broadcast(builder, value, QUAD) for value in (first, second))
+    return shuffle(builder, [0, QUAD, 0, QUAD], *both)
 
 
 def _rows_of(builder, sums, rows: int):
     pairs = len(sums) // 2
-    masks = [INT_QUAD(list(range(first, 2 * QUAD, 2))) for first in (0, 1)]
     found = [
-        builder.shuffle_vector(sums[p], sums[pairs + p], masks[second])
+        shuffle(builder, range(second, 2 * QUAD, 2), sums[p], sums[pairs + p])
         for p in range(pairs)
         for second in (0, 1)
     ]

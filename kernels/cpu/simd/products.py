@@ -34,6 +34,7 @@ from .vector_ir import (
     declare,
     emits,
     multiply_add,
+    shuffle,
     splat,
 )
 
@@ -142,9 +143,7 @@ def _add_pairs(builder, x, y):
     if BITS == 128:  # left to LLVM, which has one for every vector unit
         wide = ir.VectorType(I32, 2 * LANES)
         products = builder.mul(builder.sext(x, wide), builder.sext(y, wide))
-        masks = (INTS(list(range(start, 2 * LANES, 2))) for start in (0, 1))
-        undefined = wide(ir.Undefined)
-        return builder.add(*(builder.shuffle_vector(products, undefined, mask) for mask in masks))
+        return builder.add(*(shuffle(builder, range(start, 2 * LANES, 2), products) for start in (0, 1)))
     name = "llvm.x86.avx512.pmaddw.d.512" if BITS == 512 else "llvm.x86.avx2.pmadd.wd"
     return _in_parts(builder, name, INTS, [x, y])
 
@@ -161,15 +160,13 @@ def _in_parts(builder, name: str, result, vectors):
 
     def part(vector, i: int):
         size = vector.type.count // count
-        mask = ir.Constant(ir.VectorType(I32, size), list(range(i * size, (i + 1) * size)))
-        return builder.shuffle_vector(vector, vector.type(ir.Undefined), mask)
+        return shuffle(builder, range(i * size, (i + 1) * size), vector)
 
     function = declare(builder, name, part_of(result), [part_of(vector.type) for vector in vectors])
     if count == 1:
         return builder.call(function, vectors)
     low, high = (builder.call(function, [part(vector, i) for vector in vectors]) for i in range(count))
-    every = ir.Constant(ir.VectorType(I32, result.count), list(range(result.count)))
-    return builder.shuffle_vector(low, high, every)
+    return shuffle(builder, range(result.count), low, high)
 
 
 INTEGER_STEPS = {
@@ -246,8 +243,7 @@ def shorts_of(builder, vector):
         places = [
             place for lane in range(LANES) for place in (4 * lane + first, zero, 4 * lane + first + 1, zero)
         ]
-        mask = ir.Constant(ir.VectorType(I32, 4 * LANES), places)
-        shorts.append(builder.bitcast(builder.shuffle_vector(fours, zeros, mask), INTS))
+        shorts.append(builder.bitcast(shuffle(builder, places, fours, zeros), INTS))
     return shorts
 
 

@@ -82,9 +82,14 @@ def prefetch(builder, address, to_write: bool = False, level: int = 1) -> None:
 
 
 def broadcast(builder, value, lanes: int = LANES):
-    undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
-    lane = builder.insert_element(undefined, value, I32(0))
-    return builder.shuffle_vector(lane, undefined, splat(ir.VectorType(I32, lanes), 0))
+    undefined = ir.VectorType(value.type, lanes)(ir.Undefined)
+    return shuffle(builder, [0] * lanes, builder.insert_element(undefined, value, I32(0)))
+
+
+def shuffle(builder, places, first, second=None):
+    """Return lanes of a vector, or of two end to end, by their places."""
+    second = first.type(ir.Undefined) if second is None else second
+    return builder.shuffle_vector(first, second, ir.VectorType(I32, len(places))(list(places)))
 
 
 def load_to_lanes(builder, address, kind):
@@ -139,10 +144,7 @@ def fold(builder, vector, combine):
     width = LANES
     while width > 1:
         width //= 2
-        undefined = vector.type(ir.Undefined)
-        lanes = ir.VectorType(I32, width)
-        masks = [lanes(list(range(first, first + width))) for first in (0, width)]
-        halves = [builder.shuffle_vector(vector, undefined, mask) for mask in masks]
+        halves = [shuffle(builder, range(first, first + width), vector) for first in (0, width)]
         vector = combine(builder, *halves)
     return builder.extract_element(vector, I32(0))
 
@@ -192,25 +194,24 @@ def _make_view(dtype):
     @intrinsic
     def view(typingctx, address, n):
         def codegen(context, builder, signature, args):
-            from numba.np.arrayobj import populate_array  # a kernel from disk does without this slow import
-
-            result = context.make_array(array)(context, builder)
-            itemsize = context.get_constant(types.intp, dtype.bitwidth // 8)
             data = builder.inttoptr(args[0], context.get_data_type(dtype).as_pointer())
-            populate_array(
-                result,
-                data=data,
-                shape=[args[1]],
-                strides=[itemsize],
-                itemsize=itemsize,
-                meminfo=None,
-                parent=None,
-            )
-            return result._getvalue()
+            return array_at(context, builder, array, data, args[1])
 
         return array(types.intp, types.intp), codegen
 
     return view
+
+
+def array_at(context, builder, kind, data, size):
+    """Return an array of a type, without an owner, over `size` values at a pointer."""
+    from numba.np.arrayobj import populate_array  # a kernel from disk does without this slow import
+
+    result = context.make_array(kind)(context, builder)
+    itemsize = context.get_constant(types.intp, kind.dtype.bitwidth // 8)
+    populate_array(
+        result, data=data, shape=[size], strides=[itemsize], itemsize=itemsize, meminfo=None, parent=None
+    )
+    return result._getvalue()
 
 
 float32_at, uint8_at, int16_at, uint16_at, int32_at, uint32_at = (
