@@ -20,12 +20,12 @@ from tinygpt.kernels import numbers
 from tinygpt.kernels.backend import query_tiles
 from tinygpt.kernels.cpu.arrays import Alibi
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK, attend, padded_head, write_kv, write_token
+from tinygpt.kernels.cpu.kv_cache import KEY_BLOCK, KINDS, padded_head
+from tinygpt.kernels.cpu.layers.attention import attend, write_kv, write_token
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
 from tinygpt.weights.config import Attention
 
-KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
 CACHES = pytest.mark.parametrize("dtype", KINDS)
 TOLERANCE = {"float32": "attention", "bfloat16": "bfloat16 attention", "int8": "int8 attention"}
 
@@ -66,12 +66,8 @@ def plain(cache: Cache, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values, (S, H, T, D) float32."""
     k, v = in_positions(cache)
     if cache.k.dtype == np.uint8:
-        scales = (
-            k[..., first : first + 4].copy().view(np.float32) for first in (k.shape[-1] - 8, k.shape[-1] - 4)
-        )
-        return tuple(
-            (x[..., :size].astype(np.float32) - 128) * scale for x, scale in zip((k, v), scales, strict=True)
-        )
+        parts = zip((k, v), np.split(k[..., -8:], 2, axis=-1), strict=True)
+        return tuple((x[..., :size] - np.float32(128)) * s.copy().view(np.float32) for x, s in parts)
     return tuple(as_float32(x[..., :size]) for x in (k, v))
 
 

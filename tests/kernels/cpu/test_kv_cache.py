@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from support.kernel_tools import check
+from support.kernel_tools import check, from_bits
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.cpu.layers.attention import KEY_BLOCK
+from tinygpt.kernels.cpu.kv_cache import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
 from tinygpt.kernels.numbers import from_rows, to_rows
 from tinygpt.weights.config import ModelConfig
@@ -46,7 +46,7 @@ def filled_cache(backend, dtype):
 def values_of(array: np.ndarray) -> np.ndarray:
     if array.dtype == np.int8:
         return from_rows(array)
-    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+    return from_bits(array) if array.dtype == np.uint16 else array
 
 
 @BACKENDS
