@@ -52,8 +52,8 @@ KEY_STEP_BYTES = KEY_BLOCK * STEP_BYTES  # from one step of a key to the next
 SCORE_BYTES = KEY_BLOCK * 4  # of a query's float32 scores of a block
 # The type of a cache's arrays, and the values in a step of 4 bytes.
 KINDS = {"float32": (np.float32, 1), "bfloat16": (np.uint16, 2), "int8": (np.uint8, 4)}
-PER_STEP = 4  # values
-SCALE_STEPS = 2
+PER_STEP = 4  # values of int8
+SCALE_STEPS = 2  # after a key's
 WEIGHT_LEVELS = np.float32(2**14 - 1)
 SIZE = np.uint32(0x7FFFFFFF)
 BYTE = np.uint32(0xFF)
