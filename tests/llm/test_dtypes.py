@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, figures_of, measure, summary, write_outliers
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
-from support.recorded import needs_transformers
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
@@ -106,22 +106,22 @@ SHAPES = {
     "four segments": {"n_embd": 320, "n_head": 5, "n_inner": 384},
 }
 # Of the logits: the root of the mean squared error, over their standard deviation. Measured on these random weights:
-# up to 0.008, 0.030 and 0.21; a trained model's are smaller.
-ERRORS = {"bfloat16": 0.01, "int8": 0.04, "int4": 0.3}
+# up to 0.006, 0.017 and 0.12; a trained model's are smaller.
+ERRORS = {"bfloat16": 0.007, "int8": 0.023, "int4": 0.17}
 
 
 @pytest.fixture(scope="module")
 def shape_folders(tmp_path_factory) -> dict[str, Path]:
-    from support.parity import Recipe, make_case
-
-    sizes = {"n_layer": 2, "vocab_size": 97, "n_positions": 90}
+    sizes = {"vocab_size": 97, "n_positions": 90}
     folders = {name: tmp_path_factory.mktemp("shape") for name in SHAPES}
     for name, folder in folders.items():
-        make_case(Recipe(name, {**sizes, **SHAPES[name]}), folder)
+        path = write_model(folder, **sizes, **SHAPES[name]) / "model.safetensors"
+        # Smaller scores leave attention spread over tokens, as in trained models.
+        tamed = {key: array / 2 if "c_attn.w" in key else array for key, array in load_file(path).items()}
+        save_file(tamed, path)
     return folders
 
 
-@needs_transformers
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logits_are_near_the_reference(shape, shape_folders):
     folder = str(shape_folders[shape])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import tinygpt.llm
-from support.family_models import bloom, mpt, openai_gpt, xglm
+from support.family_models import family
 from support.family_models import write_model as write_fields
 from support.golden_models import SOFT_PROMPTS, golden_array, write_lora, write_model, write_soft_prompt
 from support.thread_world import Threads, running
@@ -35,10 +35,10 @@ MODELS = {"five": FIVE_HEADS, "odd": ODD_HEADS, "small-xl": SMALL_XL, "xl": XL_H
 # ALiBi and a norm behind the embeddings; ALiBi alone; norms behind the blocks, and none before the head; embeddings
 # that are multiplied.
 FAMILIES = {
-    "bloom": bloom(5, 64, seq_length=90),
-    "mpt": mpt(6, max_seq_len=90),
-    "gpt-1": openai_gpt(n_embd=35, n_head=5, n_positions=90),
-    "xglm": xglm(d_model=320, attention_heads=5, max_position_embeddings=90),
+    "bloom": family("bloom", hidden_size=320, n_head=5, seq_length=90),
+    "mpt": family("mpt", d_model=48, n_heads=6, max_seq_len=90),
+    "gpt-1": family("openai-gpt", n_embd=35, n_head=5, n_positions=90),
+    "xglm": family("xglm", d_model=320, attention_heads=5, max_position_embeddings=90),
 }
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 # Each dtype and family on ranks compiles steps of its own, for 10 to 30 s: every day two dtypes whose cuts differ most

@@ -6,7 +6,6 @@ NumPy alone writes them, to the same bits everywhere, for answers recorded of th
 import json
 import math
 import string
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,70 +13,58 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from support.golden_models import golden_array
+from support.tables import rows
 
 V = 61
 T = 40
 L = 2
 ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
-
-LONG = {"max_position_embeddings": T}
 # By model_type, the usual fields of config.json.
-USUAL = {
-    "opt": {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": L, "ffn_dim": 52, **LONG},
-    "bloom": {"n_layer": L, "seq_length": T},
-    "mpt": {"n_layers": L, "max_seq_len": T, "expansion_ratio": 4},
-    "openai-gpt": {"n_embd": 24, "n_head": 3, "n_layer": L, "n_positions": T, "afn": "gelu"},
-    "xglm": {"d_model": 24, "attention_heads": 3, "num_layers": L, "ffn_dim": 52, **LONG},
-    "biogpt": {
-        "hidden_size": 24,
-        "num_attention_heads": 3,
-        "num_hidden_layers": L,
-        "intermediate_size": 52,
-        **LONG,
-    },
-}
+USUAL = dict(
+    rows("""
+opt        | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "ffn_dim": 52}
+bloom      | {"n_layer": 2, "seq_length": 40}
+mpt        | {"n_layers": 2, "max_seq_len": 40, "expansion_ratio": 4}
+openai-gpt | {"n_embd": 24, "n_head": 3, "n_layer": 2, "n_positions": 40, "afn": "gelu"}
+xglm       | {"d_model": 24, "attention_heads": 3, "num_layers": 2, "ffn_dim": 52}
+biogpt     | {"hidden_size": 24, "num_attention_heads": 3, "num_hidden_layers": 2, "intermediate_size": 52}
+""")
+)
 
 
 def family(model_type: str, **fields: Any) -> dict[str, Any]:
-    return {"model_type": model_type, "vocab_size": V, **USUAL[model_type], **ENDS, **fields}
+    length = {"max_position_embeddings": T} if model_type in ("opt", "xglm", "biogpt") else {}
+    return {"model_type": model_type, "vocab_size": V, **USUAL[model_type], **length, **ENDS, **fields}
 
 
-def bloom(heads: int, head_size: int = 6, **fields: Any) -> dict[str, Any]:
-    return family("bloom", hidden_size=heads * head_size, n_head=heads, **fields)
-
-
-def mpt(heads: int, head_size: int = 8, **fields: Any) -> dict[str, Any]:
-    return family("mpt", d_model=heads * head_size, n_heads=heads, **fields)
-
-
-opt, openai_gpt, xglm, biogpt = (partial(family, kind) for kind in ("opt", "openai-gpt", "xglm", "biogpt"))
 # Fields of config.json: all variants, odd widths and numbers of heads.
-FAMILY_MODELS = {
-    "opt": opt(),
-    "opt-350m": opt(do_layer_norm_before=False, word_embed_proj_dim=10),
-    "opt-projected": opt(word_embed_proj_dim=36),
-    "opt-post-norm": opt(do_layer_norm_before=False),
-    "opt-no-final-norm": opt(_remove_final_layer_norm=True),
-    "opt-odd": opt(hidden_size=35, num_attention_heads=7, tie_word_embeddings=False),
-    "galactica": opt(activation_function="gelu", enable_bias=False),
-    "opt-plain-norms": opt(layer_norm_elementwise_affine=False, activation_function="gelu_new"),
-    "bloom-4": bloom(4),
-    "bloom-6": bloom(6, 5),
-    "bloom-12": bloom(12, 2),
-    "bloom-14": bloom(14, 3, layer_norm_epsilon=1e-3),
-    "bloom-untied": bloom(1, 16, tie_word_embeddings=False),
-    "mpt-4": mpt(4),
-    "mpt-6": mpt(6, 7),
-    "gpt-1": openai_gpt(),
-    "gpt-1-silu": openai_gpt(afn="silu", n_embd=33, layer_norm_epsilon=1e-3),
-    "xglm": xglm(),
-    "xglm-odd": xglm(d_model=35, attention_heads=5, activation_function="relu", pad_token_id=7),
-    "xglm-unscaled": xglm(scale_embedding=False, tie_word_embeddings=False),
-    "biogpt": biogpt(),
-    "biogpt-odd": biogpt(hidden_size=35, num_attention_heads=7, hidden_act="silu", tie_word_embeddings=False),
-    "biogpt-unscaled": biogpt(scale_embedding=False, layer_norm_eps=1e-3),
-}
+MODELS = """
+opt               | opt        | {}
+opt-350m          | opt        | {"do_layer_norm_before": false, "word_embed_proj_dim": 10}
+opt-projected     | opt        | {"word_embed_proj_dim": 36}
+opt-post-norm     | opt        | {"do_layer_norm_before": false}
+opt-no-final-norm | opt        | {"_remove_final_layer_norm": true}
+opt-odd           | opt        | {"hidden_size": 35, "num_attention_heads": 7, "tie_word_embeddings": false}
+galactica         | opt        | {"activation_function": "gelu", "enable_bias": false}
+opt-plain-norms   | opt        | {"layer_norm_elementwise_affine": false, "activation_function": "gelu_new"}
+bloom-4           | bloom      | {"hidden_size": 24, "n_head": 4}
+bloom-6           | bloom      | {"hidden_size": 30, "n_head": 6}
+bloom-12          | bloom      | {"hidden_size": 24, "n_head": 12}
+bloom-14          | bloom      | {"hidden_size": 42, "n_head": 14, "layer_norm_epsilon": 0.001}
+bloom-untied      | bloom      | {"hidden_size": 16, "n_head": 1, "tie_word_embeddings": false}
+mpt-4             | mpt        | {"d_model": 32, "n_heads": 4}
+mpt-6             | mpt        | {"d_model": 42, "n_heads": 6}
+gpt-1             | openai-gpt | {}
+gpt-1-silu        | openai-gpt | {"afn": "silu", "n_embd": 33, "layer_norm_epsilon": 0.001}
+xglm              | xglm       | {}
+xglm-odd          | xglm       | {"d_model": 35, "attention_heads": 5, "activation_function": "relu", "pad_token_id": 7}
+xglm-unscaled     | xglm       | {"scale_embedding": false, "tie_word_embeddings": false}
+biogpt            | biogpt     | {}
+biogpt-odd | biogpt | {"hidden_size": 35, "num_attention_heads": 7, "hidden_act": "silu", "tie_word_embeddings": false}
+biogpt-unscaled   | biogpt     | {"scale_embedding": false, "layer_norm_eps": 0.001}
+"""
+FAMILY_MODELS = {name: family(kind, **fields) for name, kind, fields in rows(MODELS)}
 
 
 def write_family(folder: Path, name: str, prefix: str | None = None, **others: Any) -> Path:

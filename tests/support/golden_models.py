@@ -11,32 +11,35 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from support.paths import DEMO, EOS, VOCAB_SIZE
+from support.tables import rows
 from support.tiny_checkpoint import shapes_of, write_checkpoint
 
 # By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
 PROMPT = [7, 3, 9, 3, 9, 11]  # says something again
 NARROW = {"n_embd": 16, "n_head": 2, "n_layer": 2, "n_positions": 64}
 SMALL = {"n_embd": 36, "n_head": 3, "n_layer": 2, "vocab_size": 71, "n_positions": 40, "n_inner": None}
-GOLDEN_MODELS = {
-    "plain": {},
-    "head-size-1": {"n_embd": 6, "n_head": 6},
-    "head-size-7": {"n_embd": 21},
-    "head-size-64": {"n_embd": 64, "n_head": 1, "n_layer": 1},
-    "odd-width": {"n_embd": 17, "n_head": 1},
-    "inner-narrow": {"n_inner": 7},
-    "inner-wide": {"n_inner": 149, "activation_function": "gelu_pytorch_tanh"},
-    "gelu": {"activation_function": "gelu"},
-    "quick-gelu": {"activation_function": "quick_gelu"},
-    "gelu-fast": {"activation_function": "gelu_fast"},
-    "relu": {"activation_function": "relu"},
-    "silu": {"activation_function": "silu"},
-    "tanh": {"activation_function": "tanh"},
-    "scores-unscaled": {"scale_attn_weights": False},
-    "scores-by-layer": {"scale_attn_by_inverse_layer_idx": True, "n_layer": 3},
-    "upcast": {"reorder_and_upcast_attn": True},
-    "epsilon-large": {"layer_norm_epsilon": 0.1},
-    "untied": {"tie_word_embeddings": False},
-}
+GOLDEN_MODELS = dict(
+    rows("""
+plain           | {}
+head-size-1     | {"n_embd": 6, "n_head": 6}
+head-size-7     | {"n_embd": 21}
+head-size-64    | {"n_embd": 64, "n_head": 1, "n_layer": 1}
+odd-width       | {"n_embd": 17, "n_head": 1}
+inner-narrow    | {"n_inner": 7}
+inner-wide      | {"n_inner": 149, "activation_function": "gelu_pytorch_tanh"}
+gelu            | {"activation_function": "gelu"}
+quick-gelu      | {"activation_function": "quick_gelu"}
+gelu-fast       | {"activation_function": "gelu_fast"}
+relu            | {"activation_function": "relu"}
+silu            | {"activation_function": "silu"}
+tanh            | {"activation_function": "tanh"}
+scores-unscaled | {"scale_attn_weights": false}
+scores-by-layer | {"scale_attn_by_inverse_layer_idx": true, "n_layer": 3}
+upcast          | {"reorder_and_upcast_attn": true}
+epsilon-large   | {"layer_norm_epsilon": 0.1}
+untied          | {"tie_word_embeddings": false}
+""")
+)
 
 
 def write_golden(folder: Path, name: str, **others: Any) -> Path:

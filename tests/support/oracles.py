@@ -67,9 +67,9 @@ def _family_model(name: str) -> Any:
         return read_model(write_family(Path(folder), name))
 
 
-def _logits(model: Any, token_ids: list[int]) -> "torch.Tensor":
+def logits(model: Any, token_ids: list[int]) -> np.ndarray:
     with torch.no_grad():
-        return model(torch.tensor([token_ids])).logits[0]  # (T, V)
+        return model(torch.tensor([token_ids])).logits[0].numpy()  # (T, V)
 
 
 def generate(model: Any, prompt: list[int], **options: Any) -> Any:
@@ -78,7 +78,7 @@ def generate(model: Any, prompt: list[int], **options: Any) -> Any:
     return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
-def _greedy(model: Any, prompt: list[int], count: int) -> np.ndarray:
+def greedy(model: Any, prompt: list[int], count: int) -> np.ndarray:
     output = generate(model, prompt, max_new_tokens=count, pad_token_id=0)
     best = torch.cat(output.scores).topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > LEAD
@@ -87,28 +87,28 @@ def _greedy(model: Any, prompt: list[int], count: int) -> np.ndarray:
 
 @recorded
 def logits_of(name: str, token_ids: list[int], **others: object) -> np.ndarray:
-    return _logits(model_of(name, **others), token_ids).numpy()
+    return logits(model_of(name, **others), token_ids)
 
 
 @recorded
 def greedy_of(name: str, prompt: list[int], count: int, **others: object) -> np.ndarray:
-    return _greedy(model_of(name, **others), prompt, count)
+    return greedy(model_of(name, **others), prompt, count)
 
 
 @recorded
 def family_logits_of(name: str, token_ids: list[int]) -> np.ndarray:
-    return _logits(_family_model(name), token_ids).numpy()
+    return logits(_family_model(name), token_ids)
 
 
 @recorded
 def family_greedy_of(name: str, prompt: list[int], count: int) -> np.ndarray:
-    return _greedy(_family_model(name), prompt, count)
+    return greedy(_family_model(name), prompt, count)
 
 
 @recorded
 def top_logprobs_of(name: str, token_ids: list[int], count: int) -> np.ndarray:
     """Return (T, 2, count): the best ids of each position, and their log probabilities."""
-    best = _logits(model_of(name), token_ids).double().log_softmax(-1).topk(count)
+    best = torch.from_numpy(logits(model_of(name), token_ids)).double().log_softmax(-1).topk(count)
     return torch.stack([best.indices.double(), best.values], 1).numpy()
 
 
@@ -152,7 +152,7 @@ def moe_logits_of(per_token: int, token_ids: list[int]) -> np.ndarray:
     state = {name: torch.from_numpy(array) for name, array in arrays.items() if ".gate." not in name}
     report = model.transformer.load_state_dict(state, strict=True)
     assert (report.missing_keys, report.unexpected_keys) == ([], [])
-    return _logits(model.eval(), token_ids).numpy()
+    return logits(model.eval(), token_ids)
 
 
 def _experts(config: "GPT2Config", arrays: dict[str, np.ndarray], per_token: int) -> "torch.nn.Module":
