@@ -5,8 +5,9 @@ from typing import Any
 
 
 def rows(table: str) -> list[tuple[Any, ...]]:
-    """Return the cells of each line, which " | " sets apart: JSON, or else text."""
-    return [tuple(map(cell, line.split(" | "))) for line in table.strip().splitlines()]
+    """Return the cells of each line, which " | " sets apart: JSON, or else text. Indented lines continue one."""
+    lines = table.strip().replace("\n  ", " ").splitlines()
+    return [tuple(map(cell, line.split(" | "))) for line in lines]
 
 
 def cell(text: str) -> Any:

@@ -29,6 +29,7 @@ from support.library_tokenizers import (
 )
 from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
+from support.tables import rows
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.text import gpt2_bpe
 from tinygpt.text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_ranks, token_to_bytes, tokens_to_bytes
@@ -248,6 +249,23 @@ class TestMerges:
             Tokenizer.from_folder(tmp_path)
 
 
+# By their names, files beside vocab.json and merges.txt.
+BESIDE = """
+{}
+{"tokenizer_config": {"add_prefix_space": true}}
+{"tokenizer_config": {"add_bos_token": true}}
+{"tokenizer_config": {"add_bos_token": true, "bos_token": "ab", "eos_token": "<new>"}}
+{"tokenizer_config": {"unk_token": {"__type": "AddedToken", "content": "<u>", "lstrip": false}}}
+{"added_tokens": {"foo": 260, " b r ": 259, "<pad>": 258}}
+{"added_tokens": {"foo": 258}, "special_tokens_map": {"pad_token": "foo"}}
+{"special_tokens_map": {"pad_token": "<pad>", "additional_special_tokens": ["<a>", "foo"]}}
+{"special_tokens_map": {"mask_token": {"content": "<m>", "lstrip": true, "normalized": false}}}
+{"tokenizer_config": {"added_tokens_decoder": {"257": {"content": "<|endoftext|>", "special": true, "normalized": true},
+  "259": {"content": "foo", "special": false, "lstrip": true, "normalized": true},
+  "258": {"content": "<pad>", "special": true, "normalized": false}}}, "added_tokens": {"never read": 3}}
+"""
+
+
 class TestFiles:
     @pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
     def test_two_files(self, tmp_path, trained, names):
@@ -274,31 +292,7 @@ class TestFiles:
         write(tmp_path, "merges.txt", (header + "# #\na b\nab c" + last).replace("\n", ends))
         assert_equal(Tokenizer.from_folder(tmp_path), hugging_face(tmp_path), "abc ## ab")
 
-    @pytest.mark.parametrize(
-        "files",
-        [
-            {},
-            {"tokenizer_config": {"add_prefix_space": True}},
-            {"tokenizer_config": {"add_bos_token": True}},
-            {"tokenizer_config": {"add_bos_token": True, "bos_token": "ab", "eos_token": "<new>"}},
-            {"tokenizer_config": {"unk_token": {"__type": "AddedToken", "content": "<u>", "lstrip": False}}},
-            {"added_tokens": {"foo": 260, " b r ": 259, "<pad>": 258}},
-            {"added_tokens": {"foo": 258}, "special_tokens_map": {"pad_token": "foo"}},
-            {"special_tokens_map": {"pad_token": "<pad>", "additional_special_tokens": ["<a>", "foo"]}},
-            {"special_tokens_map": {"mask_token": {"content": "<m>", "lstrip": True, "normalized": False}}},
-            {
-                "tokenizer_config": {
-                    "added_tokens_decoder": {
-                        "257": {"content": "<|endoftext|>", "special": True, "normalized": True},
-                        "259": {"content": "foo", "special": False, "lstrip": True, "normalized": True},
-                        "258": {"content": "<pad>", "special": True, "normalized": False},
-                    }
-                },
-                "added_tokens": {"never read": 3},
-            },
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("files", sum(rows(BESIDE), ()), ids=str)
     def test_files_beside_vocab_and_merges(self, tmp_path, files):
         write_pair(bpe([("a", "b")], ["<|endoftext|>"]), tmp_path, **files)
         ours = Tokenizer.from_folder(tmp_path)
@@ -581,40 +575,42 @@ def with_template(ids):
     return {"model": model, "pre_tokenizer": byte_level, "decoder": byte_level, "post_processor": template}
 
 
+DAMAGED = r"""
+{} | none of them is there
+{"vocab.json": {"a": 0}} | only vocab.json is there
+{"spiece.model": "x"} | only spiece.model is there.*save_pretrained
+{"vocab.json": "{", "merges.txt": ""} | not valid JSON
+{"vocab.json": [1], "merges.txt": ""} | holds a JSON list
+{"vocab.json": {}, "merges.txt": ""} | no vocabulary
+{"vocab.json": {"a": "0"}, "merges.txt": ""} | must give every token
+{"vocab.json": {"a": true}, "merges.txt": ""} | must give every token
+{"vocab.json": {"a": -1}, "merges.txt": ""} | must give every token
+{"vocab.json": {"a": 0, "b": 0}, "merges.txt": ""} | one id to several
+{"vocab.json": {"a": 0}, "merges.txt": "a a\na\n"} | merge 'a' in .*must be two tokens
+{"vocab.json": {"a": 0}, "merges.txt": "a a a\n"} | must be two tokens
+{"vocab.json": {"a": 0}, "merges.txt": "a a\n\n"} | must be two tokens
+{"tokenizer.json": {}} | has no tokenizer model
+{"tokenizer.json": {"model": {"type": "BPE", "vocab": 5}}} | vocabulary
+{"tokenizer.json": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [5]}}} | two tokens
+{"tokenizer.json": {"model": {"type": "BPE", "vocab": {"a": 0}}, "decoder": 5}} | decoder
+{"tokenizer.json": {"model": {"type": "What", "vocab": {"a": 0}}}} | refused by the package
+{"tokenizer.json": {"model": {"type": "Unigram", "vocab": 5}}} | form of a tokenizer
+{"tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [5]}} | must be a string
+{"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": []}} | id
+{"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": [], "c": 1}} | form of
+{"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": "1"}} | 'b' has id '1'
+{"vocab.json": {"a": 0}, "merges.txt": "", "special_tokens_map.json": {"x_token": {}}} | string
+"""
+
+
 class TestDamagedFiles:
     @pytest.mark.parametrize(
         ("files", "says"),
         [
-            ({}, "none of them is there"),
-            ({"vocab.json": {"a": 0}}, "only vocab.json is there"),
-            ({"spiece.model": "x"}, "only spiece.model is there.*save_pretrained"),
-            ({"vocab.json": "{", "merges.txt": ""}, "not valid JSON"),
-            ({"vocab.json": [1], "merges.txt": ""}, "holds a JSON list"),
-            ({"vocab.json": {}, "merges.txt": ""}, "no vocabulary"),
-            ({"vocab.json": {"a": "0"}, "merges.txt": ""}, "must give every token"),
-            ({"vocab.json": {"a": True}, "merges.txt": ""}, "must give every token"),
-            ({"vocab.json": {"a": -1}, "merges.txt": ""}, "must give every token"),
-            ({"vocab.json": {"a": 0, "b": 0}, "merges.txt": ""}, "one id to several"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "a a\na\n"}, "merge 'a' in .*must be two tokens"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "a a a\n"}, "must be two tokens"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "a a\n\n"}, "must be two tokens"),
+            *rows(DAMAGED),
             ({"vocab.json": {"a": 0}, "merges.txt": b"\xff"}, "merges.txt is not UTF-8 at byte 0"),
             ({"tokenizer.json": b'{"a": "\xff"}'}, "not valid JSON .* byte 0xff in position 7"),
-            ({"tokenizer.json": {}}, "has no tokenizer model"),
             ({"tokenizer.json": "[" * 10**6}, "not valid JSON"),
-            ({"tokenizer.json": {"model": {"type": "BPE", "vocab": 5}}}, "vocabulary"),
-            ({"tokenizer.json": {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [5]}}}, "two tokens"),
-            ({"tokenizer.json": {"model": {"type": "BPE", "vocab": {"a": 0}}, "decoder": 5}}, "decoder"),
-            ({"tokenizer.json": {"model": {"type": "What", "vocab": {"a": 0}}}}, "refused by the package"),
-            ({"tokenizer.json": {"model": {"type": "Unigram", "vocab": 5}}}, "form of a tokenizer"),
-            ({"tokenizer.json": {"model": {"vocab": {"a": 0}}, "added_tokens": [5]}}, "must be a string"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": []}}, "id"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": [], "c": 1}}, "form of"),
-            ({"vocab.json": {"a": 0}, "merges.txt": "", "added_tokens.json": {"b": "1"}}, "'b' has id '1'"),
-            (
-                {"vocab.json": {"a": 0}, "merges.txt": "", "special_tokens_map.json": {"x_token": {}}},
-                "string",
-            ),
             ({"tokenizer.json": with_template("abc")}, "no token ids"),
             ({"tokenizer.json": with_template([-1])}, "no token ids"),
             ({"tokenizer.json": with_template([1] * 1001)}, "more than 1000 tokens around a text"),

@@ -18,6 +18,7 @@ from support.family_models import FAMILY_MODELS, write_family
 from support.foreign import GGUF_KEYS, WRITERS, gguf_name, linear, nanogpt_state
 from support.processes import Result
 from support.recorded import MISSING
+from support.tables import rows
 from support.tiny_checkpoint import (
     CONFIG,
     LAYERS,
@@ -264,17 +265,17 @@ def test_safetensors_of_a_family_are_written_as_they_were(name, tmp_path):
     assert json.loads((written / "config.json").read_text()) == FAMILY_MODELS[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "prefixes"),
-    [
-        ("opt", ("", "decoder.", "model.decoder.", "module.model.decoder.", "_orig_mod.model.decoder.")),
-        ("bloom-6", ("", "transformer.", "module.transformer.")),
-        ("mpt-6", ("", "transformer.")),
-        ("gpt-1", ("", "transformer.")),
-        ("xglm", ("", "model.", "module.model.")),
-        ("biogpt", ("", "biogpt.", "_orig_mod.biogpt.")),
-    ],
-)
+WRAPPERS = rows("""
+opt | ["", "decoder.", "model.decoder.", "module.model.decoder.", "_orig_mod.model.decoder."]
+bloom-6 | ["", "transformer.", "module.transformer."]
+mpt-6 | ["", "transformer."]
+gpt-1 | ["", "transformer."]
+xglm | ["", "model.", "module.model."]
+biogpt | ["", "biogpt.", "_orig_mod.biogpt."]
+""")
+
+
+@pytest.mark.parametrize(("name", "prefixes"), WRAPPERS)
 def test_any_wrapper(name, prefixes, tmp_path):
     folders = (write_family(tmp_path / str(i), name, prefix) for i, prefix in enumerate(prefixes))
     first, *others = map(open_checkpoint, folders)
@@ -303,32 +304,28 @@ def test_biases_that_config_json_denies_are_refused(tmp_path):
     assert_refused(folder, r"unexpected: .*q_proj\.bias")
 
 
-REFUSED = [
-    (
-        "bloom-4",
-        {"apply_residual_connection_post_layernorm": True},
-        "apply_residual_connection_post_layernorm is True",
-    ),
-    ("mpt-4", {"attn_config": {"clip_qkv": 6}}, "attn_config.clip_qkv is 6"),
-    ("mpt-4", {"attn_config": {"alibi_bias_max": 16}}, "attn_config.alibi_bias_max is 16"),
-    ("mpt-4", {"attn_config": {"qk_ln": True}}, "attn_config.qk_ln is True"),
-    ("mpt-4", {"attn_config": {"alibi": False}}, "attn_config.alibi is False"),
-    ("mpt-4", {"attn_config": {"softmax_scale": 0.5}}, "attn_config.softmax_scale is 0.5"),
-    ("mpt-4", {"no_bias": False}, "no_bias is False"),
-    ("gpt-1", {"afn": "relu6"}, "afn is 'relu6'"),
-    ("gpt-1", {"n_head": 5}, "cannot be divided into 5 heads"),
-    ("opt", {"word_embed_proj_dim": 0}, "word_embed_proj_dim is 0"),
-    ("opt", {"do_layer_norm_before": "no"}, "do_layer_norm_before is 'no'"),
-    ("opt", {"activation_function": "gelu_10"}, "activation_function is 'gelu_10'"),
-    ("opt", {"hidden_size": [1]}, r"n_embd is \[1\]"),
-    ("xglm", {"add_cross_attention": True}, "add_cross_attention is True"),
-    ("xglm", {"scale_embedding": 2}, "scale_embedding is 2"),
-    ("xglm", {"d_model": 3}, "d_model is 3 and must be a whole number from 4 to"),
-    ("xglm", {"max_position_embeddings": 2**20}, "max_position_embeddings is 1048576 and must be"),
-    ("xglm", {"pad_token_id": "x"}, "pad_token_id is 'x'"),
-    ("biogpt", {"scale_embedding": None}, "scale_embedding is None"),
-    ("biogpt", {"hidden_act": "gelu_10"}, "activation_function is 'gelu_10'"),
-]
+REFUSED = rows(r"""
+bloom-4 | {"apply_residual_connection_post_layernorm": true} | apply_residual_connection_post_layernorm is True
+mpt-4 | {"attn_config": {"clip_qkv": 6}} | attn_config.clip_qkv is 6
+mpt-4 | {"attn_config": {"alibi_bias_max": 16}} | attn_config.alibi_bias_max is 16
+mpt-4 | {"attn_config": {"qk_ln": true}} | attn_config.qk_ln is True
+mpt-4 | {"attn_config": {"alibi": false}} | attn_config.alibi is False
+mpt-4 | {"attn_config": {"softmax_scale": 0.5}} | attn_config.softmax_scale is 0.5
+mpt-4 | {"no_bias": false} | no_bias is False
+gpt-1 | {"afn": "relu6"} | afn is 'relu6'
+gpt-1 | {"n_head": 5} | cannot be divided into 5 heads
+opt | {"word_embed_proj_dim": 0} | word_embed_proj_dim is 0
+opt | {"do_layer_norm_before": "no"} | do_layer_norm_before is 'no'
+opt | {"activation_function": "gelu_10"} | activation_function is 'gelu_10'
+opt | {"hidden_size": [1]} | n_embd is \[1\]
+xglm | {"add_cross_attention": true} | add_cross_attention is True
+xglm | {"scale_embedding": 2} | scale_embedding is 2
+xglm | {"d_model": 3} | d_model is 3 and must be a whole number from 4 to
+xglm | {"max_position_embeddings": 1048576} | max_position_embeddings is 1048576 and must be
+xglm | {"pad_token_id": "x"} | pad_token_id is 'x'
+biogpt | {"scale_embedding": null} | scale_embedding is None
+biogpt | {"hidden_act": "gelu_10"} | activation_function is 'gelu_10'
+""")
 
 
 @pytest.mark.parametrize(("name", "fields", "message"), REFUSED)
@@ -338,47 +335,30 @@ def test_what_is_not_implemented_is_refused_by_name(name, fields, message, tmp_p
     assert_refused(folder, message)
 
 
-OPT_350M = {
-    "model_type": "opt",
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "do_layer_norm_before": False,
-    "word_embed_proj_dim": 512,
-    "prefix": "</s>",
-    "layerdrop": 0.0,
-}
-BLOOM_560M = {
-    "model_type": "bloom",
-    "n_embed": 1024,
-    "n_layer": 24,
-    "num_attention_heads": 16,
-    "offset_alibi": 100,
-    "pretraining_tp": 1,
-    "slow_but_exact": False,
-    "attention_softmax_in_fp32": True,
-}
-GPT1 = {"model_type": "openai-gpt", "afn": "gelu", "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12}
+# Fields, structure, positions, and the ids of both ends: of OPT-350m, BLOOM-560m and GPT-1, and defaults.
+PUBLISHED = rows("""
+{"model_type": "opt", "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+  "do_layer_norm_before": false, "word_embed_proj_dim": 512, "prefix": "</s>", "layerdrop": 0.0}
+  | {"norm_placement": "post", "final_norm": false, "embed_dim": 512} | 2048 | [2, [2]]
+{"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16,
+  "offset_alibi": 100, "pretraining_tp": 1, "slow_but_exact": false, "attention_softmax_in_fp32": true}
+  | {"positions": "alibi", "embed_norm": true} | 2048 | [1, [2]]
+{"model_type": "openai-gpt", "afn": "gelu", "n_ctx": 512, "n_embd": 768, "n_head": 12, "n_layer": 12}
+  | {"norm_placement": "post", "final_norm": false} | 512 | [null, []]
+{"model_type": "opt"} | {} | 2048 | [2, [2]]
+{"model_type": "mpt"} | {"positions": "alibi"} | 2048 | [null, []]
+{"model_type": "xglm"} | {"embed_scale": 32.0} | 2048 | [0, [2]]
+{"model_type": "biogpt", "layer_norm_eps": 1e-12} | {"embed_scale": 32.0} | 1024 | [0, [2]]
+""")
 
 
-@pytest.mark.parametrize(
-    ("fields", "structure", "n_positions", "ends"),
-    [
-        (OPT_350M, {"norm_placement": "post", "final_norm": False, "embed_dim": 512}, 2048, (2, (2,))),
-        (BLOOM_560M, {"positions": "alibi", "embed_norm": True}, 2048, (1, (2,))),
-        (GPT1, {"norm_placement": "post", "final_norm": False}, 512, (None, ())),
-        ({"model_type": "opt"}, {}, 2048, (2, (2,))),
-        ({"model_type": "mpt"}, {"positions": "alibi"}, 2048, (None, ())),
-        ({"model_type": "xglm"}, {"embed_scale": 32.0}, 2048, (0, (2,))),
-        ({"model_type": "biogpt", "layer_norm_eps": 1e-12}, {"embed_scale": 32.0}, 1024, (0, (2,))),
-    ],
-)
+@pytest.mark.parametrize(("fields", "structure", "n_positions", "ends"), PUBLISHED)
 def test_published_configurations(fields, structure, n_positions, ends, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = read_config(tmp_path)
     assert config.layer_norm_epsilon == 1e-5
     assert config.structure == structure
-    assert (config.n_positions, (config.bos_token_id, config.eos_token_ids)) == (n_positions, ends)
+    assert (config.n_positions, config.bos_token_id, [*config.eos_token_ids]) == (n_positions, *ends)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 6, 12, 14, 112])
@@ -390,16 +370,15 @@ def test_slopes_are_those_of_the_paper_and_of_its_rule_for_other_numbers_of_head
     assert slopes[power:] == twice[0::2][: heads - power]
 
 
-@pytest.mark.parametrize(
-    ("name", "sentence"),
-    [
-        ("opt", "has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM"),
-        *(
-            (name, "and GGUF files are written of GPT-2 and BLOOM alone")
-            for name in ("mpt-4", "gpt-1", "xglm")
-        ),
-    ],
-)
+NO_GGUF = rows("""
+opt   | has the activation relu, and llama.cpp computes gelu_new for every GPT-2 and BLOOM
+mpt-4 | and GGUF files are written of GPT-2 and BLOOM alone
+gpt-1 | and GGUF files are written of GPT-2 and BLOOM alone
+xglm  | and GGUF files are written of GPT-2 and BLOOM alone
+""")
+
+
+@pytest.mark.parametrize(("name", "sentence"), NO_GGUF)
 def test_gguf_is_of_gpt2_and_bloom_alone(name, sentence, tmp_path, capsys):
     source = write_family(tmp_path / "source", name)
     result = Result(capsys, "convert", [str(source), str(tmp_path / "gguf"), "--to", "gguf"])

@@ -8,6 +8,7 @@ import pytest
 from support.family_models import T, write_family
 from support.foreign import fastertransformer
 from support.megatron_writer import tar_bytes
+from support.tables import rows
 from support.tiny_checkpoint import (
     assert_holds,
     assert_refused,
@@ -85,35 +86,29 @@ def test_a_bloom_becomes_hugging_faces(tmp_path):
     assert_same_files(convert(there, tmp_path / "back", "--to", "safetensors"), source.path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (
-            BLOOM | {"layernorm_type": "post_layernorm"},
-            "layernorm_type is 'post_layernorm'; use_attention_linear_bias",
-        ),
-        (
-            {"has_positional_encoding": "0"},
-            "has_positional_encoding is '0'; use_attention_linear_bias is 'false'",
-        ),
-        (
-            {"use_attention_linear_bias": "1"},
-            "has_positional_encoding is '1'; use_attention_linear_bias is '1'",
-        ),
-        ({"layernorm_type": "t5_layernorm"}, "layernorm_type"),
-        ({"has_positional_encoding": "2"}, "has_positional_encoding"),
-        ({"has_pre_decoder_layernorm": "x"}, "has_pre_decoder_layernorm"),
-        ({"gpt_with_moe": "1"}, "gpt_with_moe"),
-        ({"activation_type": "Swiglu"}, "activation_function"),
-        ({"head_num": "0"}, "head_num"),
-        ({"size_per_head": "x"}, "size_per_head"),
-        ({"weight_data_type": "fp8"}, "weight_data_type"),
-        ({"num_layer": "10000000"}, "n_layer"),
-        ({"layernorm_eps": "nan"}, "layer_norm_epsilon"),
-        # An output norm in the files that the settings deny.
-        ({"has_post_decoder_layernorm": False}, r"unexpected: model\.final_layernorm\.bias; model"),
-    ],
+# The last has an output norm in its files, which the settings deny.
+REFUSED = rows(r"""
+{"has_positional_encoding": "0"} | has_positional_encoding is '0'; use_attention_linear_bias is 'false'
+{"use_attention_linear_bias": "1"} | has_positional_encoding is '1'; use_attention_linear_bias is '1'
+{"layernorm_type": "t5_layernorm"} | layernorm_type
+{"has_positional_encoding": "2"} | has_positional_encoding
+{"has_pre_decoder_layernorm": "x"} | has_pre_decoder_layernorm
+{"gpt_with_moe": "1"} | gpt_with_moe
+{"activation_type": "Swiglu"} | activation_function
+{"head_num": "0"} | head_num
+{"size_per_head": "x"} | size_per_head
+{"weight_data_type": "fp8"} | weight_data_type
+{"num_layer": "10000000"} | n_layer
+{"layernorm_eps": "nan"} | layer_norm_epsilon
+{"has_post_decoder_layernorm": false} | unexpected: model\.final_layernorm\.bias; model
+""")
+MIXED = (
+    BLOOM | {"layernorm_type": "post_layernorm"},
+    "layernorm_type is 'post_layernorm'; use_attention_linear_bias",
 )
+
+
+@pytest.mark.parametrize(("settings", "named"), [MIXED, *REFUSED])
 def test_settings_that_are_impossible_or_not_implemented_are_named(tmp_path, settings, named):
     assert_refused(fastertransformer(tmp_path, TENSORS, **settings), named)
 

@@ -20,6 +20,7 @@ from support.golden_models import (
 )
 from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
+from support.tables import rows
 from support.tiny_checkpoint import convert
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
@@ -32,74 +33,57 @@ pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers"
 R, ALPHA = 3, 5
 SCALE = np.float32(ALPHA / R)
 GPT2 = {"gpt2": "plain", "gpt2-untied": "untied"}
-# By base model, fields of PEFT's LoraConfig.
-VARIANTS = [
-    ("gpt2", {"target_modules": ["c_attn"]}),
-    ("gpt2", {"target_modules": ["c_proj", "mlp.c_fc"]}),  # c_proj is two modules
-    ("gpt2", {"target_modules": "all-linear"}),
-    ("gpt2", {"target_modules": ["c_attn", "c_fc"], "use_rslora": True, "lora_alpha": 3}),
-    (
-        "gpt2",
-        {
-            "target_modules": ["c_attn", "c_proj"],
-            # The first that matches counts, and PEFT writes them in alphabetical order.
-            "rank_pattern": {r"attn\.c_proj": 2, "c_proj": 5},
-            "alpha_pattern": {r".*\.0\..*": 5, "transformer.h.1.mlp.c_proj": 7},
-        },
-    ),
-    ("gpt2", {"target_modules": r".*h\.1\.mlp\.c_(fc|proj)"}),
-    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "exclude_modules": r".*\.0\..*"}),
-    ("gpt2", {"target_modules": ["c_attn", "c_proj"], "layers_to_transform": [1]}),
-    ("gpt2", {"target_modules": ["c_fc"], "layers_to_transform": 1, "layers_pattern": "h"}),
-    ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
-    ("gpt2", {"target_modules": ["c_attn", "attn.c_proj"], "bias": "lora_only"}),
-    ("gpt2", {"target_modules": ["wte"]}),
-    ("gpt2", {"target_modules": ["lm_head", "c_attn"]}),
-    ("gpt2-untied", {"target_modules": ["wte", "lm_head"]}),
-    ("gpt2", {"target_modules": ["wpe", "c_fc"]}),
-    ("gpt2", {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}),
-    ("gpt2", {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}),
-    ("gpt2", {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}),
-    ("gpt2-untied", {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}),
-    ("gpt2", {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}),
-    *(
-        ("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": how})
-        for how in ("gaussian", "eva", "mica")
-    ),
-    ("gpt2", {"target_modules": ["c_attn"], "init_lora_weights": "orthogonal", "r": 4}),
-    ("opt", {"target_modules": ["q_proj", "v_proj"]}),
-    ("opt", {"target_modules": "all-linear", "bias": "all"}),
-    ("opt", {"target_modules": ["k_proj", "fc2"], "bias": "lora_only", "layers_to_transform": [1]}),
-    ("opt", {"target_modules": ["embed_tokens", "out_proj"]}),
-    (
-        "opt",
-        {
-            "target_modules": ["fc1"],
-            "modules_to_save": ["embed_tokens", "embed_positions", "final_layer_norm"],
-        },
-    ),
-    ("opt", {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["v_proj"]}),
-    ("opt-350m", {"target_modules": ["project_in", "project_out", "fc1"], "use_rslora": True}),
-    ("opt-350m", {"target_modules": ["embed_tokens"]}),
-    ("opt-odd", {"target_modules": ["embed_tokens", "lm_head", "fc1"]}),
-    ("opt-plain-norms", {"target_modules": ["q_proj", "k_proj"], "bias": "all"}),
-    ("galactica", {"target_modules": ["q_proj", "fc1"], "bias": "all"}),
-    ("bloom-6", {"target_modules": ["query_key_value"]}),
-    ("bloom-6", {"target_modules": "all-linear", "bias": "all", "rank_pattern": {"dense": 2}}),
-    (
-        "bloom-14",
-        {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["word_embeddings_layernorm"]},
-    ),
-    ("bloom-untied", {"target_modules": ["lm_head"], "modules_to_save": ["query_key_value"]}),
-    ("mpt-6", {"target_modules": ["Wqkv", "down_proj"]}),
-    ("mpt-6", {"target_modules": r".*blocks\.1\..*_proj", "modules_to_save": ["norm_f"]}),
-    ("gpt-1", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True, "bias": "all"}),
-    ("gpt-1", {"target_modules": ["tokens_embed", "positions_embed"]}),
-    ("xglm", {"target_modules": "all-linear", "bias": "all"}),
-    ("xglm", {"target_modules": ["embed_tokens", "fc2"]}),
-    ("biogpt", {"target_modules": ["embed_tokens", "k_proj"]}),
-    ("biogpt-odd", {"target_modules": ["output_projection", "fc1"], "modules_to_save": ["layer_norm"]}),
-]
+# By base model, fields of PEFT's LoraConfig. GPT-2 has two modules c_proj. Of patterns the first that matches counts.
+VARIANTS = rows(r"""
+gpt2 | {"target_modules": ["c_attn"]}
+gpt2 | {"target_modules": ["c_proj", "mlp.c_fc"]}
+gpt2 | {"target_modules": "all-linear"}
+gpt2 | {"target_modules": ["c_attn", "c_fc"], "use_rslora": true, "lora_alpha": 3}
+gpt2 | {"target_modules": ["c_attn", "c_proj"], "rank_pattern": {"attn\\.c_proj": 2, "c_proj": 5},
+  "alpha_pattern": {".*\\.0\\..*": 5, "transformer.h.1.mlp.c_proj": 7}}
+gpt2 | {"target_modules": ".*h\\.1\\.mlp\\.c_(fc|proj)"}
+gpt2 | {"target_modules": ["c_attn", "c_proj"], "exclude_modules": ".*\\.0\\..*"}
+gpt2 | {"target_modules": ["c_attn", "c_proj"], "layers_to_transform": [1]}
+gpt2 | {"target_modules": ["c_fc"], "layers_to_transform": 1, "layers_pattern": "h"}
+gpt2 | {"target_modules": ["c_attn"], "bias": "all"}
+gpt2 | {"target_modules": ["c_attn", "attn.c_proj"], "bias": "lora_only"}
+gpt2 | {"target_modules": ["wte"]}
+gpt2 | {"target_modules": ["lm_head", "c_attn"]}
+gpt2-untied | {"target_modules": ["wte", "lm_head"]}
+gpt2 | {"target_modules": ["wpe", "c_fc"]}
+gpt2 | {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}
+gpt2 | {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}
+gpt2 | {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}
+gpt2-untied | {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}
+gpt2 | {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}
+gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "gaussian"}
+gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "eva"}
+gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "mica"}
+gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "orthogonal", "r": 4}
+opt | {"target_modules": ["q_proj", "v_proj"]}
+opt | {"target_modules": "all-linear", "bias": "all"}
+opt | {"target_modules": ["k_proj", "fc2"], "bias": "lora_only", "layers_to_transform": [1]}
+opt | {"target_modules": ["embed_tokens", "out_proj"]}
+opt | {"target_modules": ["fc1"], "modules_to_save": ["embed_tokens", "embed_positions", "final_layer_norm"]}
+opt | {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["v_proj"]}
+opt-350m | {"target_modules": ["project_in", "project_out", "fc1"], "use_rslora": true}
+opt-350m | {"target_modules": ["embed_tokens"]}
+opt-odd | {"target_modules": ["embed_tokens", "lm_head", "fc1"]}
+opt-plain-norms | {"target_modules": ["q_proj", "k_proj"], "bias": "all"}
+galactica | {"target_modules": ["q_proj", "fc1"], "bias": "all"}
+bloom-6 | {"target_modules": ["query_key_value"]}
+bloom-6 | {"target_modules": "all-linear", "bias": "all", "rank_pattern": {"dense": 2}}
+bloom-14 | {"target_modules": ["word_embeddings", "dense"], "modules_to_save": ["word_embeddings_layernorm"]}
+bloom-untied | {"target_modules": ["lm_head"], "modules_to_save": ["query_key_value"]}
+mpt-6 | {"target_modules": ["Wqkv", "down_proj"]}
+mpt-6 | {"target_modules": ".*blocks\\.1\\..*_proj", "modules_to_save": ["norm_f"]}
+gpt-1 | {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": true, "bias": "all"}
+gpt-1 | {"target_modules": ["tokens_embed", "positions_embed"]}
+xglm | {"target_modules": "all-linear", "bias": "all"}
+xglm | {"target_modules": ["embed_tokens", "fc2"]}
+biogpt | {"target_modules": ["embed_tokens", "k_proj"]}
+biogpt-odd | {"target_modules": ["output_projection", "fc1"], "modules_to_save": ["layer_norm"]}
+""")
 
 
 @dataclass(frozen=True)
@@ -318,30 +302,35 @@ A = "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"
 B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
 
 
+REFUSED = rows("""
+{"peft_type": "LOHA"} | LOHA
+{"use_dora": true} | use_dora is True and not implemented
+{"invented_next_year": {"a": 1}} | invented_next_year
+{"init_lora_weights": "pissa_niter_4"} | pissa_niter_4
+{"r": 0} | r is 0 and must be a whole number from 1 up
+{"lora_alpha": "8"} | lora_alpha is '8'
+{"bias": "some"} | bias is 'some' and must be one of none, all, lora_only
+{"use_rslora": 1} | use_rslora is 1
+{"target_modules": null} | target_modules is empty
+{"rank_pattern": {"c_attn": 0}} | rank_pattern
+{"modules_to_save": ["a)(b"]} | modules_to_save
+{"lora_alpha": NaN} | lora_alpha is nan
+{"layers_to_transform": ["1"]} | layers_to_transform
+{"target_modules": "(?i)c_attn"} | without flags
+{"target_modules": "c_attn", "layers_to_transform": [1]} | layers_to_transform
+{"target_modules": ["wte"]} | unexpected: transformer.h.0.attn.c_attn.lora
+{"r": 2} | lora_A.weight is (3, 36) and should be (2, 36)
+{"target_modules": ["c_attn", "wte", "wpe"]} | transformer.wpe.lora_embedd
+{"bias": "lora_only"} | missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias
+{"modules_to_save": ["ln_f"]} | missing: ln_f.bias, ln_f.weight
+""")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"peft_type": "LOHA"}, "LOHA"),
-        ({"use_dora": True}, "use_dora is True and not implemented"),
-        ({"invented_next_year": {"a": 1}}, "invented_next_year"),
-        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
-        ({"r": 0}, "r is 0 and must be a whole number from 1 up"),
-        ({"lora_alpha": "8"}, "lora_alpha is '8'"),
-        ({"bias": "some"}, "bias is 'some' and must be one of none, all, lora_only"),
-        ({"use_rslora": 1}, "use_rslora is 1"),
-        ({"target_modules": None}, "target_modules is empty"),
-        ({"rank_pattern": {"c_attn": 0}}, "rank_pattern"),
-        ({"modules_to_save": ["a)(b"]}, "modules_to_save"),
-        ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
-        ({"layers_to_transform": ["1"]}, "layers_to_transform"),
-        ({"target_modules": "(?i)c_attn"}, "without flags"),
-        ({"target_modules": "c_attn", "layers_to_transform": [1]}, "layers_to_transform"),
+        *REFUSED,
         (lambda folder: change_tensors(folder, A), "missing: transformer.h.0.attn.c_attn.lora_A.weight"),
-        ({"target_modules": ["wte"]}, "unexpected: transformer.h.0.attn.c_attn.lora"),
-        ({"r": 2}, "lora_A.weight is (3, 36) and should be (2, 36)"),
-        ({"target_modules": ["c_attn", "wte", "wpe"]}, "transformer.wpe.lora_embedd"),
-        ({"bias": "lora_only"}, "missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias"),
-        ({"modules_to_save": ["ln_f"]}, "missing: ln_f.bias, ln_f.weight"),
         (lambda folder: change_tensors(folder, odd=np.zeros(1, np.float32)), "unexpected: odd"),
         (lambda folder: change_tensors(folder, **{B: np.zeros((108, 3), np.int32)}), f"{B} is I32"),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),

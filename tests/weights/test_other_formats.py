@@ -12,6 +12,7 @@ from support.foreign import WRITERS, nanogpt_state
 from support.kernel_tools import same_bits
 from support.paths import DEMO
 from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
+from support.tables import rows
 from support.tiny_checkpoint import (
     CONFIG,
     V,
@@ -190,20 +191,20 @@ def test_scaling_that_llama_cpp_does_not_know_goes_into_the_queries(tmp_path):
         np.testing.assert_array_equal(there.tensor(name)[64:], source.tensor(name)[64:])
 
 
-@pytest.mark.parametrize(
-    ("flags", "fields", "sentence"),
-    [
-        (["--to", "gguf"], {"activation_function": "gelu"}, "llama.cpp computes gelu_new"),
-        (["--to", "gguf", "--dtype", "int8"], {}, "no whole blocks of 32"),
-        (["--to", "safetensors", "--dtype", "int8"], {}, "must be one of float32, float16, bfloat16."),
-        (["--to", "npz", "--dtype", "bfloat16"], {}, "must be one of float32, float16."),
-        (["--dtype", "float64"], {}, "must be one of float32, float16, bfloat16, int8, int4, float8."),
-        (["--to", "gguf", "--smooth", "0.5"], {}, "is for tinygpt's own format"),
-    ],
-)
+REFUSED = rows("""
+--to gguf | {"activation_function": "gelu"} | llama.cpp computes gelu_new
+--to gguf --dtype int8 | {} | no whole blocks of 32
+--to safetensors --dtype int8 | {} | must be one of float32, float16, bfloat16.
+--to npz --dtype bfloat16 | {} | must be one of float32, float16.
+--dtype float64 | {} | must be one of float32, float16, bfloat16, int8, int4, float8.
+--to gguf --smooth 0.5 | {} | is for tinygpt's own format
+""")
+
+
+@pytest.mark.parametrize(("flags", "fields", "sentence"), REFUSED)
 def test_what_a_format_cannot_hold_is_refused_before_any_work(tmp_path, capsys, flags, fields, sentence):
     source = write_checkpoint(tmp_path / "source", **fields)
-    assert cli.main(["convert", str(source), str(tmp_path / "there"), *flags]) == 2
+    assert cli.main(["convert", str(source), str(tmp_path / "there"), *flags.split()]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "there").exists()
 

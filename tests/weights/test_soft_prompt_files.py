@@ -10,6 +10,7 @@ import pytest
 
 from support.golden_models import NEED_PEFT, change_config, change_tensors
 from support.recorded import MISSING
+from support.tables import rows
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.adapters.peft import read_soft_prompt
 from tinygpt.weights.config import ModelConfig
@@ -103,26 +104,31 @@ def written(tmp_path_factory) -> Path:
     return make_case("prefix-tuning", tmp_path_factory.mktemp("prefix")).folder
 
 
-def rows(width: int, count: int = P) -> np.ndarray:
+def zeros(width: int, count: int = P) -> np.ndarray:
     return np.zeros((count, width), np.float32)
+
+
+REFUSED = rows("""
+{"peft_type": "LORA"} | type 'LORA' and must be one of PROMPT_TUNING
+{"peft_type": "PROMPT_TUNING"} | peft_type is 'PROMPT_TUNING'
+{"num_transformer_submodules": 2} | num_transformer_submodules is 2
+{"num_attention_heads": 4} | num_attention_heads is 4 and should be 2
+{"num_virtual_tokens": 4} | num_virtual_tokens is 4 and should be 5
+{"token_dim": [8]} | token_dim is [8] and should be 8
+""")
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"peft_type": "LORA"}, "type 'LORA' and must be one of PROMPT_TUNING"),
-        ({"peft_type": "PROMPT_TUNING"}, "peft_type is 'PROMPT_TUNING'"),
-        ({"num_transformer_submodules": 2}, "num_transformer_submodules is 2"),
-        ({"num_attention_heads": 4}, "num_attention_heads is 4 and should be 2"),
-        ({"num_virtual_tokens": 4}, "num_virtual_tokens is 4 and should be 5"),
-        ({"token_dim": [8]}, "token_dim is [8] and should be 8"),
-        (lambda folder: change_tensors(folder, more=rows(1)), "must hold one tensor, prompt_embeddings"),
-        (lambda folder: change_tensors(folder, prompt_embeddings=rows(7)), "of shape (5, 7)"),
-        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48)[0]), "of shape (48,)"),
-        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 16)), "holds 16 virtual tokens"),
-        (lambda folder: change_tensors(folder, prompt_embeddings=rows(48, 0)), "holds 0 virtual tokens"),
+        *REFUSED,
+        (lambda folder: change_tensors(folder, more=zeros(1)), "must hold one tensor, prompt_embeddings"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=zeros(7)), "of shape (5, 7)"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=zeros(48)[0]), "of shape (48,)"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=zeros(48, 16)), "holds 16 virtual tokens"),
+        (lambda folder: change_tensors(folder, prompt_embeddings=zeros(48, 0)), "holds 0 virtual tokens"),
         (
-            lambda folder: change_tensors(folder, prompt_embeddings=rows(48).astype(int)),
+            lambda folder: change_tensors(folder, prompt_embeddings=zeros(48).astype(int)),
             "prompt_embeddings is I64",
         ),
         (lambda folder: (folder / "adapter_model.safetensors").unlink(), "holds no weights"),
