@@ -5,6 +5,7 @@ import pytest
 
 from support.golden_models import GOLDEN_MODELS, SMALL, golden_ids, write_golden
 from support.oracles import TOLERANCE, beam_groups_of, beams_of, greedy_of, logits_of, top_logprobs_of
+from support.tables import rows
 from tinygpt import LLM, SamplingParams
 from tinygpt.weights.config import ACTIVATIONS
 
@@ -64,40 +65,22 @@ def test_demo(text):
     )
 
 
-RULES = [
-    {
-        "num_beams": 3,
-        "max_new_tokens": 12,
-        "eos_token_id": [5, 8],
-        "length_penalty": 1.0,
-        "early_stopping": False,
-    },
-    {
-        "num_beams": 4,
-        "max_new_tokens": 9,
-        "eos_token_id": [3],
-        "length_penalty": -1.0,
-        "early_stopping": True,
-    },
-    {
-        "num_beams": 2,
-        "max_new_tokens": 15,
-        "eos_token_id": [0],
-        "length_penalty": 2.0,
-        "early_stopping": "never",
-    },
-]
-GROUPS = [
-    {**rules, "num_beams": beams, "num_beam_groups": groups, "diversity_penalty": penalty}
-    for rules, (beams, groups, penalty) in zip(RULES, [(4, 2, 0.7), (6, 3, 1.5), (6, 2, 0.3)], strict=True)
-]
+# Of a search without groups, and what makes it one of groups.
+RULES = rows("""
+{"num_beams": 3, "max_new_tokens": 12, "eos_token_id": [5, 8], "length_penalty": 1.0, "early_stopping": false}
+  | {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.7}
+{"num_beams": 4, "max_new_tokens": 9, "eos_token_id": [3], "length_penalty": -1.0, "early_stopping": true}
+  | {"num_beams": 6, "num_beam_groups": 3, "diversity_penalty": 1.5}
+{"num_beams": 2, "max_new_tokens": 15, "eos_token_id": [0], "length_penalty": 2.0, "early_stopping": "never"}
+  | {"num_beams": 6, "num_beam_groups": 2, "diversity_penalty": 0.3}
+""")
 
 
 @pytest.mark.parametrize("name", ["plain", "relu", "untied", "gelu-fast"])
-@pytest.mark.parametrize("number", range(len(RULES)))
+@pytest.mark.parametrize(("rules", "groups"), RULES)
 @pytest.mark.parametrize("is_grouped", [False, True], ids=["one-group", "groups"])
-def test_beams(llm_of, name, number, is_grouped):
-    rules = (GROUPS if is_grouped else RULES)[number]
+def test_beams(llm_of, name, rules, groups, is_grouped):
+    rules = rules | groups if is_grouped else rules
     prompt = golden_ids(PROMPT, f"{name} beams")
     expected = (beam_groups_of if is_grouped else beams_of)(name, prompt, rules)
     names = {"max_new_tokens": "max_tokens"}

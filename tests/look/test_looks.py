@@ -9,6 +9,7 @@ import pytest
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.paths import ROOT
+from support.tables import rows
 from tinygpt import LLM, Edit, SamplingParams
 from tinygpt.errors import FailedRequestError, RequestError
 
@@ -99,15 +100,6 @@ def test_any_chunks_and_threads_give_the_same_bits(folder, llm, dtype, size):
     for name, array in arrays.items():
         assert array.shape[-2:] == ((45, 45) if "pattern" in name else (45, 64))
         same_bits(array, wanted[name])
-
-
-def test_generation_captures_what_a_pass_over_its_text_has(llm):
-    (output,) = llm.generate([IDS[0]], **GREEDY, capture=["blocks.*.hook_resid_pre", "blocks.1.attn.hook_z"])
-    sample = output.outputs[0]
-    _, cache = llm.run_with_cache(IDS[0] + sample.token_ids[:-1])
-    assert len(sample.activations) == 3
-    for name, array in sample.activations.items():
-        same_bits(array, cache[name][0])
 
 
 # The prefix cache.
@@ -201,37 +193,33 @@ def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
         next(plain.stream(IDS[0], params[0]))  # before a chunk
 
 
+REFUSED = rows(r"""
+{"capture": "blocks.9.hook_z"} | capture has no point 'blocks.9.hook_z' in this model; did you mean
+{"capture": "zz"} | has no point 'zz' in this model: names are as "blocks.0.hook_resid_pre"
+{"edits": "z"} | edits is 'z' and must be an Edit or a list of them, or None
+{"capture": "z", "overflow": "slide"} | overflow is 'slide' and must be another one with capture
+""")
+REFUSED_EDITS = rows(r"""
+[{"name": "scale", "keep": 0}] | edits\[0\].name is 'blocks.0.ln1.hook_scale', which cannot be changed
+[{"name": "pattern", "keep": 0}] | 'blocks.0.attn.hook_pattern', which cannot be changed here
+[{"name": "z"}, {"name": "z", "value": [1, 2]}] | edits\[1\] does not fit .*z: a position has shape \(4, 16\)
+[{"name": "z", "index": 4, "keep": 0}] | edits\[0\] does not fit
+[{"name": "resid_pre", "at": -41}] | edits\[0\] does not fit .* and the prompt 40 positions
+[{"name": "resid_pre", "value": [[1], [1]], "at": [1, 2, 3]}] | does not fit
+[{"name": "z"}, {"name": "z", "at": 500}] | edits.at is \(500,\) and must be below max_model_len,
+""")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (
-            {"capture": "blocks.9.hook_z"},
-            "capture has no point 'blocks.9.hook_z' in this model; did you mean",
-        ),
-        ({"capture": "zz"}, "has no point 'zz' in this model: names are as \"blocks.0.hook_resid_pre\""),
-        (
-            {"edits": Edit("scale", keep=0)},
-            r"edits\[0\].name is 'blocks.0.ln1.hook_scale', which cannot be changed",
-        ),
-        ({"edits": Edit("pattern", keep=0)}, "'blocks.0.attn.hook_pattern', which cannot be changed here"),
-        (
-            {"edits": [Edit("z"), Edit("z", value=VECTOR)]},
-            r"edits\[1\] does not fit .*z: a position has shape \(4, 16\)",
-        ),
-        ({"edits": Edit("z", index=4, keep=0)}, r"edits\[0\] does not fit"),
-        ({"edits": Edit("resid_pre", at=-41)}, r"edits\[0\] does not fit .* and the prompt 40 positions"),
-        ({"edits": Edit("resid_pre", value=np.ones((2, 64)), at=[1, 2, 3])}, "does not fit"),
-        (
-            {"edits": [Edit("z"), Edit("z", at=500)]},
-            r"edits.at is \(500,\) and must be below max_model_len, ",
-        ),
+        *REFUSED,
+        *(({"edits": [Edit(**edit) for edit in edits]}, message) for edits, message in REFUSED_EDITS),
         (
             {"edits": Edit("z", at=slice(500, None))},
             r"edits.at is slice\(500, None, None\) and must be below",
         ),
-        ({"edits": "z"}, "edits is 'z' and must be an Edit or a list of them, or None"),
         ({"edits": Edit("z"), "num_beams": 2}, "num_beams is 2 and must be 1 with capture or edits"),
-        ({"capture": "z", "overflow": "slide"}, "overflow is 'slide' and must be another one with capture"),
     ],
 )
 def test_what_is_refused(plain, fields, message):
@@ -239,19 +227,24 @@ def test_what_is_refused(plain, fields, message):
         plain.generate([IDS[0]], **{**GREEDY, "logprobs": None, **fields})
 
 
+IMPOSSIBLE = rows(r"""
+{"at": "old"} | at is 'old' and must be None, 'new', a position
+{"at": [1, 1]} | each once
+{"value": "x"} | value is 'x' and must be a number or an array
+{"value": null} | value is None and must be a number or an array
+{"index": [true, false]} | index is \[True, False\] and must be a whole number
+{"index": 1.5} | index is 1.5 and must be a whole number
+{"function": 3} | function is 3 and must be a function
+{"project_out": [0, 0, 0]} | a vector that is not zero
+""")
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"at": "old"}, "at is 'old' and must be None, 'new', a position"),
-        ({"at": [1, 1]}, "each once"),
+        *IMPOSSIBLE,
         ({"at": slice(0, 9, 2)}, "without a step"),
-        ({"value": "x"}, "value is 'x' and must be a number or an array"),
-        ({"value": None}, "value is None and must be a number or an array"),
-        ({"index": [True, False]}, r"index is \[True, False\] and must be a whole number"),
-        ({"index": 1.5}, "index is 1.5 and must be a whole number"),
-        ({"function": 3}, "function is 3 and must be a function"),
         ({"keep": 0, "function": np.tanh}, "next to another change"),
-        ({"project_out": np.zeros(3)}, "a vector that is not zero"),
     ],
 )
 def test_an_impossible_edit(fields, message):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from support.family_models import write_family
 from support.golden_models import write_model
+from support.tables import rows
 from tinygpt.engine.model_runner import ModelSource
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import Batch
@@ -119,49 +120,23 @@ def unpacked(dtype: str, weight, layer: int, n: int, k: int) -> np.ndarray:
     return unpack(dtype, tuple(array[layer] for array in weight), n, k)
 
 
-NO_RANKS = "which several ranks cannot run"
+# The last ones have another arithmetic than GPT-2's, unless ranks have it; a field may learn a value.
+REFUSED = rows("""
+2 | 1  | {} | float32 | cuda | device is 'cuda', tensor_parallel_size is 2
+1 | 13 | {} | float32 | cpu | pipeline_parallel_size is 13 and this model has 12 layers
+2 | 1  | {"n_embd": 96, "n_head": 3} | float32 | cpu | 3 heads of 32 and 384 hidden units
+2 | 1  | {"n_embd": 96, "n_head": 4} | int8 | cpu | cannot be shared in int8 with the same results
+2 | 1  | {"embed_dim": 512, "num_experts": 4} | float32 | cpu
+  | embed_dim is 512, num_experts is 4, which several ranks cannot run
+2 | 1  | {"positions": "rotary"} | float32 | cpu | this model's positions is 'rotary', which several ranks cannot run
+2 | 1  | {"norm_placement": "sandwich"} | float32 | cpu | norm_placement is 'sandwich', which several ranks cannot run
+""")
 
 
-@pytest.mark.parametrize(
-    ("layout", "fields", "dtype", "device", "said"),
-    [
-        (Layout(2), {}, "float32", "cuda", "device is 'cuda', tensor_parallel_size is 2"),
-        (Layout(1, 13), {}, "float32", "cpu", "pipeline_parallel_size is 13 and this model has 12 layers"),
-        (Layout(2), {"n_embd": 96, "n_head": 3}, "float32", "cpu", "3 heads of 32 and 384 hidden units"),
-        (
-            Layout(2),
-            {"n_embd": 96, "n_head": 4},
-            "int8",
-            "cpu",
-            "cannot be shared in int8 with the same results",
-        ),
-        # Another arithmetic than GPT-2's, unless ranks have it; a field may learn a value.
-        (
-            Layout(2),
-            {"embed_dim": 512, "num_experts": 4},
-            "float32",
-            "cpu",
-            f"embed_dim is 512, num_experts is 4, {NO_RANKS}",
-        ),
-        (
-            Layout(2),
-            {"positions": "rotary"},
-            "float32",
-            "cpu",
-            f"this model's positions is 'rotary', {NO_RANKS}",
-        ),
-        (
-            Layout(2),
-            {"norm_placement": "sandwich"},
-            "float32",
-            "cpu",
-            f"norm_placement is 'sandwich', {NO_RANKS}",
-        ),
-    ],
-)
-def test_what_cannot_be_cut_is_refused_by_name(layout, fields, dtype, device, said):
+@pytest.mark.parametrize(("tensor", "pipeline", "fields", "dtype", "device", "said"), REFUSED)
+def test_what_cannot_be_cut_is_refused_by_name(tensor, pipeline, fields, dtype, device, said):
     with pytest.raises(RequestError, match=said):
-        check_cut(layout, ModelConfig(**fields), dtype, device)
+        check_cut(Layout(tensor, pipeline), ModelConfig(**fields), dtype, device)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +188,15 @@ def tokens_of(batch):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "stages", "count"), [(500, 1, 1), (63, 2, 1), (64, 2, 2), (512, 2, 5), (32, 4, 2), (512, 4, 9)]
+    ("tokens", "stages", "count"),
+    rows("""
+500 | 1 | 1
+63  | 2 | 1
+64  | 2 | 2
+512 | 2 | 5
+32  | 4 | 2
+512 | 4 | 9
+"""),
 )
 def test_a_stage_that_reads_its_weights_again_gains_more_than_that(tokens, stages, count):
     assert len(micro_batches(Batch.of([list(range(tokens))], [0], [0]), stages)) == count

@@ -18,6 +18,7 @@ from support.golden_models import write_model
 from support.paths import ROOT
 from support.processes import below, read_to, until
 from support.serving import ask
+from support.tables import rows
 from tinygpt.kernels.kernel_cache import ANNOUNCEMENT
 from tinygpt.ranks.mpi import find_mpiexec
 
@@ -155,18 +156,18 @@ def text_of(record: str) -> str:
     return record.partition('"outputs"')[2].partition('"metrics"')[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "said"),
-    [
-        ("generate --tensor-parallel 2 -m /nowhere x", 1, "/nowhere"),
-        ("generate --tensor-parallel 2 x", 3, "takes 2 processes and mpiexec has started 3: give it -n 2"),
-        ("generate --pipeline-parallel 7 x", 1, "--pipeline-parallel-size is 7 and this model has 6 layers"),
-        # Before a model is opened.
-        ("generate --tensor-parallel 2 --top-k -4 x", 2, "--top-k is -4 and must be"),
-        ("eval --tensor-parallel 2 ppl no-such-file.txt", 2, "no-such-file.txt"),
-        ("serve --tensor-parallel 2 --port 99999", 2, "--port is 99999"),
-    ],
-)
+# The last three before a model is opened.
+IMPOSSIBLE = rows("""
+generate --tensor-parallel 2 -m /nowhere x | 1 | /nowhere
+generate --tensor-parallel 2 x | 3 | takes 2 processes and mpiexec has started 3: give it -n 2
+generate --pipeline-parallel 7 x | 1 | --pipeline-parallel-size is 7 and this model has 6 layers
+generate --tensor-parallel 2 --top-k -4 x | 2 | --top-k is -4 and must be
+eval --tensor-parallel 2 ppl no-such-file.txt | 2 | no-such-file.txt
+serve --tensor-parallel 2 --port 99999 | 2 | --port is 99999
+""")
+
+
+@pytest.mark.parametrize(("words", "ranks", "said"), IMPOSSIBLE)
 def test_what_is_impossible_is_one_sentence(words, ranks, said):
     assert said in refused("-m", "tinygpt", *words.split(), ranks=ranks)
 
@@ -305,14 +306,14 @@ def test_ctrl_c_ends_all():
     assert_gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("line", "status", "said"),
-    [
-        ("generate --nonsense x", 2, "--nonsense"),
-        ("generate --tensor-parallel 5 x", 2, "--tensor-parallel-size is 5"),
-        ("generate --help", 0, "usage: tinygpt generate"),
-    ],
-)
+SAID = rows("""
+generate --nonsense x | 2 | --nonsense
+generate --tensor-parallel 5 x | 2 | --tensor-parallel-size is 5
+generate --help | 0 | usage: tinygpt generate
+""")
+
+
+@pytest.mark.parametrize(("line", "status", "said"), SAID)
 def test_what_the_command_line_says_is_said_by_rank_0_alone(line, status, said):
     found, out, err = command(line, ranks=3)
     _, out_alone, err_alone = command(line)

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from support import gguf_writer, onnx_writer
-from support.megatron_writer import megatron, nemo
+from support.megatron_writer import AXES, MODULES, megatron, nemo
+from support.tables import rows
 from support.tf_writer import write_bundle
 from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
 from support.torch_files import Call, Global, own_bytes
@@ -72,15 +73,20 @@ def mingpt(folder: Path, arrays: Arrays) -> Path:
     return folder
 
 
-GGUF_MODULES = {
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_1": "attn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-    "ln_2": "ffn_norm",
-}
-GGUF_TOP = {"wte": "token_embd", "wpe": "position_embd", "ln_f": "output_norm", "lm_head": "output"}
+GGUF_NAMES = dict(
+    rows("""
+wte         | token_embd
+wpe         | position_embd
+ln_f        | output_norm
+lm_head     | output
+attn.c_attn | attn_qkv
+attn.c_proj | attn_output
+ln_1        | attn_norm
+mlp.c_fc    | ffn_up
+mlp.c_proj  | ffn_down
+ln_2        | ffn_norm
+""")
+)
 GGUF_KEYS = {
     "general.architecture": (8, "gpt2"),
     "gpt2.block_count": (4, CONFIG["n_layer"]),
@@ -93,11 +99,11 @@ GGUF_KEYS = {
 
 
 def gguf_name(name: str) -> str:
-    module, kind = name.rsplit(".", 1)
-    if module in GGUF_TOP:
-        return f"{GGUF_TOP[module]}.{kind}"
+    module, _, kind = name.rpartition(".")
+    if module in GGUF_NAMES:
+        return f"{GGUF_NAMES[module]}.{kind}"
     _, layer, rest = module.split(".", 2)
-    return f"blk.{layer}.{GGUF_MODULES[rest]}.{kind}"
+    return f"blk.{layer}.{GGUF_NAMES[rest]}.{kind}"
 
 
 def gguf(folder: Path, arrays: Arrays, **keys: tuple) -> Path:
@@ -109,19 +115,12 @@ def gguf(folder: Path, arrays: Arrays, **keys: tuple) -> Path:
 
 def tf_arrays(arrays: Arrays) -> dict[str, np.ndarray]:
     """By the names of OpenAI's variables; matrices are (1, in, out)."""
-    kinds = {"weight": "w", "bias": "b"}
     renamed = {}
     for name, array in arrays.items():
-        module, kind = (
-            name.replace("h.", "h", 1).rsplit(".", 1) if name.startswith("h.") else name.rsplit(".", 1)
-        )
-        module = f"model/{module.replace('.', '/')}"
-        if "ln_" in name:
-            renamed[f"{module}/{'g' if kind == 'weight' else 'b'}"] = array
-        elif array.ndim == 2 and name.endswith(MATRICES):
-            renamed[f"{module}/w"] = array[None]
-        else:
-            renamed[module if name in ("wte.weight", "wpe.weight") else f"{module}/{kinds[kind]}"] = array
+        module, _, kind = name.replace("h.", "h", 1).rpartition(".")
+        end = {"weight": "/g" if "ln_" in name else "/w", "bias": "/b"}[kind]
+        path = f"model/{module.replace('.', '/')}{'' if module in ('wte', 'wpe') else end}"
+        renamed[path] = array[None] if name.endswith(MATRICES) else array
     return renamed
 
 
@@ -136,18 +135,9 @@ def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
 
 def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
     """By the names of FasterTransformer's files; every matrix is (in, out)."""
-    modules = {
-        "ln_1": "input_layernorm",
-        "attn.c_attn": "attention.query_key_value",
-        "attn.c_proj": "attention.dense",
-        "ln_2": "post_attention_layernorm",
-        "mlp.c_fc": "mlp.dense_h_to_4h",
-        "mlp.c_proj": "mlp.dense_4h_to_h",
-    }
     top = {"wte.weight": "wte", "wpe.weight": "wpe", "ln_f.weight": "final_layernorm.weight"}
     top |= {f"ln_e.{kind}": f"pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
     top |= {"ln_f.bias": "final_layernorm.bias", "lm_head.weight": "lm_head.weight"}
-    axes = {"attn.c_proj.weight": 0, "mlp.c_fc.weight": 1, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 0}
     files = {}
     for name, array in arrays.items():
         if name in top:
@@ -155,12 +145,11 @@ def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
             continue
         _, layer, rest = name.split(".", 2)
         module, kind = rest.rsplit(".", 1)
-        stem = f"model.layers.{layer}.{modules[module]}.{kind}"
+        stem = f"model.layers.{layer}.{MODULES[module]}.{kind}"
         if module == "attn.c_attn":
-            thirds = array.reshape(*array.shape[:-1], 3, -1)
-            parts = np.array_split(thirds, gpus, axis=-1)
-        elif rest in axes:
-            parts = np.array_split(array, gpus, axis=axes[rest])
+            parts = np.array_split(array.reshape(*array.shape[:-1], 3, -1), gpus, axis=-1)
+        elif rest in AXES:
+            parts = np.array_split(array, gpus, axis=array.ndim - 1 - AXES[rest])
         else:
             files[f"{stem}.bin"] = array
             continue
@@ -168,27 +157,29 @@ def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
     return files
 
 
+# inter_size is not true of this model, and of many that it was written for.
+FT_SETTINGS = """
+model_name                 gpt
+head_num                   2
+size_per_head              4
+inter_size                 32
+num_layer                  2
+max_pos_seq_len            6
+vocab_size                 11
+layernorm_eps              1e-5
+layernorm_type             pre_layernorm
+activation_type            Gelu
+has_positional_encoding    1
+has_post_decoder_layernorm True
+weight_data_type           fp32
+tensor_para_size           1
+start_id                   1
+end_id                     2
+"""
+
+
 def ft_config(**settings: object) -> str:
-    values = {
-        "model_name": "gpt",
-        "head_num": CONFIG["n_head"],
-        "size_per_head": CONFIG["n_embd"] // CONFIG["n_head"],
-        "inter_size": 4
-        * CONFIG["n_embd"],  # which is not true of this model, and of many that it was written for
-        "num_layer": CONFIG["n_layer"],
-        "max_pos_seq_len": CONFIG["n_positions"],
-        "vocab_size": CONFIG["vocab_size"],
-        "layernorm_eps": 1e-5,
-        "layernorm_type": "pre_layernorm",
-        "activation_type": "Gelu",
-        "has_positional_encoding": 1,
-        "has_post_decoder_layernorm": True,
-        "weight_data_type": "fp32",
-        "tensor_para_size": 1,
-        "start_id": 1,
-        "end_id": 2,
-        **settings,
-    }
+    values = dict(line.split() for line in FT_SETTINGS.strip().splitlines()) | settings
     return "\n".join(["[gpt]", *(f"{name} = {value}" for name, value in values.items())])
 
 

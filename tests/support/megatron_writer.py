@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from support.tables import rows
 from support.tiny_checkpoint import CONFIG
 from support.torch_files import Call, Global, own_bytes
 
@@ -43,25 +44,33 @@ def cut(array: np.ndarray, axis: int, form: Form, rank: int) -> np.ndarray:
     return np.ascontiguousarray(np.array_split(array, form.tp, axis=axis)[rank])
 
 
+MODULES = dict(
+    rows("""
+ln_1        | input_layernorm
+attn.c_attn | attention.query_key_value
+attn.c_proj | attention.dense
+ln_2        | post_attention_layernorm
+mlp.c_fc    | mlp.dense_h_to_4h
+mlp.c_proj  | mlp.dense_4h_to_h
+""")
+)
+# Of (out, in): along which GPUs share a parameter.
+AXES = {"attn.c_proj.weight": 1, "mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 1}
+
+
 def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> dict[str, np.ndarray]:
     """By Megatron's names; matrices are (out, in)."""
-    own = {
-        name.removeprefix(f"h.{i}."): array for name, array in arrays.items() if name.startswith(f"h.{i}.")
-    }
     state = {}
-    for theirs, ours in (("input_layernorm", "ln_1"), ("post_attention_layernorm", "ln_2")):
-        state |= {f"{theirs}.{kind}": own[f"{ours}.{kind}"] for kind in ("weight", "bias")}
-    state["attention.query_key_value.weight"] = share_of(own["attn.c_attn.weight"].T, form, rank)
-    state["attention.dense.weight"] = cut(own["attn.c_proj.weight"].T, 1, form, rank)
-    state["mlp.dense_h_to_4h.weight"] = cut(own["mlp.c_fc.weight"].T, 0, form, rank)
-    state["mlp.dense_4h_to_h.weight"] = cut(own["mlp.c_proj.weight"].T, 1, form, rank)
-    if "attn.c_attn.bias" in own:
-        state["attention.query_key_value.bias"] = share_of(own["attn.c_attn.bias"], form, rank)
-    if "attn.c_proj.bias" in own:
-        state["attention.dense.bias"] = own["attn.c_proj.bias"]
-        state["mlp.dense_h_to_4h.bias"] = cut(own["mlp.c_fc.bias"], 0, form, rank)
-        state["mlp.dense_4h_to_h.bias"] = own["mlp.c_proj.bias"]
-    return {named(name, form): np.ascontiguousarray(array) for name, array in state.items()}
+    for name in (name for name in arrays if name.startswith(f"h.{i}.")):
+        own = name.removeprefix(f"h.{i}.")
+        module, _, kind = own.rpartition(".")
+        array = arrays[name].T
+        if module == "attn.c_attn":
+            array = share_of(array, form, rank)
+        elif own in AXES:
+            array = cut(array, AXES[own], form, rank)
+        state[named(f"{MODULES[module]}.{kind}", form)] = np.ascontiguousarray(array)
+    return state
 
 
 CORE = {

@@ -143,31 +143,21 @@ def moe_logits_of(per_token: int, token_ids: list[int]) -> np.ndarray:
     config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
     model = GPT2LMHeadModel(config)
     for i in EXPERT_LAYERS:
-        own = {
-            name.removeprefix(f"h.{i}.mlp."): a
-            for name, a in arrays.items()
-            if name.startswith(f"h.{i}.mlp.")
-        }
-        model.transformer.h[i].mlp = _experts(config, own, per_token)
+        model.transformer.h[i].mlp = _experts(config, arrays[f"h.{i}.mlp.gate.weight"], per_token)
     state = {name: torch.from_numpy(array) for name, array in arrays.items() if ".gate." not in name}
     report = model.transformer.load_state_dict(state, strict=True)
     assert (report.missing_keys, report.unexpected_keys) == ([], [])
     return logits(model.eval(), token_ids)
 
 
-def _experts(config: "GPT2Config", arrays: dict[str, np.ndarray], per_token: int) -> "torch.nn.Module":
+def _experts(config: "GPT2Config", gate: np.ndarray, per_token: int) -> "torch.nn.Module":
     class Experts(torch.nn.Module):
         """Token after token; the weights of top-k are probabilities, and of several experts sum to 1."""
 
         def __init__(self):
             super().__init__()
-            self.gate = torch.from_numpy(arrays["gate.weight"])
-            self.experts = torch.nn.ModuleList(GPT2MLP(config.n_inner, config) for _ in self.gate)
-            for e, expert in enumerate(self.experts):
-                names = [name for name in arrays if name.startswith(f"experts.{e}.")]
-                expert.load_state_dict(
-                    {name.split(".", 2)[2]: torch.from_numpy(arrays[name]) for name in names}
-                )
+            self.gate = torch.from_numpy(gate)
+            self.experts = torch.nn.ModuleList(GPT2MLP(config.n_inner, config) for _ in gate)
 
         def forward(self, x: "torch.Tensor") -> "torch.Tensor":
             rows = x.reshape(-1, x.shape[-1])  # (T, C)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from support.megatron_writer import megatron
 from support.recorded import MISSING
+from support.tables import rows
 from support.tiny_checkpoint import assert_refused, random_tensors, write_checkpoint, write_config
 from support.torch_files import ORDERED_DICT, STORAGE, TENSOR, program, text, torch_bytes
 from tinygpt.cli import main as cli
@@ -55,12 +56,18 @@ DAMAGED_SAFETENSORS = {
     "length 2**64 - 1": safetensors_bytes({"a": entry(0, 64, (16,))}, size=2**64 - 1),
     "not JSON": safetensors_bytes(b"{'a': 1}"),
     "deep JSON": safetensors_bytes(b'{"a":' * 10_000),
-    "overlap": safetensors_bytes({"a": entry(0, 32, (8,)), "b": entry(16, 64, (12,))}),
-    "hole": safetensors_bytes({"a": entry(0, 16), "b": entry(32, 64, (8,))}),
-    "offsets beyond the file": safetensors_bytes({"a": entry(0, 128, (32,))}),
-    "shape larger than the bytes": safetensors_bytes({"a": entry(0, 64, (32,))}),
-    "shape that overflows": safetensors_bytes({"a": entry(0, 64, (2**62, 2**62))}),
 }
+F32 = {"dtype": "F32"}
+# Tensors of a file with 64 bytes.
+HEADERS = """
+overlap | {"a": {"shape": [8], "data_offsets": [0, 32]}, "b": {"shape": [12], "data_offsets": [16, 64]}}
+hole | {"a": {"shape": [4], "data_offsets": [0, 16]}, "b": {"shape": [8], "data_offsets": [32, 64]}}
+offsets beyond the file | {"a": {"shape": [32], "data_offsets": [0, 128]}}
+shape larger than the bytes | {"a": {"shape": [32], "data_offsets": [0, 64]}}
+shape that overflows | {"a": {"shape": [4611686018427387904, 4611686018427387904], "data_offsets": [0, 64]}}
+"""
+for each, header in rows(HEADERS):
+    DAMAGED_SAFETENSORS[each] = safetensors_bytes({name: F32 | place for name, place in header.items()})
 
 
 @pytest.mark.parametrize("name", DAMAGED_SAFETENSORS)
@@ -216,17 +223,24 @@ def view(offset=0, shape=(4,), strides=(1,)):
     return program(b"}" + text("a") + tensor + b"s")
 
 
-@pytest.mark.parametrize(
-    ("offset", "shape", "strides"),
-    [
-        *((1, (4,), (1,)), (0, (5,), (1,)), (0, (4,), (2,)), (0, (2, 2), (3, 1)), (10**30, (1,), (1,))),
-        *((0, (2**62, 2**62), (1, 1)), (0, (10**9,), (0,)), (4, (1,), (1,)), (5, (0,), (1,))),
-    ],
-)
+OUTSIDE = rows("""
+1 | [4] | [1]
+0 | [5] | [1]
+0 | [4] | [2]
+0 | [2, 2] | [3, 1]
+1000000000000000000000000000000 | [1] | [1]
+0 | [4611686018427387904, 4611686018427387904] | [1, 1]
+0 | [1000000000] | [0]
+4 | [1] | [1]
+5 | [0] | [1]
+""")
+
+
+@pytest.mark.parametrize(("offset", "shape", "strides"), OUTSIDE)
 def test_a_view_that_reaches_outside_its_storage(tmp_path, offset, shape, strides):
     whole = rewrite_zip(torch_bytes({"a": np.arange(4, dtype=np.float32)}), data_pkl=view())
     assert read_torch(write_bin(tmp_path, whole)).tensors["a"].float32().tolist() == [0, 1, 2, 3]
-    outside = rewrite_zip(whole, data_pkl=view(offset, shape, strides))
+    outside = rewrite_zip(whole, data_pkl=view(offset, tuple(shape), tuple(strides)))
     refuse(write_bin(tmp_path, outside), "truncated or damaged|an impossible shape")
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from support import onnx_writer as w
 from support.foreign import PAST, linear, onnx, onnx_nodes, onnx_tensors
+from support.tables import rows
 from support.tiny_checkpoint import assert_holds, assert_refused, random_tensors, write_json
 from tinygpt.weights.config import HEAD
 from tinygpt.weights.containers.onnx import read_onnx
@@ -105,17 +106,17 @@ def test_weights_in_the_hubs_cache(tmp_path):
     assert_refused(path, "is a link out of its folder")
 
 
-@pytest.mark.parametrize(
-    ("place", "sentence"),
-    [
-        ({"offset": 4}, "reaches to byte 52"),
-        ({"length": 44}, "has 44 bytes and needs 48"),
-        ({"offset": 2**70}, "damaged ONNX|reaches"),
-        ({"offset": "-1"}, "a place '-1'"),
-        ({"length": "x"}, "a place 'x'"),
-        ({"location": "absent"}, "cannot be read"),
-    ],
-)
+PLACES = rows("""
+{"offset": 4} | reaches to byte 52
+{"length": 44} | has 44 bytes and needs 48
+{"offset": 1180591620717411303424} | damaged ONNX|reaches
+{"offset": "-1"} | a place '-1'
+{"length": "x"} | a place 'x'
+{"location": "absent"} | cannot be read
+""")
+
+
+@pytest.mark.parametrize(("place", "sentence"), PLACES)
 def test_weights_beside_the_file_that_are_not_there(tmp_path, place, sentence):
     (tmp_path / "data").write_bytes(VALUES.tobytes())
     path = write(tmp_path, tensors=[w.tensor("a", VALUES, "external", **{"location": "data", **place})])
