@@ -69,7 +69,8 @@ def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> dict[str, np.n
             array = share_of(array, form, rank)
         elif own in AXES:
             array = cut(array, AXES[own], form, rank)
-        state[named(f"{MODULES[module]}.{kind}", form)] = np.ascontiguousarray(array)
+        if module in MODULES:  # and not an expert
+            state[named(f"{MODULES[module]}.{kind}", form)] = np.ascontiguousarray(array)
     return state
 
 

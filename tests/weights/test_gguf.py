@@ -15,6 +15,7 @@ from support.foreign import GGUF_KEYS, gguf_name, linear
 from support.foreign import gguf as write_gguf_folder
 from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
+from support.tables import rows
 from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
@@ -66,21 +67,21 @@ def test_another_architecture_is_refused_by_name(tmp_path):
     assert_refused(path, "'mpt' and must hold 'gpt2' or 'bloom'")
 
 
-BLOOM_NAMES = {
-    "word_embeddings.": "token_embd.",
-    "word_embeddings_layernorm.": "token_embd_norm.",
-    "ln_f.": "output_norm.",
-    "input_layernorm.": "attn_norm.",
-    "self_attention.query_key_value.": "attn_qkv.",
-    "self_attention.dense.": "attn_output.",
-    "post_attention_layernorm.": "ffn_norm.",
-    "mlp.dense_h_to_4h.": "ffn_up.",
-    "mlp.dense_4h_to_h.": "ffn_down.",
-}
+BLOOM_NAMES = rows("""
+word_embeddings.                | token_embd.
+word_embeddings_layernorm.      | token_embd_norm.
+ln_f.                           | output_norm.
+input_layernorm.                | attn_norm.
+self_attention.query_key_value. | attn_qkv.
+self_attention.dense.           | attn_output.
+post_attention_layernorm.       | ffn_norm.
+mlp.dense_h_to_4h.              | ffn_up.
+mlp.dense_4h_to_h.              | ffn_down.
+""")
 
 
 def as_llama_cpp_has_it(name, array, heads):
-    for theirs, ours in BLOOM_NAMES.items():
+    for theirs, ours in BLOOM_NAMES:
         name = name.replace(theirs, ours)
     if "attn_qkv" in name:
         rows = array.reshape(heads, 3, -1, *array.shape[1:])

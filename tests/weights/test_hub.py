@@ -15,9 +15,8 @@ from support.apart import told
 from support.hub_server import HubServer, _commit
 from support.paths import DEMO, ROOT
 from support.processes import run_process
-from support.tiny_checkpoint import random_tensors, write_checkpoint, write_json
+from support.tiny_checkpoint import convert, random_tensors, write_checkpoint, write_json
 from support.torch_files import torch_bytes
-from tinygpt.cli.main import main
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.files import looks_local
 from tinygpt.weights.hub import parse
@@ -179,20 +178,8 @@ def gguf_folder(folder, files):
     folder.mkdir()
     (folder / "README.md").write_text("x")
     for name, value in files.items():
-        made = folder.parent / f"{folder.name}-{value}"
-        assert (
-            main(
-                [
-                    "convert",
-                    str(of_value(folder.parent / f"of-{value}", value)),
-                    str(made),
-                    "--to",
-                    "gguf",
-                    "-q",
-                ]
-            )
-            == 0
-        )
+        source = of_value(folder.parent / f"of-{value}", value)
+        made = convert(source, folder.parent / f"{folder.name}-{value}", "--to", "gguf", "-q")
         (folder / name).parent.mkdir(exist_ok=True)
         next(made.glob("*.gguf")).rename(folder / name)
     return folder

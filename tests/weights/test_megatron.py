@@ -10,6 +10,7 @@ import pytest
 from support.apart import outcome
 from support.megatron_writer import Form, megatron, nemo, nemo_members, rank_file, tar_bytes
 from support.moe_models import EXPERT_LAYERS, E, F, moe_arrays, write_moe
+from support.tables import rows
 from support.tiny_checkpoint import assert_holds, assert_refused, gpt2_arrays, write_json
 from support.torch_files import Call, own_bytes
 from tinygpt.engine.model_runner import load_tokenizer
@@ -143,19 +144,18 @@ def test_biases_of_queries_keys_and_values_alone(tmp_path, linear, queries):
     assert not checkpoint.tensor("h.1.mlp.c_fc.bias").any()
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("num_layers", r"missing: layers\.4\.input_layernorm\.weight"),
-        ("hidden_size", r"is \(18, 24\) and its settings asks for \(18, 30\)"),
-        ("ffn_hidden_size", r"is \(36,\) and its settings asks for \(42,\)"),
-        ("max_position_embeddings", r"is \(5, 24\) and its settings asks for \(11, 24\)"),
-    ],
-)
-def test_sizes_are_those_that_the_settings_say(tmp_path, name, wanted):
+SIZES = rows(r"""
+num_layers              | 5  | missing: layers\.4\.input_layernorm\.weight
+hidden_size             | 30 | is \(18, 24\) and its settings asks for \(18, 30\)
+ffn_hidden_size         | 42 | is \(36,\) and its settings asks for \(42,\)
+max_position_embeddings | 11 | is \(5, 24\) and its settings asks for \(11, 24\)
+""")
+
+
+@pytest.mark.parametrize(("name", "size", "wanted"), SIZES)
+def test_sizes_are_those_that_the_settings_say(tmp_path, name, size, wanted):
     """A file that lost its last layers is no shorter model."""
-    sizes = {"num_layers": 5, "hidden_size": 30, "ffn_hidden_size": 42, "max_position_embeddings": 11}
-    assert_refused(megatron(tmp_path, ARRAYS, form(), **{name: sizes[name]}), wanted)
+    assert_refused(megatron(tmp_path, ARRAYS, form(), **{name: size}), wanted)
 
 
 REFUSED = {
@@ -205,29 +205,27 @@ def test_its_tokenizer_and_its_settings(tmp_path):
     assert (checkpoint.container, checkpoint.config.layer_norm_epsilon) == ("NeMo", 1e-5)
 
 
-ARCHIVES = {
-    "no settings": ({"./model_config.yaml": None}, "is not NeMo's"),
-    "settings that are no YAML": ({"./model_config.yaml": b"a: [1"}, "not valid YAML"),
-    "settings with aliases": ({"./model_config.yaml": b"a: &x [1, 2]\nb: [*x, *x]"}, "has aliases"),
-    "settings that are deep": ({"./model_config.yaml": b"[" * 1000}, "more than 100 levels"),
-    "a number of base 60 beyond floats": (
-        {"./model_config.yaml": b"a: 1" + b":59" * 200 + b":59.5"},
-        "not valid YAML",
-    ),
-    "a date in YAML that is none": ({"./model_config.yaml": b"a: !!timestamp x"}, "not valid YAML"),
-    "an object in YAML": (
-        {"./model_config.yaml": b"a: !!python/object/apply:os.system [ls]"},
-        "not valid YAML",
-    ),
-}
+SETTINGS = """
+"a: [1" | not valid YAML
+"a: &x [1, 2]\\nb: [*x, *x]" | has aliases
+"a: !!timestamp x" | not valid YAML
+"a: !!python/object/apply:os.system [ls]" | not valid YAML
+"""
+ARCHIVES = [
+    *rows(SETTINGS),
+    ("", "is not NeMo's"),
+    ("[" * 1000, "more than 100 levels"),
+    ("a: 1" + ":59" * 200 + ":59.5", "not valid YAML"),  # base 60, beyond floats
+]
 
 
-@pytest.mark.parametrize("case", ARCHIVES)
-def test_archives_that_are_refused(tmp_path, case):
-    changes, sentence = ARCHIVES[case]
-    members = nemo_members(ARRAYS, form()) | changes
+@pytest.mark.parametrize(("settings", "sentence"), ARCHIVES)
+def test_archives_that_are_refused(tmp_path, settings, sentence):
+    members = nemo_members(ARRAYS, form()) | {"./model_config.yaml": settings.encode()}
+    if not settings:
+        del members["./model_config.yaml"]
     path = tmp_path / "x.nemo"
-    path.write_bytes(tar_bytes({name: data for name, data in members.items() if data is not None}))
+    path.write_bytes(tar_bytes(members))
     assert_refused(path, sentence)
 
 

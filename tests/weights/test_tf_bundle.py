@@ -11,7 +11,7 @@ from support import tf_writer
 from support.foreign import openai_tf, tf_arrays
 from support.paths import ROOT
 from support.tf_writer import field, table, write_bundle
-from support.tiny_checkpoint import assert_refused, random_tensors, write_json
+from support.tiny_checkpoint import assert_refused, random_tensors, shapes_of, write_json
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.containers.tf_bundle import read_tf_bundle
 from tinygpt.weights.open import open_checkpoint
@@ -24,12 +24,8 @@ SHA256_OF_DATA = "3cf1748665556d2836aaffee349a083b7879bee107559f21cbf596a11c25db
 
 
 def their_arrays():
-    shapes = {"model/wte": (96, 8), "model/wpe": (16, 8), "model/ln_f/g": (8,), "model/ln_f/b": (8,)}
-    for i in (0, 1):
-        matrices = {"attn/c_attn": (8, 24), "attn/c_proj": (8, 8), "mlp/c_fc": (8, 32), "mlp/c_proj": (32, 8)}
-        for name, (n_in, n_out) in matrices.items():
-            shapes |= {f"model/h{i}/{name}/w": (1, n_in, n_out), f"model/h{i}/{name}/b": (n_out,)}
-        shapes |= {f"model/h{i}/{norm}/{kind}": (8,) for norm in ("ln_1", "ln_2") for kind in "gb"}
+    sizes = {name: np.empty(shape) for name, shape in shapes_of(8, 32, 2, 96, 16).items()}
+    shapes = {name: array.shape for name, array in tf_arrays(sizes).items()}
     arrays = {}
     for t, name in enumerate(sorted(shapes)):
         k = np.arange(np.prod(shapes[name]))
