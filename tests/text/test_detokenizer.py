@@ -3,7 +3,7 @@
 import codecs
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.library_tokenizers import bpe, save, unigram, with_digits, word_piece
@@ -93,6 +93,11 @@ class TestStopStrings:
     stops = st.lists(st.text(alphabet=LETTERS, min_size=1, max_size=4), max_size=3)
 
     @given(st.lists(st.text(alphabet=LETTERS, max_size=5), max_size=8), stops, st.booleans())
+    @example(["xab"], ["b", "ab"], False)  # complete together: the longer
+    @example(["xab"], ["ab", "b"], False)
+    @example(["abcd"], ["abcd", "c"], False)  # complete first
+    @example(["x日", "本"], ["日本", "本"], False)
+    @example(["a E", "NE", "N", "D b", "c"], ["END"], False)
     def test_any_cuts(self, parts, stop, is_included):
         final, matched = whole("".join(parts), stop)
         final += matched or "" if is_included else ""
@@ -124,6 +129,9 @@ class TestTextStream:
     stops = st.lists(st.text(alphabet="abé日🙂", min_size=1, max_size=3), max_size=3)
 
     @given(texts, stops, st.booleans(), st.integers(0, 9))
+    @example([*"babab"], ["ba", "ab"], False, 1)
+    @example([*"babab"], ["ba", "ab"], False, 2)
+    @example([*"babab"], ["ba", "ab"], False, 4)
     def test_what_is_streamed_is_always_a_prefix_of_the_final_text(
         self, characters, stop, is_included, min_tokens
     ):
