@@ -74,11 +74,12 @@ def write_family(folder: Path, name: str, prefix: str | None = None, **others: A
 
 def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None) -> Path:
     kind = fields["model_type"]
-    stem = PREFIXES.get(kind, "transformer.") if prefix is None else prefix
+    usual, embedding = LAYOUTS[kind][:2]
+    stem = usual if prefix is None else prefix
     tensors = {stem + key: _tensor(key, shape) for key, shape in _shapes(fields).items()}
     if not fields.get("tie_word_embeddings", True):
-        embedding = next(array for key, array in tensors.items() if key.endswith(EMBEDDINGS))
-        tensors[HEADS.get(kind, "lm_head.weight")] = _tensor("head", embedding.shape)
+        shape = tensors[f"{stem}{embedding}.weight"].shape
+        tensors[HEADS.get(kind, "lm_head.weight")] = _tensor("head", shape)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields))
     save_file(tensors, folder / "model.safetensors")
@@ -86,30 +87,32 @@ def write_model(folder: Path, fields: dict[str, Any], prefix: str | None = None)
 
 
 CHARACTERS = (string.ascii_letters + string.digits)[: V - 1] + " "  # of token ids 0 to V - 1
-PREFIXES = {"opt": "model.decoder.", "xglm": "model.", "biogpt": "biogpt."}
 HEADS = {"biogpt": "output_projection.weight"}
-EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "tokens_embed.weight")
+# By model_type: the prefix of names, the embedding, layers, norms in layers and outside.
+LAYOUTS = {
+    kind: cells
+    for kind, *cells in rows("""
+opt        | model.decoder. | embed_tokens    | layers.
+  | ["self_attn_layer_norm", "final_layer_norm"] | ["final_layer_norm"]
+xglm       | model.         | embed_tokens    | layers. | ["self_attn_layer_norm", "final_layer_norm"] | ["layer_norm"]
+biogpt     | biogpt.        | embed_tokens    | layers. | ["self_attn_layer_norm", "final_layer_norm"] | ["layer_norm"]
+bloom      | transformer.   | word_embeddings | h.      | ["input_layernorm", "post_attention_layernorm"]
+  | ["word_embeddings_layernorm", "ln_f"]
+mpt        | transformer.   | wte             | blocks. | ["norm_1", "norm_2"] | ["norm_f"]
+openai-gpt | transformer.   | tokens_embed    | h.      | ["ln_1", "ln_2"] | []
+""")
+}
 # Linears of a layer: a letter for each size, C the width, Q that of queries, keys and values, F the MLP's.
-BARTS = {f"self_attn.{part}_proj": "CC" for part in ("q", "k", "v", "out")} | {"fc1": "FC", "fc2": "CF"}
-BLOOMS = {
-    "self_attention.query_key_value": "QC",
-    "self_attention.dense": "CC",
-    "mlp.dense_h_to_4h": "FC",
-    "mlp.dense_4h_to_h": "CF",
-}
-MPTS = {"attn.Wqkv": "QC", "attn.out_proj": "CC", "ffn.up_proj": "FC", "ffn.down_proj": "CF"}
-GPT1S = {"attn.c_attn": "CQ", "attn.c_proj": "CC", "mlp.c_fc": "CF", "mlp.c_proj": "FC"}
-BART_NORMS = ("self_attn_layer_norm", "final_layer_norm")
-BLOOM_NORMS = ("input_layernorm", "post_attention_layernorm")
-# By model_type: the prefix of layers, their linears, their norms, and the norms outside.
-LAYERS = {
-    "opt": ("layers.", BARTS, BART_NORMS, ("final_layer_norm",)),
-    "xglm": ("layers.", BARTS, BART_NORMS, ("layer_norm",)),
-    "biogpt": ("layers.", BARTS, BART_NORMS, ("layer_norm",)),
-    "bloom": ("h.", BLOOMS, BLOOM_NORMS, ("word_embeddings_layernorm", "ln_f")),
-    "mpt": ("blocks.", MPTS, ("norm_1", "norm_2"), ("norm_f",)),
-    "openai-gpt": ("h.", GPT1S, ("ln_1", "ln_2"), ()),
-}
+LINEARS = dict(
+    rows("""
+bart | {"self_attn.q_proj": "CC", "self_attn.k_proj": "CC", "self_attn.v_proj": "CC", "self_attn.out_proj": "CC",
+  "fc1": "FC", "fc2": "CF"}
+bloom | {"self_attention.query_key_value": "QC", "self_attention.dense": "CC",
+  "mlp.dense_h_to_4h": "FC", "mlp.dense_4h_to_h": "CF"}
+mpt | {"attn.Wqkv": "QC", "attn.out_proj": "CC", "ffn.up_proj": "FC", "ffn.down_proj": "CF"}
+openai-gpt | {"attn.c_attn": "CQ", "attn.c_proj": "CC", "mlp.c_fc": "CF", "mlp.c_proj": "FC"}
+""")
+)
 
 
 def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -117,15 +120,12 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     C = next(fields[name] for name in ("hidden_size", "d_model", "n_embd") if name in fields)
     F = next((fields[name] for name in ("ffn_dim", "intermediate_size") if name in fields), 4 * C)
     E = fields.get("word_embed_proj_dim", C)
-    layers, linears, norms, outer_norms = LAYERS[kind]
+    _, embedding, layers, norms, outer_norms = LAYOUTS[kind]
     parts = ("weight",) if kind == "mpt" else ("weight", "bias")  # of a norm
     if not fields.get("layer_norm_elementwise_affine", True):
         parts = ()
     if not fields.get("do_layer_norm_before", True) or fields.get("_remove_final_layer_norm"):
         outer_norms = ()
-    embedding = {"bloom": "word_embeddings", "mpt": "wte", "openai-gpt": "tokens_embed"}.get(
-        kind, "embed_tokens"
-    )
     shapes = {f"{embedding}.weight": (V, E)} | {
         f"{name}.{part}": (C,) for name in outer_norms for part in parts
     }
@@ -136,7 +136,7 @@ def _shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if E != C:
         shapes |= {"project_in.weight": (C, E), "project_out.weight": (E, C)}
     for i in range(L):
-        for name, letters in linears.items():
+        for name, letters in LINEARS.get(kind, LINEARS["bart"]).items():
             shape = tuple({"C": C, "F": F, "Q": 3 * C}[letter] for letter in letters)
             shapes[f"{layers}{i}.{name}.weight"] = shape
             if fields.get("enable_bias", kind != "mpt"):

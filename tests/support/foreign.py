@@ -3,7 +3,7 @@
 Each is given the parameters in Hugging Face's names and layout, writes them into a folder, and returns what to open.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -13,16 +13,15 @@ from support import gguf_writer, onnx_writer
 from support.megatron_writer import AXES, MODULES, megatron, nemo
 from support.tables import rows
 from support.tf_writer import write_bundle
-from support.tiny_checkpoint import CONFIG, write_checkpoint, write_json
+from support.tiny_checkpoint import CONFIG, Arrays, write_checkpoint, write_json
 from support.torch_files import Call, Global, own_bytes
 
-Arrays = Mapping[str, np.ndarray]
 MATRICES = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 MODEL_ARGS = {name: CONFIG[name] for name in ("n_layer", "n_head", "n_embd", "vocab_size")}
 MODEL_ARGS |= {"block_size": CONFIG["n_positions"], "dropout": 0.0}
 
 
-def linear(arrays: Arrays) -> dict[str, np.ndarray]:
+def linear(arrays: Arrays) -> Arrays:
     """Matrices of layers as torch's Linear has them, (out, in)."""
     return {name: np.ascontiguousarray(a.T) if name.endswith(MATRICES) else a for name, a in arrays.items()}
 
@@ -113,7 +112,7 @@ def gguf(folder: Path, arrays: Arrays, **keys: tuple) -> Path:
     return folder
 
 
-def tf_arrays(arrays: Arrays) -> dict[str, np.ndarray]:
+def tf_arrays(arrays: Arrays) -> Arrays:
     """By the names of OpenAI's variables; matrices are (1, in, out)."""
     renamed = {}
     for name, array in arrays.items():
@@ -133,7 +132,7 @@ def openai_tf(folder: Path, arrays: Arrays, **hparams: object) -> Path:
     return folder
 
 
-def ft_files(arrays: Arrays, gpus: int = 1) -> dict[str, np.ndarray]:
+def ft_files(arrays: Arrays, gpus: int = 1) -> Arrays:
     """By the names of FasterTransformer's files; every matrix is (in, out)."""
     top = {"wte.weight": "wte", "wpe.weight": "wpe", "ln_f.weight": "final_layernorm.weight"}
     top |= {f"ln_e.{kind}": f"pre_decoder_layernorm.{kind}" for kind in ("weight", "bias")}
@@ -191,9 +190,7 @@ def fastertransformer(folder: Path, arrays: Arrays, gpus: int = 1, **settings: o
     return folder
 
 
-def onnx_tensors(
-    arrays: Arrays, prefix: str = "transformer.", head: str = "onnx::MatMul_523"
-) -> dict[str, np.ndarray]:
+def onnx_tensors(arrays: Arrays, prefix: str = "transformer.", head: str = "onnx::MatMul_523") -> Arrays:
     """As torch exports them: a tied head is a copy without a name, transposed."""
     tensors = {prefix + name: array for name, array in arrays.items() if name != "lm_head.weight"}
     return tensors | {head: np.ascontiguousarray(arrays.get("lm_head.weight", arrays["wte.weight"]).T)}

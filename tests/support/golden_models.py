@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from support.paths import DEMO, EOS, VOCAB_SIZE
 from support.tables import rows
-from support.tiny_checkpoint import shapes_of, write_checkpoint
+from support.tiny_checkpoint import Arrays, shapes_of, write_checkpoint
 
 # By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
 PROMPT = [7, 3, 9, 3, 9, 11]  # says something again
@@ -72,7 +72,7 @@ def golden_ids(count: int, seed: str = "ids", vocab_size: int = SMALL["vocab_siz
     return (np.abs(golden_array(seed, (count,))) * vocab_size).astype(int).tolist()
 
 
-def _tensors(seed: str, fields: dict[str, Any]) -> dict[str, np.ndarray]:
+def _tensors(seed: str, fields: dict[str, Any]) -> Arrays:
     C, V = fields["n_embd"], fields["vocab_size"]
     shapes = shapes_of(C, fields["n_inner"] or 4 * C, fields["n_layer"], V, fields["n_positions"])
     if not fields.get("tie_word_embeddings", True):
@@ -173,7 +173,7 @@ def live_peft_model(folder: Path, write: Any, **fields: Any) -> Any:
     return peft.PeftModel.from_pretrained(base, write(folder / "adapter")).eval()
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> Path:
+def _write(folder: Path, config: dict[str, Any], tensors: Arrays) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "", **config}))
     if config["peft_type"] == "LORA":

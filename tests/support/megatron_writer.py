@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from support.tables import rows
-from support.tiny_checkpoint import CONFIG
+from support.tiny_checkpoint import CONFIG, Arrays
 from support.torch_files import Call, Global, own_bytes
 
-Arrays = Mapping[str, np.ndarray]
 H = CONFIG["n_head"]
 
 
@@ -58,7 +57,7 @@ mlp.c_proj  | mlp.dense_4h_to_h
 AXES = {"attn.c_proj.weight": 1, "mlp.c_fc.weight": 0, "mlp.c_fc.bias": 0, "mlp.c_proj.weight": 1}
 
 
-def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> dict[str, np.ndarray]:
+def layer_state(arrays: Arrays, i: int, form: Form, rank: int) -> Arrays:
     """By Megatron's names; matrices are (out, in)."""
     state = {}
     for name in (name for name in arrays if name.startswith(f"h.{i}.")):
@@ -101,7 +100,7 @@ def _layers(arrays: Arrays) -> int:
     return 1 + max(int(name.split(".")[1]) for name in arrays if name.startswith("h."))
 
 
-def stage_state(arrays: Arrays, form: Form, rank: int, stage: int, part: int) -> dict[str, np.ndarray]:
+def stage_state(arrays: Arrays, form: Form, rank: int, stage: int, part: int) -> Arrays:
     """Of one part of one stage on one GPU, by names without the wrappers of the whole."""
     layers = "decoder" if form.core else form.layers
     embedding = "embedding" if form.core else "language_model.embedding"

@@ -6,7 +6,7 @@ import numpy as np
 
 from support.golden_models import filled, golden_array
 from support.megatron_writer import Form, args, cut, stage_state
-from support.tiny_checkpoint import shapes_of
+from support.tiny_checkpoint import Arrays, shapes_of
 from support.torch_files import own_bytes
 
 V = 64
@@ -21,7 +21,7 @@ MLP = ("c_fc.weight", "c_fc.bias", "c_proj.weight", "c_proj.bias")
 PREFIX = "mlp.deepspeed_moe."
 
 
-def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAYERS) -> dict[str, np.ndarray]:
+def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAYERS) -> Arrays:
     """By the engine's names; matrices of layers are (in, out)."""
     shapes = shapes_of(C, F, L, V, T)
     for i in expert_layers:
@@ -38,7 +38,7 @@ def moe_arrays(num_experts: int = E, expert_layers: tuple[int, ...] = EXPERT_LAY
 
 
 def write_moe(
-    folder: Path, arrays: dict[str, np.ndarray], tp: int = 1, in_folders: bool = False, **settings: object
+    folder: Path, arrays: Arrays, tp: int = 1, in_folders: bool = False, **settings: object
 ) -> Path:
     """settings: over the training's own arguments, such as topk."""
     form = Form(tp=tp, heads=H)
@@ -66,7 +66,7 @@ def write_moe(
     return folder
 
 
-def _expert(arrays: dict[str, np.ndarray], i: int, e: int, form: Form, rank: int) -> dict[str, np.ndarray]:
+def _expert(arrays: Arrays, i: int, e: int, form: Form, rank: int) -> Arrays:
     own = {name: arrays[f"h.{i}.mlp.experts.{e}.{name}"] for name in MLP}
     stem = f"language_model.encoder.layers.{i}.{PREFIX}experts.deepspeed_experts.{e}."
     return {
@@ -77,9 +77,9 @@ def _expert(arrays: dict[str, np.ndarray], i: int, e: int, form: Form, rank: int
     }
 
 
-def _expert_layers(arrays: dict[str, np.ndarray]) -> list[int]:
+def _expert_layers(arrays: Arrays) -> list[int]:
     return sorted(int(name.split(".")[1]) for name in arrays if name.endswith("gate.weight"))
 
 
-def _count(arrays: dict[str, np.ndarray]) -> int:
+def _count(arrays: Arrays) -> int:
     return next(len(array) for name, array in arrays.items() if name.endswith("gate.weight"))

@@ -17,6 +17,7 @@ from tinygpt.weights.config import HEAD, is_transposed, parameter_shapes
 from tinygpt.weights.errors import CheckpointError
 from tinygpt.weights.open import open_checkpoint
 
+Arrays = dict[str, np.ndarray]
 V = 11
 T = 6
 C = 8
@@ -63,14 +64,14 @@ def shapes_of(
     return shapes | {f"h.{i}.{name}": shape for i in range(n_layer) for name, shape in layer.items()}
 
 
-def random_tensors(prefix: str = "transformer.") -> dict[str, np.ndarray]:
+def random_tensors(prefix: str = "transformer.") -> Arrays:
     """Every parameter but the head."""
     generator = np.random.default_rng(0)
     shapes = shapes_of(C, F, LAYERS, V, T)
     return {prefix + name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()}
 
 
-def gpt2_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
+def gpt2_arrays(checkpoint: Checkpoint) -> Arrays:
     """Every parameter but the head, as GPT-2's own files have it."""
     arrays = {name: checkpoint.tensor(name) for name in checkpoint.stored if name != HEAD}
     return {
@@ -79,7 +80,7 @@ def gpt2_arrays(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
     }
 
 
-def assert_holds(checkpoint: Checkpoint, arrays: Mapping[str, np.ndarray]) -> None:
+def assert_holds(checkpoint: Checkpoint, arrays: Arrays) -> None:
     """Compare all bits of parameters that are given as GPT-2's own files have them."""
     for name, array in arrays.items():
         found = checkpoint.tensor(name)
@@ -123,7 +124,7 @@ def write_config(folder: Path, **fields: object) -> None:
     write_json(folder / "config.json", {**CONFIG, **fields})
 
 
-def write_checkpoint(folder: Path, tensors: dict[str, np.ndarray] | None = None, **fields: object) -> Path:
+def write_checkpoint(folder: Path, tensors: Arrays | None = None, **fields: object) -> Path:
     """config.json and model.safetensors in `folder`, which is returned."""
     folder.mkdir(exist_ok=True)
     write_config(folder, **fields)
