@@ -16,6 +16,7 @@ import tinygpt.llm
 from support.family_models import family
 from support.family_models import write_model as write_fields
 from support.golden_models import SOFT_PROMPTS, golden_array, write_lora, write_model, write_soft_prompt
+from support.tables import rows
 from support.thread_world import Threads, running
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError, TinyGPTError
@@ -26,19 +27,26 @@ from tinygpt.ranks.mpi import Layout
 from tinygpt.ranks.rank import RankModel, share_of_rank
 
 # Heads that no number of ranks divides, a vocabulary that is no multiple of anything.
-FIVE_HEADS = {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
-ODD_HEADS = {"n_embd": 35, "n_head": 7, "n_layer": 4, "vocab_size": 97, "n_positions": 90, "n_inner": 83}
-XL_HEADS = {"n_embd": 1600, "n_head": 25, "n_layer": 4, "vocab_size": 211, "n_positions": 90}
-UNTIED = {**FIVE_HEADS, "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}
-SMALL_XL = {"n_embd": 200, "n_head": 25, "n_layer": 4, "vocab_size": 131, "n_positions": 90}
-MODELS = {"five": FIVE_HEADS, "odd": ODD_HEADS, "small-xl": SMALL_XL, "xl": XL_HEADS, "untied": UNTIED}
+MODELS = dict(
+    rows("""
+five     | {"n_embd": 320, "n_head": 5, "n_layer": 4, "vocab_size": 101, "n_positions": 90}
+odd      | {"n_embd": 35, "n_head": 7, "n_layer": 4, "vocab_size": 97, "n_positions": 90, "n_inner": 83}
+small-xl | {"n_embd": 200, "n_head": 25, "n_layer": 4, "vocab_size": 131, "n_positions": 90}
+xl       | {"n_embd": 1600, "n_head": 25, "n_layer": 4, "vocab_size": 211, "n_positions": 90}
+""")
+)
+FIVE_HEADS = MODELS["five"]
+MODELS["untied"] = FIVE_HEADS | {"tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}
 # ALiBi and a norm behind the embeddings; ALiBi alone; norms behind the blocks, and none before the head; embeddings
 # that are multiplied.
 FAMILIES = {
-    "bloom": family("bloom", hidden_size=320, n_head=5, seq_length=90),
-    "mpt": family("mpt", d_model=48, n_heads=6, max_seq_len=90),
-    "gpt-1": family("openai-gpt", n_embd=35, n_head=5, n_positions=90),
-    "xglm": family("xglm", d_model=320, attention_heads=5, max_position_embeddings=90),
+    name: family(kind, **fields)
+    for name, kind, fields in rows("""
+bloom | bloom      | {"hidden_size": 320, "n_head": 5, "seq_length": 90}
+mpt   | mpt        | {"d_model": 48, "n_heads": 6, "max_seq_len": 90}
+gpt-1 | openai-gpt | {"n_embd": 35, "n_head": 5, "n_positions": 90}
+xglm  | xglm       | {"d_model": 320, "attention_heads": 5, "max_position_embeddings": 90}
+""")
 }
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 # Each dtype and family on ranks compiles steps of its own, for 10 to 30 s: every day two dtypes whose cuts differ most
