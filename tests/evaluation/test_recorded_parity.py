@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from support.engines import log_softmax
 from support.golden_models import GOLDEN_MODELS, SMALL, golden_ids, write_golden
 from support.oracles import TOLERANCE, beam_groups_of, beams_of, greedy_of, logits_of, top_logprobs_of
 from support.tables import rows
@@ -57,8 +58,7 @@ def test_demo(text):
         output = llm.generate(text, SamplingParams(max_tokens=NEW, ignore_eos=True))[0].outputs[0]
         assert output.token_ids == greedy_of("demo", prompt, NEW).tolist()
         ids = prompt + output.token_ids
-        logits = llm.logits(ids).astype(np.float64)  # (T, V)
-    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))  # (T, V)
+        logprobs = log_softmax(llm.logits(ids))  # (T, V)
     best, values = np.moveaxis(top_logprobs_of("demo", ids, 5), 1, 0)  # (T, 5) each
     np.testing.assert_allclose(
         np.take_along_axis(logprobs, best.astype(int), 1), values, rtol=0, atol=TOLERANCE

@@ -5,6 +5,7 @@ import ctypes
 import numpy as np
 import pytest
 
+from support.engines import log_softmax
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from tinygpt import LLM, ControlVector, Edit, SamplingParams
@@ -28,8 +29,7 @@ def llm(folder):
 
 
 def log_probability(logits) -> float:
-    row = logits[-1].astype(np.float64) - logits[-1].max()
-    return row[ANSWER] - np.log(np.exp(row).sum())
+    return log_softmax(logits)[-1, ANSWER]
 
 
 @pytest.mark.parametrize(("kind", "tail"), [("resid_pre", "hook_resid_pre"), ("z", "attn.hook_z")])

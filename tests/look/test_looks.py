@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from support.engines import log_softmax
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from support.paths import ROOT
@@ -269,8 +270,7 @@ def test_an_edit_of_the_prompts_end_and_of_a_score(plain):
     same_bits(logits[-1:], plain.logit_lens(VECTOR[None]))
     same_bits(logits[:-1], plain.logits(IDS[0])[:-1])
     (found,) = plain.score(IDS[0], [IDS[1][:1]], edits=edit)
-    row = logits[-1].astype(np.float64)
-    expected = row[IDS[1][0]] - row.max() - np.log(np.exp(row - row.max()).sum())
+    expected = log_softmax(logits)[-1, IDS[1][0]]
     assert found.cumulative_logprob == pytest.approx(expected, abs=1e-5)
 
 

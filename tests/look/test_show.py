@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from support.engines import log_softmax
 from tinygpt import LLM, Edit
 from tinygpt.errors import RequestError
 from tinygpt.look.html import SHADES, attention, lens
@@ -25,9 +26,7 @@ def llm():
 def test_the_last_stream_has_the_models_probabilities(llm, edits):
     found = lens(llm, TEXT, top=4, edits=edits)
     ids = llm.tokenizer.encode(TEXT)
-    logits = llm.logits(ids, edits).astype(np.float64)
-    probs = np.exp(logits - logits.max(-1, keepdims=True))
-    probs /= probs.sum(-1, keepdims=True)
+    probs = np.exp(log_softmax(llm.logits(ids, edits)))
     assert "".join(found.tokens) == TEXT
     assert found.surprisals == pytest.approx(
         [-math.log2(probs[t, i]) for t, i in enumerate(ids[1:])], rel=1e-5

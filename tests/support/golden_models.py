@@ -1,7 +1,6 @@
 """Small GPT-2 checkpoints and PEFT adapters that NumPy alone writes, to the same bits everywhere."""
 
 import json
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from support.paths import DEMO, EOS, VOCAB_SIZE
+from support.paths import EOS, VOCAB_SIZE
 from support.tables import rows
-from support.tiny_checkpoint import Arrays, shapes_of, write_checkpoint
+from support.tiny_checkpoint import Arrays, copy_tokenizer, shapes_of, write_checkpoint
 
 # By name, fields of config.json over SMALL: each activation, each switch of attention, widths of all kinds.
 PROMPT = [7, 3, 9, 3, 9, 11]  # says something again
@@ -63,9 +62,7 @@ def add_tensors(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
 def write_small_demo(folder: Path) -> Path:
     """The demo's tokenizer and positions before a tiny model: its steps take a fraction of the demo's."""
     fields = {"vocab_size": VOCAB_SIZE, "n_positions": 512, "bos_token_id": EOS, "eos_token_id": EOS}
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(DEMO / name, folder)
-    return write_model(folder, **fields)
+    return write_model(copy_tokenizer(folder), **fields)
 
 
 def golden_ids(count: int, seed: str = "ids", vocab_size: int = SMALL["vocab_size"]) -> list[int]:

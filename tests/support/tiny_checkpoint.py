@@ -140,6 +140,13 @@ def write_one_layer(folder: Path, n_positions: int) -> Path:
     return write_checkpoint(folder, tensors, n_positions=n_positions, n_layer=1)
 
 
+def copy_tokenizer(folder: Path) -> Path:
+    """Put the demo's tokenizer into `folder`, which is returned."""
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copyfile(DEMO / name, folder / name)
+    return folder
+
+
 def write_with_demo_tokenizer(folder: Path, added: Mapping[str, int] | None = None) -> Path:
     """A checkpoint that has the demo's tokenizer, as many rows as that has tokens, and 40 positions.
 
@@ -151,8 +158,7 @@ def write_with_demo_tokenizer(folder: Path, added: Mapping[str, int] | None = No
         name: generator.standard_normal((n, C), np.float32) for name, n in rows.items()
     }
     write_checkpoint(folder, tensors, vocab_size=VOCAB_SIZE, n_positions=40)
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(DEMO / name, folder / name)
+    copy_tokenizer(folder)
     if added:
         (folder / "added_tokens.json").write_text(json.dumps(added))
     return folder

@@ -1,13 +1,13 @@
 """merges.txt beside a whole vocab.json: refused where it was cut short, and read where no merge is missing."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
 from support.library_tokenizers import ALPHABET, bpe, save, write, write_pair
 from support.paths import DEMO
+from support.tiny_checkpoint import copy_tokenizer
 from tinygpt.errors import CheckpointError, NoTokenizerError
 from tinygpt.text.files import FEW
 from tinygpt.text.gpt2_bpe import write_prepared
@@ -21,9 +21,7 @@ PAIRS = [(first, second) for first, second in WORDS]
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(DEMO / name, tmp_path / name)
-    return tmp_path
+    return copy_tokenizer(tmp_path)
 
 
 def refusal(folder: Path) -> str:

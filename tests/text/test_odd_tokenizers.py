@@ -1,13 +1,17 @@
 """Tokenizers that do not fit: damaged, with more or fewer tokens than the model, or none for white space."""
 
 import json
-import shutil
 
 import numpy as np
 import pytest
 
-from support.paths import DEMO, VOCAB_SIZE
-from support.tiny_checkpoint import random_tensors, write_checkpoint, write_with_demo_tokenizer
+from support.paths import VOCAB_SIZE
+from support.tiny_checkpoint import (
+    copy_tokenizer,
+    random_tensors,
+    write_checkpoint,
+    write_with_demo_tokenizer,
+)
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.evaluation.tasks import lambada, perplexity
@@ -49,9 +53,7 @@ def padded(tmp_path_factory):
     folder = write_checkpoint(
         tmp_path_factory.mktemp("padded"), arrays, vocab_size=ROWS, n_positions=POSITIONS
     )
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copyfile(DEMO / name, folder / name)
-    with LLM(folder, max_num_seqs=2) as llm:
+    with LLM(copy_tokenizer(folder), max_num_seqs=2) as llm:
         yield llm
 
 

@@ -18,6 +18,7 @@ from support.tiny_checkpoint import (
     V,
     assert_same,
     convert,
+    copy_tokenizer,
     gpt2_arrays,
     random_tensors,
     write_checkpoint,
@@ -167,9 +168,7 @@ def test_the_tokenizer_goes_along(tmp_path):
 def test_a_padded_vocabulary_has_a_token_for_each_row(tmp_path):
     arrays = random_tensors() | {"transformer.wte.weight": np.ones((8200, 8), np.float32)}
     source = write_checkpoint(tmp_path / "source", arrays, vocab_size=8200)
-    for name in ("vocab.json", "merges.txt"):
-        (source / name).write_bytes((DEMO / name).read_bytes())
-    convert(source, tmp_path / "there", "--to", "gguf")
+    convert(copy_tokenizer(source), tmp_path / "there", "--to", "gguf")
     from tinygpt.weights.containers.gguf import read_gguf
 
     metadata = read_gguf(tmp_path / "there" / "model.gguf").metadata
