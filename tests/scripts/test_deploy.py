@@ -1,26 +1,20 @@
-"""The templates under scripts/deploy without Docker or Kubernetes, and the Triton model with and without its server."""
+"""The templates under scripts/deploy without Docker or Kubernetes, and the Triton model without its server."""
 
 import importlib.util
 import json
 import math
-import os
-import queue
 import re
 import shlex
-import shutil
-import socket
 import subprocess
 import sys
 import threading
-import time
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
 from support.paths import ROOT
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.cli.main import parse
 from tinygpt.kernels.kernel_cache import open_cache
 from tinygpt.outputs import RequestOutput
@@ -111,7 +105,7 @@ def test_the_dashboard_shows_metrics_that_the_server_has():
     from tinygpt.server.monitoring import Metrics
 
     with LLM("demo", device="reference") as llm:
-        future = llm.submit("Once", SamplingParams(max_tokens=2))
+        future = llm.submit("Once", max_tokens=2)
         future.result()
         metrics = Metrics(llm, "demo")
         metrics.observe([(future.request.progress(), ["length"])], [])
@@ -161,6 +155,7 @@ def test_probes_need_no_key():
 
 
 FINAL = 1
+CONFIG = (DEPLOY / "triton" / "tinygpt" / "config.pbtxt").read_text()
 
 
 class Sender:
@@ -242,7 +237,7 @@ def test_a_triton_model_streams_what_the_library_writes(triton):
     assert triton.execute(requests) is None
     for request, params in zip(requests, asked, strict=True):
         request.sender.wait()
-        [output] = triton._llm.generate("Once upon", SamplingParams(**params))
+        [output] = triton._llm.generate("Once upon", **params)
         check_stream(request.sender.told, output)
         assert len(request.sender.told) == 6 * params["n"]
 
@@ -255,6 +250,19 @@ def check_stream(told: list[dict], output: RequestOutput) -> None:
             sample.finish_reason
         ]
         assert len(mine) > 1  # token by token
+
+
+def test_tritons_config_is_the_models(triton):
+    declared = re.findall(r'\{ name: "(\w+)" data_type: TYPE_(\w+)', CONFIG)
+    request = Request(text_input="Once", sampling_parameters='{"max_tokens": 1}')
+    triton.execute([request])
+    request.sender.wait()
+    types = {bytes: "STRING", np.int32: "INT32"}
+    made = {name: types[type(value)] for name, value in request.sender.told[0].items()}
+    assert dict(declared) == dict.fromkeys(request.tensors, "STRING") | made
+    assert "decoupled: true" in CONFIG
+    arguments = re.search(r'string_value: (".*")', CONFIG)[1]
+    LLM(device="reference", **json.loads(json.loads(arguments))).close()
 
 
 @pytest.mark.parametrize(
@@ -277,124 +285,3 @@ def test_a_triton_model_frees_what_was_cancelled(triton):
     request.sender.wait()
     assert len(request.sender.told) < 400
     assert request.sender.num_final == 1
-
-
-def test_tritons_own_reader_takes_the_config():
-    config_pb2 = pytest.importorskip(
-        "tritonclient.grpc.model_config_pb2", reason="tritonclient[grpc] is not installed"
-    )
-    from google.protobuf import text_format
-
-    text = (DEPLOY / "triton" / "tinygpt" / "config.pbtxt").read_text()
-    config = text_format.Parse(text, config_pb2.ModelConfig())
-    assert config.model_transaction_policy.decoupled
-    assert [output.name for output in config.output] == ["text_output", "index", "finish_reason"]
-    LLM(device="reference", **json.loads(config.parameters["llm"].string_value)).close()
-
-
-SECONDS = 120
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    """Of a server that has the model, as `tritonserver --model-repository scripts/deploy/triton` starts it.
-
-    It reads texts wrongly with NumPy 2.
-    """
-    pytest.importorskip("tritonclient.grpc", reason="tritonclient[grpc] is not installed")
-    if (spec := importlib.util.find_spec("pytriton")) is None:
-        pytest.skip("nvidia-pytriton, whose wheel has a tritonserver, is not installed")
-    wheel = Path(spec.origin).parent / "tritonserver"
-    folder = tmp_path_factory.mktemp("triton")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    shutil.copytree(wheel / "backends" / "python", folder / "backends" / "python")
-    stub = wheel / "python_backend_stubs" / version / "triton_python_backend_stub"
-    shutil.copy(stub, folder / "backends" / "python")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-    command = [
-        wheel / "bin" / "tritonserver",
-        "--model-repository",
-        DEPLOY / "triton",
-        "--allow-metrics",
-        "false",
-    ]
-    command += ["--backend-directory", folder / "backends", "--allow-http", "false"]
-    command += ["--grpc-address", "127.0.0.1", "--grpc-port", port]
-    # The stub's Python reads no PYTHONPATH: its modules are those of the first `python` in PATH, and the folder's.
-    libraries = wheel.parent.parent / "nvidia_pytriton.libs", Path(sys.base_prefix) / "lib"
-    environment = {
-        "LD_LIBRARY_PATH": os.pathsep.join(map(str, libraries)),
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-    }
-    with (folder / "log").open("wb") as out:
-        server = subprocess.Popen(
-            command, stdout=out, stderr=out, cwd=ROOT, env={**os.environ, **environment}
-        )
-    try:
-        wait_for(f"127.0.0.1:{port}", server, folder / "log")
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.terminate()
-        server.wait(SECONDS)
-
-
-def wait_for(address: str, server: subprocess.Popen, log: Path) -> None:
-    from tritonclient import grpc
-
-    for _ in range(SECONDS * 5):
-        assert server.poll() is None, log.read_text()[-3000:]
-        try:
-            with grpc.InferenceServerClient(address) as client:
-                if client.is_model_ready("tinygpt"):
-                    return
-        except grpc.InferenceServerException:  # it does not listen yet
-            pass
-        time.sleep(0.2)
-    raise AssertionError(log.read_text()[-3000:])
-
-
-def ask(address: str, prompts: list[str], parameters: str) -> dict[str, list]:
-    """All at once on one stream: of each prompt its responses, or the errors that it got, until its final one."""
-    from tritonclient import grpc
-
-    def text_input(name: str, text: str) -> grpc.InferInput:
-        made = grpc.InferInput(name, [1], "BYTES")
-        made.set_data_from_numpy(np.array([text.encode()], np.object_))
-        return made
-
-    came = queue.SimpleQueue()
-    found = {prompt: [] for prompt in prompts}
-    with grpc.InferenceServerClient(address) as client:
-        client.start_stream(lambda result, error: came.put((result, error)))
-        for i, prompt in enumerate(prompts):
-            inputs = [text_input("text_input", prompt), text_input("sampling_parameters", parameters)]
-            client.async_stream_infer(
-                "tinygpt", inputs, request_id=str(i + 1), enable_empty_final_response=True
-            )
-        num_ended = 0
-        while num_ended < len(prompts):
-            result, error = came.get(timeout=SECONDS)
-            if error is not None:
-                found[prompts[0]].append(str(error))
-                return found
-            response = result.get_response()
-            if response.outputs:
-                values = {
-                    name: result.as_numpy(name)[0] for name in ("index", "text_output", "finish_reason")
-                }
-                found[prompts[int(response.id) - 1]].append(values)
-            num_ended += response.parameters["triton_final_response"].bool_param
-    return found
-
-
-def test_a_tritonserver_streams_what_the_library_writes(address):
-    prompts, asked = (
-        ["Once upon a time", "A wolf 🐺", ""],
-        {"max_tokens": 12, "temperature": 0.9, "seed": 5, "n": 2},
-    )
-    found = ask(address, prompts, json.dumps(asked))
-    with LLM("demo", split_special_tokens=True) as llm:
-        outputs = llm.generate(prompts, SamplingParams(**asked))
-    for prompt, output in zip(prompts, outputs, strict=True):
-        check_stream(found[prompt], output)
