@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from support.paths import ROOT
 from support.recorded import needs_transformers
@@ -86,14 +85,6 @@ def test_the_table_lists_the_absent_and_marks_the_best():
     assert cells == ["decode, batch 1", "int8", *times, "absent", "-", "**2.00**", "50% (bandwidth)"]
 
 
-def test_every_peer_has_its_class_and_dtypes():
-    for peer in (*PEERS, OURS):
-        engine = getattr(engines, peer.engine)
-        assert all(callable(getattr(engine, name)) for name in ("prefill_ms", "step_ms", "last_logits"))
-        assert hasattr(engine, "make") == (peer.source is not None)
-        assert set(peer.dtypes) <= set(DTYPES)
-
-
 def test_peers_held_to_avx2_are_switched_built_or_left_out():
     held = {peer.name: peer for peer in held_to_avx2(PEERS)}
     assert set(held) == {peer.name for peer in PEERS} - {"onnxruntime", "torch.compile"}
@@ -144,17 +135,6 @@ def test_an_engine_that_fails_is_absent_from_then_on(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return provide_folder(tmp_path_factory.mktemp("c") / "x", lambda to: make_checkpoint("random:tiny", to))
-
-
-def test_our_process_measures(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_peers, "PAUSE", 0)
-    setup = Setup(checkpoint, {"vocab_size": 50257}, {("tinygpt", "float32"): (OURS, HERE, checkpoint)})
-    engines = Engines(setup, "float32", 1, tmp_path / "logs")
-    rows = [engines.measure(case, 2) for case in (Case("decode", 2, 300, 4), Case("prefill", 1, 8, 1))]
-    engines.close()
-    assert not setup.absent
-    assert all(len(measured.ms["tinygpt"]) == 2 and min(measured.ms["tinygpt"]) > 0 for measured in rows)
-    assert engines.limits.keys() == {"bandwidth", "float32"}
 
 
 @needs_transformers
@@ -208,12 +188,3 @@ def test_an_interrupted_run_keeps_its_rows(checkpoint, tmp_path, monkeypatch):
     assert [(found["case"], found["ms"]) for found in json.loads(kept.read_text())["rows"]] == [
         (DECODE_1.name, {"tinygpt": [1.0, 1.0, 1.0]})
     ]
-
-
-def test_the_plain_form_holds_the_same_tensors(checkpoint, tmp_path):
-    plain = provide_folder(tmp_path / "plain", lambda to: make_checkpoint(str(checkpoint), to))
-    before, after = (load_file(folder / "model.safetensors") for folder in (checkpoint, plain))
-    for name, tensor in after.items():
-        np.testing.assert_array_equal(before[name], tensor, err_msg=name)
-    assert before.keys() - after.keys() <= {"lm_head.weight"}
-    assert json.loads((plain / "config.json").read_text())["n_layer"] == 2

@@ -20,25 +20,6 @@ def test_the_bars_are_those_of_the_readmes_table():
     assert kept == pictures.bars(README)
 
 
-def test_bars_are_linear_sorted_and_ours_has_the_accent():
-    slow = "| decode, batch 1 | 1, x 1 | 1, x 1 | 8.0, **peer 4.0** | 1, x 1 |\n"
-    fast = "| decode, batch 32 | 1, x 1 | 1, x 1 | **10.0**, other 40.0 | 1, x 1 |\n"
-    drawn = ElementTree.fromstring(pictures.bars(slow + fast))
-    texts = [text.text for text in drawn.iter(f"{SVG}text")]
-    rates = [float(text.split()[0]) for text in texts if text.endswith("tokens/s")]
-    assert rates == [250, 125, 3200, 800]
-    assert [text for text in texts if text in ("tinygpt", "peer", "other")] == [
-        "peer",
-        "tinygpt",
-        "tinygpt",
-        "other",
-    ]
-    boxes = [*drawn.iter(f"{SVG}rect")]
-    widths = [float(box.get("width")) for box in boxes]
-    assert (widths[1] / widths[0], widths[3] / widths[2]) == (1 / 2, 1 / 4)
-    assert [box.get("class") for box in boxes] == [None, "ours", "ours", None]
-
-
 def test_tokens_of_the_terminal_come_one_after_the_other_in_their_colors():
     tokens = (
         [("Once", 0.0), (" <b>", -4.0), (" word" * 3, -2.0)]
