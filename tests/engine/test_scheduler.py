@@ -1,6 +1,7 @@
 """The scheduler without a model: who runs in a step, with how many tokens, in which slot, and what is copied there."""
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
@@ -8,12 +9,11 @@ from hypothesis import strategies as st
 
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
-from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
+from tinygpt.engine.sequence import Sample, SampledToken, Sequence
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
 FRESH = itertools.count(1000)
-WORTH_WAITING = 16  # tokens, as in scheduler.py: written out, or a change there would change the tests, too
 
 
 def new_sequence(prompt_len: int, max_tokens: int = 3, begin: int | None = None) -> Sequence:
@@ -68,46 +68,39 @@ def scheduler_of(*sequences: Sequence, slots: int = 4, tokens: int = 100, kept: 
     return scheduler
 
 
-def test_first_come_first_served_and_each_row_is_used_again():
-    a, b, c, d = (new_sequence(2, max_tokens) for max_tokens in (2, 1, 3, 1))
-    scheduler = scheduler_of(a, b, c, d, slots=2)
-    assert run_step(scheduler) == [(a, 2), (b, 2)]
-    assert (a.slot, b.slot, c.slot, b.finish_reason) == (0, None, None, "length")
-    assert run_step(scheduler) == [(a, 1), (c, 2)]
-    assert (a.slot, c.slot) == (None, 1)
-    assert run_step(scheduler) == [(c, 1), (d, 2)]
-    assert run_step(scheduler) == [(c, 1)]
-    assert (scheduler.running, list(scheduler.waiting), scheduler.schedule()) == ([], [], [])
+# Slots, tokens of a step; sequences, as prompt+new and ~ if they begin alike; then steps, with slot and tokens of each
+# chunk, and a point if a token is drawn. A sequence may come between two steps.
+LOADS = """
+first come, first served, and each slot is used again
+    2 100 | a=2+2 b=2+1 c=2+3 d=2+1 | a0:2. b1:2. | a0:1. c1:2. | c1:1. d0:2. | c1:1. |
+a long prompt is cut, and a token is drawn once at its end
+    4 10 | a=25+2 | a0:10 | a0:10 | a0:5. | a0:1. |
+decoding comes before prompts, however old, and these in their order, as far as it goes
+    3 10 | s=2+5 | s0:2. | l=30+5 e=3+5 | s0:1. l1:9 | s0:1. l1:9 | s0:1. l1:9 | s0:1. l1:3. e2:3. | l1:1. e2:1.
+a prompt of 16 tokens is not worth waiting for
+    4 100 | a=16+3~ b=16+3~ | a0:16. b1:16.
+one of 17 is
+    4 100 | a=17+3~ b=17+3~ | a0:17. | a0:1. b1:1.
+others pass one that waits
+    4 25 | a=40+3~ b=50+3~ c=5+3 | a0:25 | a0:15. c2:5. | a0:1. c2:1. b1:10.
+"""
 
 
-def test_a_long_prompt_is_cut_and_is_sampled_once_at_its_end():
-    a = new_sequence(25, 2)
-    scheduler = scheduler_of(a, tokens=10)
-    sampled = []
-    while scheduler.waiting or scheduler.running:
-        chunk = scheduler.schedule()[0]
-        sampled.append((chunk.count, chunk.reaches_end))
-        run_step(scheduler)
-    assert sampled == [(10, False), (10, False), (5, True), (1, True)]
-
-
-def test_decoding_comes_before_prompts_however_old():
-    long = new_sequence(30, 5)
-    short = new_sequence(2, 5)
-    scheduler = scheduler_of(short, slots=3, tokens=10)
-    run_step(scheduler)
-    scheduler.add(long)
-    late = new_sequence(3, 5)
-    scheduler.add(late)
-    assert run_step(scheduler) == [(short, 1), (long, 9)]
-    assert run_step(scheduler) == [(short, 1), (long, 9)]
-    assert run_step(scheduler) == [(short, 1), (long, 9)]
-    assert run_step(scheduler) == [
-        (short, 1),
-        (long, 3),
-        (late, 3),
-    ]  # the prompts in their order, as far as it goes
-    assert run_step(scheduler) == [(long, 1), (late, 1)]
+@pytest.mark.parametrize("load", re.findall(r"^ +(.*)", LOADS, re.MULTILINE))
+def test_who_runs_in_a_step(load):
+    sizes, *parts = (part.split() for part in load.split("|"))
+    slots, tokens = map(int, sizes)
+    scheduler, names = scheduler_of(slots=slots, tokens=tokens), {}
+    for part in parts:
+        if any("=" in word for word in part):
+            for name, prompt, new, alike in re.findall(r"(\w)=(\d+)\+(\d+)(~?)", " ".join(part)):
+                sequence = new_sequence(int(prompt), int(new), 7 if alike else None)
+                names[sequence] = name
+                scheduler.add(sequence)
+        else:
+            chunks = [(c.sequence.slot, c.count, "." * c.reaches_end) for c in scheduler.schedule()]
+            found = zip(run_step(scheduler), chunks, strict=True)
+            assert [f"{names[s]}{slot}:{count}{end}" for (s, _), (slot, count, end) in found] == part
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2, 3])
@@ -187,25 +180,6 @@ def test_one_prompt_pass_for_equal_prompts(tokens, max_tokens):
         max_tokens - 1
     )  # the last token of each is computed for its logits
     assert [s.num_reused for s in sequences] == [0, 39, 39, 39]
-
-
-def test_a_short_prompt_is_not_worth_waiting_for():
-    a, b = (new_sequence(WORTH_WAITING, begin=7) for _ in range(2))
-    assert run_step(scheduler_of(a, b)) == [(a, WORTH_WAITING), (b, WORTH_WAITING)]
-    a, b = (new_sequence(WORTH_WAITING + 1, begin=7) for _ in range(2))
-    scheduler = scheduler_of(a, b)
-    assert run_step(scheduler) == [(a, WORTH_WAITING + 1)]
-    assert run_step(scheduler) == [(a, 1), (b, 1)]
-
-
-def test_others_pass_one_that_waits():
-    a = new_sequence(40, begin=7)
-    b = new_sequence(50, begin=7)
-    c = new_sequence(5)
-    scheduler = scheduler_of(a, b, c, tokens=25)
-    assert run_step(scheduler) == [(a, 25)]
-    assert run_step(scheduler) == [(a, 15), (c, 5)]
-    assert run_step(scheduler) == [(a, 1), (c, 1), (b, 10)]
 
 
 @pytest.mark.parametrize(("after", "num_reused"), [(0, 0), (1, 0), (4, 39)])
@@ -383,15 +357,3 @@ def test_a_row_of_no_use_is_empty(token_ids):
     slots = SlotTable(1, 1)
     slots.release(slots.take([1])[0], token_ids)
     assert (kept(slots), slots.num_free) == ([], 1)
-
-
-def test_common_prefix():
-    cases = (
-        ([], [], 0),
-        ([1], [], 0),
-        ([1], [2], 0),
-        ([1, 2], [1], 1),
-        ([1], [1, 2], 1),
-        ([1, 2, 3], [1, 2, 4], 2),
-    )
-    assert [common_prefix(a, b) for a, b, _ in cases] == [count for _, _, count in cases]
