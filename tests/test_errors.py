@@ -12,6 +12,7 @@ def test_an_error_says_field_value_and_allowed():
     assert str(error) == "temperature is -1 and must be at least 0."
     assert (error.field, error.value, error.allowed) == ("temperature", -1, "at least 0")
     assert str(RequestError("the prompt is empty.")) == "the prompt is empty."
+    assert isinstance(error, ValueError)
 
 
 @pytest.mark.parametrize(

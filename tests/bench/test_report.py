@@ -9,6 +9,7 @@ import pytest
 
 from support.bench_records import LLAMA_BENCH_KEYS, SAMPLES, TINY, generation_record, prompt_record
 from support.family_models import FAMILY_MODELS, write_family
+from support.gate import noting
 from support.moe_models import moe_arrays, write_moe
 from tinygpt.bench import report, roofline
 from tinygpt.bench.command import read_records
@@ -16,7 +17,6 @@ from tinygpt.bench.report import (
     COLUMNS,
     FORMATS,
     aligned,
-    significant,
     table,
     to_markdown,
 )
@@ -71,21 +71,6 @@ def test_notes_name_the_machine_and_its_limits(records):
     assert "; single runs.\n" in to_markdown(records[1:])
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.012345, "0.01235"),
-        (1, "1.000"),
-        (1234.5, "1234"),
-        (-3.14159, "-3.142"),
-        (0, "0"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_four_significant_digits(number, text):
-    assert significant(number) == text
-
-
 def test_a_terminal_has_columns_without_bars(records):
     rows = [["a", "1.5", ""], ["bcd", "22.5", "x y"], ["", "", ""]]
     markdown = table(["name", "n", "last"], rows, ["n"])
@@ -116,9 +101,7 @@ def test_other_files_are_no_records(text, tmp_path):
 
 def test_records_are_drawn(records, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    drawn = []
-    draw = report._draw_panel
-    monkeypatch.setattr(report, "_draw_panel", lambda axes, panel: drawn.append(panel) or draw(axes, panel))
+    drawn = noting(monkeypatch, report, "_draw_panel", lambda axes, panel: panel)
     found = [{**records[0], "batch_size": size} for size in (8, 1)] + records[1:]
     report.draw_records(found, tmp_path / "x.svg")
     assert [panel.title for panel in drawn] == ["Reading prompts", "Generating"]

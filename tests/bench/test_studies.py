@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from support.gate import noting
 from support.paths import ROOT
 from tinygpt import LLM
 from tinygpt.bench import studies, sweep
@@ -62,8 +63,7 @@ def test_a_study_runs_to_its_end(name, found):
 @pytest.mark.parametrize("name", STUDIES)
 def test_its_picture_has_our_lines_and_the_published(name, found, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[plot]'")
-    drawn, draw = [], studies.draw
-    monkeypatch.setattr(studies, "draw", lambda *arguments: drawn.append(arguments) or draw(*arguments))
+    drawn = noting(monkeypatch, studies, "draw")
     study, options, records, _ = found[name]
     studies.draw_study(study, options, records, tmp_path / "picture.png")
     (_, title, (panel,), note) = drawn[0]

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from support.gate import noting
 from support.processes import Outcome, Result
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.text.tokenizer import Tokenizer
 
 
@@ -35,16 +36,12 @@ def give_stdin(monkeypatch):
 @pytest.fixture
 def encoded(monkeypatch):
     """The texts that any tokenizer has encoded, in order."""
-    texts, encode = [], Tokenizer.encode
-    monkeypatch.setattr(
-        Tokenizer, "encode", lambda self, text, *split: texts.append(text) or encode(self, text, *split)
-    )
-    return texts
+    return noting(monkeypatch, Tokenizer, "encode", lambda self, text, *_: text)
 
 
 @pytest.fixture(scope="module")
 def llm():
     """The demo, its kernels compiled: stderr is then free of the notice of a first run."""
     with LLM("demo") as llm:
-        llm.generate("Once", SamplingParams(max_tokens=1))
+        llm.generate("Once", max_tokens=1)
         yield llm

@@ -76,26 +76,30 @@ def test_a_chat_is_colored_and_saved_plain(llm, monkeypatch, capsys, tmp_path, g
     assert same == saved
 
 
-@pytest.mark.parametrize(
-    ("color", "is_terminal", "environment", "is_colored"),
-    [
-        ("auto", True, {}, True),
-        ("surprise", True, {}, True),
-        ("auto", False, {}, False),
-        ("surprise", False, {}, False),
-        ("auto", True, {"NO_COLOR": "1"}, False),
-        ("auto", True, {"NO_COLOR": ""}, True),  # no-color.org: "when present and not an empty string"
-        ("auto", True, {"TERM": "dumb"}, False),
-        ("always", False, {"NO_COLOR": "1"}, True),
-        ("never", True, {}, False),
-    ],
-)
-def test_messages_have_colors_on_a_terminal(monkeypatch, color, is_terminal, environment, is_colored):
+# no-color.org: "when present and not an empty string"
+PLACES = """
+auto terminal: colored
+surprise terminal: colored
+auto file: plain
+surprise file: plain
+auto terminal NO_COLOR=1: plain
+auto terminal NO_COLOR=: colored
+auto terminal TERM=dumb: plain
+always file NO_COLOR=1: colored
+never terminal: plain
+"""
+
+
+@pytest.mark.parametrize("case", PLACES.strip().splitlines())
+def test_messages_have_colors_on_a_terminal(monkeypatch, case):
+    place, _, how = case.partition(": ")
+    color, stream, *environment = place.split()
+    is_colored = how == "colored"
     terminal = io.StringIO()
-    terminal.isatty = lambda: is_terminal
+    terminal.isatty = lambda: stream == "terminal"
     monkeypatch.setattr(sys, "stderr", terminal)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    for variable in environment:
+        monkeypatch.setenv(*variable.split("="))
     with streams.logging_to_stderr(color=color):
         streams.log("compiling")
         streams.print_error("no such file")

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save
 
 from support import golden_models, tiny_checkpoint
+from support.engines import sample_of
 from support.paths import ROOT, VOCAB_SIZE
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
@@ -101,9 +102,9 @@ def test_every_array_is_that_of_packing_at_load(tmp_path, dtype, is_tied):
 def test_logits_and_tokens_are_those_of_quantising_at_load(tmp_path, dtype):
     target = converted("demo", tmp_path / "demo", dtype)
     params = SamplingParams(max_tokens=8, temperature=0.8, top_k=40, seed=1)
-    with LLM("demo", dtype, max_num_seqs=1) as at_load, LLM(str(target), max_num_seqs=1) as mapped:
+    with LLM("demo", dtype, max_num_seqs=1) as at_load, LLM(target, max_num_seqs=1) as mapped:
         assert np.array_equal(at_load.logits(IDS), mapped.logits(IDS))
-        outputs = [llm.generate("Once upon a time", params)[0].outputs[0] for llm in (at_load, mapped)]
+        outputs = [sample_of(llm, "Once upon a time", params) for llm in (at_load, mapped)]
     assert outputs[0].token_ids == outputs[1].token_ids
     assert outputs[0].text == outputs[1].text
 
@@ -152,7 +153,7 @@ def test_a_calibration_is_told_and_used(tmp_path, demo_int8):
     about = {name: value for name, value in header["__metadata__"].items() if name.startswith("smooth")}
     digest = hashlib.sha256(TEXT.encode()).hexdigest()
     assert about == {"smooth": "0.75", "smooth_text_sha256": digest, "smooth_samples": "1"}
-    with LLM(str(tmp_path / "int8"), max_num_seqs=1) as llm, LLM(str(demo_int8), max_num_seqs=1) as plain:
+    with LLM(tmp_path / "int8", max_num_seqs=1) as llm, LLM(demo_int8, max_num_seqs=1) as plain:
         calibrated = llm.logits(IDS)
         by_weights = plain.logits(IDS)
     assert 0 < np.abs(calibrated - by_weights).max() < 1
@@ -240,16 +241,16 @@ def test_a_killed_convert_leaves_no_checkpoint(source, tmp_path):
 
 def test_auto_is_the_checkpoints_own_dtype(tiny_int8, source):
     for model, expected in ((tiny_int8, "Int8Weight"), (source, "Float32Weight")):
-        with LLM(str(model), max_num_seqs=1) as llm:
+        with LLM(model, max_num_seqs=1) as llm:
             assert type(llm.engine.runner._params.c_fc.weight).__name__ == expected
-    with LLM(str(tiny_int8), dtype="int8", max_num_seqs=1) as llm:
+    with LLM(tiny_int8, dtype="int8", max_num_seqs=1) as llm:
         assert llm.logits([1, 2]).shape == (2, tiny_checkpoint.V)
 
 
 @pytest.mark.parametrize(("dtype", "device"), [("float32", "cpu"), ("int4", "cpu"), ("auto", "reference")])
 def test_another_dtype_or_device_is_refused(tiny_int8, dtype, device):
     with pytest.raises(RequestError, match=r"is converted to 'int8'|device 'reference' cannot read"):
-        LLM(str(tiny_int8), dtype=dtype, device=device)
+        LLM(tiny_int8, dtype=dtype, device=device)
 
 
 def with_bytes(change):
@@ -327,7 +328,7 @@ def test_damage_is_refused_with_what_to_do(tiny_int8, kind):
     damage, says = DAMAGE[kind]
     damage(tiny_int8 / PACKED_FILE)
     with pytest.raises(CheckpointError, match=says) as caught:
-        LLM(str(tiny_int8))
+        LLM(tiny_int8)
     assert "`tinygpt convert" in str(caught.value)
 
 

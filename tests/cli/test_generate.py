@@ -9,6 +9,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
+from support.engines import sample_of
+from support.gate import noting
 from support.processes import STATS
 from tinygpt import LLM, ControlVector, SamplingParams
 from tinygpt.cli import main as cli
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("llm")  # its kernels are compiled
 def test_text_on_stdout_and_stats_on_stderr(run, llm, how):
     result = run(["Once", "upon", "a", "time", "--seed", "7", "--max-tokens", "24", *how])
     params = SamplingParams(max_tokens=24, **BASE)
-    assert result.out == llm.generate("Once upon a time", params)[0].outputs[0].text + "\n"
+    assert result.out == sample_of(llm, "Once upon a time", params).text + "\n"
     assert STATS.fullmatch(result.err).groups() == ("23", "7")
     assert result.code == 0
 
@@ -76,7 +78,7 @@ def test_echo_puts_the_prompt_in_front(run):
 
 def test_several_samples(run, llm):
     result = run("Once --seed 7 --max-tokens 8 --n 3 --echo")
-    samples = llm.generate("Once", SamplingParams(max_tokens=8, n=3, **BASE))[0].outputs
+    samples = llm.generate("Once", max_tokens=8, n=3, **BASE)[0].outputs
     assert len({sample.text for sample in samples}) == 3
     assert result.out == "".join(f"Once{sample.text}\n" for sample in samples)
     assert "sample 3 of 3" in result.err
@@ -102,10 +104,7 @@ def test_a_file_is_the_prompt_as_it_is(run, tmp_path, flag):
 
 @pytest.mark.parametrize("num_compiled", [0, 1])
 def test_a_first_run_compiles_before_rates_are_measured(run, monkeypatch, num_compiled):
-    given, generate = [], LLM.generate
-    monkeypatch.setattr(
-        LLM, "generate", lambda llm, prompts, *rest: given.append(prompts) or generate(llm, prompts, *rest)
-    )
+    given = noting(monkeypatch, LLM, "generate", lambda llm, prompts, *_: prompts)
     monkeypatch.setattr(jit.kernel_cache(), "num_compiled", num_compiled)
     result = run("Once --seed 7 --max-tokens 8")
     assert given == num_compiled * [[[0]]]
@@ -134,7 +133,7 @@ def test_a_terminal_is_told_how_to_end_the_prompt(run, give_stdin, monkeypatch):
 
 def test_json_is_one_record(run, llm):
     result = run("Once --seed 7 --n 2 --max-tokens 4 --json")
-    (expected,) = llm.generate("Once", SamplingParams(max_tokens=4, n=2, **BASE))
+    (expected,) = llm.generate("Once", max_tokens=4, n=2, **BASE)
     record = json.loads(result.out)
     assert list(record) == ["id", "model", "dtype", *(field.name for field in fields(RequestOutput))]
     assert (record["id"], record["prompt"]) == (None, "Once")
@@ -207,16 +206,16 @@ def test_control_vectors_steer_the_text(run, llm, vector, tmp_path, flags, how):
     result = run(["Once", "-s", "7", "-n", "8", *(word.format(file) for word in flags.split())])
     edits = [edit for each in how for edit in vector.edits(*each)]
     params = SamplingParams(max_tokens=8, **BASE)
-    steered = llm.generate("Once", replace(params, edits=edits))[0].outputs[0].text
+    steered = sample_of(llm, "Once", replace(params, edits=edits)).text
     assert result.out == steered + "\n"
-    assert steered != llm.generate("Once", params)[0].outputs[0].text
+    assert steered != sample_of(llm, "Once", params).text
 
 
 def test_control_vectors_steer_each_line(run, llm, vector, tmp_path):
     (lines := tmp_path / "lines.jsonl").write_text('{"prompt": "Once", "temperature": 0}')
     file = vector.save(tmp_path / "v.gguf")
     record = json.loads(run(["--input", str(lines), "-n", "8", "--steer", str(file)]).out)
-    expected = llm.generate("Once", max_tokens=8, edits=vector.edits())[0].outputs[0].token_ids
+    expected = sample_of(llm, "Once", max_tokens=8, edits=vector.edits()).token_ids
     assert record["outputs"][0]["token_ids"] == expected
 
 

@@ -84,41 +84,6 @@ def test_a_wrong_variable_is_a_usage_error(call, monkeypatch):
     assert "TINYGPT_THREADS: argument -t/--threads: invalid int value: 'all'" in call("generate", "x").err
 
 
-def test_a_flag_that_is_given_twice_counts_by_its_end():
-    assert cli.parse(["generate", "x", "--seed", "1", "--seed", "2"]).seed == 2
-    assert cli.parse(["generate", "x", "--stop", "a", "--stop-strings", "b"]).stop == ["a", "b"]
-
-
-def test_a_flag_that_changes_nothing_takes_its_value_and_no_more():
-    for words in (["-fa", "on", "-n", "3"], ["-fa", "-n", "3"], ["-fa=on", "--mlock", "-n", "3"]):
-        args = cli.parse(["generate", "x", *words])
-        assert (args.prompt, args.max_tokens, args.ignored[0]) == (["x"], 3, "-fa")
-    for flag in ("-fa", "--flash-attn", "--compile"):
-        assert cli.parse(["generate", flag, "Once"]).prompt == ["Once"]
-        assert cli.parse(["generate", flag, "False", "Once"]).prompt == ["Once"]
-
-
-def test_beams_take_temperature_0_unless_one_is_given():
-    assert params_of(cli.parse(["generate", "x", "--num-beams", "3"])).temperature == 0
-    args = cli.parse(["generate", "x", "--num-beams", "1"])
-    assert params_of(args).temperature == args.temperature == 0.8
-
-
-@pytest.mark.parametrize("command", ["serve", "bench", "warmup", "info", "doctor", "parity", "eval ppl file"])
-def test_a_model_is_a_word(command):
-    assert cli.parse([*command.split(), "gpt2"]).model == "gpt2"
-    assert cli.parse([*command.split(), "-hf", "gpt2", "--hf-file", "a.gguf"]).model == "gpt2/a.gguf"
-
-
-def test_commands_of_other_programs():
-    assert cli.parse(["run", "gpt2", "Once", "upon"]).model == "gpt2"
-    assert cli.parse(["run", "gpt2", "Once", "upon"]).prompt == ["Once", "upon"]
-    assert cli.parse(["run", "-m", "gpt2", "Once"]).prompt == ["Once"]
-    assert cli.parse(["complete", "--quick", "Once"]).prompt_text == "Once"
-    assert cli.parse(["list"]).cached
-    assert cli.parse(["generate", "-ngl", "-1", "Once"]).prompt == ["Once"]
-
-
 @pytest.mark.parametrize("quiet", [["-q"], ["--log-level", "error"], []])
 def test_quiet(call, quiet, monkeypatch):
     result = call("generate", "Once", "--max-tokens", "2", "-ngl", "3", *quiet)

@@ -21,13 +21,13 @@ with compiled_kernels() as compiled:
     with LLM("demo", "int8", threads=2) as llm:
         filtered = SamplingParams(max_tokens=3, temperature=0.9, top_k=5, top_p=0.8, seed=1, n=2, logprobs=2)
         llm.generate(["Once upon a time", "The"], [filtered, SamplingParams(max_tokens=4)])
-        llm.generate("It was", SamplingParams(max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"]))
+        llm.generate("It was", max_tokens=2, temperature=1.0, top_p=0.5, seed=2, stop=["x"])
         rare = dict(min_p=0.1, eta_cutoff=1e-3, top_p_rule="openai", top_p=0.9, repetition_penalty=1.1)
-        llm.generate("It was", SamplingParams(temperature=1.0, **rare))
-        llm.generate("It was", SamplingParams(presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]))
-        llm.generate("It was", SamplingParams(num_beams=4, num_beam_groups=2, diversity_penalty=0.5))
+        llm.generate("It was", temperature=1.0, **rare)
+        llm.generate("It was", presence_penalty=0.5, no_repeat_ngram_size=2, bad_words_ids=[[5, 6]])
+        llm.generate("It was", num_beams=4, num_beam_groups=2, diversity_penalty=0.5)
         reported = dict(logprobs=1, logprobs_mode="processed", prompt_logprobs=1)
-        llm.generate("It was", SamplingParams(temperature=0.9, **reported))
+        llm.generate("It was", temperature=0.9, **reported)
         for temperature in (0.0, 0.7):
             lookup = SamplingParams(max_tokens=20, temperature=temperature, prompt_lookup_num_tokens=4)
             llm.generate(words, lookup)
@@ -38,7 +38,7 @@ with compiled_kernels() as compiled:
         session.extend(words)
         session.generate(SamplingParams(max_tokens=2))
     with LLM("demo", "int8", threads=2, draft_model="demo") as llm:
-        llm.generate("It was", SamplingParams(max_tokens=6, temperature=1.0, min_p=0.1))
+        llm.generate("It was", max_tokens=6, temperature=1.0, min_p=0.1)
 print(compiled.names)
 """
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engines import log_softmax
+from support.engines import PRECISIONS, log_softmax, sample_of
 from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
-from tinygpt.errors import RequestError
 
 VOCAB = 60
 FIELDS = {**NARROW, "vocab_size": VOCAB}
@@ -28,7 +27,18 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(str(folder), max_num_seqs=8) as llm:
+    with LLM(folder, max_num_seqs=8) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def any_llm(folder, precision):
+    with LLM(folder, max_num_seqs=8, **precision) as llm:
         yield llm
 
 
@@ -72,7 +82,7 @@ def search_of_transformers(prompt: list[int], options: dict[str, Any]) -> np.nda
 @pytest.mark.parametrize("eos_token_id", [None, [4, 9]])
 def test_same_as_transformers_with_processors(llm, fields, eos_token_id):
     beams = {"num_beams": 4, **fields}
-    output = llm.generate([PROMPT], SamplingParams(n=4, max_tokens=14, eos_token_id=eos_token_id, **beams))[0]
+    output = llm.generate([PROMPT], n=4, max_tokens=14, eos_token_id=eos_token_id, **beams)[0]
     options = {"num_return_sequences": 4, "max_new_tokens": 14, "eos_token_id": eos_token_id, **beams}
     for found, (score, *row) in zip(
         output.outputs, search_of_transformers(PROMPT, options).tolist(), strict=True
@@ -84,8 +94,8 @@ def test_same_as_transformers_with_processors(llm, fields, eos_token_id):
 
 def test_min_tokens_hold_back_the_end(llm):
     params = SamplingParams(num_beams=3, max_tokens=12, eos_token_id=list(range(0, VOCAB, 2)))
-    assert len(llm.generate([PROMPT], params)[0].outputs[0].token_ids) < 8
-    held_back = llm.generate([PROMPT], replace(params, min_tokens=8))[0].outputs[0].token_ids
+    assert len(sample_of(llm, PROMPT, params).token_ids) < 8
+    held_back = sample_of(llm, PROMPT, replace(params, min_tokens=8)).token_ids
     assert len(held_back) >= 8
     assert all(token_id % 2 for token_id in held_back[:8])
 
@@ -100,7 +110,8 @@ def test_a_logits_processor_sees_each_beam(llm):
 
 
 @pytest.mark.parametrize("count", [2, -1])
-def test_logprobs_are_those_of_the_tokens(llm, count):
+def test_logprobs_are_those_of_the_tokens(any_llm, count):
+    llm = any_llm
     params = SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=count, length_penalty=0.0)
     for completion in llm.generate([PROMPT], params)[0].outputs:
         expected = log_softmax(llm.logits(PROMPT + completion.token_ids)[len(PROMPT) - 1 : -1])  # (T, V)
@@ -116,7 +127,7 @@ def test_processed_logprobs_are_normalised_scores(llm):
     params = SamplingParams(
         num_beams=2, max_tokens=5, logprobs=4, logprobs_mode="processed", allowed_token_ids=allowed
     )
-    for reported in llm.generate([PROMPT], params)[0].outputs[0].logprobs:
+    for reported in sample_of(llm, PROMPT, params).logprobs:
         assert sorted(reported) == allowed
         assert sum(2.718281828**value for value in reported.values()) == pytest.approx(1, abs=1e-5)
 
@@ -140,15 +151,19 @@ def random_params(chance: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, llm, seed):
+def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, any_llm, precision, seed):
     chance = random.Random(seed)
     prompts = [
         PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(12)
     ]
     params = [random_params(chance) for _ in prompts]
-    alone = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
-    sizes = {"max_num_seqs": chance.choice((4, 5, 9)), "prefix_cache_seqs": chance.choice((0, 3))}
-    with LLM(str(folder), max_num_batched_tokens=chance.choice((9, 17)), **sizes) as other:
+    alone = [plain(any_llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
+    sizes = {
+        "max_num_seqs": chance.choice((4, 5, 9)),
+        "prefix_cache_seqs": chance.choice((0, 3)),
+        **precision,
+    }
+    with LLM(folder, max_num_batched_tokens=chance.choice((9, 17)), **sizes) as other:
         dropped = other.generate_as_finished([PROMPT], SamplingParams(num_beams=3, max_tokens=40))
         together = other.generate_as_finished(prompts, params)
         outputs = dict([next(together)])
@@ -158,19 +173,17 @@ def test_neighbours_chunks_and_cached_prefixes_change_nothing(folder, llm, seed)
 
 
 def test_what_a_search_leaves_in_the_cache_is_what_it_says(folder):
-    with LLM(str(folder), prefix_cache_seqs=8) as cached, LLM(str(folder), prefix_cache_seqs=0) as fresh:
-        found = cached.generate([PROMPT], SamplingParams(num_beams=6, n=6, max_tokens=10))[0].outputs
+    with LLM(folder, prefix_cache_seqs=8) as cached, LLM(folder, prefix_cache_seqs=0) as fresh:
+        found = cached.generate([PROMPT], num_beams=6, n=6, max_tokens=10)[0].outputs
         prompts = [PROMPT + completion.token_ids[: 2 + i] for i, completion in enumerate(found)]
-        again, expected = (
-            llm.generate(prompts, SamplingParams(max_tokens=8, logprobs=1)) for llm in (cached, fresh)
-        )
+        again, expected = (llm.generate(prompts, max_tokens=8, logprobs=1) for llm in (cached, fresh))
         assert [plain(output) for output in again] == [plain(output) for output in expected]
         assert sum(output.num_cached_tokens for output in again) > 6 * len(PROMPT)
 
 
 def test_a_stop_string_ends_a_beam_and_is_cut_off(demo):
     params = SamplingParams(num_beams=4, n=4, max_tokens=12)
-    stop = demo.tokenizer.decode(demo.generate(DEMO_PROMPT, params)[0].outputs[0].token_ids[3:5])
+    stop = demo.tokenizer.decode(sample_of(demo, DEMO_PROMPT, params).token_ids[3:5])
     outputs = demo.generate(DEMO_PROMPT, replace(params, stop=stop))[0].outputs
     stopped = [o for o in outputs if o.finish_reason == "stop"]
     assert stopped
@@ -200,20 +213,11 @@ def test_a_failing_search_fails_alone(llm):
     def broken(prompt_token_ids, new_token_ids, scores):
         raise ArithmeticError("no")
 
-    bad = llm.submit(PROMPT, SamplingParams(num_beams=3, max_tokens=5, logits_processors=broken))
-    nothing = llm.submit(PROMPT, SamplingParams(num_beams=3, allowed_token_ids=[1], suppress_tokens=[1]))
-    good = llm.submit(PROMPT, SamplingParams(num_beams=2, max_tokens=5))
+    bad = llm.submit(PROMPT, num_beams=3, max_tokens=5, logits_processors=broken)
+    nothing = llm.submit(PROMPT, num_beams=3, allowed_token_ids=[1], suppress_tokens=[1])
+    good = llm.submit(PROMPT, num_beams=2, max_tokens=5)
     with pytest.raises(ValueError, match="broken raised"):
         bad.result(timeout=60)
     with pytest.raises(ValueError, match="leave no token"):
         nothing.result(timeout=60)
-    assert plain(good.result(timeout=60)) == plain(
-        llm.generate([PROMPT], SamplingParams(num_beams=2, max_tokens=5))[0]
-    )
-
-
-def test_what_cannot_run_is_refused_before_any_work(llm):
-    with pytest.raises(RequestError, match="max_num_seqs is 8"):
-        llm.generate([PROMPT], SamplingParams(num_beams=9))
-    with pytest.raises(RequestError, match="num_beams asks for a search"):
-        llm.stream(PROMPT, SamplingParams(num_beams=2))
+    assert plain(good.result(timeout=60)) == plain(llm.generate([PROMPT], num_beams=2, max_tokens=5)[0])

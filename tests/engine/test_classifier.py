@@ -67,7 +67,7 @@ def classified(case, token_ids):
 def test_labels_are_those_of_transformers(tmp_path, case, device):
     architecture, num_labels, fields = CASES[case]
     names = [fields.get("id2label", {}).get(str(i), f"LABEL_{i}") for i in range(num_labels)]
-    with LLM(str(write_classifier(tmp_path, *CASES[case])), device=device, max_num_seqs=2) as llm:
+    with LLM(write_classifier(tmp_path, *CASES[case]), device=device, max_num_seqs=2) as llm:
         for prompt, found in zip(PROMPTS, llm.classify(PROMPTS), strict=True):
             expected = classified(case, prompt)
             rows = expected if architecture == TOKENS else expected[:, 0]
@@ -81,7 +81,7 @@ def test_labels_are_those_of_transformers(tmp_path, case, device):
 
 def test_a_model_without_such_a_head_is_refused(tmp_path):
     refused = pytest.raises(RequestError, match="has no head that classifies")
-    with LLM(str(write_model(tmp_path)), device="reference") as llm, refused:
+    with LLM(write_model(tmp_path), device="reference") as llm, refused:
         llm.classify([[1]])
 
 
@@ -100,7 +100,7 @@ def test_a_model_without_such_a_head_is_refused(tmp_path):
 def test_a_head_that_does_not_fit_is_refused(tmp_path, head, fields, message):
     add_tensors(write_model(tmp_path, **fields), head)
     with pytest.raises(CheckpointError, match=message):
-        LLM(str(tmp_path), device="reference")
+        LLM(tmp_path, device="reference")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, head, fields, message):
 )
 def test_a_language_model_says_once_what_its_texts_are_made_without(tmp_path, caplog, names, words):
     folder = add_tensors(write_model(tmp_path), dict.fromkeys(names, (2, C)))
-    with LLM(str(folder), device="reference") as llm:
+    with LLM(folder, device="reference") as llm:
         llm.generate([[1, 2]], max_tokens=1)
     (message,) = caplog.messages
     assert re.search(words, message)

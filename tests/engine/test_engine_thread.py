@@ -15,9 +15,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.engines import batches_of
+from support.engines import batches_of, sample_of
 from support.gate import Gate, assert_idle, paused
-from support.paths import ROOT, VOCAB_SIZE
+from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, TinyGPTError
 from tinygpt.outputs import ThreadFuture
@@ -70,7 +70,7 @@ def test_64_threads_at_once_lose_nothing(llm):
 def test_callers_share_steps(llm, monkeypatch):
     batches = batches_of(llm, monkeypatch)
     with paused(llm):
-        futures = [llm.submit([i], SamplingParams(max_tokens=10, ignore_eos=True)) for i in range(4)]
+        futures = [llm.submit([i], max_tokens=10, ignore_eos=True) for i in range(4)]
     for future in futures:
         future.result(SECONDS)
     assert [len(batch.slots) for batch in batches] == [4] * 10
@@ -99,7 +99,7 @@ def test_the_queue_is_bounded(small_demo):
                 llm.submit([9])
             futures.pop().cancel()
             with pytest.raises(QueueFullError, match=r"the queue holds 2, .* room for 2 more"):
-                llm.submit([9], SamplingParams(n=2, temperature=1.0))
+                llm.submit([9], n=2, temperature=1.0)
             futures.append(llm.submit([9], params_for(4)))
         assert len(llm.generate([[1]] * 9, params_for(1))) == 9  # max_queue is for `submit`
         for future in futures:
@@ -111,9 +111,9 @@ def test_the_queue_is_bounded(small_demo):
 def test_a_request_for_which_there_is_never_room(fields, small_demo):
     with LLM(small_demo, max_num_seqs=2, max_queue=3) as llm:
         with pytest.raises(RequestError, match="6 samples, but max_queue is 3 and max_num_seqs 2") as raised:
-            llm.submit([1], SamplingParams(temperature=1.0, **fields))
+            llm.submit([1], temperature=1.0, **fields)
         assert not isinstance(raised.value, QueueFullError)  # submitting again would not help
-        assert llm.submit([1], SamplingParams(n=5, max_tokens=1, temperature=1.0)).result(SECONDS).outputs
+        assert llm.submit([1], n=5, max_tokens=1, temperature=1.0).result(SECONDS).outputs
 
 
 def test_cancelling_before_the_run(llm):
@@ -143,7 +143,7 @@ def test_cancelling_during_the_run_frees_the_slot_within_a_step(llm):
 def test_samples_share_the_lists_of_their_request_until_it_ends(llm):
     lists = {"allowed_token_ids": [5, 6] * 500, "suppress_tokens": [7] * 500, "bad_words_ids": [[6, 6]] * 500}
     with llm.engine.wrapped(Gate) as gate:
-        future = llm.submit([1], SamplingParams(n=4, temperature=1.0, max_tokens=3, ignore_eos=True, **lists))
+        future = llm.submit([1], n=4, temperature=1.0, max_tokens=3, ignore_eos=True, **lists)
         gate.wait_until_asked(1)
         gate.allow(2)
         gate.wait_until_asked(3)
@@ -184,19 +184,6 @@ def test_a_forgotten_llm_is_collected(small_demo):
     thread.join(SECONDS)
     gc.collect()
     assert ([part() for part in seen], thread.is_alive()) == ([None, None], False)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "params", "message"),
-    [
-        ([VOCAB_SIZE], None, "vocabulary"),
-        ("a", SamplingParams(max_tokens=600), "512 positions"),
-        (["a", "b"], None, "takes one"),
-    ],
-)
-def test_impossible_requests_are_refused_at_once(llm, prompt, params, message):
-    with pytest.raises(RequestError, match=message):
-        llm.submit(prompt, params)
 
 
 def raiser(error):
@@ -288,7 +275,7 @@ def test_an_admission_that_fails_keeps_no_slot_and_no_caller(llm, monkeypatch, p
     with monkeypatch.context() as patch:
         patch.setattr(scheduler, part, raiser(MemoryError("no more")))
         with pytest.raises(MemoryError, match="no more"):
-            llm.generate([[1], [2]], SamplingParams(prompt_embeds=embeds))
+            llm.generate([[1], [2]], prompt_embeds=embeds)
 
 
 @pytest.mark.parametrize("where", ["on_chunk", "processor"])
@@ -306,12 +293,6 @@ def test_a_function_called_in_a_step_may_submit_but_not_run_or_close(llm, where,
     with pytest.raises(TinyGPTError, match="may submit requests, but not run them or close the LLM"):
         llm.submit([1], params, function if where == "on_chunk" else None).result(SECONDS)
     assert submitted[0].result(SECONDS).outputs
-
-
-@pytest.mark.parametrize("on_chunk", [3, "print"])
-def test_on_chunk_must_be_a_function(llm, on_chunk):
-    with pytest.raises(RequestError, match=f"on_chunk is {on_chunk!r} and must be a function"):
-        llm.submit([1], on_chunk=on_chunk)
 
 
 def run_program(program: str, model: str) -> None:
@@ -479,7 +460,7 @@ def later(monkeypatch) -> None:
 
 
 def test_a_running_sample_keeps_its_tokens_when_its_time_is_over(single, monkeypatch):
-    whole = single.generate("Once upon a time", LONG)[0].outputs[0]
+    whole = sample_of(single, "Once upon a time", LONG)
     chunks = []
     with single.engine.wrapped(Gate) as gate:
         params = SamplingParams(max_tokens=400, ignore_eos=True, max_time=500)
@@ -498,8 +479,8 @@ def test_a_running_sample_keeps_its_tokens_when_its_time_is_over(single, monkeyp
 def test_a_sample_that_waits_ends_without_a_token_when_its_time_is_over(single, monkeypatch):
     with single.engine.wrapped(Gate) as gate:
         running = single.submit("a", LONG)
-        waiting = single.submit([5, 6, 7], SamplingParams(max_time=500, prompt_logprobs=0, max_tokens=9))
-        last = single.submit("c", SamplingParams(max_tokens=1, max_time=5000))
+        waiting = single.submit([5, 6, 7], max_time=500, prompt_logprobs=0, max_tokens=9)
+        last = single.submit("c", max_tokens=1, max_time=5000)
         gate.wait_until_asked(1)
         later(monkeypatch)
         gate.allow(1)
@@ -522,7 +503,7 @@ def test_a_sample_that_waits_ends_without_a_token_when_its_time_is_over(single, 
 
 
 def test_times_of_a_request(single):
-    outputs = single.generate(["a", "b"], SamplingParams(max_tokens=4, ignore_eos=True, max_time=500))
+    outputs = single.generate(["a", "b"], max_tokens=4, ignore_eos=True, max_time=500)
     for metrics in (output.metrics for output in outputs):
         assert metrics.arrival <= metrics.scheduled <= metrics.first_token <= metrics.finished
         assert metrics.queue_time + metrics.prefill_time == pytest.approx(metrics.time_to_first_token)

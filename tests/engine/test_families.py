@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from support import moe_models
+from support.engines import sample_of
 from support.family_models import FAMILY_MODELS, T, V, write_family
 from support.golden_models import golden_ids
 from support.moe_models import E, moe_arrays, write_moe
@@ -74,7 +75,7 @@ def same(device):
 def test_a_sequence_does_not_depend_on_its_neighbours(alone, busy, same):
     together = busy.generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, together, strict=True):
-        same(output.outputs[0], alone.generate([prompt], GREEDY)[0].outputs[0])
+        same(output.outputs[0], sample_of(alone, prompt, GREEDY))
 
 
 def test_a_prefix_that_is_cached(alone, busy, same):
@@ -82,7 +83,7 @@ def test_a_prefix_that_is_cached(alone, busy, same):
     shared = PROMPTS[2]
     for tail in ([], [4, 9], [7]):
         found = busy.generate([shared + tail], GREEDY)[0]
-        same(found.outputs[0], alone.generate([shared + tail], GREEDY)[0].outputs[0])
+        same(found.outputs[0], sample_of(alone, shared + tail, GREEDY))
     assert found.num_cached_tokens == len(shared)
 
 
@@ -95,17 +96,17 @@ def test_beams_have_the_scores_of_their_tokens(alone, busy):
         [s.cumulative_logprob for s in scores], abs=1e-4
     )
     assert [output.score for output in outputs] == sorted((output.score for output in outputs), reverse=True)
-    greedy = alone.generate([prompt], SamplingParams(max_tokens=6, temperature=0.0))[0].outputs[0].token_ids
+    greedy = sample_of(alone, prompt, max_tokens=6, temperature=0.0).token_ids
     assert outputs[0].score >= alone.score(prompt, [greedy])[0].cumulative_logprob - 1e-4
 
 
 def test_speculation_changes_no_token(alone, busy, folder, device, same):
     repeating = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
-    expected = alone.generate([repeating], GREEDY)[0].outputs[0]
+    expected = sample_of(alone, repeating, GREEDY)
     looked_up = SamplingParams(**{**vars(GREEDY), "prompt_lookup_num_tokens": 3})
-    same(busy.generate([repeating], looked_up)[0].outputs[0], expected)
+    same(sample_of(busy, repeating, looked_up), expected)
     with LLM(folder, device=device, max_num_seqs=2, draft_model=folder) as llm:
-        same(llm.generate([repeating], GREEDY)[0].outputs[0], expected)
+        same(sample_of(llm, repeating, GREEDY), expected)
 
 
 def test_a_look_inside(alone, name):
@@ -147,7 +148,7 @@ def test_other_dtypes(folder, dtype, limit, tmp_path):
         assert np.sqrt(((logits - expected) ** 2).mean()) < limit * expected.std()
         together = llm.generate(PROMPTS, GREEDY)
         for prompt, output in zip(PROMPTS, together, strict=True):
-            assert llm.generate([prompt], GREEDY)[0].outputs[0].logprobs == output.outputs[0].logprobs
+            assert sample_of(llm, prompt, GREEDY).logprobs == output.outputs[0].logprobs
 
 
 @pytest.mark.slow
@@ -193,9 +194,9 @@ def test_logits_and_greedy_tokens(name, device, tmp_path):
     expected = family_logits_of(name, ids)
     tokens = family_greedy_of(name, prompt, NEW)
     assert expected.std() > 1
-    with LLM(str(write_family(tmp_path, name)), device=device) as llm:
+    with LLM(write_family(tmp_path, name), device=device) as llm:
         np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
-        output = llm.generate([prompt], SamplingParams(max_tokens=NEW))[0].outputs[0]
+        output = sample_of(llm, prompt, max_tokens=NEW)
     assert output.token_ids == tokens.tolist()
 
 
@@ -225,7 +226,7 @@ def test_logits_of_experts(per_token, device, tmp_path):
     ids = golden_ids(moe_models.T, vocab_size=moe_models.V)
     expected = moe_logits_of(per_token, ids)
     assert expected.std() > 1
-    with LLM(str(write_moe(tmp_path, moe_arrays(), topk=per_token)), device=device) as llm:
+    with LLM(write_moe(tmp_path, moe_arrays(), topk=per_token), device=device) as llm:
         np.testing.assert_allclose(llm.logits(ids), expected, rtol=0, atol=TOLERANCE)
 
 
@@ -236,7 +237,7 @@ def first_alone(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def logits_of(folder, arrays, device, **settings):
-    with LLM(str(write_moe(folder, arrays, **settings)), device=device) as llm:
+    with LLM(write_moe(folder, arrays, **settings), device=device) as llm:
         return llm.logits(golden_ids(moe_models.T, vocab_size=moe_models.V))
 
 

@@ -4,7 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.gate import paused
+from support.engines import SAMPLED, WAYS
+from support.gate import noting, paused
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_runner import MAX_STEPS
 from tinygpt.engine.step_loop import CALL_SECONDS, STREAM_SECONDS, StepTimer
@@ -12,16 +13,6 @@ from tinygpt.outputs import Throughput
 
 PROMPTS = ["Once upon a time", "The old", [5], "In the morning she went to the"]
 GREEDY = SamplingParams(max_tokens=30, seed=0)
-KINDS = {
-    "greedy": GREEDY,
-    "drawn": SamplingParams(max_tokens=30, temperature=0.8, top_k=40, top_p=0.9, seed=3),
-    "one token": SamplingParams(max_tokens=1, seed=0),
-    "stop string": SamplingParams(max_tokens=30, seed=0, stop=[" the"]),
-    "penalty": SamplingParams(max_tokens=10, seed=0, repetition_penalty=1.3),
-    "logprobs": SamplingParams(max_tokens=10, seed=0, logprobs=3),
-    "several": SamplingParams(max_tokens=20, temperature=1.0, seed=1, n=3),
-    "lookup": SamplingParams(max_tokens=30, seed=0, prompt_lookup_num_tokens=4),
-}
 
 
 @pytest.fixture
@@ -33,30 +24,29 @@ def llm(small_demo):
 @pytest.fixture
 def calls(llm, monkeypatch) -> list[int]:
     """The steps of each call, by a machine on which any number of them takes no time."""
-    calls = []
-    multi_step = llm.engine.runner.multi_step
     monkeypatch.setattr(StepTimer, "num_steps", lambda timer, seconds: MAX_STEPS if seconds else 1)
-    monkeypatch.setattr(llm.engine.runner, "multi_step", lambda *on: calls.append(on[-2]) or multi_step(*on))
-    return calls
+    return noting(monkeypatch, llm.engine.runner, "multi_step", lambda *on: on[-2])
 
 
 def outputs(llm: LLM, params) -> list:
     return [output.outputs for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_outputs_are_those_of_single_steps(llm, calls, monkeypatch, kind):
-    at_once = outputs(llm, KINDS[kind])
-    assert bool(calls) == (kind not in ("one token", "stop string", "penalty", "logprobs", "lookup"))
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_are_those_of_single_steps(llm, calls, monkeypatch, way):
+    params = SamplingParams(**WAYS[way])
+    at_once = outputs(llm, params)
+    assert bool(calls) == ({*WAYS[way]} <= {*SAMPLED, "n", "overflow", "prompt_logprobs"})
     monkeypatch.setattr(llm.engine.runner, "choose_num_steps", lambda *of: 1)
     calls.clear()
-    assert outputs(llm, KINDS[kind]) == at_once
+    assert outputs(llm, params) == at_once
     assert not calls
 
 
 def test_requests_of_all_kinds_at_once(llm, calls):
-    alone = [llm.generate([prompt], params)[0].outputs for prompt in PROMPTS for params in KINDS.values()]
-    pairs = [(prompt, params) for prompt in PROMPTS for params in KINDS.values()]
+    kinds = [SamplingParams(**fields) for fields in (*WAYS.values(), SAMPLED | {"max_tokens": 1})]
+    pairs = [(prompt, params) for prompt in PROMPTS for params in kinds]
+    alone = [llm.generate([prompt], params)[0].outputs for prompt, params in pairs]
     together = llm.generate([prompt for prompt, _ in pairs], [params for _, params in pairs])
     assert [output.outputs for output in together] == alone
     assert calls
@@ -88,17 +78,17 @@ def test_no_step_is_wasted_on_those_that_have_ended(llm, calls, monkeypatch, hea
 
 def test_the_context_is_never_left(llm, calls):
     prompt = [4] * (llm.max_model_len - 20)
-    (output,) = llm.generate([prompt], SamplingParams(max_tokens=20, ignore_eos=True))
+    (output,) = llm.generate([prompt], max_tokens=20, ignore_eos=True)
     assert (len(output.outputs[0].token_ids), calls) == (20, [16, 3])
 
 
 @pytest.mark.parametrize(
     ("run", "expected"),
     [
-        (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4)), CALL_SECONDS),
-        (lambda llm: llm.generate(PROMPTS, SamplingParams(max_tokens=4, max_time=60)), CALL_SECONDS),
-        (lambda llm: llm.submit("The", SamplingParams(max_tokens=4)).result(60), CALL_SECONDS),
-        (lambda llm: list(llm.stream("The", SamplingParams(max_tokens=4))), STREAM_SECONDS),
+        (lambda llm: llm.generate(PROMPTS, max_tokens=4), CALL_SECONDS),
+        (lambda llm: llm.generate(PROMPTS, max_tokens=4, max_time=60), CALL_SECONDS),
+        (lambda llm: llm.submit("The", max_tokens=4).result(60), CALL_SECONDS),
+        (lambda llm: list(llm.stream("The", max_tokens=4)), STREAM_SECONDS),
         (lambda llm: llm.submit("The", SamplingParams(max_tokens=4), print).result(60), STREAM_SECONDS),
     ],
     ids=["generate", "max_time", "submit", "stream", "on_chunk"],

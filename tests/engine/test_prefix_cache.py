@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
-from support.engines import batches_of, sizes
+from support.engines import PRECISIONS, batches_of, sizes
 from support.gate import paused
 from support.paths import EOS
+from support.sampling import any_params
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import FailedRequestError
 from tinygpt.outputs import RequestOutput
@@ -18,13 +19,27 @@ from tinygpt.outputs import RequestOutput
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
 SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
-BASES = np.random.default_rng(0).integers(EOS, size=(2, 60)).tolist()
+BASES = (
+    np.random.default_rng(0).integers(EOS, size=(2, 70)).tolist()
+)  # over the border of a block of positions
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
 
 
+@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
+def precision(request):
+    """What moves keys and values between slots has to move the scales of an int8 KV cache, too."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(small_demo, precision):
+    with LLM(small_demo, **precision, max_num_seqs=1, prefix_cache_seqs=0) as llm:
+        yield llm
+
+
 @pytest.fixture(scope="module", params=SIZES, ids=str)
-def busy(request, small_demo):
-    with LLM(small_demo, **sizes(*request.param)) as llm:
+def busy(request, small_demo, precision):
+    with LLM(small_demo, **precision, **sizes(*request.param)) as llm:
         yield llm
 
 
@@ -39,31 +54,10 @@ class Visit:
 prompts = st.builds(
     lambda base, count, tail: BASES[base][:count] + tail,
     st.integers(0, 1),
-    st.sampled_from([1, 2, 17, 40, 60]),
+    st.sampled_from([1, 2, 17, 40, 70]),
     st.lists(st.integers(0, 3), max_size=3),
 )
-params = st.builds(
-    SamplingParams,
-    max_tokens=st.integers(1, 10),
-    temperature=st.sampled_from([0.0, 0.7, 1.5]),
-    top_k=st.sampled_from([0, 3]),
-    top_p=st.sampled_from([1.0, 0.8]),
-    seed=st.integers(0, 3),
-    n=st.sampled_from([1, 1, 3]),
-    best_of=st.sampled_from([None, None, 4]),
-    logprobs=st.sampled_from([None, 0, 2]),
-    prompt_logprobs=st.sampled_from([None, None, 0, 2]),
-    prompt_lookup_num_tokens=st.sampled_from([0, 3]),
-    stop=st.sampled_from([None, "e", ["the ", "\x00"]]),
-    repetition_penalty=st.sampled_from([1.0, 1.3]),
-    frequency_penalty=st.sampled_from([0.0, 0.5]),
-    no_repeat_ngram_size=st.sampled_from([0, 2]),
-    min_tokens=st.sampled_from([0, 1]),
-    min_p=st.sampled_from([0.0, 0.05]),
-    logit_bias=st.sampled_from([None, {11: 4.0}]),
-    ignore_eos=st.booleans(),
-)
-visits = st.builds(Visit, prompts, params, st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
+visits = st.builds(Visit, prompts, any_params(), st.integers(0, 12), st.sampled_from([None, None, 0, 1, 3]))
 
 
 def run(llm: LLM, visits: list[Visit]) -> list[RequestOutput | None]:
@@ -103,24 +97,24 @@ def num_computed(batches: list) -> int:
     return sum(batch.token_ids.size for batch in batches)
 
 
-def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, small_demo):
+def test_one_prompt_pass_for_equal_prompts_and_beginnings(monkeypatch, alone, small_demo, precision):
     batch = [BASES[0], BASES[0], BASES[0][:50], BASES[0] + [5, 6]]
-    with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=0) as llm:
+    with LLM(small_demo, **precision, max_num_seqs=8, prefix_cache_seqs=0) as llm:
         batches = batches_of(llm, monkeypatch)
         outputs = llm.generate(batch, GREEDY)
-    assert num_computed(batches) == 60 + 1 + 1 + 2 + 4 * 5
-    assert [output.num_cached_tokens for output in outputs] == [0, 59, 49, 60]
+    assert num_computed(batches) == 70 + 1 + 1 + 2 + 4 * 5
+    assert [output.num_cached_tokens for output in outputs] == [0, 69, 49, 70]
     assert outputs[3].outputs == alone.generate([batch[3]], GREEDY)[0].outputs
 
 
-def test_a_later_request_computes_what_is_new(monkeypatch, alone, small_demo):
-    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=1) as llm:
+def test_a_later_request_computes_what_is_new(monkeypatch, alone, small_demo, precision):
+    with LLM(small_demo, **precision, max_num_seqs=2, prefix_cache_seqs=1) as llm:
         (first,) = llm.generate([BASES[0]], GREEDY)
         batches = batches_of(llm, monkeypatch)
         longer = BASES[0] + first.outputs[0].token_ids + [7, 8, 9]
         (second,) = llm.generate([longer], GREEDY)
         assert (second.num_cached_tokens, num_computed(batches)) == (
-            65,
+            75,
             4 + 5,
         )  # the last new token was never computed
         assert second.outputs == alone.generate([longer], GREEDY)[0].outputs
@@ -132,9 +126,9 @@ def test_what_failed_is_not_kept(tmp_path):
     """Its numbers that are not finite would spread to one that fails neither alone nor beside it."""
     folder = tiny_checkpoint.write_damaged(tmp_path / "damaged")
     params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=3, seed=0)
-    with LLM(str(folder), prefix_cache_seqs=0) as llm:
+    with LLM(folder, prefix_cache_seqs=0) as llm:
         expected = llm.generate([[3, 4, 5]], params)[0].outputs
-    with LLM(str(folder), prefix_cache_seqs=4) as llm:
+    with LLM(folder, prefix_cache_seqs=4) as llm:
         with pytest.raises(ValueError, match="not finite"):
             llm.generate([[3, 4, 6, 7]], params)
         (output,) = llm.generate([[3, 4, 5]], params)
@@ -169,9 +163,7 @@ def test_a_neighbours_nan_is_not_copied(with_nan, fields, budget):
     with LLM(with_nan, **sizes(4, budget, 2)) as llm:
         for prompt, outputs in zip(prompts, expected, strict=True):
             with paused(llm):
-                bad = llm.submit(
-                    [*prompt[:-1], 19, *prompt], SamplingParams(max_tokens=3, ignore_eos=True, **fields)
-                )
+                bad = llm.submit([*prompt[:-1], 19, *prompt], max_tokens=3, ignore_eos=True, **fields)
                 good = llm.submit(prompt, GREEDY)
             with pytest.raises(FailedRequestError, match="not finite"):
                 bad.result(60)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import batches_of
+from support.engines import PRECISIONS, batches_of, sample_of
 from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
@@ -60,7 +60,7 @@ def smaller(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(target):
-    with LLM(str(target)) as llm:
+    with LLM(target) as llm:
         yield llm
 
 
@@ -91,15 +91,26 @@ def random_params(chance: random.Random, **fields) -> SamplingParams:
     )
 
 
+@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
+def precision(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(target, precision):
+    with LLM(target, **precision) as llm:
+        yield llm
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("with_draft_model", [False, True])
-def test_nothing_changes_but_the_number_of_steps(target, smaller, llm, seed, with_draft_model):
+def test_nothing_changes_but_the_number_of_steps(target, smaller, alone, precision, seed, with_draft_model):
     chance = random.Random(seed)
     prompts = [
         PROMPT[: chance.randint(1, 6)] + golden_ids(chance.randint(0, 20), str(i), VOCAB) for i in range(10)
     ]
     params = [random_params(chance) for _ in prompts]
-    expected = [plain(llm.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
+    expected = [plain(alone.generate([prompt], p)[0]) for prompt, p in zip(prompts, params, strict=True)]
     lookup = [
         replace(
             p,
@@ -110,7 +121,7 @@ def test_nothing_changes_but_the_number_of_steps(target, smaller, llm, seed, wit
     ]
     draft = {"draft_model": str(smaller), "num_speculative_tokens": 3} if with_draft_model else {}
     sizes = {"max_num_seqs": chance.choice((3, 5, 8)), "max_num_batched_tokens": chance.choice((8, 13, 100))}
-    with LLM(str(target), prefix_cache_seqs=chance.choice((0, 3)), **sizes, **draft) as other:
+    with LLM(target, prefix_cache_seqs=chance.choice((0, 3)), **sizes, **draft, **precision) as other:
         assert [plain(output) for output in other.generate(prompts, lookup)] == expected
 
 
@@ -126,7 +137,7 @@ def test_lookup_saves_steps(llm, monkeypatch):
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_draft_model_that_is_always_right_saves_all_it_can(target, monkeypatch, temperature):
     params = SamplingParams(max_tokens=25, temperature=temperature, seed=5, repetition_penalty=1.2)
-    with LLM(str(target), max_num_seqs=1, prefix_cache_seqs=0, draft_model=str(target)) as llm:
+    with LLM(target, max_num_seqs=1, prefix_cache_seqs=0, draft_model=str(target)) as llm:
         passes = batches_of(llm, monkeypatch)
         for prompt in (PROMPT, PROMPT[:2], [5] * 20):  # one after another in the same row
             passes.clear()
@@ -138,8 +149,8 @@ def test_drafts_stay_within_the_positions(target, smaller):
     """The reference notices a position that is not there."""
     params = SamplingParams(max_tokens=58, prompt_lookup_num_tokens=20, allowed_token_ids=[3, 9])
     for fields in ({}, {"prompt_lookup_num_tokens": 0}):
-        with LLM(str(target), device="reference", draft_model=str(smaller)) as llm:
-            assert len(llm.generate([PROMPT], replace(params, **fields))[0].outputs[0].token_ids) == 58
+        with LLM(target, device="reference", draft_model=str(smaller)) as llm:
+            assert len(sample_of(llm, PROMPT, replace(params, **fields)).token_ids) == 58
 
 
 def test_a_draft_that_cannot_go_on_ends_there(target):
@@ -147,15 +158,15 @@ def test_a_draft_that_cannot_go_on_ends_there(target):
     params = SamplingParams(
         max_tokens=20, allowed_token_ids=[3, 9], no_repeat_ngram_size=2, stop_token_ids=[3, 9]
     )
-    with LLM(str(target), draft_model=str(target), num_speculative_tokens=12) as llm:
-        assert len(llm.generate([[1, 2]], params)[0].outputs[0].token_ids) == 1
+    with LLM(target, draft_model=str(target), num_speculative_tokens=12) as llm:
+        assert len(sample_of(llm, [1, 2], params).token_ids) == 1
 
 
 def test_an_end_among_confirmed_tokens_is_the_end(target, llm):
-    tokens = llm.generate([PROMPT], SamplingParams(max_tokens=12))[0].outputs[0].token_ids
+    tokens = sample_of(llm, PROMPT, max_tokens=12).token_ids
     params = SamplingParams(max_tokens=12, stop_token_ids=[tokens[7]])
-    with LLM(str(target), draft_model=str(target), num_speculative_tokens=12) as other:
-        output = other.generate([PROMPT], params)[0].outputs[0]
+    with LLM(target, draft_model=str(target), num_speculative_tokens=12) as other:
+        output = sample_of(other, PROMPT, params)
     assert output.token_ids == tokens[: tokens.index(tokens[7]) + 1]
     assert output.finish_reason == "stop"
 
@@ -164,8 +175,8 @@ def test_users_functions_are_not_called_for_drafts(target, llm):
     seen = []
     note = {"logits_processors": lambda prompt, new, scores: seen.append([*new]) or scores}
     params = SamplingParams(max_tokens=10, **note)
-    with LLM(str(target), draft_model=str(target)) as other:
-        tokens = other.generate([PROMPT], params)[0].outputs[0].token_ids
+    with LLM(target, draft_model=str(target)) as other:
+        tokens = sample_of(other, PROMPT, params).token_ids
     assert seen == [tokens[:i] for i in range(10)]
 
 
@@ -177,7 +188,7 @@ class Reader:
 
 
 def test_a_request_whose_reader_has_its_future_is_freed(target):
-    with LLM(str(target), draft_model=str(target), device="reference") as llm:
+    with LLM(target, draft_model=str(target), device="reference") as llm:
         reader = Reader()
         reader.future = llm.submit(PROMPT, SamplingParams(max_tokens=6), on_chunk=reader.take)
         reader.future.result()
@@ -191,4 +202,4 @@ def test_a_request_whose_reader_has_its_future_is_freed(target):
 def test_another_vocabulary_is_refused(target, tmp_path):
     other = write_model(tmp_path, **{**FIELDS, "vocab_size": 41})
     with pytest.raises(RequestError, match="same vocabulary"):
-        LLM(str(target), draft_model=str(other))
+        LLM(target, draft_model=str(other))

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from support.gate import Gate, Held, assert_idle, paused
+from support.gate import Gate, Held, assert_idle, noting, paused
 from support.paths import VOCAB_SIZE
 from tinygpt import AsyncLLM, SamplingParams
 from tinygpt.engine.guided import Guidance
@@ -127,7 +127,7 @@ def test_errors_come_to_who_asked(llm):
         with pytest.raises(RequestError, match="vocabulary"):
             await door.generate([VOCAB_SIZE])
         with pytest.raises(RequestError, match="best_of is 2"):
-            await read(door.stream([1], SamplingParams(best_of=2)))
+            await read(door.stream([1], best_of=2))
         bad = SamplingParams(allowed_token_ids=[5], suppress_tokens=[5])
         for ask in (door.generate([1], bad), read(door.stream([1], bad))):
             with pytest.raises(FailedRequestError, match="leave no token"):
@@ -152,12 +152,7 @@ def test_who_makes_the_llm_closes_it(llm, small_demo):
 
 @pytest.mark.parametrize("fields", [{"dry_multiplier": 1.0}, {"params": SamplingParams(dry_multiplier=1.0)}])
 def test_vocabularies_are_decoded_in_a_thread(llm, monkeypatch, fields):
-    breakers, threads = InputProcessor._breakers, []
-    monkeypatch.setattr(
-        InputProcessor,
-        "_breakers",
-        lambda *given: threads.append(threading.current_thread()) or breakers(*given),
-    )
+    threads = noting(monkeypatch, InputProcessor, "_breakers", lambda *_: threading.current_thread())
     run(AsyncLLM(llm).generate("a", **fields))
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()

@@ -9,9 +9,9 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
+from support.engines import sample_of
 from support.paths import EOS, VOCAB_SIZE
 from tinygpt import LLM, AsyncLLM, SamplingParams
-from tinygpt.errors import RequestError
 from tinygpt.llm_args import LLMArgs
 from tinygpt.outputs import ranked
 
@@ -47,21 +47,6 @@ def test_keywords_are_one_sampling_params(llm):
     assert asyncio.run(both()) == (expected, expected)
 
 
-def test_keywords_beside_params_or_unknown_ones_are_refused(llm):
-    with pytest.raises(RequestError, match=r"max_tokens is given beside params: .* put them into params"):
-        llm.generate(PROMPT, SamplingParams(), max_tokens=3)
-    with pytest.raises(RequestError, match=r"unknown sampling field 'max_token'; did you mean max_tokens\?"):
-        llm.generate(PROMPT, max_token=3)
-    with pytest.raises(
-        RequestError, match=r"unknown sampling field 'frobnicate'; help\(SamplingParams\) has all names"
-    ):
-        llm.generate(PROMPT, frobnicate=3)
-    with pytest.raises(RequestError, match=r"sampling_params is given beside params"):
-        llm.generate(PROMPT, SamplingParams(), sampling_params=SamplingParams())
-    with pytest.raises(TypeError, match="nonsense"):
-        LLM("demo", nonsense=3)
-
-
 def test_help_explains_each_argument():
     lines = LLM.__init__.__doc__.splitlines()
     assert [line.partition(": ")[0] for line in lines] == [field.name for field in fields(LLMArgs)]
@@ -94,15 +79,6 @@ def test_prompt_dicts_stand_for_prompts_everywhere(llm, ids):
     session.extend({"prompt": PROMPT})
     session.extend({"prompt_token_ids": ids})
     assert session.token_ids == ids + ids
-    for refused in (
-        {"text": PROMPT},
-        {"prompt": PROMPT, "cache_salt": "mine"},
-        {"prompt": PROMPT, "prompt_token_ids": ids},
-        {},
-    ):
-        for take in (llm.embed, llm.logits, session.extend):
-            with pytest.raises(RequestError, match="give one of prompt and prompt_token_ids"):
-                take(refused)
 
 
 def test_a_bar_counts_finished_prompts_where_it_is_wanted(llm, monkeypatch):
@@ -166,7 +142,7 @@ def test_the_tokenizer_is_called_as_hugging_faces(llm, ids):
 @pytest.mark.parametrize("count", [0, 1, 3, -1])
 def test_log_probabilities_with_rank_and_text_as_vllms(llm, ids, count):
     params = {"max_tokens": 4, "temperature": 1.0, "seed": 3}
-    sample = llm.generate(ids, logprobs=count, **params)[0].outputs[0]
+    sample = sample_of(llm, ids, logprobs=count, **params)
     [everything] = llm.generate(ids, logprobs=-1, **params)
     entries = zip(sample.logprobs, everything.outputs[0].logprobs, strict=True)
     for entry, whole in entries:

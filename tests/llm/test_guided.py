@@ -3,6 +3,8 @@
 import json
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.engines import sample_of
+from support.gate import noting
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import grammar_process, guided
@@ -84,6 +88,7 @@ WAYS = {
     "at least": {"min_tokens": 4},
     "drafts": {"prompt_lookup_num_tokens": 4},
     "sliding": {"overflow": "slide"},
+    "many": {"temperature": 2.0, "seed": 6, "n": 8},
 }
 
 
@@ -106,17 +111,9 @@ def check(kind: str, outputs) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", GUIDED)
 def test_every_text_is_what_was_asked_for(llm, kind, way):
-    check(kind, llm.generate(PROMPT, params_of(kind, **WAYS[way]))[0].outputs)
-
-
-def test_random_texts_of_many_seeds_are_what_was_asked_for(llm):
-    kinds = [kind for kind in GUIDED for _ in range(8)]
-    params = [params_of(kind, temperature=2.0, seed=i) for i, kind in enumerate(kinds)]
-    texts = set()
-    for kind, output in zip(kinds, llm.generate([PROMPT] * len(kinds), params), strict=True):
-        check(kind, output.outputs)
-        texts.add(output.outputs[0].text)
-    assert len(texts) > 20
+    outputs = llm.generate(PROMPT, params_of(kind, **WAYS[way]))[0].outputs
+    check(kind, outputs)
+    assert len({output.text for output in outputs}) == len(outputs) or kind == "choice"
 
 
 def test_a_broken_mask_is_seen(llm, monkeypatch):
@@ -147,7 +144,7 @@ def test_neighbours_change_nothing(llm, temperature):
 def test_the_token_is_that_of_the_masked_logits(llm, mode):
     choices = ["x", "yz", "q"]
     params = SamplingParams(guided_choice=choices, logprobs=-1, logprobs_mode=mode)
-    output = llm.generate(PROMPT, params)[0].outputs[0]
+    output = sample_of(llm, PROMPT, params)
     logits = llm.logits(llm.tokenizer.encode(PROMPT))[-1].astype(np.float64)  # (V,)
     may_come = [i for i in range(EOS) if any(c.startswith(llm.tokenizer.decode([i])) for c in choices)]
     assert output.token_ids[0] == max(may_come, key=lambda i: logits[i])
@@ -163,9 +160,7 @@ def test_the_token_is_that_of_the_masked_logits(llm, mode):
 def test_drafts_change_nothing_but_the_number_of_steps(llm, kind, monkeypatch, small_demo):
     plain = llm.generate(PROMPT, params_of(kind))[0]
     with LLM(small_demo, draft_model=small_demo) as fast:
-        steps = []
-        step = fast.engine._steps.step
-        monkeypatch.setattr(fast.engine._steps, "step", lambda seconds: (steps.append(1), step(seconds)))
+        steps = noting(monkeypatch, fast.engine._steps, "step")
         assert key(fast.generate(PROMPT, params_of(kind))[0]) == key(plain)
     assert len(steps) <= len(plain.outputs[0].token_ids) / 3 + 3  # five tokens each: drafts are guided too
 
@@ -182,9 +177,7 @@ def test_a_function_brings_back_no_token(llm):
 def test_a_text_that_can_only_end_ends(llm):
     """Whatever min_tokens and ignore_eos say, and with no step more."""
     for fields in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"max_tokens": 1}):
-        output = llm.generate(PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))[
-            0
-        ].outputs[0]
+        output = sample_of(llm, PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))
         assert (output.text, len(output.token_ids)) == ("e", 1)
         assert (output.finish_reason, output.stop_reason) == ("stop", "grammar")
 
@@ -193,7 +186,7 @@ def test_min_tokens_holds_where_the_text_may_go_on(llm):
     favour_the_end = {"logit_bias": {llm.config.eos_token_ids[0]: 100.0}}
     for min_tokens in (0, 6):
         params = SamplingParams(guided_regex="[a-z ]*", min_tokens=min_tokens, **favour_the_end)
-        output = llm.generate(PROMPT, params)[0].outputs[0]
+        output = sample_of(llm, PROMPT, params)
         assert len(output.token_ids) == min_tokens + 1
         assert output.stop_reason == llm.config.eos_token_ids[0]
 
@@ -204,12 +197,41 @@ def test_controls_that_leave_nothing_are_an_error(llm):
         llm.generate(PROMPT, params)
 
 
-def test_a_grammar_that_names_no_special_token_is_refused_before_any_work(llm, monkeypatch):
+# Why what is given is impossible.
+IMPOSSIBLE = {
+    "guided_regex": {
+        "(": "unclosed group",
+        "a(?=b)": "look-around",
+        "a" * 70_000: "70000 characters, and at most 65536",
+        "(?:)": "it allows no text but the empty one",
+        "(?:a{0}|(?:))": "it allows no text but the empty one",
+    },
+    "guided_json": {
+        '{"type": "strin"}': "Invalid type: strin",
+        '{"type": "string", "minLength": 3, "maxLength": 2}': "Unsatisfiable",
+        '{"type": "array", "uniqueItems": true}': r'Unimplemented keys: \["uniqueItems"\]',
+    },
+    "guided_grammar": {
+        "start: b": "line 1: unknown name: .b.",
+        "root ::= (": r"Expected '\)' at line 1",
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(1500)): "more than 1000 rules",
+        "start: <|nothing|>": "unknown special token",
+        'start: ""': "it allows no text but the empty one",
+        'start: x\nx: "" | /(?:)/': "it allows no text but the empty one",
+    },
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_grammar_is_refused_before_any_work(llm, monkeypatch, name):
     monkeypatch.setattr(llm.engine, "submit", None)
-    with pytest.raises(
-        RequestError, match=r"^guided_grammar is .*, which is not possible: .*unknown special token"
-    ):
-        llm.generate(PROMPT, SamplingParams(guided_grammar="start: <|nothing|>"))
+    for given, why in IMPOSSIBLE[name].items():
+        params = SamplingParams(**{name: given})
+        says = f"^{name} is .*, which is not possible: .*{why}[^\n]*\\.$"
+        with pytest.raises(RequestError, match=says) as error:
+            llm.generate("a", params)
+        assert (error.value.field, error.value.value, error.value.allowed) == (*params.guidance, None)
+        assert len(str(error.value)) < 500
 
 
 # Compiled in the process, these end it or take minutes.
@@ -242,7 +264,7 @@ def test_a_grammar_without_end_is_refused_before_any_work(llm, name, monkeypatch
     monkeypatch.setattr(llm.engine, "submit", None)
     limit = r"which is not possible: it takes more than 0\.05 s or 256 MiB\.$"
     with pytest.raises(RequestError, match=limit):
-        llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
+        llm.generate(PROMPT, **HOSTILE[name])
 
 
 def test_a_step_without_end_ends_its_request_alone(llm, monkeypatch):
@@ -271,18 +293,15 @@ def test_a_refused_grammar_is_refused_again_at_once(llm, monkeypatch):
         "a multiple",
     ) * 2:  # the one as it is validated, the other as it is compiled
         with pytest.raises(RequestError, match="takes more than"):
-            llm.generate(PROMPT, SamplingParams(**HOSTILE[name]))
+            llm.generate(PROMPT, **HOSTILE[name])
         if name == "a multiple":
             monkeypatch.setattr(grammar_process.GrammarServer, "grammar", None)
 
 
 def test_a_thread_that_submits_asks_nothing_of_a_compiled_grammar(llm, monkeypatch):
     """Ctrl-C there, which breaks off an answer, would end the grammar of other requests."""
-    ask, threads = grammar_process.Grammar.ask, set()
     expected = key(llm.generate(PROMPT, params_of("regex"))[0])
-    monkeypatch.setattr(
-        grammar_process.Grammar, "ask", lambda *given: threads.add(threading.current_thread()) or ask(*given)
-    )
+    threads = noting(monkeypatch, grammar_process.Grammar, "ask", lambda *_: threading.current_thread())
     assert key(llm.generate(PROMPT, params_of("regex"))[0]) == expected
     assert threads
     assert threading.current_thread() not in threads
@@ -296,25 +315,48 @@ def test_the_memory_of_a_grammar_is_limited(llm):
     assert re.search(rf"Max address space +{grammar_process.MAX_BYTES} ", limits)
 
 
+ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
+NOTHING_STARTS = f"""
+import subprocess, sys, threading
+subprocess.Popen = None
+from tinygpt import SamplingParams
+params = [SamplingParams(**{{name: value}}) for name, value in {ALL!r}.items()]
+assert threading.active_count() == 1
+assert "llguidance" not in sys.modules
+"""
+
+
+def test_params_start_no_process_and_import_no_package():
+    subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    install = 'pip install "tinygpt[guided]"'
+    sentence = f"{name} needs the package llguidance, which is not installed: {install}."
+    with LLM(small_demo) as llm:
+        monkeypatch.setattr(llm.engine, "submit", None)
+        with pytest.raises(RequestError) as error:
+            llm.generate("a", SamplingParams(**{name: ALL[name]}))
+        assert str(error.value) == sentence
+
+
 def test_without_a_guide_no_process_is_started(monkeypatch):
     monkeypatch.setattr(grammar_process.GrammarServer, "_start", None)
     with LLM("demo") as llm:
-        llm.generate(PROMPT, SamplingParams(max_tokens=2, stop=["x"], logprobs=1))
+        llm.generate(PROMPT, max_tokens=2, stop=["x"], logprobs=1)
 
 
 def test_thousands_of_choices(llm):
     choices = [f"text {i}" for i in range(5000)]
     for seed in range(3):
         params = SamplingParams(max_tokens=30, guided_choice=choices, temperature=2.0, seed=seed)
-        assert llm.generate(PROMPT, params)[0].outputs[0].text in choices
+        assert sample_of(llm, PROMPT, params).text in choices
 
 
 def test_requests_of_one_grammar_compile_it_once(monkeypatch):
-    compiled = []
-    compile_grammar = Guidance._compile
-    monkeypatch.setattr(
-        Guidance, "_compile", lambda *given: compiled.append(given[1:]) or compile_grammar(*given)
-    )
+    compiled = noting(monkeypatch, Guidance, "_compile", lambda *given: given[1:])
     with LLM("demo") as llm:
         for temperature in (0.0, 1.0):
             llm.generate([PROMPT] * 3, replace(params_of("choice"), temperature=temperature))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.engines import sample_of
 from support.golden_models import golden_ids, write_lora, write_model
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
@@ -41,7 +42,7 @@ def test_adapters_compute_in_float16_as_in_float32(base, adapters):
     """Weights of float16 take the same float32 activations, and adapters stay float32: the difference is rounding."""
     found = []
     for dtype in ("float32", "float16"):
-        with LLM(str(base), dtype=dtype, lora_modules=adapters, max_num_seqs=1) as llm:
+        with LLM(base, dtype=dtype, lora_modules=adapters, max_num_seqs=1) as llm:
             found += [all_logprobs(llm, lora_request="all", ignore_eos=True)[0][: len(PROMPT) - 1]]
             bare = all_logprobs(llm, ignore_eos=True)[0][: len(PROMPT) - 1]
     difference = np.abs(found[1] - found[0]).max()
@@ -52,12 +53,12 @@ def test_adapters_compute_in_float16_as_in_float32(base, adapters):
 def test_an_adapter_is_its_merged_weights(base, adapters, device):
     one_slot = {"max_num_seqs": 1, "prefix_cache_seqs": 0}  # which all have in turn
     with (
-        LLM(str(base), device=device) as plain,
-        LLM(str(base), device=device, lora_modules=adapters, **one_slot) as llm,
+        LLM(base, device=device) as plain,
+        LLM(base, device=device, lora_modules=adapters, **one_slot) as llm,
     ):
         bare, _ = all_logprobs(plain)
         for name, folder in adapters.items():
-            with LLM(str(base), device=device, lora=folder) as merged:
+            with LLM(base, device=device, lora=folder) as merged:
                 logprobs, tokens = all_logprobs(merged)
             found = all_logprobs(llm, lora_request=name)
             np.testing.assert_allclose(found[0], logprobs, rtol=0, atol=TOLERANCE)
@@ -77,17 +78,17 @@ def test_a_batch_mixes_adapters_and_each_has_the_bits_that_it_has_alone(base, ad
     params[4] = replace(params[4], capture=["attn_out", "mlp_out"])  # in its steps the stream is set aside
     prompts = [golden_ids(3 + 5 * i, vocab_size=90) for i in range(len(names))]
     options = {"lora_modules": adapters, "max_num_batched_tokens": 11, "max_num_seqs": 7}
-    with LLM(str(base), **options) as llm:
+    with LLM(base, **options) as llm:
         together = llm.generate(prompts, params)
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-        with LLM(str(base), lora_modules=adapters, threads=1 + i % 2) as llm:
+        with LLM(base, lora_modules=adapters, threads=1 + i % 2) as llm:
             (alone,) = llm.generate([prompt], p)
         (ours,), (theirs,) = together[i].outputs, alone.outputs
         assert (ours.token_ids, ours.logprobs) == (theirs.token_ids, theirs.logprobs)
 
 
 def test_no_prefix_is_shared_between_adapters(base, adapters):
-    with LLM(str(base), device="reference", lora_modules=adapters) as llm:
+    with LLM(base, device="reference", lora_modules=adapters) as llm:
         for name in (None, "all", "few"):
             cached = [
                 llm.generate([PROMPT], max_tokens=1, lora_request=name)[0].num_cached_tokens for _ in range(2)
@@ -100,27 +101,27 @@ def test_no_prefix_is_shared_between_adapters(base, adapters):
 
 
 def test_the_request_may_stand_next_to_params(base, adapters):
-    with LLM(str(base), device="reference", lora_modules=adapters) as llm:
+    with LLM(base, device="reference", lora_modules=adapters) as llm:
         params = SamplingParams(max_tokens=5)
         chosen = llm.generate([PROMPT], SamplingParams(max_tokens=5, lora_request="all"))[0].outputs
-        assert [
-            llm.generate([PROMPT], p, lora_request="all")[0].outputs[0].token_ids for p in (params, [params])
-        ] == [chosen[0].token_ids] * 2
+        assert [sample_of(llm, PROMPT, p, lora_request="all").token_ids for p in (params, [params])] == [
+            chosen[0].token_ids
+        ] * 2
 
 
 def test_what_is_refused(base, adapters, tmp_path):
     for modules, known in ((adapters, "the names are 'all', 'few', 'mlp'"), (None, "none was loaded")):
         refused = pytest.raises(RequestError, match=f"lora_request is 'other' and {known}")
-        with LLM(str(base), device="reference", lora_modules=modules) as llm, refused:
+        with LLM(base, device="reference", lora_modules=modules) as llm, refused:
             llm.generate([PROMPT], lora_request="other")
     head = write_lora(tmp_path / "head", rank=2, targets=["c_attn"], has_head=True, **FIELDS)
     with pytest.raises(
         CheckpointError, match=r"changes lm_head.weight: in lora_modules, only .* Merge it: lora"
     ):
-        LLM(str(base), device="reference", lora_modules={"head": head})
+        LLM(base, device="reference", lora_modules={"head": head})
     with pytest.raises(
         RequestError, match=r"lora_modules needs float32 or float16 weights .* with int8 weights"
     ):
-        LLM(str(base), dtype="int8", lora_modules=adapters)
+        LLM(base, dtype="int8", lora_modules=adapters)
     with pytest.raises(RequestError, match=r"lora_modules is .* must be a dict from names to folders"):
-        LLM(str(base), device="reference", lora_modules=[adapters["all"]])
+        LLM(base, device="reference", lora_modules=[adapters["all"]])

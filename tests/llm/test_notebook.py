@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.look.html import PAGE
 from tinygpt.outputs import with_bar
 
@@ -51,14 +51,12 @@ def llm():
 
 def test_a_special_token_of_a_prompt_has_its_name(llm):
     prompt = "Hi<|endoftext|>Once upon"
-    [output] = llm.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=0))
+    [output] = llm.generate([prompt], max_tokens=2, prompt_logprobs=0)
     assert [text for text, *_ in Marks(output._repr_html_()).tokens] == ["<|endoftext|>", "Once", " upon"]
 
 
 def test_tokens_are_colored_by_surprisal_with_candidates_as_titles(llm):
-    [output] = llm.generate(
-        [TEXT], SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1)
-    )
+    [output] = llm.generate([TEXT], max_tokens=12, logprobs=3, prompt_logprobs=2, seed=1, temperature=1)
     html = output._repr_html_()
     sample = output.outputs[0]
     marks = Marks(html)
@@ -86,7 +84,7 @@ def test_the_colors_are_the_pages(llm):
 
 
 def test_without_log_probabilities_the_text_is_plain(llm):
-    output = llm.generate([TEXT], SamplingParams(max_tokens=4, n=2, seed=1, temperature=1))[0]
+    output = llm.generate([TEXT], max_tokens=4, n=2, seed=1, temperature=1)[0]
     copy = pickle.loads(pickle.dumps(output))  # has no tokenizer
     for found in (output, copy):
         marks = Marks(found._repr_html_())

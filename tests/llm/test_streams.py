@@ -4,32 +4,10 @@ import asyncio
 
 import pytest
 
+from support.engines import STREAMED
 from tinygpt import AsyncLLM, SamplingParams
 
 PROMPT = "Once upon a time"
-WARM = {"max_tokens": 16, "temperature": 1.0, "seed": 7}
-CASES = {
-    "greedy": SamplingParams(max_tokens=16, logprobs=2),
-    "the token alone": SamplingParams(**WARM, logprobs=0),
-    "processed": SamplingParams(**WARM, logprobs=3, top_k=9, logprobs_mode="processed"),
-    "a stop string": SamplingParams(max_tokens=30, stop="he", logprobs=1),
-    "a stop string that stays": SamplingParams(
-        max_tokens=30, stop="he", logprobs=1, include_stop_str_in_output=True
-    ),
-    "held back to the end": SamplingParams(max_tokens=8, stop=[" house and nothing else"], logprobs=1),
-    "a stop token": SamplingParams(max_tokens=30, stop_token_ids=[262, 11, 264], logprobs=1),
-    "halves of characters": SamplingParams(
-        **WARM, logprobs=1, allowed_token_ids=[222, 223, 159, 160, 232, 94]
-    ),
-    "of the prompt": SamplingParams(**WARM, logprobs=1, prompt_logprobs=2),
-    "of the prompt alone": SamplingParams(max_tokens=2, prompt_logprobs=0),
-    "none": SamplingParams(**WARM),
-    "drafts": SamplingParams(max_tokens=24, logprobs=1, prompt_lookup_num_tokens=4),
-    "several": SamplingParams(**WARM, n=3, logprobs=1, prompt_logprobs=1),
-    "several that wait their turn": SamplingParams(**WARM, n=7, logprobs=1, prompt_logprobs=1),
-    "several that end apart": SamplingParams(**WARM, n=4, stop=["e", "n"], logprobs=1),
-    "several that are equal": SamplingParams(max_tokens=9, n=3, logprobs=1, prompt_logprobs=1),
-}
 
 
 def summed(chunks):
@@ -48,8 +26,9 @@ def expected_of(output):
     return [(s.index, s.text, s.token_ids, s.logprobs, s.finish_reason) for s in output.outputs]
 
 
-@pytest.mark.parametrize("params", CASES.values(), ids=CASES)
-def test_all_chunks_together_are_the_output(llm, params):
+@pytest.mark.parametrize("name", STREAMED)
+def test_all_chunks_together_are_the_output(llm, name):
+    params = SamplingParams(**STREAMED[name])
     (output,) = llm.generate(PROMPT, params)
     chunks = list(llm.stream(PROMPT, params))
     assert summed(chunks) == expected_of(output)
@@ -66,10 +45,11 @@ def test_a_stream_of_asyncio_is_the_same(llm):
         return [chunk async for chunk in AsyncLLM(llm).stream(PROMPT, params)]
 
     async def main():
-        return await asyncio.wait_for(asyncio.gather(*map(read, CASES.values())), 120)
+        return await asyncio.wait_for(asyncio.gather(*map(read, params)), 120)
 
-    for chunks, params in zip(asyncio.run(main()), CASES.values(), strict=True):
-        assert summed(chunks) == summed(llm.stream(PROMPT, params))
+    params = [SamplingParams(**fields) for fields in STREAMED.values()]
+    for chunks, own in zip(asyncio.run(main()), params, strict=True):
+        assert summed(chunks) == summed(llm.stream(PROMPT, own))
 
 
 def test_equal_samples_are_computed_once(llm):
@@ -82,7 +62,7 @@ def test_equal_samples_are_computed_once(llm):
 
 
 def test_equal_samples_share_no_list(llm):
-    first, second = llm.generate(PROMPT, SamplingParams(n=2, logprobs=0))[0].outputs
+    first, second = llm.generate(PROMPT, n=2, logprobs=0)[0].outputs
     assert (first.token_ids, first.logprobs) == (second.token_ids, second.logprobs)
     assert first.token_ids is not second.token_ids
     assert first.logprobs is not second.logprobs

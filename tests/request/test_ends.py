@@ -59,13 +59,6 @@ def test_a_loop_complete_with_the_last_token_is_a_matter_of_length(llm, max_toke
     assert end_of(sample_of(llm, max_tokens=max_tokens, **LOOP)) == (max_tokens, "length", None)
 
 
-def test_beams_loop_by_the_same_rule():
-    params = SamplingParams(
-        max_tokens=5, min_tokens=4, num_beams=2, repetition_detection=LOOP["repetition_detection"]
-    )
-    assert [is_looping([5] * count, params) for count in (3, 4, 5)] == [False, True, False]
-
-
 def test_the_end_of_text_does_not_come_before_min_tokens_even_where_it_is_ignored(llm):
     """As in vLLM."""
     fields = {"logit_bias": {5: 100.0}, "eos_token_id": 5, "ignore_eos": True, "max_tokens": 6}

@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines import batches_of, log_softmax, sizes
+from support.engines import batches_of, log_softmax, sample_of, sizes
 from support.golden_models import SOFT_PROMPTS, golden_ids, live_peft_model, write_model, write_soft_prompt
 from support.oracles import live_model
 from support.recorded import recorded
-from tinygpt import LLM, Edit, SamplingParams
-from tinygpt.errors import CheckpointError, RequestError
+from support.sampling import any_params
+from tinygpt import LLM, SamplingParams
+from tinygpt.errors import RequestError
 
 pytestmark = pytest.mark.filterwarnings("ignore:::transformers", "ignore:::peft")
 V = 90
@@ -155,17 +156,7 @@ visits = st.tuples(
     st.sampled_from([None, *NAMES, 0, 1]),
     st.sampled_from([1, 5, 30, 60]),
     st.lists(st.integers(0, 3), max_size=2),
-    st.builds(
-        dict,
-        max_tokens=st.integers(1, 6),
-        temperature=st.sampled_from([0.0, 1.0]),
-        n=st.sampled_from([1, 3]),
-        logprobs=st.just(2),
-        prompt_logprobs=st.sampled_from([None, None, 1]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        no_repeat_ngram_size=st.sampled_from([0, 2]),
-        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
-    ),
+    any_params(dict, stop=st.none()),  # there is no tokenizer
 )
 
 
@@ -239,7 +230,7 @@ def test_processors_see_the_users_ids_alone(alone, tuned):
 def test_a_slide_keeps_the_soft_prompt(alone, tuned, name):
     prompt = ids_of(60)
     params = params_of(name, max_tokens=60, overflow="slide", stride=40)
-    tokens = alone.generate([prompt], params)[0].outputs[0].token_ids
+    tokens = sample_of(alone, prompt, params).token_ids
     assert len(tokens) == 60
     num_read = POSITIONS - P  # of the text, when it slides for the first time
     kept = (prompt + tokens)[40 : num_read + 1]
@@ -251,28 +242,21 @@ def test_lengths_count_virtual_tokens(alone):
     fits = POSITIONS - P - 12
     for name in NAMES:
         alone.generate([[5] * fits], params_of(name))
-        with pytest.raises(
-            RequestError, match=rf"prompt has {fits + 1 + P} tokens \({P} of them a soft prompt's\)"
-        ):
+        with pytest.raises(RequestError, match=rf"{fits + 1 + P} tokens \({P} of them a soft prompt's\)"):
             alone.generate([[5] * (fits + 1)], params_of(name))
         with pytest.raises(RequestError, match="shorten them to 97 tokens together"):
             alone.score([5] * 80, [[5] * 11], soft_prompt=name)
 
 
-def test_what_is_refused(alone, tuned):
-    with pytest.raises(RequestError, match="capture or edits cannot be given with a soft prompt"):
-        alone.score([1], [[2]], soft_prompt="prefix", edits=Edit("z", keep=0))
-    with pytest.raises(
-        RequestError, match="soft_prompt is 'other' and the names are 'prompt', 'p-tuning', 'prefix'"
-    ):
-        alone.generate([[1]], params_of("other"))
-    with pytest.raises(RequestError, match=r"prompt_embeds has shape \(2, 47\) and .* 48 wide"):
-        alone.generate([[1]], params_of(None, prompt_embeds=np.zeros((2, 47))))
-    with pytest.raises(RequestError, match="both given"):
-        params_of("prompt", prompt_embeds=np.zeros((2, C)))
-    with pytest.raises(RequestError, match="must be a dict from names"):
-        LLM(tuned.base, soft_prompts=[tuned.folders["prompt"]])
-    with pytest.raises(CheckpointError, match="no/such/folder"):
-        LLM(tuned.base, soft_prompts={"mine": "no/such/folder"})
-    with LLM(tuned.base) as llm, pytest.raises(RequestError, match="'prompt' and none was loaded"):
-        llm.generate([[1]], params_of("prompt"))
+def test_a_prefix_of_a_file_becomes_int8(tuned):
+    """Its keys and values are float32 there: they are quantised as the kernel quantises those it computes."""
+
+    def log_probabilities(cache: str, name: str | None) -> np.ndarray:
+        with LLM(tuned.base, dtype="int8", kv_cache_dtype=cache, soft_prompts=tuned.folders) as llm:
+            (output,) = llm.generate([ids_of(20)], params_of(name, max_tokens=1, prompt_logprobs=V))
+        return table(output.prompt_logprobs[1:])
+
+    exact = log_probabilities("float32", "prefix")
+    without = log_probabilities("float32", None)
+    error = np.abs(log_probabilities("int8", "prefix") - exact).mean()
+    assert 0 < error < np.abs(without - exact).mean() / 10

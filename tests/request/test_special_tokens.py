@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tinygpt import LLM, AsyncLLM, SamplingParams
-from tinygpt.errors import RequestError
 
 END = "<|endoftext|>"
 TEXT = f"The end.{END}Once upon a time{END}"
@@ -76,19 +75,6 @@ def test_a_call_can_say_otherwise(llm, splitting, ids):
         assert session.token_ids == ids[split]
 
 
-@pytest.mark.parametrize("given", ["no", 1, None])
-def test_a_switch_that_is_none_is_refused(llm, given):
-    with pytest.raises(RequestError, match=f"split_special_tokens is {given!r} and must be True or False"):
-        LLM("demo", split_special_tokens=given)
-    if given is not None:
-        with pytest.raises(RequestError, match="must be True or False"):
-            llm.read_prompt("Once", split_special_tokens=given)
-        with pytest.raises(RequestError, match="must be True or False"):
-            llm.read_prompt([5], split_special_tokens=given)
-
-
-def test_a_prompt_that_has_been_read_cannot_be_split(llm):
+def test_a_prompt_that_has_been_read_is_itself(llm):
     prompt = llm.read_prompt(TEXT)
     assert llm.read_prompt(prompt) is prompt
-    with pytest.raises(RequestError, match="has been read already: give its text"):
-        llm.read_prompt(prompt, split_special_tokens=True)

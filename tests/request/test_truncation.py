@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines import sizes
+from support.engines import sample_of, sizes
 from support.paths import EOS
+from support.sampling import any_params
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine.prompts import Window, fit
-from tinygpt.errors import RequestError
+from tinygpt.engine.prompts import Window
 
 SIZE = 24  # positions
 TEXT = np.random.default_rng(1).integers(EOS, size=80).tolist()
@@ -38,12 +38,6 @@ def test_clamp_cuts_max_tokens(llm):
     assert output.num_truncated_tokens == 0
 
 
-@pytest.mark.parametrize("length", [SIZE, SIZE + 1])
-def test_clamp_needs_room_for_a_token(llm, length):
-    with pytest.raises(RequestError, match=rf"prompt has {length} tokens .*: shorten the prompt\."):
-        llm.generate([TEXT[:length]], SamplingParams(max_tokens=8, overflow="clamp"))
-
-
 def test_truncate_drops_the_beginning(llm):
     params = SamplingParams(max_tokens=10, overflow="truncate", ignore_eos=True, seed=1)
     (output,) = llm.generate([TEXT[:40]], params)
@@ -54,35 +48,8 @@ def test_truncate_drops_the_beginning(llm):
 
 
 def test_truncate_leaves_a_token(llm):
-    (output,) = llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE - 1, overflow="truncate"))
+    (output,) = llm.generate([TEXT[:40]], max_tokens=SIZE - 1, overflow="truncate")
     assert output.num_truncated_tokens == 39
-    ways = "shorten the prompt, or set max_tokens to at most 23"
-    message = f"prompt has 40 tokens and max_tokens is 24, together 64, .*: {ways}[.]"
-    with pytest.raises(RequestError, match=message):
-        llm.generate([TEXT[:40]], SamplingParams(max_tokens=SIZE, overflow="truncate"))
-
-
-@pytest.mark.parametrize("overflow", ["truncate", "slide"])
-def test_the_logprobs_of_a_prompt_that_is_not_read(llm, overflow):
-    with pytest.raises(RequestError, match="prompt_logprobs needs the whole prompt"):
-        llm.generate([TEXT[:40]], SamplingParams(max_tokens=4, overflow=overflow, prompt_logprobs=0))
-
-
-@pytest.mark.parametrize("overflow", ["truncate", "slide"])
-def test_a_soft_prompt_stays(overflow):
-    """Its tokens have ids below 0, and stand at the beginning."""
-    params = SamplingParams(max_tokens=4, overflow=overflow, stride=5 if overflow == "slide" else None)
-    fitted = fit([-2, -1, *TEXT[:30]], params, SIZE, "")
-    if overflow == "truncate":
-        assert fitted.token_ids == [-2, -1, *TEXT[12:30]]
-    else:
-        assert fitted.window.inside(fitted.token_ids, fitted.num_truncated) == [-2, -1, *TEXT[10:30]]
-
-
-@pytest.mark.parametrize("num_fixed", [SIZE, 88])
-def test_a_soft_prompt_that_leaves_nothing_to_slide(num_fixed):
-    with pytest.raises(RequestError, match=f"the soft prompt takes {num_fixed} positions.* of at most 23"):
-        fit([*range(-num_fixed, 0), 1], SamplingParams(overflow="slide"), SIZE, "")
 
 
 @given(size=st.integers(1, 9), data=st.data())
@@ -132,19 +99,11 @@ def test_each_token_is_that_of_a_fresh_run_on_the_kept_tail(llm, stride, prompt_
 requests = st.tuples(
     st.integers(0, 8),
     st.integers(1, 60),
-    st.builds(
-        SamplingParams,
+    any_params(
         max_tokens=st.integers(1, 60),
-        temperature=st.sampled_from([0.0, 1.0]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        no_repeat_ngram_size=st.sampled_from([0, 2]),
-        prompt_lookup_num_tokens=st.sampled_from([0, 3]),
-        stop=st.sampled_from([None, "e "]),
-        n=st.sampled_from([1, 2]),
-        logprobs=st.sampled_from([None, 1]),
+        prompt_logprobs=st.none(),
         overflow=st.just("slide"),
         stride=st.sampled_from([None, 1, 9, SIZE]),
-        seed=st.integers(0, 3),
         ignore_eos=st.just(True),
     ),
 )
@@ -169,7 +128,7 @@ def test_controls_see_what_has_left(llm):
         "overflow": "slide",
     }
     with pytest.raises(ValueError, match="leave no token to choose"):
-        llm.generate([TEXT[:30]], SamplingParams(max_tokens=2**31 - 1, **once))
+        llm.generate([TEXT[:30]], max_tokens=2**31 - 1, **once)
     left = set(TEXT[40:79]) - set(TEXT[:30])
-    tokens = llm.generate([TEXT[:30]], SamplingParams(max_tokens=len(left), **once))[0].outputs[0].token_ids
+    tokens = sample_of(llm, TEXT[:30], max_tokens=len(left), **once).token_ids
     assert sorted(tokens) == sorted(left)

@@ -137,7 +137,7 @@ def assert_same(found: list[Beam], expected: list[tuple[list[int], float]]) -> N
 
 def assert_same_as_transformers(folder: Path, seed: int, is_grouped: bool) -> None:
     prompt = golden_ids(5, f"{seed} prompt", SIZES["vocab_size"])
-    with LLM(str(write_model(folder, str(seed), **SIZES)), device="reference") as llm:
+    with LLM(write_model(folder, str(seed), **SIZES), device="reference") as llm:
         scorer = scorer_of(llm)
         rules = random_rules(seed, scorer, prompt, is_grouped)
         found = search(scorer, prompt, rules).best(rules.num_beams)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from support.engines import sample_of
 from support.paths import DEMO
 from support.recorded import recorded
 from support.sampling import BACKENDS
@@ -140,7 +141,7 @@ def test_dry_without_bounds_forbids_repeats(llm):
     ngram = SamplingParams(max_tokens=60, no_repeat_ngram_size=3)
     prompt = "The dog ran and the dog ran and the dog"
     ours, theirs, plain = (
-        llm.generate(prompt, p)[0].outputs[0].token_ids for p in (dry, ngram, SamplingParams(max_tokens=60))
+        sample_of(llm, prompt, p).token_ids for p in (dry, ngram, SamplingParams(max_tokens=60))
     )
     assert ours == theirs != plain
 
@@ -154,7 +155,7 @@ def test_xtc_excludes_in_its_share_of_draws_whatever_the_token_s_draw(llm, proba
 
     params = SamplingParams(max_tokens=240, temperature=1, seed=5, ignore_eos=True, logits_processors=two)
     params = [params, SamplingParams(**vars(params) | {"xtc_probability": probability})]
-    plain, with_xtc = (llm.generate("Once", p)[0].outputs[0].token_ids for p in params)
+    plain, with_xtc = (sample_of(llm, "Once", p).token_ids for p in params)
     share = with_xtc.count(0) / plain.count(0)
     assert abs(share - (1 - probability)) < 0.15
     assert all(x == 0 for x, y in zip(plain, with_xtc, strict=True) if x != y)

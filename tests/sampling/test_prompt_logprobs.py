@@ -101,5 +101,5 @@ def test_a_damaged_checkpoint_is_told(tmp_path, fields):
     tensors = tiny_checkpoint.random_tensors()
     tensors["transformer.wpe.weight"][1] = np.nan
     folder = tiny_checkpoint.write_checkpoint(tmp_path / "damaged", tensors)
-    with LLM(str(folder)) as llm, pytest.raises(TinyGPTError, match="not finite"):
+    with LLM(folder) as llm, pytest.raises(TinyGPTError, match="not finite"):
         llm.generate([[3, 4, 5]], asked(max_tokens=1, **fields))

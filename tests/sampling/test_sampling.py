@@ -303,30 +303,6 @@ def test_each_of_seed_sample_and_position_matters(backend):
 
 
 @BACKENDS
-def test_a_row_does_not_depend_on_its_neighbours(backend):
-    rng = np.random.default_rng(0)
-    logits = rng.standard_normal((9, 400)).astype(np.float32)
-    settings_of = {
-        "temperature": rng.choice([0.0, 0.7, 1.5], 9),
-        "top_k": rng.choice([0, 3, 50], 9),
-        "top_p": rng.choice([1.0, 0.9, 0.3], 9),
-        "min_p": rng.choice([0.0, 0.1], 9),
-        "seeds": rng.integers(0, 2**63, 9, dtype=np.uint64),
-        "sample_indices": rng.integers(0, 4, 9),
-        "positions": rng.integers(0, 1000, 9),
-    }
-
-    def part(rows):
-        return {name: column[rows] for name, column in settings_of.items()}
-
-    together = draw(backend, logits, **settings_of)
-    alone = [draw(backend, logits[[r]], **part([r]))[0] for r in range(9)]
-    order = rng.permutation(9)
-    np.testing.assert_array_equal(together, alone)
-    np.testing.assert_array_equal(draw(backend, logits[order], **part(order)), together[order])
-
-
-@BACKENDS
 def test_greedy_takes_the_lowest_of_tied_ids(backend):
     logits = np.full((3, 5000), -1.0, np.float32)
     logits[0, [1500, 4000]] = 2.0

@@ -7,7 +7,7 @@ from jinja2.defaults import DEFAULT_FILTERS
 
 from support.golden_models import write_small_demo
 from support.serving import served
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.text.chat import MAX_CHARACTERS, Marks, PlainTemplate, chat_ids, open_template
 from tinygpt.text.chat_template import ChatTemplate
@@ -31,7 +31,7 @@ def chat(llm):
 
 def test_the_template_makes_the_prompt(chat, llm):
     ids = llm.tokenizer.encode(TEXT, split_special_tokens=False)
-    [output] = llm.generate([ids], SamplingParams(max_tokens=6, logprobs=2))
+    [output] = llm.generate([ids], max_tokens=6, logprobs=2)
     reply = chat(**ASKED, return_token_ids=True, logprobs=True, top_logprobs=2).json
     assert reply["prompt_token_ids"] == ids
     [choice], [sample] = reply["choices"], output.outputs
@@ -144,7 +144,7 @@ def test_a_base_model_answers_by_the_plain_template(llm):
 
 def test_a_damaged_template_ends_chats_alone(tmp_path, caplog):
     (write_small_demo(tmp_path) / "chat_template.jinja").write_text("{% for %}")
-    with LLM(str(tmp_path)) as llm, served(llm) as server:
+    with LLM(tmp_path) as llm, served(llm) as server:
         assert [r.message for r in caplog.records if r.message.startswith("no chat")] != []
         assert server.ask("/v1/chat/completions", ASKED).error["code"] == "no_chat_template"
         assert server.complete(prompt="a", max_tokens=1).status == 200

@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
+from support.engines import SAMPLED, STREAMED, WAYS
+from support.gate import noting
 from support.paths import DEMO, VOCAB_SIZE
-from tinygpt import SamplingParams
 from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.outputs import CompletionOutput
 from tinygpt.server.api import kept_tokens
@@ -13,31 +14,12 @@ from tinygpt.server.replies import TokenNames
 from tinygpt.text.tokenizer import Tokenizer
 
 PROMPT = "Once upon a time"
-SAMPLED = {"temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7, "max_tokens": 12}
-# What a request may ask for, and the SamplingParams that this is.
-CASES = {
-    "greedy": {"temperature": 0, "max_tokens": 12},
-    "sampled": SAMPLED,
-    "samples": {**SAMPLED, "n": 3},
-    "greedy samples": {"temperature": 0, "n": 2, "max_tokens": 5},
-    "stop strings": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True},
-    "stop tokens": {**SAMPLED, "stop_token_ids": [11, 262], "min_tokens": 3},
-    "penalties": {**SAMPLED, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.2},
-    "words": {
-        **SAMPLED,
-        "bad_words": ["king"],
-        "allowed_token_ids": list(range(200, 900)),
-        "ignore_eos": True,
-    },
-    "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "epsilon_cutoff": 1e-4, "eta_cutoff": 1e-4},
-    "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "max_time": 100.0},
-}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WAYS)
 def test_a_reply_is_what_generate_gives(server, llm, name):
-    [output] = llm.generate(PROMPT, SamplingParams(**CASES[name]))
-    reply = server.complete(prompt=PROMPT, return_token_ids=True, **CASES[name])
+    [output] = llm.generate(PROMPT, **WAYS[name])
+    reply = server.complete(prompt=PROMPT, return_token_ids=True, **WAYS[name])
     assert reply.status == 200
     for choice, sample in zip(reply.choices, output.outputs, strict=True):
         for name in ("index", "text", "finish_reason", "stop_reason", "token_ids"):
@@ -50,9 +32,9 @@ def uncached(usage):
     return usage | {"prompt_tokens_details": None}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", STREAMED)
 def test_a_stream_is_the_reply_in_pieces(server, name):
-    asked = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **CASES[name]}
+    asked = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, **WAYS[name]}
     whole = server.complete(**asked)
     stream = server.complete(**asked, stream=True, stream_options={"include_usage": True})
     assert stream.events[-1]["choices"] == []
@@ -94,7 +76,7 @@ def test_an_echo_is_what_score_gives(server, llm, max_tokens):
 
 
 def test_log_probabilities_are_the_engines(server, llm):
-    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, logprobs=3, prompt_logprobs=3))
+    [output] = llm.generate(PROMPT, **SAMPLED, logprobs=3, prompt_logprobs=3)
     found = server.complete(prompt=PROMPT, logprobs=3, echo=True, **SAMPLED).choices[0]["logprobs"]
     [sample] = output.outputs
     ids = output.prompt_token_ids + sample.token_ids
@@ -108,12 +90,12 @@ def test_log_probabilities_are_the_engines(server, llm):
     ]
     # Nothing comes before the first token but BOS.
     bos = llm.config.bos_token_id
-    [output] = llm.generate([[bos, ids[0]]], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    [output] = llm.generate([[bos, ids[0]]], max_tokens=1, prompt_logprobs=0)
     assert found["token_logprobs"][0] == output.prompt_logprobs[1][ids[0]]
 
 
 def test_offsets_count_the_characters_of_the_text(server):
-    choice = server.complete(prompt="A café", echo=True, logprobs=0, **CASES["greedy"]).choices[0]
+    choice = server.complete(prompt="A café", echo=True, logprobs=0, **WAYS["greedy"]).choices[0]
     found = choice["logprobs"]
     for offset, name in zip(found["text_offset"], found["tokens"], strict=True):
         shown = choice["text"][offset:].lstrip(
@@ -143,7 +125,7 @@ def test_several_prompts_of_every_kind(server, llm):
     ids = [[46, 1364], [262]]
     asked = {"temperature": 0.7, "seed": 3, "n": 2, "max_tokens": 4}
     for prompts in (texts, ids):
-        outputs = llm.generate(prompts, SamplingParams(**asked))
+        outputs = llm.generate(prompts, **asked)
         expected = [sample.text for output in outputs for sample in output.outputs]
         choices = server.complete(prompt=prompts, **asked).choices
         assert [(choice["index"], choice["text"]) for choice in choices] == [*enumerate(expected)]
@@ -161,7 +143,7 @@ def test_names_of_other_programs(server):
 
 
 def test_no_prompt_begins_at_bos(server, llm):
-    [output] = llm.generate("", SamplingParams(max_tokens=4))
+    [output] = llm.generate("", max_tokens=4)
     for prompt in (None, ""):
         reply = server.complete(prompt=prompt, max_tokens=4, temperature=0, echo=True, logprobs=0).json
         assert reply["choices"][0]["text"] == output.outputs[0].text
@@ -206,8 +188,6 @@ def test_by_default_16_tokens_or_what_fits(server, llm):
 # What a request may ask for in other words than SamplingParams.
 IN_OTHER_WORDS = {
     "vLLM's beams": ({"use_beam_search": True, "n": 3}, {"num_beams": 3, "n": 3}),
-    "beams": ({"num_beams": 3, "n": 3}, {"num_beams": 3, "n": 3}),
-    "best of": ({**SAMPLED, "n": 2, "best_of": 4}, {**SAMPLED, "n": 2, "best_of": 4}),
     "best_of 0": ({**SAMPLED, "best_of": 0}, SAMPLED),
     "a signed seed": ({"seed": -2}, {"temperature": 1, "seed": 2**64 - 2}),
     "an unsigned seed": ({"seed": 2**63}, {"temperature": 1, "seed": 2**63}),
@@ -220,7 +200,7 @@ IN_OTHER_WORDS = {
 @pytest.mark.parametrize("name", IN_OTHER_WORDS)
 def test_a_request_in_other_words_is_the_same(server, llm, name):
     asked, params = ({"max_tokens": 6, **each} for each in IN_OTHER_WORDS[name])
-    [output] = llm.generate(PROMPT, SamplingParams(**params))
+    [output] = llm.generate(PROMPT, **params)
     choices = server.complete(prompt=PROMPT, **asked).choices
     assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
 
@@ -228,7 +208,7 @@ def test_a_request_in_other_words_is_the_same(server, llm, name):
 def test_a_suffix_chooses_among_candidates(server, llm):
     """By the log probability per token of text and suffix together, worked out here by LLM.score."""
     suffix = " said the king."
-    [output] = llm.generate(PROMPT, SamplingParams(**SAMPLED, n=4))
+    [output] = llm.generate(PROMPT, **SAMPLED, n=4)
     tail = llm.read_prompt(suffix).token_ids
 
     def mean(sample) -> float:
@@ -244,7 +224,7 @@ def test_a_suffix_chooses_among_candidates(server, llm):
 
 
 def test_prompt_logprobs_in_vllms_words(server, llm):
-    [output] = llm.generate(PROMPT, SamplingParams(prompt_logprobs=2, max_tokens=1))
+    [output] = llm.generate(PROMPT, prompt_logprobs=2, max_tokens=1)
     found = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=1).choices[0]["prompt_logprobs"]
     assert found[0] is None
     parts = server.complete(prompt=PROMPT, prompt_logprobs=2, max_tokens=2, n=2, stream=True).parts
@@ -280,7 +260,7 @@ IMPROBABLE = {
 @pytest.mark.parametrize("name", IMPROBABLE)
 def test_log_probabilities_end_at_minus_9999_as_in_vllm(server, llm, name, mode):
     asked = {"logprobs": 5, "logprobs_mode": mode, "prompt_logprobs": 3, **SAMPLED, **IMPROBABLE[name]}
-    [sample] = llm.generate(PROMPT, SamplingParams(**asked))[0].outputs
+    [sample] = llm.generate(PROMPT, **asked)[0].outputs
     expected = [[max(value, -9999.0) for value in entry.values()] for entry in sample.logprobs]
     assert any(-9999.0 in values for values in expected) == (
         (name, mode) == ("a low temperature", "processed")
@@ -311,12 +291,7 @@ def test_no_two_ids_of_a_padded_vocabulary_share_a_name():
 
 
 def test_vocabularies_are_decoded_outside_of_the_loop(server, monkeypatch):
-    breakers, in_loop = InputProcessor._breakers, []
-
-    def noted(self, params):
-        in_loop.append(threading.current_thread() is server.thread)
-        return breakers(self, params)
-
-    monkeypatch.setattr(InputProcessor, "_breakers", noted)
+    is_in_loop = lambda *_: threading.current_thread() is server.thread  # noqa: E731
+    in_loop = noting(monkeypatch, InputProcessor, "_breakers", is_in_loop)
     assert server.complete(prompt="Once", max_tokens=2, dry_multiplier=1).status == 200
     assert in_loop == [False]

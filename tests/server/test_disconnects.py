@@ -6,7 +6,6 @@ import pytest
 
 from support.gate import Gate, until_idle
 from support.serving import served, until
-from tinygpt import SamplingParams
 from tinygpt.server import app
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
@@ -40,7 +39,7 @@ def test_a_client_that_leaves(server, llm, gate, leave, is_streamed):
 
 
 def test_a_client_that_leaves_the_queue(server, llm, gate):
-    others = [llm.submit([i], SamplingParams(max_tokens=400, ignore_eos=True)) for i in range(4)]
+    others = [llm.submit([i], max_tokens=400, ignore_eos=True) for i in range(4)]
     gate.allow(1)
     gate.wait_until_asked(2)  # the first step may have come before the last of them
     client = server.begin(**LONG, stream=True)

@@ -6,7 +6,7 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from support.gate import Gate, Held
+from support.gate import Gate, Held, noting
 from support.serving import until
 from tinygpt.aliases import OURS
 from tinygpt.server import answers, protocol, replies, requests
@@ -49,10 +49,7 @@ def test_of_many_errors_a_few_are_looked_for(name):
 
 
 def test_of_many_unknown_fields_a_few_are_read(monkeypatch):
-    sizes, renamed = [], protocol.renamed
-    monkeypatch.setattr(
-        protocol, "renamed", lambda given, *rest: sizes.append(len(given)) or renamed(given, *rest)
-    )
+    sizes = noting(monkeypatch, protocol, "renamed", lambda given, *_: len(given))
     many = {"use_cache": True, "temp": 0.5, **WRONG["unknown fields"], "max_tokens": 3}
     asked = {CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"}}
     for form, body in asked.items():
@@ -76,8 +73,8 @@ def test_huge_bodies_are_read_one_after_the_other(server, llm, monkeypatch):
         monkeypatch.setattr(llm, "read_prompt", held := Held(read))
         clients.append(server.begin(prompt="Once", **asked))
         assert held.called.wait(60)
-        monkeypatch.setattr(llm, "read_prompt", lambda *given: order.append(given) or read(*given))
-        order = []
+        monkeypatch.setattr(llm, "read_prompt", read)
+        order = noting(monkeypatch, llm, "read_prompt")
         clients.append(server.begin(prompt="a", **asked))
         gate.allow(10)
         assert server.complete(prompt="Once", max_tokens=1).status == 200
@@ -95,8 +92,6 @@ def test_biases_have_an_end(server):
 @pytest.mark.parametrize("field", ["prompt", "bad_words", "logit_bias", "suffix"])
 def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch, field):
     words = [f"word {i}" for i in range(1000)]
-    in_loop = []
-    encode = llm.tokenizer.encode
     long = {
         "prompt": "a" * 9000,
         "bad_words": words,
@@ -104,11 +99,9 @@ def test_texts_of_large_bodies_are_encoded_in_a_thread(server, llm, monkeypatch,
         "suffix": "a" * 9000,
     }
 
-    def noted(*arguments):
-        in_loop.append(threading.current_thread() is server.thread)
-        return encode(*arguments)
-
-    monkeypatch.setattr(llm.tokenizer, "encode", noted)
+    in_loop = noting(
+        monkeypatch, llm.tokenizer, "encode", lambda *_: threading.current_thread() is server.thread
+    )
     server.complete(**{"prompt": "Once", "max_tokens": 1, "best_of": 2, field: long[field]})
     assert in_loop
     assert not any(in_loop)
@@ -148,13 +141,7 @@ def test_a_reply_of_too_many_log_probabilities_is_refused_before_any_work(server
 
 
 def test_the_samples_of_a_prompt_share_its_log_probabilities(server, monkeypatch):
-    described, asked = replies.described, []
-
-    def noted(*given):
-        asked.append(given)
-        return described(*given)
-
-    monkeypatch.setattr(replies, "described", noted)
+    asked = noting(monkeypatch, replies, "described")
     reply = server.complete(
         prompt=[[1, 2, 3], [4, 5]], n=3, prompt_logprobs=1, max_tokens=1, temperature=0
     ).json

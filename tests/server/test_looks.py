@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from support.engines import sample_of
 from support.serving import served
 from tinygpt import LLM, ControlVector, Edit, RemoteLLM, SamplingParams
 from tinygpt.errors import RequestError
@@ -90,27 +91,21 @@ def test_the_short_form_of_vllm_lens(server):
     assert_equal(arrays(short), arrays(long))
 
 
-@pytest.mark.parametrize(
-    ("fields", "make"),
-    [
-        ({"keep": 0, "index": 1}, lambda rows: {"keep": 0, "index": 1}),
-        ({"value": "rows", "at": [-2, -1]}, lambda rows: {"value": rows, "at": [-2, -1]}),
-        ({"value": "lists", "at": "new"}, lambda rows: {"value": rows[0], "at": "new"}),
-        ({"project_out": "halves"}, lambda rows: {"project_out": np.float16(rows[0, 0])}),
-    ],
-    ids=["ablation", "patch", "new", "direction"],
-)
-def test_edits_are_the_librarys(server, llm, fields, make):
-    rows = (
-        np.random.default_rng(1).normal(size=(2, llm.config.n_head, llm.config.head_size)).astype(np.float32)
-    )
-    given = {"rows": coded(rows), "lists": rows[0].tolist(), "halves": coded(np.float16(rows[0, 0]))}
-    edit = {"name": "blocks.0.attn.hook_z"} | {
-        name: given.get(value, value) if isinstance(value, str) else value for name, value in fields.items()
-    }
-    [choice] = server.complete(**ASKED, edits=[edit], capture=CAPTURE).choices
-    made = Edit("blocks.0.attn.hook_z", **make(rows))
-    sample = llm.generate(ASKED["prompt"], replace(PARAMS, edits=made, capture=CAPTURE))[0].outputs[0]
+@pytest.mark.parametrize("way", ["ablation", "patch", "new", "direction"])
+def test_edits_are_the_librarys(server, llm, way):
+    shape = 2, llm.config.n_head, llm.config.head_size
+    rows = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    halves = np.float16(rows[0, 0])
+    sent, fields = {
+        "ablation": [{"keep": 0, "index": 1}] * 2,
+        "patch": ({"value": coded(rows), "at": [-2, -1]}, {"value": rows, "at": [-2, -1]}),
+        "new": ({"value": rows[0].tolist(), "at": "new"}, {"value": rows[0], "at": "new"}),
+        "direction": ({"project_out": coded(halves)}, {"project_out": halves}),
+    }[way]
+    name = "blocks.0.attn.hook_z"
+    [choice] = server.complete(**ASKED, edits=[{"name": name, **sent}], capture=CAPTURE).choices
+    made = Edit(name, **fields)
+    sample = sample_of(llm, ASKED["prompt"], replace(PARAMS, edits=made, capture=CAPTURE))
     assert choice["text"] == sample.text
     assert_equal(arrays(choice), sample.activations)
     plain = server.complete(**ASKED, capture=CAPTURE).choices[0]
@@ -125,11 +120,7 @@ def test_a_named_vector_steers_and_the_log_tells_the_edits(server, llm, vector):
     steered = server.complete(**ASKED, steer={"happy": 3}).choices[0]["text"]
     again = server.complete(**ASKED, steer={"happy": 3}).choices[0]["text"]
     other = server.complete(**ASKED, steer={"happy": -3}).status
-    assert (
-        steered
-        == again
-        == llm.generate(ASKED["prompt"], replace(PARAMS, edits=vector.edits(3)))[0].outputs[0].text
-    )
+    assert steered == again == sample_of(llm, ASKED["prompt"], replace(PARAMS, edits=vector.edits(3))).text
     assert (steered != plain, other) == (True, 200)
     digests = [server.ended().get("edits") for _ in range(4)]
     assert digests[0] is None
@@ -152,7 +143,7 @@ def test_a_remote_llm_refuses_them_by_name(server, given):
         RemoteLLM(server.url) as remote,
         pytest.raises(RequestError, match=f"{next(iter(given))} cannot be sent"),
     ):
-        remote.generate("Once", SamplingParams(**given))
+        remote.generate("Once", **given)
 
 
 def test_the_lens_is_the_librarys(server, llm, closed):

@@ -11,6 +11,7 @@ import sys
 
 import openai
 
+from support.engines import sample_of
 from support.gate import Gate, until_idle
 from support.serving import served, until
 from tinygpt import LLM
@@ -31,7 +32,7 @@ def client(server):
 
 @pytest.fixture
 def expected(llm):
-    return llm.generate(ASKED["prompt"], max_tokens=8, temperature=0.8, seed=4)[0].outputs[0].text
+    return sample_of(llm, ASKED["prompt"], max_tokens=8, temperature=0.8, seed=4).text
 
 
 def with_async_client(server, main):
@@ -120,7 +121,7 @@ def test_models_and_embeddings(client, llm):
 
 def test_chat(llm):
     template = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
-    text = llm.generate("Once upon a time", max_tokens=6)[0].outputs[0].text
+    text = sample_of(llm, "Once upon a time", max_tokens=6).text
     messages = [{"role": "user", "content": "Once upon a time"}]
     asked = {"model": "demo", "messages": messages, "max_completion_tokens": 6, "temperature": 0}
     with (
@@ -133,7 +134,7 @@ def test_chat(llm):
 
 
 def test_responses(llm):
-    text = llm.generate("Once upon a time", max_tokens=6)[0].outputs[0].text
+    text = sample_of(llm, "Once upon a time", max_tokens=6).text
     asked = {"model": "demo", "input": "Once upon a time", "max_output_tokens": 6, "temperature": 0}
     with served(llm, chat_template=PlainTemplate()) as server:
         with openai.OpenAI(base_url=server.url, api_key="none") as client:

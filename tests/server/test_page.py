@@ -12,7 +12,7 @@ from playwright.sync_api import expect, sync_playwright
 
 from support.gate import Gate
 from support.serving import served, until
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 
 pytestmark = pytest.mark.page
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -152,7 +152,7 @@ def running(server):
 def test_a_text_is_read_when_the_page_opens(server, llm, visit):
     visitor = visit(server)
     assert visitor.texts() == [llm.tokenizer.decode([i]) for i in ids_of(llm, TEXT)]
-    [output] = llm.generate([ids_of(llm, TEXT)], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    [output] = llm.generate([ids_of(llm, TEXT)], max_tokens=1, prompt_logprobs=0)
     pairs = zip(ids_of(llm, TEXT), output.prompt_logprobs, strict=True)
     expected = [min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs if logprobs]
     found = visitor.tokens.evaluate_all(
@@ -190,7 +190,7 @@ def test_the_text_comes_while_it_is_written(server, llm, visit):
 def test_what_is_written_is_what_the_library_writes(server, llm, visit):
     visitor = visit(server)
     visitor.write()
-    [output] = llm.generate(TEXT, SamplingParams(**SETTINGS))
+    [output] = llm.generate(TEXT, **SETTINGS)
     assert visitor.field.input_value() == TEXT + output.outputs[0].text
     [asked] = visitor.written()
     assert {name: asked[name] for name in SETTINGS} == SETTINGS
@@ -228,7 +228,7 @@ def test_candidates_open_by_mouse_and_one_of_them_branches(server, llm, visit):
     visitor = visit(server)
     visitor.click(3)
     [prefix, token] = [ids_of(llm, TEXT)[:3], ids_of(llm, TEXT)[3]]
-    [output] = llm.generate([prefix], SamplingParams(max_tokens=1, temperature=0, logprobs=10))
+    [output] = llm.generate([prefix], max_tokens=1, temperature=0, logprobs=10)
     ranked = [*output.outputs[0].logprobs[0]][:10]
     assert visitor.options.count() == 10 + (token not in ranked)
     expect(visitor.page.locator("#list [aria-selected=true]")).to_have_count(1)
@@ -260,7 +260,7 @@ def test_candidates_behind_the_text_write_it_on(server, llm, visit):
     visitor = visit(server)
     visitor.field.press("Control+End")
     visitor.page.keyboard.press("Control+Space")
-    [output] = llm.generate(TEXT, SamplingParams(max_tokens=1, temperature=0, logprobs=10))
+    [output] = llm.generate(TEXT, max_tokens=1, temperature=0, logprobs=10)
     best = output.outputs[0].token_ids[0]
     expect(visitor.options.first).to_be_focused()
     name = visitor.options.first.get_attribute("aria-label")
@@ -324,7 +324,7 @@ def test_a_text_that_the_model_begins_goes_on_from_there(server, llm, visit):
     visitor.write()
     visitor.write()
     second = visitor.written()[1]
-    [output] = llm.generate("", SamplingParams(**SETTINGS | {"max_tokens": 5}))
+    [output] = llm.generate("", **SETTINGS | {"max_tokens": 5})
     assert second["prompt"] == output.prompt_token_ids + output.outputs[0].token_ids
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from support.gate import Gate
 from support.paths import ROOT
 from support.serving import served, until
-from tinygpt import LLM, SamplingParams
+from tinygpt import LLM
 from tinygpt.text.chat_template import ChatTemplate
 
 TEMPLATE = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}", {})
@@ -109,10 +109,10 @@ def test_a_full_queue_says_when_to_come_again():
         served(llm) as server,
         llm.engine.wrapped(Gate) as gate,
     ):
-        futures = [llm.submit([1], SamplingParams(max_tokens=1))]
+        futures = [llm.submit([1], max_tokens=1)]
         for _ in range(2):  # the second prompt finds no room, and the first is cancelled
             assert server.complete(prompt=["a", "b"]).status == 429
-        futures.append(llm.submit([1], SamplingParams(max_tokens=1)))
+        futures.append(llm.submit([1], max_tokens=1))
         reply = server.complete(prompt="a")
         assert (reply.status, reply.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in reply.headers

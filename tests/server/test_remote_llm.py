@@ -7,33 +7,12 @@ import inspect
 import numpy as np
 import pytest
 
+from support.engines import SAMPLED, WAYS
 from support.gate import Gate
 from support.serving import served, until
 from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError
 
-SAMPLED = {"max_tokens": 10, "temperature": 0.9, "top_k": 50, "top_p": 0.95, "seed": 7}
-CASES = {
-    "greedy": {"max_tokens": 10, "seed": 1},
-    "sampled": SAMPLED,
-    "logprobs": {**SAMPLED, "logprobs": 4, "prompt_logprobs": 3},
-    "processed": {**SAMPLED, "logprobs": 4, "logprobs_mode": "processed", "suppress_tokens": [11, 13]},
-    "samples": {**SAMPLED, "n": 3, "logprobs": 0},
-    "best of": {**SAMPLED, "n": 2, "best_of": 4},
-    "beams": {"max_tokens": 8, "seed": 1, "num_beams": 3, "n": 2, "length_penalty": 0.5},
-    "stop": {**SAMPLED, "stop": [" the", ","], "include_stop_str_in_output": True, "stop_token_ids": [13]},
-    "penalties": {
-        **SAMPLED,
-        "repetition_penalty": 1.3,
-        "logit_bias": {11: -5, 262: 2.5},
-        "bad_words": "king",
-    },
-    "filters": {**SAMPLED, "min_p": 0.01, "typical_p": 0.9, "top_p_decay": 0.9, "top_p_reset_ids": [13]},
-    "overflow": {**SAMPLED, "max_tokens": 600, "overflow": "clamp"},
-    "guided": {**SAMPLED, "guided_regex": "[A-Z][a-z]+"},
-    "guided by a schema": {**SAMPLED, "guided_json": {"type": "array", "items": {"type": "integer"}}},
-    "loops": {**SAMPLED, "repetition_detection": {"max_pattern_size": 3, "min_count": 2}, "ignore_eos": True},
-}
 PROMPTS = ["Once upon a time", "", [46, 1364, 555], "näh 🐺"]
 
 
@@ -50,17 +29,17 @@ def told(output):
     return repr(dataclasses.replace(output, metrics=None, num_cached_tokens=0))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", WAYS)
 def test_an_output_is_the_librarys(remote, llm, name):
-    params = SamplingParams(**CASES[name])
-    prompts = PROMPTS if name in ("sampled", "logprobs") else PROMPTS[:1]
+    params = SamplingParams(**WAYS[name])
+    prompts = PROMPTS if name in ("sampled", "log probabilities") else PROMPTS[:1]
     assert [*map(told, remote.generate(prompts, params))] == [*map(told, llm.generate(prompts, params))]
 
 
 @pytest.mark.parametrize("remote", ["", "/", "/v1", "/v1/"], indirect=True)
-@pytest.mark.parametrize("name", ["greedy", "logprobs", "samples", "stop"])
+@pytest.mark.parametrize("name", ["greedy", "log probabilities", "samples", "stop strings"])
 def test_a_stream_is_the_librarys(remote, llm, name):
-    params = SamplingParams(**CASES[name])
+    params = SamplingParams(**WAYS[name])
     found = [*remote.stream("Once upon", params)]
     expected = [*llm.stream("Once upon", params)]
     assert sorted(map(repr, found)) == sorted(map(repr, expected))
@@ -68,7 +47,7 @@ def test_a_stream_is_the_librarys(remote, llm, name):
 
 
 def test_a_callback_gets_the_chunks_and_the_future_the_output(remote, llm):
-    params = SamplingParams(**CASES["logprobs"])
+    params = SamplingParams(**WAYS["log probabilities"])
     chunks = []
     output = remote.submit("Once upon", params, chunks.append).result(60)
     assert [*map(repr, chunks)] == [*map(repr, llm.stream("Once upon", params))]
@@ -94,8 +73,8 @@ def test_asyncio(remote, llm):
             return outputs, [chunk async for chunk in front.stream("Once upon", params)]
 
     outputs, chunks = asyncio.run(run())
-    assert [*map(told, outputs)] == [*map(told, llm.generate(PROMPTS, SamplingParams(**SAMPLED)))]
-    assert chunks == [*llm.stream("Once upon", SamplingParams(**SAMPLED))]
+    assert [*map(told, outputs)] == [*map(told, llm.generate(PROMPTS, **SAMPLED))]
+    assert chunks == [*llm.stream("Once upon", **SAMPLED)]
 
 
 def test_methods_have_an_llms_parameters(remote):
@@ -203,7 +182,7 @@ def test_a_body_over_the_limit_is_told_so(llm):
             RequestError, match=r"^the body is longer than the 1000 bytes that this server reads"
         ):
             remote.generate("a " * 2**24)
-        assert remote.generate("Once", SamplingParams(max_tokens=1))
+        assert remote.generate("Once", max_tokens=1)
 
 
 @pytest.mark.parametrize("how", ["future", "queued", "iterator", "task", "error beside it", "close"])
@@ -279,7 +258,7 @@ def test_a_full_queue_is_told(server, llm, remote):
 
 def test_a_full_queue_is_waited_for(server, llm):
     with RemoteLLM(f"http://127.0.0.1:{server.port}", max_connections=7) as remote:
-        outputs = remote.generate([[token_id] for token_id in range(100, 130)], SamplingParams(max_tokens=2))
+        outputs = remote.generate([[token_id] for token_id in range(100, 130)], max_tokens=2)
     assert [output.prompt_token_ids for output in outputs] == [[token_id] for token_id in range(100, 130)]
 
 
@@ -296,4 +275,4 @@ def test_keys(llm, monkeypatch):
         monkeypatch.setenv("TINYGPT_API_KEY", "a secret")
         for key in (None, "a secret"):
             with RemoteLLM(url, api_key=key) as remote:
-                assert remote.generate("Once", SamplingParams(max_tokens=1))
+                assert remote.generate("Once", max_tokens=1)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import tinygpt
+from support.engines import sample_of
 from support.gate import Held
 from support.golden_models import SMALL, add_tensors, write_lora
 from support.serving import served, until
@@ -81,7 +82,7 @@ def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
 @pytest.mark.parametrize("head", ["score.weight", "classifier.weight"])
 def test_labels_are_the_librarys(small_demo, tmp_path, head):
     folder = add_tensors(shutil.copytree(small_demo, tmp_path / "model"), {head: (3, SMALL["n_embd"])})
-    with LLM(str(folder), device="reference", split_special_tokens=True) as llm, served(llm) as server:
+    with LLM(folder, device="reference", split_special_tokens=True) as llm, served(llm) as server:
         reply = server.ask("/classify", {"input": ["a wolf", "the king"]}).json
         expected = llm.classify(["a wolf", "the king"])
     shown = [
@@ -94,10 +95,10 @@ def test_labels_are_the_librarys(small_demo, tmp_path, head):
 def test_an_adapter_is_a_model(small_demo, tmp_path):
     adapter = write_lora(tmp_path / "adapter", rank=2, targets=["c_attn"], has_head=False)
     body = {"prompt": "a wolf", "max_tokens": 6, "temperature": 0, "return_token_ids": True}
-    with LLM(str(small_demo), device="reference", lora_modules={"a": adapter}) as llm, served(llm) as server:
+    with LLM(small_demo, device="reference", lora_modules={"a": adapter}) as llm, served(llm) as server:
         found = {name: server.complete(**body, model=name).json for name in ("demo", "a")}
         for name, lora_request in (("demo", None), ("a", "a")):
-            expected = llm.generate("a wolf", max_tokens=6, lora_request=lora_request)[0].outputs[0]
+            expected = sample_of(llm, "a wolf", max_tokens=6, lora_request=lora_request)
             [choice] = found[name]["choices"]
             assert (found[name]["model"], choice["token_ids"]) == (name, expected.token_ids)
         assert found["a"]["choices"][0]["text"] != found["demo"]["choices"][0]["text"]

@@ -8,6 +8,7 @@ import secrets
 
 import pytest
 
+from support.gate import noting
 from support.serving import served
 from tinygpt.server.monitoring import TextLines
 
@@ -47,8 +48,7 @@ def test_each_key_opens(locked, key):
 
 
 def test_every_key_is_compared_in_constant_time(locked, monkeypatch):
-    compared, compare = [], secrets.compare_digest
-    monkeypatch.setattr(secrets, "compare_digest", lambda a, b: compared.append(b) or compare(a, b))
+    compared = noting(monkeypatch, secrets, "compare_digest", lambda a, b: b)
     assert locked.ask("/v1/models", authorization="Bearer first-key").status == 200
     assert compared == [key.encode() for key in KEYS]
 

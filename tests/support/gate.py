@@ -1,4 +1,4 @@
-"""Gate, Held and paused: an engine that takes steps, and a function that returns, only as the test allows."""
+"""An engine that takes steps, and a function that returns, only as the test allows; and calls that are noted."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -58,6 +58,18 @@ class Held:
         self.called.set()
         assert self.release.wait(SECONDS), "it was not released"
         return self._function(*arguments)
+
+
+def noting(patch: Any, owner: Any, name: str, note: Callable[..., Any] = lambda *given: given) -> list[Any]:
+    """Return a list that grows by the note of each call of the owner's function."""
+    found, function = [], getattr(owner, name)
+
+    def noted(*given: Any, **named: Any) -> Any:
+        found.append(note(*given))
+        return function(*given, **named)
+
+    patch.setattr(owner, name, noted)
+    return found
 
 
 @contextmanager

@@ -93,3 +93,29 @@ any_sequence = st.builds(
     st.integers(0, 2**64 - 1),
     fields,
 )
+
+
+def any_params(kind: type = SamplingParams, **fields: Any) -> st.SearchStrategy:
+    """Return a strategy of what requests to a model may ask for: params, or a dict of their fields."""
+    fields = {
+        "max_tokens": st.integers(1, 10),
+        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+        "top_k": st.sampled_from([0, 3]),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "seed": st.integers(0, 3),
+        "n": st.sampled_from([1, 1, 3]),
+        "best_of": st.sampled_from([None, None, 4]),
+        "logprobs": st.sampled_from([None, 0, 2]),
+        "prompt_logprobs": st.sampled_from([None, None, 0, 2]),
+        "prompt_lookup_num_tokens": st.sampled_from([0, 3]),
+        "stop": st.sampled_from([None, "e", ["the ", "\x00"]]),
+        "repetition_penalty": st.sampled_from([1.0, 1.3]),
+        "frequency_penalty": st.sampled_from([0.0, 0.5]),
+        "no_repeat_ngram_size": st.sampled_from([0, 2]),
+        "min_tokens": st.sampled_from([0, 1]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "logit_bias": st.sampled_from([None, {11: 4.0}]),
+        "ignore_eos": st.booleans(),
+        **fields,
+    }
+    return st.builds(kind, **fields)
