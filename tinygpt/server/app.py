@@ -40,6 +40,7 @@ from ..errors import RequestError, suggest
 from ..llm import LLM
 from .answers import BUG, ApiError, ErrorReply, from_validation, respond
 from .api import Api, ServerConfig
+from .connection import Connection
 from .info_routes import InfoRoutes
 from .requests import JsonRoute
 
@@ -232,7 +233,7 @@ class Server(uvicorn.Server):
 
         on_start, on_signal: called when requests can come, and at the first signal.
         """
-        off = {"ws": "none", "lifespan": "off", "log_config": None}
+        off = {"http": Connection, "ws": "none", "lifespan": "off", "log_config": None}
         off |= {"access_log": False, "server_header": False, "proxy_headers": False, "backlog": BACKLOG}
         seconds = {"timeout_keep_alive": KEEP_ALIVE_SECONDS, "timeout_graceful_shutdown": int(FLUSH_SECONDS)}
         super().__init__(uvicorn.Config(app, **off, **seconds))

@@ -1,0 +1,107 @@
+"""A client that sends more than a bound of its connection is refused, and nothing of it is kept."""
+
+import socket
+import time
+
+import pytest
+
+from support.gate import Gate
+from support.serving import served, until
+from tinygpt.server import connection
+
+HOST = b"Host: 127.0.0.1\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+KB = 2**10
+LARGE = 2**22
+# What comes first, and what then comes without end.
+ENDLESS = {
+    "path": (b"GET /", b"a" * KB),
+    "headers": (b"GET /health HTTP/1.1\r\n" + HOST, b"X-1: a\r\n" * KB),
+    "large headers": (b"GET /health HTTP/1.1\r\n" + HOST, b"X-1: %s\r\n" % (b"a" * 2 * KB)),
+    "a header": (b"GET /health HTTP/1.1\r\n" + HOST + b"X-1: ", b"a" * KB),
+    "trailers": (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-1: a\r\n" * KB),
+    "a trailer": (CHUNKED + b"2\r\n{}\r\n0\r\nX-1: ", b"a" * KB),
+    "an extension of a chunk": (CHUNKED + b"2;a=", b"a" * KB),
+    "requests": (b"", GET * KB),
+    "chunks": (CHUNKED, b"1\r\na\r\n" * KB),
+    "lines before a request": (b"", b"\r\n" * KB),
+}
+
+
+@pytest.fixture(scope="module")
+def locked(llm):
+    with served(llm, api_keys=("key",)) as server:
+        yield server
+
+
+def connect(server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=60)
+
+
+def received(client: socket.socket) -> bytes:
+    found = b""
+    while data := client.recv(2**16):
+        found += data
+    return found
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_what_has_no_end_is_cut(locked, kind):
+    head, more = ENDLESS[kind]
+    with connect(locked) as client:
+        client.sendall(head)
+        with pytest.raises(ConnectionError):
+            client.sendall(more * (LARGE // len(more)))
+    until(lambda: not locked._server.server_state.connections)
+
+
+@pytest.mark.parametrize(
+    ("lines", "status"),
+    [
+        (b"X-1: a\r\n" * (connection.NUM_HEADERS - 2), 200),
+        (b"X-1: a\r\n" * connection.NUM_HEADERS, 431),
+        (b"X-1: %s\r\n" % (b"a" * (connection.HEAD_BYTES - 50)), 200),
+        (b"X-1: %s\r\n" % (b"a" * connection.HEAD_BYTES), 431),
+    ],
+)
+def test_a_head_may_be_as_large_as_told(locked, lines, status):
+    with connect(locked) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\n" + HOST + b"Connection: close\r\n" + lines + b"\r\n")
+        assert received(client).startswith(b"HTTP/1.1 %d" % status)
+
+
+def test_requests_may_wait_for_others(locked):
+    with connect(locked) as client:
+        client.sendall(GET * connection.NUM_PIPELINED)
+        found = b""
+        while found.count(b"HTTP/1.1 200 OK") < connection.NUM_PIPELINED:
+            found += client.recv(2**16)
+
+
+def test_a_body_may_come_in_small_chunks(locked):
+    body = b"".join(b"1\r\n%c\r\n" % c for c in b'{"prompt": "a", "max_tokens": 1}')
+    with connect(locked) as client:
+        head = CHUNKED.replace(
+            HOST, HOST + b"Authorization: Bearer key\r\nContent-Type: application/json\r\n"
+        )
+        client.sendall(head.replace(HOST, HOST + b"Connection: close\r\n") + body + b"0\r\n\r\n")
+        assert received(client).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHo", GET + b"GET /hea"])
+def test_a_head_that_does_not_end(llm, monkeypatch, sent):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    with served(llm) as server, connect(server) as client:
+        client.sendall(sent)
+        assert received(client).startswith(b"HTTP/1.1 200 OK" if GET in sent else b"")
+
+
+def test_a_reply_may_take_longer_than_a_head(llm, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    with served(llm) as server, llm.engine.wrapped(Gate) as gate:
+        client = server.begin(prompt="Once", max_tokens=1)
+        gate.wait_until_asked(1)
+        time.sleep(0.3)
+        gate.allow(1)
+        assert client.socket.recv(100).startswith(b"HTTP/1.1 200 OK")
