@@ -91,12 +91,12 @@ def penalize_repeats(
     longest = np.zeros(followers.size, np.int64)
     np.maximum.at(longest, index, lengths[is_long])
     is_penalized = [() not in breakers.get(token_id, ()) for token_id in followers.tolist()]
-    base = np.float64(np.float32(base))
+    base = np.float32(base)
     exponents = longest[is_penalized] - allowed_length
     if base > 1:
         exponents = np.minimum(exponents, int(MAX_LOG / np.log(base)))
     with np.errstate(over="ignore"):
-        penalties = (np.float32(multiplier) * base**exponents).astype(np.float32)
+        penalties = (np.float32(multiplier) * np.float64(base) ** exponents).astype(np.float32)
         scores[followers[is_penalized]] -= penalties
     return scores
 

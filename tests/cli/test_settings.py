@@ -98,3 +98,15 @@ def test_a_shell_completes_commands_and_flags(call):
     result = call("completion", "bash")
     assert (result.code, result.err) == (0, ""), shtab
     assert {"generate", "serve", "--max-tokens", "--batch-sizes"} <= {*result.out.replace("'", " ").split()}
+
+
+@pytest.mark.parametrize(
+    "words", [["--config", '"\\u001b[31mred" = 1'], ["--b\x1b[31mx"], ["--config", "\x1b[31m"]]
+)
+def test_errors_do_not_steer_a_terminal(call, config, words):
+    if "=" in words[-1]:
+        words = [words[0], config(words[1], "c.toml")]
+    result = call("generate", *words)
+    assert result.code == 2
+    assert "\\x1b[31m" in result.err
+    assert "\x1b" not in result.err

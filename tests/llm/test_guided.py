@@ -286,16 +286,18 @@ def test_a_grammar_is_compiled_again_if_its_process_has_ended(llm):
     assert key(llm.generate(PROMPT, params_of("regex"))[0]) == expected
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_refused_grammar_is_refused_again_at_once(llm, monkeypatch):
-    for name in (
-        "names by pattern",
-        "a multiple",
-    ) * 2:  # the one as it is validated, the other as it is compiled
+def test_a_grammar_that_was_too_slow_is_tried_again(llm, monkeypatch):
+    """A loaded machine, or the end of the grammar's process, says nothing of the grammar."""
+    params = SamplingParams(guided_regex="(once|twice) upon", max_tokens=8)
+
+    def killed(*args):
+        raise grammar_process.LimitError("takes more than 1 s or 256 MiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar_process.Grammar, "ask", killed)
         with pytest.raises(RequestError, match="takes more than"):
-            llm.generate(PROMPT, **HOSTILE[name])
-        if name == "a multiple":
-            monkeypatch.setattr(grammar_process.GrammarServer, "grammar", None)
+            llm.generate(PROMPT, params)
+    assert llm.generate(PROMPT, params)[0].outputs[0].text
 
 
 def test_a_thread_that_submits_asks_nothing_of_a_compiled_grammar(llm, monkeypatch):

@@ -1,6 +1,7 @@
 """Causal traces, differences by bits, and control vectors with their GGUF files."""
 
 import ctypes
+import errno
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from support.golden_models import write_model
 from support.kernel_tools import same_bits
 from tinygpt import LLM, ControlVector, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
+from tinygpt.weights import files
+from tinygpt.weights.convert import gguf
 
 FIELDS = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 64, "vocab_size": 97}
 CLEAN = np.random.default_rng(0).integers(0, 97, 9).tolist()
@@ -231,6 +234,20 @@ def test_files_that_are_none(tmp_path):
         ControlVector.load(path)
     with pytest.raises(CheckpointError, match="must hold vectors direction"):
         ControlVector.load(ControlVector({1: np.zeros((3, 2))}).save(tmp_path / "y.gguf"))
+
+
+def test_a_full_disk_leaves_the_old_vector(tmp_path, monkeypatch):
+    path = ControlVector({1: np.ones(3)}).save(tmp_path / "x.gguf")
+
+    def sync(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for module in (files, gguf):
+        monkeypatch.setattr(module, "sync", sync)
+    with pytest.raises(CheckpointError, match="x.gguf cannot be written: No space left on device"):
+        ControlVector({1: np.zeros(3)}).save(path)
+    assert ControlVector.load(path).directions[1].tolist() == [1, 1, 1]
+    assert [*tmp_path.iterdir()] == [path]
 
 
 def test_llama_cpp_steers_alike(tmp_path, folder, llm, vector):

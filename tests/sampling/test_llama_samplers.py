@@ -119,6 +119,15 @@ def test_dry_penalizes_as_llama_cpp(llm, backend, case):
     assert num_penalized > 1
 
 
+@BACKENDS
+@pytest.mark.parametrize("base", [2.0, 4.0, 16.0, 256.0])
+def test_the_greatest_exponent_is_rounded_as_a_float32(llm, backend, base):
+    """llama.cpp's FLOAT_MAX_LOG / log(base) is 128 for base 2 in float32 and less in float64; 2.0**128 is infinite."""
+    fields = {"dry_multiplier": 1.0, "dry_base": base, "dry_allowed_length": 1, "dry_penalty_last_n": -1}
+    scores = scores_after(llm, backend, [5] * 200, **fields, dry_sequence_breakers=[])
+    assert scores[5] == -np.inf
+
+
 def test_xtc_and_top_n_sigma_keep_as_llama_cpp():
     num_removed = np.zeros(3, int)
     for seed in range(20):

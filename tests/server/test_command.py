@@ -60,6 +60,7 @@ def test_a_taken_port(run, monkeypatch):
     [
         ("--host 192.0.2.1", "192.0.2.1:8000 cannot be listened on"),
         ("--host no.such.host.invalid", "a --host of this machine"),
+        ("--host a\u202eb", "cannot be listened on (encoding of hostname failed)"),
     ],
 )
 def test_what_cannot_be_served(run, arguments, part):

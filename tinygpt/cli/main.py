@@ -17,6 +17,7 @@ import tinygpt
 
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
 from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank, process_world, world_of
+from ..weights.errors import printable
 from .flags import Command, flag_of, has_ranks, set_defaults
 from .streams import MessageHandler, emit, log, logging_to_stderr, print_error
 
@@ -267,11 +268,16 @@ def command_parser(name: str, is_all: bool = True) -> argparse.ArgumentParser:
     return parser
 
 
-def _parser(prog: str, arguments: str, about: str, epilog: str) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """argparse's parser, whose errors do not steer a terminal by words and files that they quote."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
+def _parser(prog: str, arguments: str, about: str, epilog: str) -> Parser:
     form = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(
-        prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False
-    )
+    return Parser(prog, f"{prog} {arguments}", about, epilog, formatter_class=form, allow_abbrev=False)
 
 
 def _command(name: str) -> Command:

@@ -42,10 +42,13 @@ class Guidance:
 
     def check(self, field: str, value: Any) -> Grammar:
         """Return the grammar of a guided field. Raise RequestError if no text can follow it."""
-        found = self._grammar(field, value)
-        if isinstance(found, Grammar) and found.has_ended:
-            self._grammar.cache_clear()
+        try:
             found = self._grammar(field, value)
+            if isinstance(found, Grammar) and found.has_ended:
+                self._grammar.cache_clear()
+                found = self._grammar(field, value)
+        except LimitError as error:  # not kept: another time, an idle machine may do it
+            found = f"it {error}"
         if isinstance(found, str):
             shown = reprlib.repr(list(value)) if field == "guided_choice" else reprlib.repr(value)
             reason = in_short(found, field == "guided_grammar")
@@ -61,7 +64,7 @@ class Guidance:
         self._server.close()
 
     def _compile(self, field: str, value: Any) -> Grammar | str:
-        """Return a grammar, or the reason why it is refused: to find it can take seconds."""
+        """Return a grammar, or the reason why it is refused: to find it can take seconds. Raise LimitError."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
@@ -71,12 +74,8 @@ class Guidance:
         if num_characters > MAX_CHARACTERS:
             return f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
         grammar = self._server.grammar()
-        try:
-            problem = grammar.ask(COMPILE_SECONDS, "read", field, value)
-            problem = problem or grammar.ask(COMPILE_SECONDS, "compile")
-        except LimitError as error:
-            problem = f"it {error}"
-        return problem or grammar
+        problem = grammar.ask(COMPILE_SECONDS, "read", field, value)
+        return problem or grammar.ask(COMPILE_SECONDS, "compile") or grammar
 
 
 class Guide:

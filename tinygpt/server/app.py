@@ -294,7 +294,7 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.create_server(
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
         )
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, TypeError) as error:  # TypeError: of a name that IDNA does not have
         why = str(getattr(error, "strerror", None) or error).partition(" (while ")[0]
         message = (
             f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."

@@ -2,7 +2,7 @@
 
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from ..containers.gguf import ALIGNMENT, ARRAY, FLOAT32, MAGIC, STRING
 from ..errors import CheckpointError, how_to_install
 from ..families.gguf import ARCHITECTURE, ARCHITECTURES, CONTROL, KEYS, NAMES, NORMAL, UNUSED, USER_DEFINED
 from ..families.gpt2 import is_blooms_kind
-from ..files import sync
+from ..files import atomic_write, sync
 from .export import rounded
 
 FILE = "model.gguf"
@@ -46,19 +46,30 @@ def write_gguf(folder: Path, checkpoint: Checkpoint, dtype: str, tokenizer: Mapp
         name: "float32" if len(shape) == 1 or name == POSITIONS else dtype for name, shape in shapes.items()
     }
     named = {NAMES.of(name): (shape, dtypes[name]) for name, shape in shapes.items()}
-    return _write(folder / FILE, keys, named, (_bytes(checkpoint, name, dtypes[name]) for name in shapes))
+    contents = (_bytes(checkpoint, name, dtypes[name]) for name in shapes)
+    path = folder / FILE
+    with path.open("wb") as file:
+        file.writelines(_parts(keys, named, contents))
+        file.flush()
+        sync(file.fileno())
+    return path
 
 
 def write_tensors(path: Path, keys: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Path:
-    """Write a GGUF file of float32 arrays."""
+    """Write a GGUF file of float32 arrays, or none. Raise CheckpointError."""
     shapes = {name: (array.shape, "float32") for name, array in tensors.items()}
-    return _write(path, keys, shapes, (np.asarray(array, "<f4").tobytes() for array in tensors.values()))
+    contents = (np.asarray(array, "<f4").tobytes() for array in tensors.values())
+    try:
+        atomic_write(path, b"".join(_parts(keys, shapes, contents)))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror}.") from error
+    return path
 
 
-def _write(
-    path: Path, keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]
-) -> Path:
-    """Write a GGUF file. tensors: shapes and dtypes by name, in the order of `contents`."""
+def _parts(
+    keys: Mapping[str, Any], tensors: Mapping[str, tuple], contents: Iterable[bytes]
+) -> Iterator[bytes]:
+    """Yield a GGUF file. tensors: shapes and dtypes by name, in the order of `contents`."""
     out = [MAGIC + struct.pack("<IQQ", 3, len(tensors), len(keys))]
     offset = 0
     out += [_string(name) + _typed(content) for name, content in keys.items()]
@@ -68,13 +79,8 @@ def _write(
             _string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *reversed(shape), kind, offset)
         )
         offset += _padded(math.prod(shape) // values * size)
-    with path.open("wb") as file:
-        file.write(_with_padding(b"".join(out)))
-        for content in contents:
-            file.write(_with_padding(content))
-        file.flush()
-        sync(file.fileno())
-    return path
+    yield _with_padding(b"".join(out))
+    yield from map(_with_padding, contents)
 
 
 def check_gguf(checkpoint: Checkpoint, dtype: str) -> None:
