@@ -244,7 +244,7 @@ def test_a_full_disk_leaves_the_old_vector(tmp_path, monkeypatch):
 
     for module in (files, gguf):
         monkeypatch.setattr(module, "sync", sync)
-    with pytest.raises(CheckpointError, match="x.gguf cannot be written: No space left on device"):
+    with pytest.raises(CheckpointError, match=r"x\.gguf cannot be written: No space left on device"):
         ControlVector({1: np.zeros(3)}).save(path)
     assert ControlVector.load(path).directions[1].tolist() == [1, 1, 1]
     assert [*tmp_path.iterdir()] == [path]
