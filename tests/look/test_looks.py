@@ -178,6 +178,7 @@ def fail(rows):
     ("function", "message"),
     [
         (fail, r"at z of layer 0 failed: ZeroDivisionError\('mine'\)"),
+        (lambda rows: rows * 1j, "it returned complex numbers"),
         (lambda rows: rows[:, :1], r"returned an array of shape \(40, 1, 16\) for one of \(40, 4, 16\)"),
         (lambda rows: rows * np.nan, "position 39 are not finite numbers: the request's edits gave them"),
     ],
@@ -216,6 +217,16 @@ REFUSED_EDITS = rows(r"""
     [
         *REFUSED,
         *(({"edits": [Edit(**edit) for edit in edits]}, message) for edits, message in REFUSED_EDITS),
+        ({"edits": Edit("z", index=[1, 2, -3], keep=0)}, r"edits\[0\] does not fit"),
+        ({"edits": Edit("z", index=[0] * 100_000, keep=0)}, r"edits\[0\] does not fit"),
+        ({"edits": Edit("resid_pre", keep=np.ones((9, 1)))}, r"edits\[0\] does not fit"),
+        ({"edits": Edit("resid_pre", value=np.ones((1, 9, 1, 1)))}, r"edits\[0\] does not fit"),
+        ({"edits": Edit("resid_pre", value=np.ones((45, 1, 9)))}, r"edits\[0\] does not fit"),
+        ({"edits": Edit("resid_pre", project_out=[1])}, r"edits\[0\] does not fit"),
+        ({"edits": [Edit("resid_pre", keep=2)] * 501}, "edits are at more than 1000 points"),
+        ({"edits": Edit("z", at=[1, 500])}, "edits.at is .* and must be below max_model_len"),
+        ({"capture": "*" + "[ab]" * 50}, "capture may have at most 64 short forms and names with"),
+        ({"capture": ["z"] * 65}, "capture may have at most 64 short forms and names with"),
         (
             {"edits": Edit("z", at=slice(500, None))},
             r"edits.at is slice\(500, None, None\) and must be below",
@@ -223,7 +234,8 @@ REFUSED_EDITS = rows(r"""
         ({"edits": Edit("z"), "num_beams": 2}, "num_beams is 2 and must be 1 with capture or edits"),
     ],
 )
-def test_what_is_refused(plain, fields, message):
+def test_what_is_refused(plain, fields, message, monkeypatch):
+    monkeypatch.setattr(Edit, "changed", None)  # refused before any arithmetic
     with pytest.raises(RequestError, match=message):
         plain.generate([IDS[0]], **{**GREEDY, "logprobs": None, **fields})
 
@@ -245,6 +257,7 @@ IMPOSSIBLE = rows(r"""
     [
         *IMPOSSIBLE,
         ({"at": slice(0, 9, 2)}, "without a step"),
+        ({"value": 1j}, "value is 1j and must be a number or an array"),
         ({"keep": 0, "function": np.tanh}, "next to another change"),
     ],
 )

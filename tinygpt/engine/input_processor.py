@@ -301,7 +301,7 @@ class InputProcessor:
         captures = Captures.of(capture, edits, self._points(), num_prompt, length)
         most = self._engine_config.max_model_len
         for one in chain(*captures.edits.values()):
-            if one.first >= most:
+            if one.last >= most:
                 raise invalid("edits.at", one.edit.at, f"below max_model_len, {most}")
         check_size(captures, length, count, self._engine_config.max_capture_bytes)
         return captures

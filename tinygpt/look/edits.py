@@ -1,5 +1,6 @@
 """Edits: changes of activations at points of a step, placed in a request's text, and control vectors."""
 
+import math
 import operator
 import os
 import re
@@ -17,6 +18,7 @@ from ..weights.files import followed
 from .hooks import HookPoints
 
 END = 2**31  # after all positions
+MAX_PLACED = 1000  # edits of a request, each at one point: each costs every step microseconds
 KIND = "controlvector"  # the architecture of llama.cpp's files
 DIRECTION = re.compile(r"direction\.([1-9]\d{0,5})")
 
@@ -99,6 +101,7 @@ def _array(given: Any) -> np.ndarray:
     owner = given if getattr(given, "base", None) is None else given.base
     is_fixed = isinstance(owner, np.ndarray) and owner.base is None and not owner.flags.writeable
     is_kept = is_fixed and given.dtype == np.float32 and not given.flags.writeable
+    _need(not np.iscomplexobj(given))
     array = given if is_kept else np.array(given, np.float32)  # a copy; None is NaN
     _need(not np.isnan(array).any())
     array.flags.writeable = False
@@ -152,27 +155,28 @@ class PlacedEdit:
     def of(cls, edit: Edit, shape: tuple[int, ...], num_prompt: int) -> "PlacedEdit | None":
         """Return the edit, or None if it does not fit rows of this shape after a prompt of num_prompt tokens."""
         bounds = _bounds(edit.at, num_prompt)
-        rows = np.zeros((1, *shape), np.float32)
         positions = np.array(bounds) if isinstance(edit.at, tuple) else range(*bounds)  # (n,)
-        try:
-            part = rows[(slice(None), *edit.index)]
-            has_axis = edit.value.ndim >= part.ndim
-            if has_axis and isinstance(positions, range):
-                positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
-            if edit.function is None:
-                np.broadcast_to(edit.changed(part, edit.value[:1] if has_axis else edit.value), part.shape)
-        except (ValueError, IndexError):
+        part = _part(shape, edit.index)
+        if part is None:
             return None
+        has_axis = edit.value.ndim > len(part)
+        if has_axis and isinstance(positions, range):
+            positions = range(positions.start, min(positions.stop, positions.start + len(edit.value)))
         fits = len(positions) > 0 and min(positions[0], positions[-1]) >= 0
-        return (
-            cls(edit, positions, has_axis)
-            if fits and not (has_axis and len(edit.value) != len(positions))
-            else None
-        )
+        fits &= not has_axis or len(edit.value) == len(positions)
+        value = (1, *edit.value.shape[1:]) if has_axis else edit.value.shape
+        fits &= _broadcasts(edit.keep.shape, part) and _broadcasts(value, part)
+        fits &= edit.project_out is None or edit.project_out.shape == part[-1:]
+        return cls(edit, positions, has_axis) if fits else None
 
     @property
     def first(self) -> int:
         return self.positions.start if isinstance(self.positions, range) else int(self.positions.min())
+
+    @property
+    def last(self) -> int:
+        """The last position that is named; a range may go on to the end of any text."""
+        return self.positions.start if isinstance(self.positions, range) else int(self.positions.max())
 
     def sets_all(self, length: int) -> bool:
         """Return whether no value before it counts, from its first position to `length`."""
@@ -197,8 +201,31 @@ class PlacedEdit:
         new = edit.changed(rows[index], edit.value[numbers] if self.has_axis else edit.value)
         if edit.function is not None and np.shape(new) != rows[index].shape:
             raise ValueError(f"it returned an array of shape {np.shape(new)} for one of {rows[index].shape}")
+        if np.iscomplexobj(new):
+            raise ValueError("it returned complex numbers")
         rows[index] = new
         array[found - start] = rows
+
+
+def _part(shape: tuple[int, ...], index: tuple) -> tuple[int, ...] | None:
+    """Return the shape of x[index] of a position x, or None if x lacks a place or the index has it twice."""
+    num_places = math.prod(shape)
+    if any(isinstance(one, list) and len(one) > num_places for one in index):
+        return None
+    try:
+        found = np.arange(num_places).reshape(shape)[index]
+    except IndexError:
+        return None
+    is_once = found.size <= num_places and np.bincount(found.ravel(), minlength=1).max() <= 1
+    return found.shape if is_once else None
+
+
+def _broadcasts(shape: tuple[int, ...], part: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape counts for each position of x[index] alike, and makes it no larger."""
+    try:
+        return np.broadcast_shapes(shape, (1, *part)) == (1, *part)
+    except ValueError:
+        return False
 
 
 def _bounds(at: str | slice | tuple[int, ...] | None, num_prompt: int) -> list[int]:
@@ -215,8 +242,13 @@ def place(edits: Iterable[Edit], points: HookPoints, num_prompt: int, length: in
     Raise RequestError for an edit that cannot be made.
     """
     placed: dict[tuple[str, int], list[PlacedEdit]] = {}
+    count = 0
     for i, edit in enumerate(edits):
-        for name in points.find(edit.name, f"edits[{i}].name"):
+        names = points.find(edit.name, f"edits[{i}].name")
+        count += len(names)
+        if count > MAX_PLACED:
+            raise RequestError(f"are at more than {MAX_PLACED} points.", "edits")
+        for name in names:
             kind, layer = points.places[name]
             if kind not in points.changed:
                 instead = ", ".join(map(repr, points.changed))

@@ -14,6 +14,9 @@ from ..weights.config import ModelConfig
 # A name with * or a short form, several, a function of a name, or None for all but hook_result.
 Names = str | Iterable[str] | Callable[[str], bool] | None
 
+MAX_PATTERNS = 64
+MAX_CHARACTERS = 200
+
 # Kinds in the order of a step, and their names.
 BEFORE = {"embed": "hook_embed", "pos_embed": "hook_pos_embed"}
 IN_LAYER = {
@@ -80,12 +83,19 @@ class HookPoints:
         if callable(given):
             return [name for name in self.places if given(name)]
         found = set()
+        num_patterns = 0
         for pattern in [given] if isinstance(given, str) or not isinstance(given, Iterable) else given:
             if not isinstance(pattern, str):
                 raise invalid(field, given, "None, a name, a list of names or a function of a name")
             if pattern in self.places:  # a hundred times as fast
                 found.add(pattern)
                 continue
+            num_patterns += 1
+            if num_patterns > MAX_PATTERNS or len(pattern) > MAX_CHARACTERS:
+                limits = (
+                    f"at most {MAX_PATTERNS} short forms and names with *, of {MAX_CHARACTERS} characters"
+                )
+                raise RequestError(f"may have {limits} each.", field)
             matching = [
                 name for name, of in self._aliases.items() if any(fnmatchcase(one, pattern) for one in of)
             ]

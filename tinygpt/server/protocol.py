@@ -71,6 +71,7 @@ ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
 Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
 Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
 Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
+Positions = Annotated[list[Position], _items(2**16)]
 Biases = Annotated[
     dict[Annotated[str, Field(max_length=1000)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
     Field(max_length=MAX_WORDS),
@@ -279,8 +280,8 @@ class EditFields(Strict):
     name: Text
     keep: Values = 1.0
     value: Values = 0.0
-    at: Literal["new"] | Position | list[Position] | None = None
-    index: Position | list[Position] = []
+    at: Literal["new"] | Position | Positions | None = None
+    index: Position | Positions = []
     project_out: Values | None = None
 
 
