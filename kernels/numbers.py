@@ -43,6 +43,12 @@ def from_rows(rows: np.ndarray) -> np.ndarray:
     return rows[..., :-SCALE_BYTES] * np.ascontiguousarray(rows[..., -SCALE_BYTES:]).view(np.float32)
 
 
+def from_cache(rows: np.ndarray) -> np.ndarray:
+    """Return keys or values (..., D) of a KV cache's rows in any of its dtypes."""
+    decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}
+    return decode.get(rows.dtype, np.asarray)(rows)
+
+
 def even_bounds(count: int, parts: int) -> list[int]:
     """Return the bounds (parts + 1,) of even parts, of which the first may be one longer."""
     share, longer = divmod(count, parts)
@@ -64,9 +70,8 @@ def attention_scores(q: np.ndarray, keys: np.ndarray, attention: Any) -> np.ndar
     attention: of ModelConfig.
     """
     heads, length, _ = keys.shape
-    decode = {np.dtype(np.uint16): from_bfloat16, np.dtype(np.int8): from_rows}.get(keys.dtype, np.float32)
     q = q.reshape(length, heads, -1).swapaxes(0, 1)  # (H, T, D)
-    scores = q @ decode(keys).swapaxes(1, 2)  # (H, T, T)
+    scores = q @ from_cache(keys).swapaxes(1, 2)  # (H, T, T)
     scores *= np.float32(attention.scale)
     if attention.slopes:
         back = np.subtract.outer(np.arange(length), np.arange(length)).astype(np.float32)  # (T, T)

@@ -180,7 +180,7 @@ def fail(rows):
         (fail, r"at z of layer 0 failed: ZeroDivisionError\('mine'\)"),
         (lambda rows: rows * 1j, "it returned complex numbers"),
         (lambda rows: rows[:, :1], r"returned an array of shape \(40, 1, 16\) for one of \(40, 4, 16\)"),
-        (lambda rows: rows * np.nan, "position 39 are not finite numbers: the request's edits gave them"),
+        (lambda rows: rows * np.nan, "its edits left position 0 in layer 1 with keys or values that are not"),
     ],
 )
 def test_a_function_that_fails_ends_its_request_alone(plain, function, message):
@@ -264,6 +264,41 @@ IMPOSSIBLE = rows(r"""
 def test_an_impossible_edit(fields, message):
     with pytest.raises(RequestError, match=message):
         Edit("z", **fields)
+
+
+@pytest.mark.parametrize("num_tokens", [64, 7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"device": "reference"},
+        {"device": "reference", "kv_cache_dtype": "int8"},
+    ],
+    ids=str,
+)
+def test_an_edit_to_infinity_fails_its_request_alone(folder, options, num_tokens):
+    """0 times infinity is NaN at earlier positions of the step, which the last edit hides and the prefix cache has."""
+    prompt = RNG.integers(0, 97, 40).tolist()
+    hidden = Edit("blocks.1.hook_resid_post", keep=0, value=VECTOR, at=slice(20, None))
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": num_tokens, **options}
+    with LLM(folder, **options, prefix_cache_seqs=0) as forgetful:
+        expected = results(forgetful.generate([prompt[:25]], **GREEDY))
+    with LLM(folder, **options) as llm:
+        for kind in ("attn.hook_q", "attn.hook_k", "attn.hook_v", "hook_resid_pre"):
+            edits = [Edit(f"blocks.0.{kind}", value=np.inf, at=20), hidden]
+            with pytest.raises(
+                FailedRequestError, match=r"left position 20 in layer [01] with keys or values"
+            ):
+                llm.generate([prompt], max_tokens=1, temperature=0, edits=edits)
+            with pytest.raises(FailedRequestError, match="left position 20"):
+                llm.logits(prompt, edits)
+            assert results(llm.generate([prompt[:25]], **GREEDY)) == expected
+        with pytest.raises(
+            FailedRequestError, match="39 are not finite numbers: the request's edits gave them"
+        ):
+            llm.generate([prompt], **GREEDY, edits=Edit("blocks.1.hook_resid_post", value=np.inf))
 
 
 def test_a_capture_is_bounded(folder):

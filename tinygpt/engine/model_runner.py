@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
-from ..kernels.backend import Batch, DeviceError, Hooks, WeightError
+from ..kernels.backend import Batch, DeviceError, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
@@ -20,6 +20,9 @@ from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
 from ..weights.config import PRECISIONS, STORAGE_DTYPE, ModelConfig
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
+
+if TYPE_CHECKING:
+    from ..look.captures import StepCaptures
 
 logger = logging.getLogger(__name__)
 
@@ -231,10 +234,13 @@ class ModelRunner:
         self._kv_cache = _new_kv_cache(source, engine_config)
         self._workspace = _new_workspace(source, engine_config, threads)
 
-    def forward(self, batch: Batch, look: Hooks | None = None) -> Any:
+    def forward(self, batch: Batch, look: "StepCaptures | None" = None) -> Any:
         """Run one step, which `look` sees. Raise CheckpointError if the mapped file was cut short."""
         self._check_file()
-        return self.backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
+        logits = self.backend.forward(self._params, batch, self._kv_cache, self._workspace, look)  # (R, V)
+        if look is not None:
+            look.check(self.read_positions)
+        return logits
 
     def final_norm(self, x: np.ndarray) -> np.ndarray:
         """Return ln_f of a residual stream (N, C), Hugging Face's last hidden states."""

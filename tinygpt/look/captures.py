@@ -313,6 +313,7 @@ class StepCaptures:
         self._captures = [(s, one, rows[s], batch.positions[rows[s].start]) for s, one in captures.items()]
         self.points = {where for one in captures.values() for where in (*one.sources, *one.edits)}
         self.changes = any(one.edits for one in captures.values())
+        self._slots = batch.slots
 
     def __call__(self, kind: str, layer: int, array: np.ndarray, sequence: int | None = None) -> None:
         if (kind, layer) not in self.points:
@@ -324,6 +325,23 @@ class StepCaptures:
                 captures.record((kind, layer), array if kind in SCORES else array[rows], start)
             except BaseException as error:  # a user's: the step's other sequences go on
                 self.failed[s] = f"an edit at {kind} of layer {layer} failed: {error!r}."
+
+    def check(self, read_positions: Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]) -> None:
+        """Fail each sequence whose edits left keys or values in the KV cache that are not finite.
+
+        In attention, 0 times infinity is NaN: they would reach earlier positions of the step, and with these the prefix
+        cache. Without edits, such positions make all later logits NaN, and nothing of the request is shared.
+        """
+        for s, captures, rows, start in self._captures:
+            if not captures.edits or s in self.failed:
+                continue
+            kept = read_positions(self._slots[s], start, start + rows.stop - rows.start)
+            values = [numbers.from_cache(rows[self.first :]) for rows in kept]  # (layers, H, n, D)
+            is_finite = np.logical_and(*(np.isfinite(x).all((1, 3)) for x in values))  # (layers, n)
+            if not is_finite.all():
+                layer, place = np.argwhere(~is_finite)[0]
+                where = f"position {start + place} in layer {self.first + layer}"
+                self.failed[s] = f"its edits left {where} with keys or values that are not finite numbers."
 
 
 def _joined(kind: str, parts: list[np.ndarray]) -> np.ndarray:
