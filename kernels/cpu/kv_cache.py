@@ -127,15 +127,25 @@ def copy_positions(kv_cache, source_slot: int, target_slot: int, start: int, sto
 def read_positions(
     kv_cache, slot: int, start: int, stop: int, head_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    layers, _, heads, blocks, _, _, _ = kv_cache.k.shape
-    by_position = layers, heads, blocks * KEY_BLOCK, -1
-    k = kv_cache.k[:, slot].transpose(0, 1, 2, 4, 3, 5).reshape(by_position)[:, :, start:stop]  # (L, H, n, D)
-    v = kv_cache.v[:, slot].swapaxes(-1, -2).reshape(by_position)[:, :, start:stop, :head_size]
+    places = [*_blocks(start, stop)] or [(0, slice(0, 0))]  # no positions
+    parts = zip(*(_read_block(kv_cache, slot, *place) for place in places), strict=True)
+    k, v = (np.concatenate(part, axis=2) for part in parts)  # (L, H, n, D), wider if padded
+    v = v[..., :head_size]
     if k.dtype != np.uint8:
         return k[..., :head_size].copy(), v.copy()
     scales = np.split(k[..., -SCALE_STEPS * numbers.SCALE_BYTES :], SCALE_STEPS, axis=-1)
     parts = zip((k[..., :head_size], v), scales, strict=True)
     return tuple(np.concatenate([x ^ OFFSET_BYTE, scale], axis=-1).view(np.int8) for x, scale in parts)
+
+
+def _read_block(kv_cache, slot: int, block: int, inside: slice) -> tuple[np.ndarray, np.ndarray]:
+    k = kv_cache.k[:, slot, :, block, :, inside].swapaxes(2, 3)  # (L, H, n, D / P, P)
+    per_step = kv_cache.v.shape[-1]
+    first = inside.start // per_step
+    last = -(-inside.stop // per_step)
+    v = kv_cache.v[:, slot, :, block, first:last].swapaxes(3, 4)  # (L, H, n / P, P, D)
+    v = v.reshape(*v.shape[:2], v.shape[2] * per_step, v.shape[4])[:, :, inside.start - first * per_step :]
+    return k.reshape(*k.shape[:3], k.shape[3] * per_step), v[:, :, : k.shape[2]]
 
 
 def write_positions(kv_cache, slot: int, start: int, k: np.ndarray, v: np.ndarray) -> None:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from support.gate import Gate, Held, noting
 from support.serving import until
 from tinygpt.aliases import OURS
-from tinygpt.server import answers, protocol, replies, requests
+from tinygpt.server import answers, api, app, protocol, replies, requests
 from tinygpt.server.answers import json_parts, to_json, whole
 from tinygpt.server.api import MAX_LOGPROBS
 from tinygpt.server.protocol import (
@@ -212,7 +212,38 @@ def test_large_replies_are_written_in_parts(server, monkeypatch, path, body):
             sizes.append(len(part))
             yield part
 
-    for module in (answers, requests):
+    for module in (answers, api):
         monkeypatch.setattr(module, "in_turns", noted)
     assert server.ask(path, body).status == 200
     assert 5 * max(sizes) < sum(sizes)
+
+
+ALL_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_replies_have_a_bound_together(server, llm, monkeypatch, streams):
+    """Each that runs, or is not read, counts with the most bytes that it can have."""
+    monkeypatch.setattr(api, "MAX_HELD", 10_000)
+    with llm.engine.wrapped(Gate) as gate:
+        client = server.begin(**ALL_TOKENS, stream=streams)
+        gate.wait_until_asked(1)
+        reply = server.complete(**ALL_TOKENS)
+        assert (reply.status, reply.error["code"]) == (429, "replies_full")
+        client.close()
+        gate.allow(2)
+        until(lambda: not server.api.held_bytes)
+        gate.allow(300)
+        assert server.complete(**ALL_TOKENS).status == 200
+
+
+def test_a_reply_that_is_not_read_holds_up_others(server, monkeypatch):
+    monkeypatch.setattr(app, "MAX_HELD", 1_000_000)
+    client = server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)
+    until(lambda: server.api.held_bytes > 1_000_000)
+    reply = server.complete(prompt="a", max_tokens=1)
+    assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "replies_full", "1")
+    assert server.ask("/health").status == 200
+    client.close()
+    until(lambda: not server.api.held_bytes)
+    assert server.complete(prompt="a", max_tokens=1).status == 200

@@ -1,6 +1,7 @@
 """Captures, edits and control vectors over HTTP, beside the library's."""
 
 import base64
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from support.serving import served
 from tinygpt import LLM, ControlVector, Edit, RemoteLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.look.html import lens
+from tinygpt.server import replies
 from tinygpt.text.chat import PlainTemplate
 
 CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
@@ -73,6 +75,20 @@ def test_each_choice_has_its_activations(server, llm):
         assert choice["text"] == output.outputs[0].text
         assert_equal(arrays(choice), output.outputs[0].activations)
     assert "activations" not in server.complete(**ASKED).choices[0]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_arrays_are_computed_in_a_thread(server, monkeypatch, streams):
+    in_loop = []
+    write = replies.activations_to_json
+
+    def noted(activations):
+        in_loop.append(threading.current_thread() is server.thread)
+        return write(activations)
+
+    monkeypatch.setattr(replies, "activations_to_json", noted)
+    assert server.complete(**ASKED, capture=CAPTURE, stream=streams).status == 200
+    assert in_loop == [False]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -265,6 +266,10 @@ class Captures:
         layer, start = self.begin
         return layer if position >= start else 0
 
+    def num_bytes(self, length: int) -> int:
+        """Return the most bytes of the arrays of a text of this length."""
+        return sum(self.points.num_bytes(name, length) for name in self.names)
+
     def copy(self) -> "Captures":
         """Return the captures of another sequence of the request."""
         return replace(self, rows={})
@@ -292,10 +297,10 @@ class Captures:
 
 def check_size(captures: Captures, length: int, count: int, limit: int) -> None:
     """Raise RequestError if `count` texts of this length capture more than `limit` bytes."""
-    sizes = {name: captures.points.num_bytes(name, length) for name in captures.names}
-    total = count * sum(sizes.values())
+    total = count * captures.num_bytes(length)
     if total > limit:
-        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+        size_of = partial(captures.points.num_bytes, length=length)
+        largest = sorted(captures.names, key=size_of, reverse=True)[:3]
         raise RequestError(
             f"takes {total / 2**20:,.1f} MiB for {count} x {length} positions, and max_capture_bytes is "
             f"{limit / 2**20:,.1f} MiB: ask for fewer names (the largest are {', '.join(largest)}) or raise it.",

@@ -4,7 +4,7 @@ import asyncio
 import json
 import reprlib
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import GeneratorType
 from typing import Any
 
@@ -31,6 +31,7 @@ RETRY = {"retry-after": "1"}  # seconds
 MAX_SHOWN = 100  # characters of a field name that the client made up
 SLICE_SECONDS = 0.002  # of a turn in which a reply is written
 BLOCK = 32  # elements that are written at once
+Turns = Callable[[Iterable[str]], AsyncIterator[bytes]]
 to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -75,12 +76,12 @@ async def in_turns(parts: Iterable[str]) -> AsyncIterator[bytes]:
         yield "".join(made).encode()
 
 
-async def whole(parts: Iterable[str]) -> bytes:
-    return b"".join([part async for part in in_turns(parts)])
+async def whole(parts: Iterable[str], turns: Turns | None = None) -> bytes:
+    return b"".join([part async for part in (turns or in_turns)(parts)])
 
 
-async def json_reply(value: dict[str, Any]) -> Response:
-    return Response(await whole(json_parts(value)), media_type="application/json")
+async def json_reply(value: dict[str, Any], turns: Turns | None = None) -> Response:
+    return Response(await whole(json_parts(value), turns), media_type="application/json")
 
 
 def event(value: dict[str, Any]) -> str:

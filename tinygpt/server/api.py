@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from itertools import islice
@@ -24,7 +25,7 @@ from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import SamplingParams
 from ..text.chat import Template, chat_ids
 from . import protocol
-from .answers import RETRY, ApiError, from_engine, json_reply, whole
+from .answers import RETRY, ApiError, from_engine, in_turns, json_reply, whole
 from .monitoring import Metrics
 from .replies import Chat, Completion, Generation, Job, Responses, TokenNames
 from .requests import (
@@ -43,11 +44,20 @@ from .requests import (
 
 log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
-MAX_LOGPROBS = 1_000_000  # of a reply, which has up to 70 bytes for each
+MAX_LOGPROBS = 1_000_000  # of a reply
+BYTES_OF_LOGPROB = 70  # at most, in JSON
+MAX_HELD = 2**30  # bytes of replies that are made or that clients have not read
 
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 Handler = Callable[[Any, Request], Awaitable[Response]]
 JobKind = TypeVar("JobKind", bound=Job)
+
+
+def replies_full() -> ApiError:
+    message = (
+        f"the replies to other requests, made and not read yet, take {MAX_HELD >> 20} MiB: ask again later."
+    )
+    return ApiError(429, message, code="replies_full", **RETRY)
 
 
 @dataclass(frozen=True)
@@ -90,6 +100,7 @@ class Api:
         self._first: dict[int, float] | None = None
         self._turn = asyncio.Lock()  # of embeddings and scores: each runs between two steps
         self._num_in_turn = 0
+        self.held_bytes = 0
         self.huge = asyncio.Lock()  # of the request that has a huge body, until it is read
         try:
             self.names = TokenNames(llm.tokenizer)
@@ -213,6 +224,7 @@ class Api:
             asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
             message = f"{asked}; this server gives at most {limit} in a reply: split the request."
             raise ApiError(400, message, field)
+        size = BYTES_OF_LOGPROB * job.num_logprobs
         if job.params.capture or job.params.edits:
             if run is not None:
                 message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
@@ -220,17 +232,36 @@ class Api:
             longest = max(len(prompt.token_ids) for prompt in job.prompts)
             count = len(job.prompts) * (job.params.best_of or job.params.n)
             length = longest + job.params.max_tokens - 1
-            self.llm._inputs.captures(
-                job.params.capture, (), longest, length, count
-            )  # RequestError if too large
+            captures = self.llm._inputs.captures(job.params.capture, (), longest, length, count)
+            size += count * captures.num_bytes(length)
         requests = [(prompt, job.params) for prompt in job.prompts]
-        if job.form.stream and run is None:
-            work = await self._start(requests, True, request)
-            return EventStream(job, work, partial(self._end, request, work))
-        outputs = await (run(job, request) if run else self._run(requests, request))
-        if job.form.stream:
-            return Response(await whole(job.all_events(outputs)), headers=SSE)
-        return await json_reply(job.record(outputs))
+        turns = self._in_a_thread if job.params.capture else in_turns
+        with ExitStack() as stack:
+            stack.enter_context(self._holding(size))
+            if job.form.stream and run is None:
+                work = await self._start(requests, True, request)
+                stack.callback(self._end, request, work)
+                return EventStream(job, work, turns, stack.pop_all().close)
+            outputs = await (run(job, request) if run else self._run(requests, request))
+            if job.form.stream:
+                return Response(await whole(job.all_events(outputs), turns), headers=SSE)
+            return await json_reply(job.record(outputs), turns)
+
+    @contextmanager
+    def _holding(self, size: int) -> Iterator[None]:
+        """Count bytes of a reply's values as held. Raise ApiError if others hold too many."""
+        if self.held_bytes and self.held_bytes + size > MAX_HELD:
+            raise replies_full()
+        self.held_bytes += size
+        try:
+            yield
+        finally:
+            self.held_bytes -= size
+
+    async def _in_a_thread(self, parts: Iterable[str]) -> AsyncIterator[bytes]:
+        """Yield the parts as one: arrays of captures are computed as they are written, which takes seconds."""
+        async with self._turn:
+            yield await asyncio.to_thread(lambda: "".join(parts).encode())
 
     async def _scored(self, job: Completion, request: Request) -> list[RequestOutput]:
         """Return the outputs of max_tokens 0."""

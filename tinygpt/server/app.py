@@ -39,7 +39,7 @@ import tinygpt
 from ..errors import RequestError, suggest
 from ..llm import LLM
 from .answers import BUG, ApiError, ErrorReply, from_validation, respond
-from .api import Api, ServerConfig
+from .api import MAX_HELD, Api, ServerConfig, replies_full
 from .connection import Connection
 from .info_routes import InfoRoutes
 from .requests import JsonRoute
@@ -55,6 +55,7 @@ access_log = logging.getLogger("tinygpt.server.access")
 REFUSED = {"4XX": {"model": ErrorReply}, "5XX": {"model": ErrorReply}}
 _EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
 STREAMED = {200: {"content": {"text/event-stream": {"schema": _EVENT}}}}
+PIECE_BYTES = 2**16
 KEEP_ALIVE_SECONDS = 30
 UNREAD_SECONDS = 60.0  # until the connection of a client ends that reads nothing
 FLUSH_SECONDS = 2.0  # for clients to read why their streams have ended
@@ -166,6 +167,7 @@ class Gate:
     def __init__(self, app: ASGIApp, api: Api, paths: frozenset[str]):
         """paths: others count as "other", to bound the labels."""
         self._app = app
+        self._api = api
         self._hosts = api.config.allowed_hosts
         self._paths = paths
         self._count = api.metrics.count_http
@@ -190,7 +192,7 @@ class Gate:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             elif not message.get("more_body", False):
                 status = told  # the reply is whole
-            await send(message)
+            await self._send(message, send)
 
         try:
             await (self._refusal(scope["path"], headers) or self._app)(scope, receive, noted)
@@ -203,6 +205,18 @@ class Gate:
             fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, **notes}
             fields["seconds"] = round(time.perf_counter() - begun, 6)
             access_log.info("request", extra={"fields": fields})
+
+    async def _send(self, message: Message, send: Send) -> None:
+        """Send a body as fast as the client reads it. Its bytes count as held until then."""
+        body = message.get("body", b"")
+        pieces = [slice(start, start + PIECE_BYTES) for start in range(0, len(body), PIECE_BYTES)]
+        self._api.held_bytes += len(body)
+        try:
+            for piece in pieces[:-1]:
+                await send({**message, "body": body[piece], "more_body": True})
+            await send({**message, "body": body[pieces[-1]]} if pieces else message)
+        finally:
+            self._api.held_bytes -= len(body)
 
     def _refusal(self, path: str, headers: Mapping[str, str]) -> ASGIApp | None:
         host = headers.get("host", "").lower()
@@ -219,6 +233,8 @@ class Gate:
         if self._keys and path not in OPEN_PATHS and not (scheme.lower() == "bearer" and any(matches)):
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))
+        if path not in OPEN_PATHS and self._api.held_bytes > MAX_HELD:
+            return respond(replies_full())
         return None
 
 

@@ -32,7 +32,7 @@ from ..llm import LLM
 from ..look.edits import Edit
 from ..outputs import RequestOutput, StreamChunk, ThreadFuture
 from ..sampling_params import SamplingParams
-from .answers import BUG, ApiError, error_body, event, from_engine, in_turns
+from .answers import BUG, ApiError, Turns, error_body, event, from_engine
 from .protocol import Array, LookFields
 from .replies import Job, PromptChunk
 
@@ -328,9 +328,9 @@ def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
 class EventStream(StreamingResponse):
     """A reply of server-sent events, which ends its work when the client leaves. An error is the last event."""
 
-    def __init__(self, job: Job, work: RunningRequest, end: Callable[[], None]):
-        """end: called once, however the reply ends, also if it never begins."""
-        super().__init__(self._events(job, work), headers=SSE)
+    def __init__(self, job: Job, work: RunningRequest, turns: Turns, end: Callable[[], None]):
+        """turns: writes events. end: called once, however the reply ends, also if it never begins."""
+        super().__init__(self._events(job, work, turns), headers=SSE)
         self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -340,14 +340,14 @@ class EventStream(StreamingResponse):
         finally:
             self._end()
 
-    async def _events(self, job: Job, work: RunningRequest) -> AsyncIterator[str | bytes]:
+    async def _events(self, job: Job, work: RunningRequest, turns: Turns) -> AsyncIterator[str | bytes]:
         last = job.done
         try:
             yield job.begin()
             async for chunks in work.chunks():
-                async for part in in_turns([PING] if chunks is None else job.write(chunks)):
+                async for part in turns([PING] if chunks is None else job.write(chunks)):
                     yield part
-            async for part in in_turns(job.end(await work.outputs())):
+            async for part in turns(job.end(await work.outputs())):
                 yield part
         except ApiError as error:
             last = event(error_body(error)) + job.done
