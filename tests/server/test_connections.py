@@ -1,14 +1,41 @@
 """A client that sends more than a bound of its connection is refused, and nothing of it is kept."""
 
+import re
 import socket
 import time
 
 import pytest
 
 from support.gate import Gate
+from support.paths import ROOT
 from support.serving import served, until
-from tinygpt.server import connection
+from tinygpt.cli import serve
+from tinygpt.engine import grammar_process, guided
+from tinygpt.look import edits, hooks
+from tinygpt.server import api, app, connection, requests
+from tinygpt.server.api import ServerConfig
 
+BOUNDS = {
+    "path, headers": (connection.HEAD_BYTES >> 10, connection.NUM_HEADERS, connection.HEAD_SECONDS),
+    "requests on": (connection.NUM_PIPELINED,),
+    "a body": (
+        ServerConfig.max_body_bytes >> 20,
+        requests.BODY_SECONDS,
+        connection.NUM_PIECES,
+        connection.PIECE_BYTES,
+        requests.HUGE >> 10,
+    ),
+    "bodies and": (api.MAX_HELD >> 20, api.BYTES_OF_LOGPROB),
+    "a reply": (app.UNREAD_SECONDS, requests.MAX_UNREAD),
+    "samples": (),
+    "arrays": (serve.MAX_CAPTURED >> 20, edits.MAX_PLACED, hooks.MAX_PATTERNS, hooks.MAX_CHARACTERS),
+    "grammars": (
+        guided.MAX_GRAMMARS,
+        requests.GRAMMAR_THREADS,
+        grammar_process.MAX_BYTES >> 20,
+        grammar_process.COMPILE_SECONDS,
+    ),
+}
 HOST = b"Host: 127.0.0.1\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
@@ -27,6 +54,17 @@ ENDLESS = {
     "chunks": (CHUNKED, b"1\r\na\r\n" * KB),
     "lines before a request": (b"", b"\r\n" * KB),
 }
+
+
+def test_the_list_of_what_is_kept_has_the_bounds():
+    text = (ROOT / "tinygpt/server/README.md").read_text(encoding="utf-8")
+    section = text.partition("## What a client can make it keep")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    found = {
+        of: [float(n.replace(" ", "")) for n in re.findall(r"\d[\d ]*", bounds)] for of, bounds, _ in rows
+    }
+    assert [bounds for of, bounds in found.items()] == [[*map(float, bounds)] for bounds in BOUNDS.values()]
+    assert all(of.startswith(name) for of, name in zip(found, BOUNDS, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +133,14 @@ def test_a_head_that_does_not_end(llm, monkeypatch, sent):
     with served(llm) as server, connect(server) as client:
         client.sendall(sent)
         assert received(client).startswith(b"HTTP/1.1 200 OK" if GET in sent else b"")
+
+
+def test_a_body_that_does_not_end(llm, monkeypatch):
+    monkeypatch.setattr(requests, "BODY_SECONDS", 0.2)
+    with served(llm) as server, connect(server) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: 9\r\n"
+        client.sendall(head + b"Connection: close\r\n" + HOST + b"\r\n{")
+        assert received(client).startswith(b"HTTP/1.1 408")
 
 
 def test_a_reply_may_take_longer_than_a_head(llm, monkeypatch):

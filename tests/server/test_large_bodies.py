@@ -229,7 +229,7 @@ def test_replies_have_a_bound_together(server, llm, monkeypatch, streams):
         client = server.begin(**ALL_TOKENS, stream=streams)
         gate.wait_until_asked(1)
         reply = server.complete(**ALL_TOKENS)
-        assert (reply.status, reply.error["code"]) == (429, "replies_full")
+        assert (reply.status, reply.error["code"]) == (429, "memory_full")
         client.close()
         gate.allow(2)
         until(lambda: not server.api.held_bytes)
@@ -242,7 +242,7 @@ def test_a_reply_that_is_not_read_holds_up_others(server, monkeypatch):
     client = server.begin("/tokenize", prompt="word " * 400_000, return_token_strs=True)
     until(lambda: server.api.held_bytes > 1_000_000)
     reply = server.complete(prompt="a", max_tokens=1)
-    assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "replies_full", "1")
+    assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (429, "memory_full", "1")
     assert server.ask("/health").status == 200
     client.close()
     until(lambda: not server.api.held_bytes)

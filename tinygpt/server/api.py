@@ -46,18 +46,18 @@ log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
-MAX_HELD = 2**30  # bytes of replies that are made or that clients have not read
+MAX_HELD = 2**30  # bytes of bodies until they are read, and of replies until clients have read them
 
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
 Handler = Callable[[Any, Request], Awaitable[Response]]
 JobKind = TypeVar("JobKind", bound=Job)
 
 
-def replies_full() -> ApiError:
+def memory_full() -> ApiError:
     message = (
         f"the replies to other requests, made and not read yet, take {MAX_HELD >> 20} MiB: ask again later."
     )
-    return ApiError(429, message, code="replies_full", **RETRY)
+    return ApiError(429, message, code="memory_full", **RETRY)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Api:
         requests = [(prompt, job.params) for prompt in job.prompts]
         turns = self._in_a_thread if job.params.capture else in_turns
         with ExitStack() as stack:
-            stack.enter_context(self._holding(size))
+            stack.enter_context(self.holding(size))
             if job.form.stream and run is None:
                 work = await self._start(requests, True, request)
                 stack.callback(self._end, request, work)
@@ -248,10 +248,10 @@ class Api:
             return await json_reply(job.record(outputs), turns)
 
     @contextmanager
-    def _holding(self, size: int) -> Iterator[None]:
-        """Count bytes of a reply's values as held. Raise ApiError if others hold too many."""
+    def holding(self, size: int) -> Iterator[None]:
+        """Count bytes of a body or of a reply's values as held. Raise ApiError if others hold too many."""
         if self.held_bytes and self.held_bytes + size > MAX_HELD:
-            raise replies_full()
+            raise memory_full()
         self.held_bytes += size
         try:
             yield

@@ -39,7 +39,7 @@ import tinygpt
 from ..errors import RequestError, suggest
 from ..llm import LLM
 from .answers import BUG, ApiError, ErrorReply, from_validation, respond
-from .api import MAX_HELD, Api, ServerConfig, replies_full
+from .api import MAX_HELD, Api, ServerConfig, memory_full
 from .connection import Connection
 from .info_routes import InfoRoutes
 from .requests import JsonRoute
@@ -234,7 +234,7 @@ class Gate:
             message = "the API key is missing or wrong: send the header Authorization: Bearer KEY."
             return respond(ApiError(401, message, code="invalid_api_key", **{"www-authenticate": "Bearer"}))
         if path not in OPEN_PATHS and self._api.held_bytes > MAX_HELD:
-            return respond(replies_full())
+            return respond(memory_full())
         return None
 
 

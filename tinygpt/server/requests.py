@@ -47,6 +47,7 @@ LARGE = 8192  # bytes of a body; a thread reads a larger body, which would block
 # Bytes of a body. Such bodies are read one after the other, and slowly: json.loads takes up to 0.1 s, with the GIL.
 HUGE = 2**16
 HUGE_PER_SECOND = 2**26
+BODY_SECONDS = 60.0
 UNREAD_SECONDS = 5.0
 MAX_UNREAD = 10_000  # chunks of a request; with 20 log probabilities each, they take about 20 MB
 PING_SECONDS = 15.0  # between comments of a stream, for proxies that close silent connections
@@ -277,8 +278,11 @@ class JsonRoute(APIRoute):
             if request.method != "POST":
                 return await handle(request)
             api = request.app.state.api
-            body = await _read_body(request)
             async with AsyncExitStack() as request.state.reading:
+                try:
+                    body = await asyncio.wait_for(_read_body(request), BODY_SECONDS)
+                except asyncio.TimeoutError:
+                    raise ApiError(408, f"the body took more than {BODY_SECONDS:g} seconds.") from None
                 if len(body) > HUGE:
                     turn = request.state.reading.enter_async_context(api.huge)
                     await while_connected(request.receive, turn)
@@ -293,7 +297,8 @@ class JsonRoute(APIRoute):
 
 
 async def _read_body(request: Request) -> bytes:
-    config = request.app.state.api.config
+    api = request.app.state.api
+    config = api.config
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a web page of another site cannot send this type without permission
         raise ApiError(415, f"Content-Type is {kind!r} and must be application/json.")
@@ -304,6 +309,7 @@ async def _read_body(request: Request) -> bytes:
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
     async for part in request.stream():
+        request.state.reading.enter_context(api.holding(len(part)))
         body += part
         if len(body) > limit:
             raise too_large
