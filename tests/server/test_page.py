@@ -483,10 +483,10 @@ def test_a_look_inside_shows_layers_and_what_a_head_attends_to(llm, visit):
         visitor = visit(server)
         visitor.click(5)
         button, rows, arcs = (visitor.page.locator(each) for each in ("#look", "#inside > div", "#arcs path"))
-        best, share = (visitor.options.first.locator(each).inner_text() for each in (".word", ".share"))
+        best, share = (visitor.options.first.locator(each).inner_text() for each in (".best", ".share"))
         button.click()
         expect(rows).to_have_count(llm.config.n_layer)
-        last = rows.last.locator(".word, .share").all_inner_texts()
+        last = rows.last.locator(".best, .share").all_inner_texts()
         maps = llm.attentions(ids_of(llm, TEXT)[:5])[:, :, -1]  # (L, H, T)
         for layer, head in ((0, 0), (llm.config.n_layer - 1, llm.config.n_head - 1)):
             rows.nth(layer).locator("button").nth(head).hover()
