@@ -26,7 +26,7 @@ def test_tokens_of_the_terminal_come_one_after_the_other_in_their_colors():
         + [(" more", -0.1)] * 40
         + [("\n", -0.1), ("End.", -5.0)]
     )
-    drawn = ElementTree.fromstring(pictures.stream(tokens))
+    drawn = ElementTree.fromstring(pictures.stream((*each, i / 8) for i, each in enumerate(tokens)))
     lines = ["".join(line.itertext()) for line in drawn.find(f"{SVG}g")]
     assert "\n".join(lines).split() == "".join(text for text, _ in tokens).split()
     assert len(lines) > 3
@@ -34,7 +34,7 @@ def test_tokens_of_the_terminal_come_one_after_the_other_in_their_colors():
     assert lines[-1] == "End."
     spans = [*drawn.find(f"{SVG}g").iter(f"{SVG}tspan")]
     times = [float(span.get("style").removeprefix("--at: ")) for span in spans]
-    assert times == sorted(set(times))
+    assert times == [pictures.START + i / 8 for i in range(len(tokens))]
     assert [span.get("fill") is not None for span in spans] == [-p / math.log(2) >= 1 for _, p in tokens]
     assert spans[1].get("fill") == f"rgb{pictures.color(4 / math.log(2))}"
 

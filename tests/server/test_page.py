@@ -108,11 +108,10 @@ class Visitor:
         self.page.get_by_role("button", name=button).click()
 
     def click(self, i):
-        """On token i, where it stands: on the last of its lines, as the first may have its space alone."""
-        boxes = (
-            "token => [...token.getClientRects()].map(box => [box.x + box.width / 2, box.y + box.height / 2])"
-        )
-        self.page.mouse.click(*self.tokens.nth(i).evaluate(boxes)[-1])
+        self.tokens.nth(i).locator(".word").click(force=True)  # under the transparent field
+
+    def bits(self):
+        return self.tokens.evaluate_all("all => all.map(each => Number(each.style.getPropertyValue('--bits')))")
 
     def texts(self):
         return self.tokens.all_text_contents()
@@ -142,6 +141,12 @@ def ids_of(llm, text):
     return llm.tokenizer.encode(text, split_special_tokens=True)
 
 
+def bits_of(llm, ids):
+    [output] = llm.generate([ids], max_tokens=1, prompt_logprobs=0)
+    pairs = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+    return pytest.approx([min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs], abs=0.006)
+
+
 def running(server):
     found = re.search(
         r"^tinygpt:num_requests_running\{.*\} (\S+)$", server.ask("/metrics").body.decode(), re.MULTILINE
@@ -152,19 +157,39 @@ def running(server):
 def test_a_text_is_read_when_the_page_opens(server, llm, visit):
     visitor = visit(server)
     assert visitor.texts() == [llm.tokenizer.decode([i]) for i in ids_of(llm, TEXT)]
-    [output] = llm.generate([ids_of(llm, TEXT)], max_tokens=1, prompt_logprobs=0)
-    pairs = zip(ids_of(llm, TEXT), output.prompt_logprobs, strict=True)
-    expected = [min(12.5, -logprobs[i] / math.log(2)) for i, logprobs in pairs if logprobs]
-    found = visitor.tokens.evaluate_all(
-        "all => all.map(each => Number(each.style.getPropertyValue('--bits')))"
-    )
-    assert found[1:] == pytest.approx(expected, abs=0.006)
+    assert visitor.bits()[1:] == bits_of(llm, ids_of(llm, TEXT))
+
+
+@pytest.mark.parametrize("count", [252, 400])
+def test_a_text_goes_on_beyond_the_context(server, llm, visit, count):
+    """It is colored in its last 512 tokens, and the page says so."""
+    text = "the king " * count
+    visitor = visit(server, text, allowed=[400])
+    ids = ids_of(llm, text)
+    first = max(0, len(ids) - 512)
+    unread = visitor.page.locator(".token.unread")
+    assert unread.count() == first + (first > 0)  # what is before the first of the 512 was not read
+    assert visitor.bits()[first + 1 :][:500] == bits_of(llm, ids[first:][:501])
+    visitor.write()
+    [output] = llm.generate([ids], **SETTINGS, overflow="slide")
+    assert visitor.field.input_value() == text + output.outputs[0].text
+    expect(visitor.page.locator("#note")).to_contain_text(f"the last of these {len(ids) + 12}")
+    visitor.field.fill(text[:900])
+    expect(unread).to_have_count(0)
+    expect(visitor.page.locator("#note")).to_be_hidden()
 
 
 def test_surprise_is_the_strength_of_a_colour(visit):
     with LLM("demo") as trained, served(trained) as server:  # a random model is surprised by everything
-        shown = visit(server).tokens.evaluate_all("""all => all.map(each =>
-            [Number(each.style.getPropertyValue('--bits')), getComputedStyle(each).backgroundImage])""")
+        visitor = visit(server)
+        words = visitor.page.locator(".word")
+        images = [
+            each.evaluate_all("all => all.map(each => getComputedStyle(each).backgroundImage)")
+            for each in (words, visitor.tokens)
+        ]
+        shown = [*zip(visitor.bits(), images[0], strict=True)]
+    assert {*images[1]} == {"none"}  # nor has a space before a word, which a line may end with
+    assert " ".join(words.all_text_contents()) == TEXT
     alphas = [float(re.search(r"/ ([\d.]+)\)", image)[1]) for _, image in sorted(shown)]
     assert len(set(alphas)) >= 5
     assert alphas == sorted(alphas)
@@ -216,10 +241,12 @@ def test_markup_stays_text(server, visit):
 
 
 def test_characters_of_several_tokens_are_whole(server, llm, visit):
-    text = "A wolf 🐺 näh"
+    text = "A wolf 🐺 näh \u202e sat down"  # and none reverses what is behind it
     visitor = visit(server, text)
     assert "".join(visitor.texts()) == text
     assert visitor.tokens.count() == len(ids_of(llm, text)) > 8
+    ends = visitor.tokens.evaluate_all("all => all.map(each => each.getBoundingClientRect().right)")
+    assert ends == sorted(ends)
     visitor.write()
     assert visitor.written()[0]["prompt"] == ids_of(llm, text)
 
@@ -263,11 +290,9 @@ def test_candidates_behind_the_text_write_it_on(server, llm, visit):
     [output] = llm.generate(TEXT, max_tokens=1, temperature=0, logprobs=10)
     best = output.outputs[0].token_ids[0]
     expect(visitor.options.first).to_be_focused()
-    name = visitor.options.first.get_attribute("aria-label")
-    assert (
-        name
-        == f"{llm.tokenizer.decode([best]).strip()}, {visitor.options.first.locator('.share').inner_text()}"
-    )
+    share = visitor.options.first.locator(".share").inner_text()
+    expect(visitor.options.first).to_have_accessible_name(f"{llm.tokenizer.decode([best]).strip()}, {share}")
+    expect(visitor.options.first.locator(".best i")).to_have_attribute("aria-hidden", "true")
     visitor.page.keyboard.press("Enter")
     expect(visitor.made).to_have_count(SETTINGS["max_tokens"])
     assert visitor.written()[0]["prompt"] == [*ids_of(llm, TEXT), best]
@@ -381,23 +406,24 @@ def test_stop_frees_what_the_server_holds(server, llm, visit, how):
 
 
 def test_a_refusal_is_told(server, visit):
-    visitor = visit(server, allowed=[400])
-    visitor.page.locator("#max_tokens").evaluate(
-        "input => { input.removeAttribute('max'); input.value = 5000 }"
-    )
+    """It is seen whatever the length of the text, and so are the fields that it speaks of."""
+    text = "the king " * 300
+    visitor = visit(server, text, allowed=[400])
+    top_p = visitor.page.get_by_label("top-p")
+    top_p.evaluate("input => { input.max = ''; input.value = 2 }")
     visitor.press("Continue")
-    expect(visitor.alert).to_contain_text("5000 to generate")
-    assert visitor.field.input_value() == TEXT
+    expect(visitor.alert).to_contain_text("top_p is 2")
+    expect(visitor.alert).to_be_in_viewport()
+    expect(top_p).to_be_in_viewport()
+    assert visitor.field.input_value() == text
     visitor.field.press("Backspace")
     expect(visitor.alert).to_have_count(0)
 
 
-def test_a_refusal_is_seen_whatever_the_length_of_the_text(server, visit):
-    """And the fields that it speaks of are on the page."""
-    visitor = visit(server, "the king " * 300, allowed=[400])
-    expect(visitor.alert).to_contain_text("this model's context has 512 tokens")
-    expect(visitor.alert).to_be_in_viewport()
-    expect(visitor.page.get_by_label("max tokens")).to_be_visible()
+def test_a_drawn_seed_is_shown(server, visit):
+    visitor = visit(server, seed="")
+    visitor.write()
+    expect(visitor.page.locator("#drawn")).to_have_text(str(visitor.written()[0]["seed"]))
 
 
 def test_a_link_holds_text_and_settings(server, visit):
@@ -437,6 +463,14 @@ def test_a_server_that_has_gone_is_told(llm, visit):
     with served(llm) as server:
         visitor = visit(server)
         visitor.complaints = Ignored()  # the browser's own
+        with llm.engine.wrapped(Gate) as gate:
+            visitor.press("Continue")
+            gate.allow(3)
+            expect(visitor.made).to_have_count(3)
+            for connection in server._server.server_state.connections:
+                server.loop.call_soon_threadsafe(connection.transport.abort)
+            expect(visitor.alert).to_have_text("The server does not answer. Is it still running?")
+            gate.allow(float("inf"))
     visitor.press("Continue")
     expect(visitor.alert).to_have_text("The server does not answer. Is it still running?")
 
@@ -450,7 +484,7 @@ class Ignored(list):
 def test_the_page_fits_and_the_field_lies_over_its_marks(server, visit, scheme):
     visitor = visit(server, TEXT * 6, color_scheme=scheme)
     visitor.write()
-    for width in (360, 700, 1200):
+    for width in (360, 700, 1280):
         visitor.page.set_viewport_size({"width": width, "height": 700})
         heights = visitor.page.evaluate("""() => ['text', 'marks'].map(id => {
             const style = document.getElementById(id).style;
@@ -460,6 +494,7 @@ def test_the_page_fits_and_the_field_lies_over_its_marks(server, visit, scheme):
         })""")
         assert heights[0] == heights[1]
         assert visitor.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert visitor.page.locator("#controls").bounding_box()["height"] < 60  # one row
     ink, desk = visitor.page.evaluate(
         "['color', 'backgroundColor'].map(name => getComputedStyle(document.body)[name].match(/\\d+/)[0])"
     )
@@ -480,7 +515,7 @@ def test_the_policy_allows_what_stands_in_the_page_alone(server, visit):
 
 def test_a_look_inside_shows_layers_and_what_a_head_attends_to(llm, visit):
     with served(llm, look=True) as server:
-        visitor = visit(server)
+        visitor = visit(server, viewport={"width": 390, "height": 844})
         visitor.click(5)
         button, rows, arcs = (visitor.page.locator(each) for each in ("#look", "#inside > div", "#arcs path"))
         best, share = (visitor.options.first.locator(each).inner_text() for each in (".best", ".share"))
@@ -495,10 +530,14 @@ def test_a_look_inside_shows_layers_and_what_a_head_attends_to(llm, visit):
             assert found == pytest.approx(weights[weights >= 0.01].tolist(), abs=1e-4)
             i = 1 + int(weights[1:].argmax())
             label = rows.nth(layer).locator("button").nth(head).get_attribute("aria-label")
+            expect(visitor.page.locator("#told")).to_have_text(label)
             assert label.startswith(f"layer {layer}, head {head}: ")
             assert label.endswith(f" % to {llm.tokenizer.decode([ids_of(llm, TEXT)[i]]).strip()}")
+        assert visitor.page.locator("#inside > p").inner_text().split() == "layer would say share heads".split()
+        box = rows.last.locator("button").last.bounding_box()
+        assert min(box["width"], box["height"]) >= 24
         begins, ends = (
-            [(box := visitor.tokens.nth(k).bounding_box())["x"] + box["width"] / 2, box["y"]] for k in (4, 0)
+            [(box := visitor.page.locator(".word").nth(k).bounding_box())["x"] + box["width"] / 2, box["y"]] for k in (4, 0)
         )
         page = visitor.page.locator("#page").bounding_box()
         numbers = [float(each) for each in re.findall(r"[\d.]+", arcs.first.get_attribute("d"))]
