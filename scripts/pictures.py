@@ -1,6 +1,6 @@
 """Make the README's pictures in scripts/: python scripts/pictures.py stream bars page
 
-stream: a run of the demo as `tinygpt generate --color surprise` prints it, at its own pace: the fastest of five.
+stream: a run of the demo as `tinygpt generate --color surprise` prints it, at its own pace: the fastest of nine.
 bars: tokens/s of float32 and int8, from the README's table. page: the server's page with the candidates of a token,
 what each layer would say, and what a head attends to (playwright).
 """
@@ -131,7 +131,8 @@ def page(path: Path) -> None:
     serve = [sys.executable, "-m", "tinygpt", "serve", "--port", "0", "--look"]
     with started(serve, cwd=ROOT) as (address, _), sync_playwright() as driver:
         browser = driver.chromium.launch(
-            executable_path=shutil.which("chromium-headless-shell") or shutil.which("chromium"), args=["--no-sandbox"]
+            executable_path=shutil.which("chromium-headless-shell") or shutil.which("chromium"),
+            args=["--no-sandbox"],
         )
         view = browser.new_page(viewport={"width": 980, "height": 830}, device_scale_factor=1.5)
         view.goto(f"{address}/#{urlencode(asked)}")
@@ -146,23 +147,17 @@ def page(path: Path) -> None:
         browser.close()
 
 
-def timed(llm: LLM, params: SamplingParams) -> list[tuple[str, float, float]]:
-    """Return the run's tokens as `stream` takes them."""
-    tokens = [(PROMPT, 0.0, 0.0)]
-    start = time.perf_counter()
-    for chunk in llm.stream(PROMPT, params):
-        if chunk.text:
-            tokens.append((chunk.text, chunk.logprobs[chunk.token_id], time.perf_counter() - start))
-    return tokens
-
-
 def main(names: list[str]) -> None:
     folder = ROOT / "scripts"
     if "stream" in names:
         params = SamplingParams(max_tokens=128, temperature=0.8, top_k=40, top_p=0.95, seed=SEED, logprobs=0)
         with LLM("demo") as llm:
-            runs = [timed(llm, params) for _ in range(5)]
-        tokens = min(runs, key=lambda run: run[-1][2])
+            runs = [[(chunk, time.perf_counter()) for chunk in llm.stream(PROMPT, params)] for _ in range(9)]
+        run = min(runs, key=lambda run: run[-1][1] - run[0][1])  # undisturbed
+        timed = (
+            (chunk.text, chunk.logprobs[chunk.token_id], at - run[0][1]) for chunk, at in run if chunk.text
+        )
+        tokens = [(PROMPT, 0.0, 0.0), *timed]
         (folder / "stream.svg").write_text(stream(tokens), encoding="utf-8")
     if "bars" in names:
         text = bars((ROOT / "README.md").read_text(encoding="utf-8"))
