@@ -33,6 +33,7 @@ VARYING = {  # what differs between runs, folders and releases of Python, and it
     r"tinygpt: .*compil.*\n": "",
     r" \(choose from .*\)": "",
     r"\b[0-9a-f]{64}\b": "HASH",
+    r"\S+(?=/huggingface/hub)": "~/.cache",
 }
 
 
