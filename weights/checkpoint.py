@@ -1,4 +1,4 @@
-"""A model's configuration and parameters: from files of any format, packed by `convert`, or drawn at random."""
+"""A model's configuration and parameters: from files, packed by `convert`, or at random."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future

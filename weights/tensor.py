@@ -26,7 +26,10 @@ STD = np.float32(0.02)
 
 
 class Tensor(Protocol):
-    """A tensor in a file, drawn, or made of others. float32: a view of memory if possible, otherwise a copy."""
+    """A tensor in a file, drawn, or made of others.
+
+    float32: a view of memory if possible, otherwise a copy.
+    """
 
     def float32(self) -> np.ndarray: ...
 

@@ -13,7 +13,10 @@ WEIGHT_LEVELS = 2**14 - 1
 
 
 def attend(q, k, v, positions, attention, look=no_op) -> np.ndarray:
-    """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D). attention: of ModelConfig."""
+    """Return softmax(scale q·k - slope * distance) v of q (N, H, D), k and v (H, T, D).
+
+    attention: of ModelConfig.
+    """
     return np.einsum("nht,htd->nhd", attention_weights(q, k, positions, attention, look), v)
 
 

@@ -329,7 +329,10 @@ def check_picture(path: Path) -> None:
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel], note: str = "") -> None:
-    """Write panels side by side: medians with the range of all samples as error bars. Raise as `check_picture` does."""
+    """Write panels side by side: medians, with the range of all samples as error bars.
+
+    Raise as `check_picture` does.
+    """
     check_picture(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -36,9 +36,8 @@ class Study:
     x: tuple[str, str]  # axis label and field
     y: tuple[str, str]  # axis label and field of samples
     published_columns: tuple[str, ...] = ()
-    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(
-        default_factory=dict
-    )  # by the case's sizes
+    # By the case's sizes.
+    published: dict[tuple[int, int, int], tuple[Any, ...]] = field(default_factory=dict)
     published_rows: tuple[tuple[str, ...], ...] = ()  # of other implementations, below ours
     published_lines: dict[str, list[tuple[Any, float]]] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})

@@ -1,1 +1,1 @@
-"""The commands. They share `flags` and `streams`. Of the other packages, only `on_ray` imports this one."""
+"""The commands. Of other packages, only `on_ray` imports this one."""

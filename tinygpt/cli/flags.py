@@ -1,4 +1,4 @@
-"""Flags that several commands share, as LLM and SamplingParams declare them, and the model that they ask for.
+"""Flags that several commands share, and the model that they ask for.
 
 Values come from the command line, else from variables, else from --config FILE, else from our defaults.
 """

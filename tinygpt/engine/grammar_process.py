@@ -73,7 +73,10 @@ class Grammar:
 
 
 class GrammarState:
-    """A sample's state in a grammar: its beginning, which asks nothing of the process yet, or a copy of another."""
+    """A sample's state in a grammar.
+
+    It begins without a question to the process, or as a copy of another.
+    """
 
     def __init__(self, grammar: Grammar, copied: "GrammarState | None" = None):
         self.grammar = grammar

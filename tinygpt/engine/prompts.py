@@ -1,4 +1,4 @@
-"""Calls with prompts and params, which are checked, and a prompt fitted into the model's positions."""
+"""Prompts and params of calls, checked, and fitted into the model's positions."""
 
 import operator
 import reprlib
@@ -271,7 +271,7 @@ def fit(token_ids: list[int], params: SamplingParams, max_model_len: int, positi
 
 
 def _by_overflow(token_ids: list[int], params: SamplingParams, max_model_len: int, num_fixed: int) -> Fitted:
-    """Return what a request's overflow makes of it. num_fixed: tokens of a soft prompt at the beginning."""
+    """Return a request as its overflow fits it. num_fixed: tokens of a soft prompt in front."""
     room = max_model_len - len(token_ids)
     match params.overflow:
         case "clamp" if 0 < room < params.max_tokens:

@@ -1,4 +1,4 @@
-"""Texts colored by surprisal, the logit lens and attention patterns: for terminals, and for notebooks as HTML."""
+"""Texts by surprisal, the logit lens and attention, for terminals and notebooks."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The FastAPI app of one model, with the gate in front of its routes, and uvicorn, which serves it until a signal."""
+"""The FastAPI app of one model, the gate in front of it, and uvicorn, which serves it."""
 
 import asyncio
 import base64

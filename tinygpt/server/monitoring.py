@@ -1,4 +1,4 @@
-"""Metrics, as `tinygpt:NAME` and as `vllm:NAME` for existing dashboards, and the log on stderr."""
+"""Metrics, also by vLLM's names for existing dashboards, and the log on stderr."""
 
 import json
 import logging

@@ -28,6 +28,7 @@ from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from ..text.chat import Role
 from ..wire import UNSENDABLE
 
+# Of one request.
 MAX_INT = 2**31 - 1
 MAX_BIAS = 100.0  # OpenAI's
 MAX_PROMPTS = 256
@@ -217,7 +218,7 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     return_token_ids: bool | None = None
 
     def sampling_params(self, encode: Callable[[str], list[int]], **others: Any) -> SamplingParams:
-        """encode: for keys of logit_bias that are no ids. others: fields that the caller has read already."""
+        """Return the params. encode: of logit_bias's keys that are texts. others: fields already read."""
         guides = self.guides()
         if len(guides) > 1:
             *before, last = guides

@@ -1,1 +1,1 @@
-"""Checkpoints that `convert` writes: packed for the CPU's kernels, or for other programs."""
+"""Checkpoints that `convert` writes for other programs."""

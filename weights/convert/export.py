@@ -29,7 +29,10 @@ NPZ = "model.npz"
 
 @dataclass(frozen=True)
 class LayoutPart:
-    """A tensor of a layout, to write. short_name: without transformers' wrappers; out_axis: of output channels."""
+    """A tensor of a layout, to write.
+
+    short_name: without transformers' wrappers; out_axis: of output channels.
+    """
 
     name: str
     short_name: str

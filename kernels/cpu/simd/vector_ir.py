@@ -1,4 +1,4 @@
-"""Vectors of 16 lanes, and panels of four: pieces of LLVM IR, aligned memory, and the last steps of a tile's rows."""
+"""Vectors of 16 lanes and panels of four: LLVM IR, aligned memory, a tile's last rows."""
 
 import inspect
 import math
@@ -25,7 +25,7 @@ ROUNDING_BITS = np.int32(ROUNDING.view(np.int32))  # above that number
 
 
 def emits(signature):
-    """Return a decorator that makes an intrinsic of `emit(builder, *arguments)`, which returns a value or nothing."""
+    """Return a decorator that makes an intrinsic of emit(builder, *arguments) -> value or None."""
 
     def make(emit):
         def codegen(context, builder, _, arguments):
@@ -106,7 +106,7 @@ def multiply_add(builder, x, y, z):
 
 
 def repeat(builder, count, body, initial=()):
-    """Repeat `body(index, values) -> values or None` count >= 1 times, an int or a value. Return the last values."""
+    """Repeat body(index, values) -> values or None `count` >= 1 times. Return the last values."""
     count = I64(count) if isinstance(count, int) else count
     entry = builder.block
     loop = builder.append_basic_block("loop")
@@ -333,7 +333,7 @@ sum_4_segments = make_segments_sum(4)
 
 
 def part_rows(builder, number, part_bytes: int, parts: int, values, scales):
-    """Return where rows have a part of their int8 values, of which a group has `parts`, and the group's scales."""
+    """Return the addresses of a part of int8 rows, of which a group has `parts`, and its scales."""
     offset = times(builder, number, part_bytes)
     scales_offset = times(builder, builder.udiv(number, I64(parts)), SCALES_BYTES)
     rows = [builder.add(start, offset) for start in values]
