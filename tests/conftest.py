@@ -10,8 +10,8 @@ import pytest
 
 from support import examples
 from support.cuda_compile import need_toolchain
+from support.engines import opened
 from support.golden_models import write_small_demo
-from tinygpt import LLM
 from tinygpt.engine.step_loop import StepTimer
 from tinygpt.weights import open as checkpoints
 
@@ -115,17 +115,11 @@ def small_demo(tmp_path_factory) -> str:
     return str(write_small_demo(tmp_path_factory.mktemp("small-demo")))
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4) as llm:
-        yield llm
+llm = opened("small_demo", max_num_seqs=4)
 
 
-@pytest.fixture(scope="module")
-def alone(small_demo):
-    """Runs one request at a time and keeps nothing in between."""
-    with LLM(small_demo, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
+# Runs one request at a time and keeps nothing in between.
+alone = opened("small_demo", max_num_seqs=1, prefix_cache_seqs=0)
 
 
 @pytest.fixture(scope="module")

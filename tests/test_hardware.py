@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from support.tables import rows
 from tinygpt import hardware
 from tinygpt.hardware import thread_count
 
@@ -81,21 +82,21 @@ def test_only_fast_cores_of_a_hybrid_arm_cpu_count(machine):
     assert hardware.linux_cores({0, 1, 2}, root) == 3  # it may run on slow ones alone
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "files", "expected"),
-    [
-        ("0::/\n", {"cpu.max": "200000 100000\n"}, 2),
-        ("0::/\n", {"cpu.max": "max 100000\n"}, 8),
-        ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),  # a fourth thread would be held up, and hold up all
-        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
-        ("0::/\n", {"cpu.max": "6400000 100000\n"}, 8),
-        ("0::/a/b\n", {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"}, 3),
-        ("0::/a/b\n", {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "400000 100000\n"}, 4),
-        ("0::/host/path\n", {"cpu.max": "200000 100000\n"}, 2),
-        ("4:cpu,cpuacct:/\n0::/\n", {"cpu.max": "200000 100000\n"}, 2),
-        ("", {}, 8),
-    ],
-)
+SHARES = rows(r"""
+"0::/\n" | {"cpu.max": "200000 100000\n"} | 2
+"0::/\n" | {"cpu.max": "max 100000\n"} | 8
+"0::/\n" | {"cpu.max": "350000 100000\n"} | 3
+"0::/\n" | {"cpu.max": "50000 100000\n"} | 1
+"0::/\n" | {"cpu.max": "6400000 100000\n"} | 8
+"0::/a/b\n" | {"a/cpu.max": "300000 100000\n", "a/b/cpu.max": "max 100000\n"} | 3
+"0::/a/b\n" | {"a/cpu.max": "max 100000\n", "a/b/cpu.max": "400000 100000\n"} | 4
+"0::/host/path\n" | {"cpu.max": "200000 100000\n"} | 2
+"4:cpu,cpuacct:/\n0::/\n" | {"cpu.max": "200000 100000\n"} | 2
+"" | {} | 8
+""")  # of 3.5, a fourth thread would be held up, and hold up all
+
+
+@pytest.mark.parametrize(("cgroup", "files", "expected"), SHARES)
 def test_a_containers_share_of_time_limits_the_count(machine, cgroup, files, expected):
     root = machine(EIGHT)
     write(root / "proc/self/cgroup", cgroup)
@@ -104,7 +105,14 @@ def test_a_containers_share_of_time_limits_the_count(machine, cgroup, files, exp
     assert thread_count() == expected
 
 
-@pytest.mark.parametrize(("told", "expected"), [({"perflevel0": 4, "": 10}, 4), ({"": 6}, 6), ({}, 3)])
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    rows("""
+{"perflevel0": 4, "": 10} | 4
+{"": 6} | 6
+{} | 3
+"""),
+)
 def test_only_fast_cores_of_a_mac_count(monkeypatch, told, expected):
     class Libc:
         def sysctlbyname(self, name, count, size, new, new_size):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from support.paths import ROOT
+from support.tables import rows
 
 PACKAGES = {
     "tinygpt.kernels": ROOT / "kernels",
@@ -34,30 +35,26 @@ LOOPS = {
 }
 # Libraries of the base install, and of an extra where a package or module needs it.
 LIBRARIES = {
-    "tinygpt.kernels": {"numpy", "numba", "llvmlite"},
-    "tinygpt.kernels.cuda": {"cuda", "numba_cuda"},
-    "tinygpt.weights": {"numpy", "safetensors", "huggingface_hub", "yaml", "regex"},
-    "tinygpt.weights.containers": {"onnx", "gguf", "google_crc32c"},
-    "tinygpt.weights.convert": {"gguf", "google_crc32c"},
-    "tinygpt.server": {
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "pydantic",
-        "typing_extensions",
-        "prometheus_client",
-    },
-    "tinygpt.on_ray": {"ray", "fastapi", "starlette", "pydantic"},
-    "tinygpt.text.chat_template": {"jinja2"},
-    "tinygpt.remote": {"httpx"},
-    "tinygpt.ranks": {"mpi4py"},
-    "tinygpt.bench": {"matplotlib"},
-    "tinygpt.evaluation": {"torch", "transformers", "lm_eval", "rouge_score"},
-    "tinygpt.cli.info": {"llvmlite"},
-    "tinygpt.hardware": {"llvmlite"},
-    "tinygpt.cli.main": {"shtab"},
-    "tinygpt.cli.flags": {"yaml"},
-    "tinygpt": {"numpy", "tiktoken", "tokenizers", "regex", "tqdm", "llguidance"},
+    package: {*names.split()}
+    for package, names in rows("""
+tinygpt.kernels | numpy numba llvmlite
+tinygpt.kernels.cuda | cuda numba_cuda
+tinygpt.weights | numpy safetensors huggingface_hub yaml regex
+tinygpt.weights.containers | onnx gguf google_crc32c
+tinygpt.weights.convert | gguf google_crc32c
+tinygpt.server | fastapi starlette uvicorn pydantic typing_extensions prometheus_client
+tinygpt.on_ray | ray fastapi starlette pydantic
+tinygpt.text.chat_template | jinja2
+tinygpt.remote | httpx
+tinygpt.ranks | mpi4py
+tinygpt.bench | matplotlib
+tinygpt.evaluation | torch transformers lm_eval rouge_score
+tinygpt.cli.info | llvmlite
+tinygpt.hardware | llvmlite
+tinygpt.cli.main | shtab
+tinygpt.cli.flags | yaml
+tinygpt | numpy tiktoken tokenizers regex tqdm llguidance
+""")
 }
 HEAVY = {"numpy", "numba", "llvmlite", "safetensors", "tiktoken", "huggingface_hub", "torch", "transformers"}
 

@@ -9,6 +9,7 @@ import pytest
 
 from support.bench_records import LIMITS
 from support.family_models import write_family
+from support.tables import rows
 from tinygpt.bench import sweep
 from tinygpt.cli import main as cli
 from tinygpt.errors import CheckpointError
@@ -77,12 +78,12 @@ def test_a_terminal_has_aligned_columns(no_limits, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "more", "begins", "num_lines"),
-    [
-        ("x.CSV", [], '"', 5),
-        ("x.jsonl", [], "{", 4),
-        ("x.txt", [], "|", None),
-        ("x.json", ["--format", "md"], "|", None),
-    ],
+    rows("""
+x.CSV | [] | " | 5
+x.jsonl | [] | { | 4
+x.txt | [] | "|" | null
+x.json | ["--format", "md"] | "|" | null
+"""),
 )
 def test_the_format_is_the_ending_of_the_file(no_limits, tmp_path, name, more, begins, num_lines):
     assert cli.main([*QUICK.split(), *more, "--output", str(tmp_path / name)]) == 0

@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from support.paths import DEMO, EOS
+from support.tables import column
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import batch, streams
 from tinygpt.cli import main as cli
@@ -23,12 +24,12 @@ from tinygpt.cli.batch import Earlier, open_records, read_earlier
 from tinygpt.cli.streams import PromptRecord, counted
 from tinygpt.errors import RequestError, TinyGPTError
 
-LINES = [
-    {"id": "fox", "prompt": "The fox", "max_tokens": 12},
-    {"prompt": "It was", "seed": 3, "n": 2},
-    {"id": 17, "prompt": [11, 275, 590], "temperature": 0.0, "logprobs": 2},
-    {"id": "é", "prompt_token_ids": [], "stop": ["the", "."]},
-]
+LINES = column("""
+{"id": "fox", "prompt": "The fox", "max_tokens": 12}
+{"prompt": "It was", "seed": 3, "n": 2}
+{"id": 17, "prompt": [11, 275, 590], "temperature": 0.0, "logprobs": 2}
+{"id": "é", "prompt_token_ids": [], "stop": ["the", "."]}
+""")
 IDS = ["fox", 2, 17, "é"]
 # Its second token can be none, which is found out when it is drawn.
 FAILS = {"id": "lost", "prompt": "The", "allowed_token_ids": [11], "no_repeat_ngram_size": 1}

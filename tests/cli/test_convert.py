@@ -18,6 +18,7 @@ from safetensors.numpy import save
 from support import golden_models, tiny_checkpoint
 from support.engines import sample_of
 from support.paths import ROOT, VOCAB_SIZE
+from support.tables import rows
 from support.torch_files import torch_bytes
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
@@ -289,18 +290,6 @@ DAMAGE = {
         with_bytes(lambda data: save({"wpe": np.zeros((2, 2), np.float32)})),
         "not made by tinygpt's convert",
     ),
-    "another format": (with_metadata(format="gguf"), "not made by tinygpt's convert"),
-    "another version": (with_metadata(version="1"), "version 1 .* reads version 3"),
-    "another panel": (with_metadata(panel="48"), "its panel is 48 and 64 is asked for"),
-    "another group": (with_metadata(group="32"), "its group is 32"),
-    "another packing": (with_metadata(packing="0"), "its packing is 0"),
-    "another dtype": (
-        with_metadata(dtype="int4"),
-        "c_fc.group_scales is missing(.|\n)*c_fc.scales is unexpected",
-    ),
-    "no dtype": (with_metadata(dtype="int2"), "damaged metadata"),
-    "no tie": (with_metadata(tied="maybe"), "damaged metadata"),
-    "another tie": (with_metadata(tied="false"), "wte.panels is missing"),
     "a tensor renamed": (
         with_header(lambda header: {("wpf" if name == "wpe" else name): header[name] for name in header}),
         "wpe is missing(.|\n)*wpf is unexpected",
@@ -311,16 +300,33 @@ DAMAGE = {
     ),
     "a tensor retyped": (with_header(lambda header: header["wpe"].update(dtype="I32")), "wpe is I32"),
     "shifted": (lambda file: rewrite(file, shift=4), "c_attn.panels does not start on its boundary"),
-    "a bit flipped at the start": (with_bit_flipped(0), "is damaged, its data does not have the checksum"),
-    "a bit flipped inside": (with_bit_flipped(1000), "is damaged, its data does not have the checksum"),
-    "a bit flipped at the end": (with_bit_flipped(-1), "is damaged, its data does not have the checksum"),
-    "another checksum": (with_metadata(crc32="00000000"), "is damaged, its data does not have the checksum"),
     "another config": (
         with_config(n_inner=280),
         r"c_fc_bias is float32 \(2, 20\) and should be float32 \(2, 280\)",
     ),
     "another vocabulary": (with_config(vocab_size=12), "vocab_size is 11 and 12 is asked for"),
+    **{
+        f"a bit flipped at {place}": (
+            with_bit_flipped(place),
+            "is damaged, its data does not have the checksum",
+        )
+        for place in (0, 1000, -1)
+    },
 }
+# Fields of the file's metadata.
+METADATA = rows("""
+{"format": "gguf"} | not made by tinygpt's convert
+{"version": "1"} | version 1 .* reads version 3
+{"panel": "48"} | its panel is 48 and 64 is asked for
+{"group": "32"} | its group is 32
+{"packing": "0"} | its packing is 0
+{"dtype": "int4"} | c_fc.group_scales is missing(.|\\n)*c_fc.scales is unexpected
+{"dtype": "int2"} | damaged metadata
+{"tied": "maybe"} | damaged metadata
+{"tied": "false"} | wte.panels is missing
+{"crc32": "00000000"} | is damaged, its data does not have the checksum
+""")
+DAMAGE |= {str(fields): (with_metadata(**fields), says) for fields, says in METADATA}
 
 
 @pytest.mark.parametrize("kind", DAMAGE)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.processes import run_process
+from support.tables import rows
 from tinygpt import hardware
 from tinygpt.cli import main as cli
 from tinygpt.cli.info import driver, instructions
@@ -93,11 +94,11 @@ def test_the_gpus_dtypes_are_told(monkeypatch, capsys, capability, answer):
 @pytest.mark.skipif(os.name == "nt", reason="the tool's stand-in is a shell script")
 @pytest.mark.parametrize(
     ("script", "told"),
-    [
-        ("echo A, 580.65; echo B C, 580.65", {"driver": "580.65", "devices": ["A", "B C"]}),
-        ("echo NVIDIA-SMI has failed; exit 9", {"driver": None, "devices": []}),
-        (None, {"driver": None, "devices": []}),
-    ],
+    rows("""
+echo A, 580.65; echo B C, 580.65 | {"driver": "580.65", "devices": ["A", "B C"]}
+echo NVIDIA-SMI has failed; exit 9 | {"driver": null, "devices": []}
+null | {"driver": null, "devices": []}
+"""),
     ids=["two", "failed", "absent"],
 )
 def test_the_drivers_own_tool_names_the_gpus(monkeypatch, tmp_path, script, told):

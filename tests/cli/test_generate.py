@@ -12,6 +12,7 @@ import pytest
 from support.engines import sample_of
 from support.gate import noting
 from support.processes import STATS
+from support.tables import rows
 from tinygpt import LLM, ControlVector, SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.kernels.cpu import jit
@@ -190,17 +191,16 @@ def vector(llm):
     return ControlVector({i: rows[i] for i in range(1, llm.config.n_layer)})
 
 
-@pytest.mark.parametrize(
-    ("flags", "how"),
-    [
-        ("--steer {}", [()]),
-        ("--steer {}:-0.5", [(-0.5,)]),
-        ("--steer {}:2:1-1 --steer {}:.5:0-9", [(2, [1]), (0.5,)]),
-        ("--control-vector-scaled {}:2", [(2,)]),
-        ("--control-vector={}", [()]),
-    ],
-    ids=["whole", "strength", "layers", "scaled", "llama.cpp"],
-)
+STEERED = rows("""
+--steer {} | [[]]
+--steer {}:-0.5 | [[-0.5]]
+--steer {}:2:1-1 --steer {}:.5:0-9 | [[2, [1]], [0.5]]
+--control-vector-scaled {}:2 | [[2]]
+--control-vector={} | [[]]
+""")
+
+
+@pytest.mark.parametrize(("flags", "how"), STEERED)
 def test_control_vectors_steer_the_text(run, llm, vector, tmp_path, flags, how):
     file = vector.save(tmp_path / "a b.gguf")
     result = run(["Once", "-s", "7", "-n", "8", *(word.format(file) for word in flags.split())])

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.engines import PRECISIONS, log_softmax, sample_of
+from support.engines import log_softmax, opened, sample_of
 from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.oracles import live_model
 from support.recorded import recorded
+from support.tables import column
 from tinygpt import LLM, SamplingParams
 
 VOCAB = 60
@@ -25,15 +26,7 @@ def folder(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("beams"), **FIELDS)
 
 
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(folder, max_num_seqs=8) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
-def precision(request):
-    return request.param
+llm = opened("folder", max_num_seqs=8)
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +35,20 @@ def any_llm(folder, precision):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM() as llm:
-        yield llm
+demo = opened("demo")
 
 
 def plain(output) -> list[tuple]:
     return [(o.token_ids, o.score, o.logprobs, o.cumulative_logprob, o.finish_reason) for o in output.outputs]
 
 
-PROCESSED = (
-    {},
-    {"repetition_penalty": 1.3},
-    {"no_repeat_ngram_size": 2, "repetition_penalty": 0.8},
-    {"suppress_tokens": [5, 9, 11, 40], "length_penalty": -1.0},
-    {"bad_words_ids": [[3], [9, 3]], "early_stopping": True},
-)
+PROCESSED = column("""
+{}
+{"repetition_penalty": 1.3}
+{"no_repeat_ngram_size": 2, "repetition_penalty": 0.8}
+{"suppress_tokens": [5, 9, 11, 40], "length_penalty": -1.0}
+{"bad_words_ids": [[3], [9, 3]], "early_stopping": true}
+""")
 
 
 @recorded

@@ -10,24 +10,27 @@ import pytest
 
 from support.golden_models import SMALL, add_tensors, golden_ids, write_model
 from support.recorded import recorded
+from support.tables import rows
 from tinygpt import LLM
 from tinygpt.errors import CheckpointError, RequestError
 
 TOLERANCE = 1e-5
 C = SMALL["n_embd"]
 PAD = 3
-SEQUENCE = "GPT2ForSequenceClassification"
 TOKENS = "GPT2ForTokenClassification"
 NAMES = {"id2label": {"0": "bad", "1": "fair", "2": "good"}, "label2id": {"bad": 0, "fair": 1, "good": 2}}
-# Architecture, number of labels, and fields of config.json.
+# Architecture, number of labels, and fields of config.json, with NAMES if there are three.
 CASES = {
-    "labels": (SEQUENCE, 3, NAMES | {"pad_token_id": PAD}),
-    "no names": (SEQUENCE, 5, {"num_labels": 5}),
-    "several at once": (SEQUENCE, 3, NAMES | {"problem_type": "multi_label_classification"}),
-    "a score": (SEQUENCE, 1, {"num_labels": 1}),
-    "regression": (SEQUENCE, 1, {"num_labels": 1, "problem_type": "regression"}),
-    "tokens": (TOKENS, 3, NAMES | {"problem_type": "multi_label_classification"}),
-    "a label of tokens": (TOKENS, 1, {"num_labels": 1, "problem_type": "regression"}),
+    name: (architecture, count, (NAMES if count == 3 else {}) | fields)
+    for name, architecture, count, fields in rows("""
+labels | GPT2ForSequenceClassification | 3 | {"pad_token_id": 3}
+no names | GPT2ForSequenceClassification | 5 | {"num_labels": 5}
+several at once | GPT2ForSequenceClassification | 3 | {"problem_type": "multi_label_classification"}
+a score | GPT2ForSequenceClassification | 1 | {"num_labels": 1}
+regression | GPT2ForSequenceClassification | 1 | {"num_labels": 1, "problem_type": "regression"}
+tokens | GPT2ForTokenClassification | 3 | {"problem_type": "multi_label_classification"}
+a label of tokens | GPT2ForTokenClassification | 1 | {"num_labels": 1, "problem_type": "regression"}
+""")
 }
 PROMPTS = [golden_ids(12), golden_ids(39), [5], [*golden_ids(7), PAD, PAD], [PAD, PAD]]
 
@@ -85,34 +88,27 @@ def test_a_model_without_such_a_head_is_refused(tmp_path):
         llm.classify([[1]])
 
 
-@pytest.mark.parametrize(
-    ("head", "fields", "message"),
-    [
-        ({"score.weight": (2, C + 1)}, {}, r"score.weight of shape \(2, 37\), which must be \(labels, 36\)"),
-        ({"classifier.weight": (2, C), "classifier.bias": (3,)}, {}, r"a bias of shape \(3,\)"),
-        (
-            {"score.weight": (2, C)},
-            {"problem_type": "ranking"},
-            "problem_type 'ranking', which must be one of",
-        ),
-    ],
-)
+MISFITS = rows(r"""
+{"score.weight": [2, 37]} | {} | score.weight of shape \(2, 37\), which must be \(labels, 36\)
+{"classifier.weight": [2, 36], "classifier.bias": [3]} | {} | a bias of shape \(3,\)
+{"score.weight": [2, 36]} | {"problem_type": "ranking"} | problem_type 'ranking', which must be one of
+""")
+
+
+@pytest.mark.parametrize(("head", "fields", "message"), MISFITS)
 def test_a_head_that_does_not_fit_is_refused(tmp_path, head, fields, message):
     add_tensors(write_model(tmp_path, **fields), head)
     with pytest.raises(CheckpointError, match=message):
         LLM(tmp_path, device="reference")
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        (["score.weight"], r"\(score\) .* only LLM.classify"),
-        (
-            ["multiple_choice_head.summary.weight", "qa_outputs.bias"],
-            r"\(multiple_choice_head, qa_outputs\) .* nothing",
-        ),
-    ],
-)
+WITHOUT = rows(r"""
+["score.weight"] | \(score\) .* only LLM.classify
+["multiple_choice_head.summary.weight", "qa_outputs.bias"] | \(multiple_choice_head, qa_outputs\) .* nothing
+""")
+
+
+@pytest.mark.parametrize(("names", "words"), WITHOUT)
 def test_a_language_model_says_once_what_its_texts_are_made_without(tmp_path, caplog, names, words):
     folder = add_tensors(write_model(tmp_path), dict.fromkeys(names, (2, C)))
     with LLM(folder, device="reference") as llm:

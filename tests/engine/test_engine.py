@@ -168,16 +168,9 @@ def test_samples_differ_and_each_is_one_of_a_larger_request(llm, n):
     ]
 
 
-def test_seeds(llm):
-    first = generate_one(llm, PROMPTS[0], WARM)
-    assert generate_one(llm, PROMPTS[0], WARM).token_ids == first.token_ids
-    assert generate_one(llm, PROMPTS[0], sampled(seed=8)).token_ids != first.token_ids
-    assert generate_one(llm, PROMPTS[0], sampled(seed=2**64 - 1)).seed == 2**64 - 1
-
-
 def test_a_drawn_seed_is_told_and_repeats_the_request(llm):
     drawn = [generate_one(llm, PROMPTS[0], sampled(seed=None)) for _ in range(4)]
-    assert len({sample.seed for sample in drawn}) == 4
+    assert len({sample.seed for sample in drawn}) == len({tuple(sample.token_ids) for sample in drawn}) == 4
     for sample in drawn:
         assert generate_one(llm, PROMPTS[0], sampled(seed=sample.seed)).token_ids == sample.token_ids
 
@@ -220,10 +213,6 @@ def test_eos_ends_unless_it_is_ignored(tiny, tmp_path):
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run[:1], "stop", run[0])
         sample = generate_one(llm, [3], SamplingParams(max_tokens=5, ignore_eos=True))
         assert (sample.token_ids, sample.finish_reason, sample.stop_reason) == (run, "length", None)
-        sample = generate_one(
-            llm, [3], SamplingParams(max_tokens=5, ignore_eos=True, stop_token_ids=[run[0]])
-        )
-        assert (sample.token_ids, sample.finish_reason) == (run[:1], "stop")
 
 
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])

@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from support.engines import batches_of, sample_of
+from support.engines import batches_of, opened, sample_of
 from support.gate import Gate, assert_idle, paused
 from support.paths import ROOT
 from tinygpt import LLM, SamplingParams
@@ -36,10 +36,7 @@ def params_for(i: int) -> SamplingParams:
     return SamplingParams(max_tokens=3 + i % 7, temperature=i % 2, seed=i, ignore_eos=True, logprobs=1)
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=4, max_queue=80) as llm:
-        yield llm
+llm = opened("small_demo", max_num_seqs=4, max_queue=80)
 
 
 @pytest.fixture(autouse=True)
@@ -448,10 +445,7 @@ def test_a_finalizer_that_runs_as_python_ends_does_not_wait(small_demo, monkeypa
         assert llm.engine._thread.is_alive()
 
 
-@pytest.fixture
-def single(small_demo):
-    with LLM(small_demo, max_num_seqs=1) as llm:
-        yield llm
+single = opened("small_demo", scope="function", max_num_seqs=1)
 
 
 def later(monkeypatch) -> None:

@@ -14,6 +14,7 @@ from support.moe_models import E, moe_arrays, write_moe
 from support.oracles import TOLERANCE, family_greedy_of, family_logits_of, moe_logits_of
 from support.processes import Result
 from support.recorded import needs_transformers
+from support.tables import rows
 from support.tiny_checkpoint import convert
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
@@ -87,19 +88,6 @@ def test_a_prefix_that_is_cached(alone, busy, same):
     assert found.num_cached_tokens == len(shared)
 
 
-def test_beams_have_the_scores_of_their_tokens(alone, busy):
-    prompt = PROMPTS[3]
-    params = SamplingParams(max_tokens=6, num_beams=3, n=3, length_penalty=0.0)
-    outputs = busy.generate([prompt, PROMPTS[1]], params)[0].outputs
-    scores = alone.score(prompt, [output.token_ids for output in outputs])
-    assert [output.score for output in outputs] == pytest.approx(
-        [s.cumulative_logprob for s in scores], abs=1e-4
-    )
-    assert [output.score for output in outputs] == sorted((output.score for output in outputs), reverse=True)
-    greedy = sample_of(alone, prompt, max_tokens=6, temperature=0.0).token_ids
-    assert outputs[0].score >= alone.score(prompt, [greedy])[0].cumulative_logprob - 1e-4
-
-
 def test_speculation_changes_no_token(alone, busy, folder, device, same):
     repeating = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     expected = sample_of(alone, repeating, GREEDY)
@@ -163,15 +151,12 @@ def test_converted_checkpoints(folder, dtype, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [
-        (
-            "opt-350m",
-            "layer norms after its blocks, no layer norm before its head, embeddings of another width",
-        ),
-        ("bloom-6", "ALiBi in place of position embeddings, a layer norm after its embeddings"),
-        ("xglm", "embeddings that are multiplied by a number"),
-        ("experts", "experts"),
-    ],
+    rows("""
+opt-350m | layer norms after its blocks, no layer norm before its head, embeddings of another width
+bloom-6 | ALiBi in place of position embeddings, a layer norm after its embeddings
+xglm | embeddings that are multiplied by a number
+experts | experts
+"""),
 )
 def test_a_gpu_refuses_them_by_name(name, message, tmp_path):
     from tinygpt.kernels.backend import DeviceError
@@ -253,17 +238,3 @@ def test_of_equal_probabilities_the_first_expert_is_chosen(device, tmp_path):
     np.testing.assert_allclose(
         logits_of(tmp_path / "all", arrays, device, topk=1), expected, rtol=0, atol=1e-5
     )
-
-
-def test_experts_that_are_the_same_are_one(device, tmp_path):
-    arrays = moe_arrays()
-    same = {
-        name: arrays[f"{name.split('.experts.')[0]}.experts.0.{name.split('.', 5)[5]}"]
-        if ".experts." in name
-        else a
-        for name, a in arrays.items()
-    }
-    expected = logits_of(tmp_path / "alone", first_alone(same), device, topk=1)
-    for per_token in (2, E):
-        found = logits_of(tmp_path / str(per_token), same, device, topk=per_token)
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)

@@ -199,17 +199,6 @@ def choice(request, folders) -> dict[str, str]:
     return {"model": folders[model], "dtype": dtype}
 
 
-def test_llm_logits_with_any_threads(choice):
-    seen = []
-    for threads in THREADS:
-        with LLM(**choice, threads=threads) as llm:
-            ids = prompts_for(llm)[-1]
-            seen.append(llm.logits(ids))
-            same_bits(llm.logits(ids[:11]), seen[0][:11])
-    for logits in seen:
-        same_bits(logits, seen[0])
-
-
 def test_llm_tokens_alone_and_in_any_batch(choice):
     alone = {}
     for threads, slots in ((1, 1), (2, 8), (4, 3)):

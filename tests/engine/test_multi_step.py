@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from support.engines import SAMPLED, WAYS
+from support.engines import SAMPLED, WAYS, opened
 from support.gate import noting, paused
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.model_runner import MAX_STEPS
@@ -15,10 +15,7 @@ PROMPTS = ["Once upon a time", "The old", [5], "In the morning she went to the"]
 GREEDY = SamplingParams(max_tokens=30, seed=0)
 
 
-@pytest.fixture
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=8, prefix_cache_seqs=0) as llm:
-        yield llm
+llm = opened("small_demo", scope="function", max_num_seqs=8, prefix_cache_seqs=0)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tiny_checkpoint
-from support.engines import PRECISIONS, batches_of, sizes
+from support.engines import batches_of, sizes
 from support.gate import paused
 from support.paths import EOS
 from support.sampling import any_params
@@ -23,12 +23,6 @@ BASES = (
     np.random.default_rng(0).integers(EOS, size=(2, 70)).tolist()
 )  # over the border of a block of positions
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
-
-
-@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
-def precision(request):
-    """What moves keys and values between slots has to move the scales of an int8 KV cache, too."""
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import PRECISIONS, batches_of, sample_of
+from support.engines import batches_of, opened, sample_of
 from support.golden_models import NARROW, PROMPT, golden_ids, write_model
 from support.recorded import recorded
 from tinygpt import LLM, SamplingParams
@@ -58,10 +58,7 @@ def smaller(tmp_path_factory) -> Path:
     )
 
 
-@pytest.fixture(scope="module")
-def llm(target):
-    with LLM(target) as llm:
-        yield llm
+llm = opened("target")
 
 
 def plain(output) -> list[tuple]:
@@ -89,11 +86,6 @@ def random_params(chance: random.Random, **fields) -> SamplingParams:
         allowed_token_ids=chance.choice((None, [3, 7, 9, 11, 13, 17, 21, 25])),
         **fields,
     )
-
-
-@pytest.fixture(scope="module", params=PRECISIONS.values(), ids=PRECISIONS)
-def precision(request):
-    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from support.engines import opened
 from support.oracles import read_model
 from support.paths import DEMO, EOS
 from support.recorded import recorded
@@ -28,10 +29,7 @@ def passage(num_words: int, seed: int = 0) -> str:
     return " ".join(itertools.islice(words, num_words))
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", max_num_seqs=NUM_TOGETHER) as llm:
-        yield llm
+llm = opened("demo", max_num_seqs=NUM_TOGETHER)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 from scripts.quality import EXTREMES, INT8_CACHE, OUTLIERS, figures_of, measure, summary, write_outliers
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
+from support.tables import fields
 from support.tiny_checkpoint import random_tensors, write_checkpoint
 from tinygpt import LLM, SamplingParams
 from tinygpt.cli import main as cli
@@ -97,14 +98,14 @@ def test_outliers_leave_the_function_as_it_is(window, name, tmp_path):
         np.testing.assert_allclose(after.logits(window), before.logits(window), atol=1e-3)
 
 
-SHAPES = {
-    "heads of 5, inner 83": {"n_embd": 35, "n_head": 7, "n_inner": 83},
-    "heads of 22, inner 131": {"n_embd": 66, "n_head": 3, "n_inner": 131},
-    "heads of 20": {"n_embd": 60, "n_head": 3},
-    "heads of 65, untied": {"n_embd": 130, "n_head": 2, "n_inner": 200, "tie_word_embeddings": False},
-    "heads of 80, untied": {"n_embd": 80, "n_head": 1, "tie_word_embeddings": False},
-    "four segments": {"n_embd": 320, "n_head": 5, "n_inner": 384},
-}
+SHAPES = fields("""
+heads of 5, inner 83: n_embd=35, n_head=7, n_inner=83
+heads of 22, inner 131: n_embd=66, n_head=3, n_inner=131
+heads of 20: n_embd=60, n_head=3
+heads of 65, untied: n_embd=130, n_head=2, n_inner=200, tie_word_embeddings=False
+heads of 80, untied: n_embd=80, n_head=1, tie_word_embeddings=False
+four segments: n_embd=320, n_head=5, n_inner=384
+""")
 # Of the logits: the root of the mean squared error, over their standard deviation. Measured on these random weights:
 # up to 0.006, 0.017 and 0.12; a trained model's are smaller.
 ERRORS = {"bfloat16": 0.007, "int8": 0.023, "int4": 0.17}

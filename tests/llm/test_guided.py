@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import sample_of
+from support.engines import opened, sample_of
 from support.gate import noting
 from support.paths import EOS
+from support.tables import fields
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine import grammar_process, guided
 from tinygpt.engine.guided import Guidance, Mask
@@ -73,29 +74,26 @@ GUIDED = {
     "json": ({"guided_json": PERSON}, is_person),
     "grammar": ({"guided_grammar": SUM}, is_sum),
 }
-WAYS = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "seed": 5},
-    "few tokens": {"temperature": 1.5, "seed": 6, "top_k": 3, "top_p": 0.9, "min_p": 0.01},
-    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.0, "no_repeat_ngram_size": 4},
-    "bias": {"logit_bias": {34: 20.0, 11: -20.0}, "suppress_tokens": [262]},
-    "several": {"temperature": 1.0, "seed": 7, "n": 3},
-    "the best": {"temperature": 1.0, "seed": 7, "n": 2, "best_of": 4},
-    "beams": {"num_beams": 3, "n": 2},
-    "groups of beams": {"num_beams": 4, "n": 2, "num_beam_groups": 2, "diversity_penalty": 1.0},
-    "past the end of text": {"ignore_eos": True},
-    "beams past the end of text": {"num_beams": 3, "ignore_eos": True},
-    "at least": {"min_tokens": 4},
-    "drafts": {"prompt_lookup_num_tokens": 4},
-    "sliding": {"overflow": "slide"},
-    "many": {"temperature": 2.0, "seed": 6, "n": 8},
-}
+WAYS = fields("""
+greedy:
+sampled: temperature=1.0, seed=5
+few tokens: temperature=1.5, seed=6, top_k=3, top_p=0.9, min_p=0.01
+penalties: repetition_penalty=1.3, frequency_penalty=1.0, no_repeat_ngram_size=4
+bias: logit_bias={34: 20.0, 11: -20.0}, suppress_tokens=[262]
+several: temperature=1.0, seed=7, n=3
+the best: temperature=1.0, seed=7, n=2, best_of=4
+beams: num_beams=3, n=2
+groups of beams: num_beams=4, n=2, num_beam_groups=2, diversity_penalty=1.0
+past the end of text: ignore_eos=True
+beams past the end of text: num_beams=3, ignore_eos=True
+at least: min_tokens=4
+drafts: prompt_lookup_num_tokens=4
+sliding: overflow="slide"
+many: temperature=2.0, seed=6, n=8
+""")
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=8) as llm:
-        yield llm
+llm = opened("small_demo", max_num_seqs=8)
 
 
 def params_of(kind: str, **fields) -> SamplingParams:
@@ -176,8 +174,8 @@ def test_a_function_brings_back_no_token(llm):
 
 def test_a_text_that_can_only_end_ends(llm):
     """Whatever min_tokens and ignore_eos say, and with no step more."""
-    for fields in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"max_tokens": 1}):
-        output = sample_of(llm, PROMPT, SamplingParams(**{"max_tokens": 20, **fields}, guided_choice=["e"]))
+    for more in ({}, {"min_tokens": 20}, {"ignore_eos": True}, {"max_tokens": 1}):
+        output = sample_of(llm, PROMPT, SamplingParams(**{"max_tokens": 20, **more}, guided_choice=["e"]))
         assert (output.text, len(output.token_ids)) == ("e", 1)
         assert (output.finish_reason, output.stop_reason) == ("stop", "grammar")
 

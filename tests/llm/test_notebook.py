@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tinygpt import LLM
+from support.engines import opened
 from tinygpt.look.html import PAGE
 from tinygpt.outputs import with_bar
 
@@ -43,10 +43,7 @@ class Marks(HTMLParser):
             self.tokens.append((data, bits, self._open["title"]))
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo") as llm:
-        yield llm
+llm = opened("demo")
 
 
 def test_a_special_token_of_a_prompt_has_its_name(llm):

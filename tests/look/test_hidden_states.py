@@ -3,21 +3,25 @@
 import numpy as np
 import pytest
 
+from support.engines import opened
 from support.golden_models import golden_ids, write_model
 from support.oracles import live_model, traced
 from support.paths import EOS, VOCAB_SIZE
 from support.recorded import recorded
+from support.tables import rows
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
 SIZES = {"n_layer": 3, "n_head": 3, "n_embd": 48, "n_positions": 96, "vocab_size": 90}
-VARIANTS = {
-    "plain": {},
-    "odd-heads": {"n_head": 4, "n_embd": 44},
-    "by-layer": {"scale_attn_by_inverse_layer_idx": True},
-    "unscaled": {"scale_attn_weights": False},
-    "upcast": {"reorder_and_upcast_attn": True, "tie_word_embeddings": False},
-}
+VARIANTS = dict(
+    rows("""
+plain | {}
+odd-heads | {"n_head": 4, "n_embd": 44}
+by-layer | {"scale_attn_by_inverse_layer_idx": true}
+unscaled | {"scale_attn_weights": false}
+upcast | {"reorder_and_upcast_attn": true, "tie_word_embeddings": false}
+""")
+)
 LENGTHS = [1, 13, 64, 90]
 TOLERANCE = 1e-4
 
@@ -79,10 +83,7 @@ def test_embeddings_are_pooled_last_hidden_states(llm, pooling, pool):
     np.testing.assert_allclose(vectors, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with LLM("demo", max_num_seqs=2) as llm:
-        yield llm
+demo = opened("demo", max_num_seqs=2)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])

@@ -6,10 +6,10 @@ import errno
 import numpy as np
 import pytest
 
-from support.engines import log_softmax
+from support.engines import log_softmax, opened
 from support.golden_models import write_model
 from support.kernel_tools import same_bits
-from tinygpt import LLM, ControlVector, Edit, SamplingParams
+from tinygpt import ControlVector, Edit, SamplingParams
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.weights import files
 from tinygpt.weights.convert import gguf
@@ -25,10 +25,7 @@ def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("inside"), **FIELDS)
 
 
-@pytest.fixture(scope="module")
-def llm(folder):
-    with LLM(str(folder), threads=2) as llm:
-        yield llm
+llm = opened("folder", threads=2)
 
 
 def log_probability(logits) -> float:

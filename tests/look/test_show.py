@@ -8,18 +8,15 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from support.engines import log_softmax
-from tinygpt import LLM, Edit
+from support.engines import log_softmax, opened
+from tinygpt import Edit
 from tinygpt.errors import RequestError
 from tinygpt.look.html import SHADES, attention, lens
 
 TEXT = 'Once <b>upon</b> a "time" &amp;'
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", device="reference") as llm:
-        yield llm
+llm = opened("demo", device="reference")
 
 
 @pytest.mark.parametrize("edits", [(), (Edit("blocks.1.hook_mlp_out", keep=0),)], ids=["plain", "edited"])

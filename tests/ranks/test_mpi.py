@@ -217,7 +217,12 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("rank", "how", "call"), [("0", "raise", "submit"), ("0", "kill", ""), ("1", "raise", "generate")]
+    ("rank", "how", "call"),
+    rows("""
+"0" | raise | submit
+"0" | kill | ""
+"1" | raise | generate
+"""),
 )
 def test_when_a_rank_ends_all_do(rank, how, call):
     process = start("-c", ENDLESS, rank, how, call, ranks=2)
@@ -360,13 +365,13 @@ def test_that_mpi_is_missing_is_said_before_anything_takes_long():
 
 @pytest.mark.parametrize(
     ("name", "whom", "status"),
-    [
-        ("chat", "rank 0", 143),
-        ("generate", "mpiexec", 143),
-        ("generate", "rank 0", 143),
-        ("serve", "mpiexec", 0),
-        ("serve", "rank 0", 0),
-    ],
+    rows("""
+chat | rank 0 | 143
+generate | mpiexec | 143
+generate | rank 0 | 143
+serve | mpiexec | 0
+serve | rank 0 | 0
+"""),
 )
 def test_sigterm_ends_all(tmp_path, five, name, whom, status):
     """With the status of one process. stdout has texts, and nothing of MPI's."""

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from support.gate import noting
 from support.paths import ROOT
 from support.processes import until
+from support.tables import column, fields, rows
 from tinygpt import RemoteLLM, SamplingParams, remote, wire
 from tinygpt.errors import QueueFullError, RequestError, ServerError
 from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
@@ -27,11 +28,11 @@ from tinygpt.outputs import CompletionOutput, RequestMetrics, RequestOutput, Str
 httpx = pytest.importorskip("httpx", reason="httpx, of the extra `remote`, is not installed")
 
 CARD = {"data": [{"id": "demo", "owned_by": "tinygpt", "max_model_len": 512}]}
-CARDS = [
-    {"id": "gpt2", "owned_by": "vllm"},
-    {"owned_by": "tinygpt"},
-    {"owned_by": "tinygpt", "id": 1, "max_model_len": 1},
-]
+CARDS = column("""
+{"id": "gpt2", "owned_by": "vllm"}
+{"owned_by": "tinygpt"}
+{"owned_by": "tinygpt", "id": 1, "max_model_len": 1}
+""")
 OUTPUT = {
     "prompt_token_ids": [1],
     "outputs": [],
@@ -201,6 +202,20 @@ def test_a_server_of_another_kind(serve, card):
         serve(reply(200, OUTPUT), card=card)
 
 
+MALFORMED = rows("""
+score | {"scores": null}
+score | {"scores": 5}
+score | {"scores": [5]}
+score | {"scores": [{}]}
+embed | {"data": [{"embedding": 5}]}
+embed | {"data": [{"embedding": "%"}]}
+embed | {"data": [{"embedding": "AAA="}]}
+embed | {"data": [{"embedding": "\u00e9"}]}
+encode | {"tokens": null}
+encode | {"tokens": 5}
+encode | {"tokens": ["a"]}
+decode | {"prompt": [1]}
+""")
 DEEP = b"[" * 100_000
 CALLS = {
     "generate": lambda llm: llm.generate("a"),
@@ -225,11 +240,8 @@ CALLS = {
             ("stream", [reply(200, b"data: {" + line + b"\n\n")])
             for line in (b"", DEEP, b'"error": 1}', b'"chunk": 1}')
         ),
-        *(("score", [reply(200, {"scores": scores})]) for scores in (None, 5, [5], [{}])),
-        *(("embed", [reply(200, {"data": [{"embedding": each}]})]) for each in (5, "%", "AAA=", "é")),
+        *((call, [reply(200, body)]) for call, body in MALFORMED),
         ("embed", [reply(200, {"data": [{"embedding": each}]}) for each in ("AAAAAA==", "AAAAAAAAAAA=")]),
-        *(("encode", [reply(200, {"tokens": tokens})]) for tokens in (None, 5, ["a"])),
-        ("decode", [reply(200, {"prompt": [1]})]),
     ],
 )
 def test_a_malformed_answer_is_a_server_error(serve, call, answers):
@@ -333,25 +345,12 @@ CHUNKS = st.builds(
     stop_reason=...,
     activations=st.none(),
 )
-EVERYTHING = {
-    "max_tokens": 7,
-    "temperature": 0.3,
-    "top_k": 9,
-    "top_p": 0.5,
-    "seed": 2**64 - 1,
-    "best_of": 2,
-    "stride": 5,
-    "stop": ["a", "b"],
-    "stop_token_ids": [3],
-    "eos_token_id": 4,
-    "overflow": "slide",
-    "prompt_logprobs": 0,
-    "logit_bias": {5: 1.5, 17: -100},
-    "bad_words": "x",
-    "bad_words_ids": [[1, 2], [3]],
-    "top_p_reset_ids": [9],
-    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
-}
+[EVERYTHING] = fields("""
+all: max_tokens=7, temperature=0.3, top_k=9, top_p=0.5, seed=2**64 - 1, best_of=2, stride=5, stop=["a", "b"],\
+     stop_token_ids=[3], eos_token_id=4, overflow="slide", prompt_logprobs=0, logit_bias={5: 1.5, 17: -100},\
+     bad_words="x", bad_words_ids=[[1, 2], [3]], top_p_reset_ids=[9],\
+     repetition_detection={"max_pattern_size": 3, "min_count": 2}
+""").values()
 
 
 def sent(value):

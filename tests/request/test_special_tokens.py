@@ -5,6 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
+from support.engines import opened
 from tinygpt import LLM, AsyncLLM, SamplingParams
 
 END = "<|endoftext|>"
@@ -12,10 +13,7 @@ TEXT = f"The end.{END}Once upon a time{END}"
 SHORT = SamplingParams(max_tokens=3)
 
 
-@pytest.fixture(scope="module")
-def splitting(small_demo):
-    with LLM(small_demo, split_special_tokens=True) as llm:
-        yield llm
+splitting = opened("small_demo", split_special_tokens=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines import sample_of, sizes
+from support.engines import opened, sample_of, sizes
 from support.paths import EOS
 from support.sampling import any_params
 from tinygpt import LLM, SamplingParams
@@ -17,10 +17,7 @@ SIZE = 24  # positions
 TEXT = np.random.default_rng(1).integers(EOS, size=80).tolist()
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0) as llm:
-        yield llm
+llm = opened("small_demo", max_model_len=SIZE, max_num_seqs=1, prefix_cache_seqs=0)
 
 
 @pytest.fixture(scope="module", params=[(2, 2, 0), (3, 5, 2), (8, 64, 1)], ids=str)

@@ -281,11 +281,6 @@ def test_fewer_beams_where_fewer_tokens_are_possible():
     assert [h.token_ids for h in found] == [[3, 3, 3]]
 
 
-def test_no_possible_token_ends_the_search_with_nothing():
-    none = np.full(12, -np.inf, np.float32)
-    assert search(lambda token_ids: none, [1, 2], Rules(num_beams=2, max_tokens=3)).best(2) == []
-
-
 def test_ties_go_to_the_lowest_beam_and_token():
     equal = np.full(12, -2.5, np.float32)
     beams = Rules(num_beams=3, max_tokens=9).search()
@@ -293,37 +288,6 @@ def test_ties_go_to_the_lowest_beam_and_token():
     assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0]), (0, [1]), (0, [2])]
     beams.advance([Candidates.of(equal, 6)] * 3)
     assert [(b.sources[-1], b.token_ids) for b in beams.beams] == [(0, [0, 0]), (0, [0, 1]), (0, [0, 2])]
-
-
-def advance(beams, scorer):
-    rows = [scorer([1, 2, *beam.token_ids]) for beam in beams.beams]
-    beams.advance([Candidates.of(row, beams.num_candidates) for row in rows])
-
-
-def test_a_search_can_be_ended_at_any_step():
-    scorer = table_scorer(2)
-    rules = Rules(num_beams=3, max_tokens=100)
-    beams = rules.search()
-    for _ in range(4):
-        advance(beams, scorer)
-    beams.end()
-    assert beams.beams == []
-    assert beams.best(3) == search(scorer, [1, 2], Rules(num_beams=3, max_tokens=4)).best(3)
-
-
-def test_the_sources_of_a_beam_lead_back_to_the_first():
-    scorer = table_scorer(3)
-    rules = Rules(num_beams=4, max_tokens=8)
-    beams, steps = rules.search(), []
-    while beams.beams:
-        steps.append(beams.beams)
-        advance(beams, scorer)
-    for beam in beams.best(4):
-        token_ids = beam.token_ids
-        sources = beam.sources
-        assert [steps[i][source].token_ids for i, source in enumerate(sources)] == [
-            token_ids[:i] for i in range(8)
-        ]
 
 
 @given(

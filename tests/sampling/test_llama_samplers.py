@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engines import sample_of
+from support.engines import opened, sample_of
 from support.paths import DEMO
 from support.recorded import recorded
 from support.sampling import BACKENDS
-from tinygpt import LLM, SamplingParams
+from support.tables import fields
+from tinygpt import SamplingParams
 from tinygpt.cli import main as cli
 from tinygpt.engine.sampler import Sampler
 from tinygpt.kernels.reference.sampling import filtered, filters_of
@@ -21,16 +22,16 @@ from tinygpt.kernels.reference.sampling import filtered, filters_of
 HAS_LLAMA = importlib.util.find_spec("llama_cpp") is not None
 TEXT = """"Run," said the dog: "run, run!" "Run," said the cat: "run, run!" * The dog and the cat said: "run, run!"
 The dog and the cat and the dog and the cat and the dog and the cat"""
-CASES = {
-    "defaults": {"dry_multiplier": 0.8},
-    "another base": {"dry_multiplier": 1.5, "dry_base": 1.1, "dry_penalty_last_n": 200},
-    "base 1": {"dry_multiplier": 2.0, "dry_base": 1.0, "dry_allowed_length": 1},
-    "single tokens": {"dry_multiplier": 0.3, "dry_allowed_length": 0, "dry_penalty_last_n": 20},
-    "greatest exponent": {"dry_multiplier": 0.25, "dry_base": 900.0, "dry_sequence_breakers": []},
-    "no breakers": {"dry_multiplier": 0.8, "dry_sequence_breakers": [], "dry_penalty_last_n": 500},
-    "long breakers": {"dry_multiplier": 0.8, "dry_sequence_breakers": [" said the", "run!", "dog:"]},
-    "overlapping": {"dry_multiplier": 0.8, "dry_sequence_breakers": ["the do", "and the dog", "aaaa", "n"]},
-}
+CASES = fields("""
+defaults: dry_multiplier=0.8
+another base: dry_multiplier=1.5, dry_base=1.1, dry_penalty_last_n=200
+base 1: dry_multiplier=2.0, dry_base=1.0, dry_allowed_length=1
+single tokens: dry_multiplier=0.3, dry_allowed_length=0, dry_penalty_last_n=20
+greatest exponent: dry_multiplier=0.25, dry_base=900.0, dry_sequence_breakers=[]
+no breakers: dry_multiplier=0.8, dry_sequence_breakers=[], dry_penalty_last_n=500
+long breakers: dry_multiplier=0.8, dry_sequence_breakers=[" said the", "run!", "dog:"]
+overlapping: dry_multiplier=0.8, dry_sequence_breakers=["the do", "and the dog", "aaaa", "n"]
+""")
 LAST_TOKENS = (1, 7, 40, -9, -1)  # of TEXT, so that histories end in it, or in repeats
 
 
@@ -90,10 +91,7 @@ def excluded(row, top_n_sigma, top_k, xtc_threshold):
     return row
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM("demo", device="reference") as llm:
-        yield llm
+llm = opened("demo", device="reference")
 
 
 def scores_after(llm, backend, token_ids, **fields):
@@ -106,15 +104,14 @@ def scores_after(llm, backend, token_ids, **fields):
 @BACKENDS
 @pytest.mark.parametrize("case", CASES)
 def test_dry_penalizes_as_llama_cpp(llm, backend, case):
-    fields, num_penalized = CASES[case], 0
-    params = SamplingParams(**fields)
+    params, num_penalized = SamplingParams(**CASES[case]), 0
     for last in LAST_TOKENS:
         token_ids = llm.tokenizer.encode(TEXT)[:last] * (1 if last < 0 else 3)
         sizes = params.dry_multiplier, params.dry_base, params.dry_allowed_length, params.dry_penalty_last_n
         found = dry_penalties(np.array(token_ids), *sizes, params.dry_sequence_breakers)  # (K, 2)
         expected = np.zeros(llm.config.vocab_size, np.float32)
         expected[found[:, 0].astype(int)] = found[:, 1]
-        np.testing.assert_array_equal(scores_after(llm, backend, token_ids, **fields), expected)
+        np.testing.assert_array_equal(scores_after(llm, backend, token_ids, **CASES[case]), expected)
         num_penalized += len(found)
     assert num_penalized > 1
 

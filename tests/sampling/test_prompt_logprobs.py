@@ -8,6 +8,7 @@ import pytest
 from support import tiny_checkpoint
 from support.engines import batches_of
 from support.paths import VOCAB_SIZE as V
+from support.tables import fields
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.errors import TinyGPTError
@@ -39,17 +40,16 @@ def test_they_are_those_of_the_logits(llm, length, best):
     np.testing.assert_allclose(output.prompt_cumulative_logprob, sum(own), rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logit_bias": {5: 50.0}, "temperature": 1.0, "logprobs_mode": "processed"},
-        {"n": 3, "temperature": 1.0},
-        {"n": 1, "best_of": 3, "temperature": 1.0},
-        {"num_beams": 3, "n": 2},
-        {"prompt_lookup_num_tokens": 4},
-    ],
-    ids=str,
-)
+ELSE = fields("""
+processed: logit_bias={5: 50.0}, temperature=1.0, logprobs_mode="processed"
+samples: n=3, temperature=1.0
+the best: n=1, best_of=3, temperature=1.0
+beams: num_beams=3, n=2
+drafts: prompt_lookup_num_tokens=4
+""")
+
+
+@pytest.mark.parametrize("fields", ELSE.values(), ids=ELSE)
 def test_whatever_else_is_asked_for(llm, alone, fields):
     with_them = asked(**fields)
     without = asked(**{**fields, "prompt_logprobs": None})

@@ -15,6 +15,7 @@ from support.golden_models import write_model
 from support.oracles import live_model
 from support.recorded import recorded
 from support.sampling import BACKENDS, V, any_sequence, halve, sequence_of
+from support.tables import column, fields
 from tinygpt import LLM, SamplingParams
 from tinygpt.engine.sampler import Sampler, not_finite
 from tinygpt.kernels import cpu, reference
@@ -74,8 +75,16 @@ def test_backends_sample_the_same_and_a_row_as_if_alone(sequences, seed):
         )
 
 
-RARE = [{"typical_p": 0.3}, {"top_n_sigma": 0.5}, {"top_p": 0.4, "top_p_rule": "openai"}, {"eta_cutoff": 0.2}]
-RARE += [{"epsilon_cutoff": 0.1}, {"xtc_probability": 1.0}, {"top_k": 9}, {}]
+RARE = column("""
+{"typical_p": 0.3}
+{"top_n_sigma": 0.5}
+{"top_p": 0.4, "top_p_rule": "openai"}
+{"eta_cutoff": 0.2}
+{"epsilon_cutoff": 0.1}
+{"xtc_probability": 1.0}
+{"top_k": 9}
+{}
+""")
 
 
 @BACKENDS
@@ -235,17 +244,10 @@ def llm(tmp_path_factory):
         yield llm
 
 
-WORDS = [[3], [1, 2], [20, 21], [7]]
-CONTROLS = {
-    "repetition_penalty": 1.4,
-    "no_repeat_ngram_size": 2,
-    "bad_words_ids": WORDS,
-    "min_tokens": 10,
-    "suppress_tokens": [5, 6],
-    "logit_bias": {9: 4.0, 30: -6.0},
-    "allowed_token_ids": range(4, 37),
-    "eos_token_id": [7, 12, 25],
-}
+[CONTROLS] = fields("""
+all: repetition_penalty=1.4, no_repeat_ngram_size=2, bad_words_ids=[[3], [1, 2], [20, 21], [7]], min_tokens=10,\
+     suppress_tokens=[5, 6], logit_bias={9: 4.0, 30: -6.0}, allowed_token_ids=range(4, 37), eos_token_id=[7, 12, 25]
+""").values()
 # Those that have other names or forms in transformers.
 OTHERS = {
     "min_tokens": {"min_new_tokens": 10},

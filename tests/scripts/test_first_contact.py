@@ -10,6 +10,7 @@ import pytest
 from scripts.gpu import first_contact
 from support.cuda_compile import compile_kernel
 from support.cuda_device import on_a_gpu, why_no_gpu
+from support.tables import rows
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM
 from tinygpt.kernels.cuda import device as devices
@@ -70,11 +71,11 @@ def test_other_logits_are_no_result(device, monkeypatch, factor, tmp_path):
 
 @pytest.mark.parametrize(
     ("program", "expected"),
-    [
-        ("""print('a word'); print('{"us": 1}')""", {"us": 1}),
-        ("import time; time.sleep(60)", {"error": "stopped after 2 s"}),
-        ("import os; os.abort()", {"error": "the process ended with -6; see stderr"}),
-    ],
+    rows("""
+print('a word'); print('{"us": 1}') | {"us": 1}
+import time; time.sleep(60) | {"error": "stopped after 2 s"}
+import os; os.abort() | {"error": "the process ended with -6; see stderr"}
+"""),
 )
 def test_an_item_that_goes_wrong_is_one_line(program, expected):
     assert first_contact.run_apart([sys.executable, "-c", program], seconds=2) == expected

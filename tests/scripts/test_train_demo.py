@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.recorded import MISSING
+from support.tables import rows
 
 pytest.importorskip("transformers", reason=MISSING)
 
@@ -124,11 +125,11 @@ def test_the_tokenizer_has_gpt2s_form(out, corpus):
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [
-        (["--resume"], "holds no run: omit --resume"),
-        (["--corpus", "scripts"], "scripts/train.txt.xz cannot be read"),
-        (["--positions", "16384", "--batch-tokens", "16384"], "the corpus has less tokens than a step takes"),
-    ],
+    rows("""
+["--resume"] | holds no run: omit --resume
+["--corpus", "scripts"] | scripts/train.txt.xz cannot be read
+["--positions", "16384", "--batch-tokens", "16384"] | the corpus has less tokens than a step takes
+"""),
 )
 def test_impossible_settings_are_refused(corpus, tmp_path, change, reason, monkeypatch, capsys):
     command = ["train_demo.py", "--corpus", str(corpus), "--out", str(tmp_path / "out"), *SETTINGS, *change]

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tinygpt import LLM
+from support.engines import opened
 
 if find_spec("fastapi") is None:  # of the extra `serve`
     collect_ignore_glob = ["test_*.py"]
@@ -12,10 +12,7 @@ if find_spec("fastapi") is None:  # of the extra `serve`
 MAX_NUM_SEQS, MAX_QUEUE = 4, 3
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE, split_special_tokens=True) as llm:
-        yield llm
+llm = opened("small_demo", max_num_seqs=MAX_NUM_SEQS, max_queue=MAX_QUEUE, split_special_tokens=True)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import pytest
 from support.engines import SAMPLED, STREAMED, WAYS
 from support.gate import noting
 from support.paths import DEMO, VOCAB_SIZE
+from support.tables import fields, rows
 from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.outputs import CompletionOutput
 from tinygpt.server.api import kept_tokens
@@ -135,13 +136,6 @@ def test_several_prompts_of_every_kind(server, llm):
         assert found == expected
 
 
-def test_names_of_other_programs(server):
-    ours = {"max_tokens": 3, "repetition_penalty": 1.3, "seed": 1, "temperature": 0.0, "top_k": 5}
-    others = {"n_predict": 3, "repeat_penalty": 1.3, "random_seed": 1, "do_sample": False, "topk": 5}
-    first, second = (server.complete(prompt="Once", **body).choices for body in (ours, others))
-    assert first == second
-
-
 def test_no_prompt_begins_at_bos(server, llm):
     [output] = llm.generate("", max_tokens=4)
     for prompt in (None, ""):
@@ -186,22 +180,24 @@ def test_by_default_16_tokens_or_what_fits(server, llm):
 
 
 # What a request may ask for in other words than SamplingParams.
-IN_OTHER_WORDS = {
-    "vLLM's beams": ({"use_beam_search": True, "n": 3}, {"num_beams": 3, "n": 3}),
-    "best_of 0": ({**SAMPLED, "best_of": 0}, SAMPLED),
-    "a signed seed": ({"seed": -2}, {"temperature": 1, "seed": 2**64 - 2}),
-    "an unsigned seed": ({"seed": 2**63}, {"temperature": 1, "seed": 2**63}),
-    "a seed with a point": ({"seed": 5.0}, {"temperature": 1, "seed": 5}),
-    "a bias of an id": ({"temperature": 0, "logit_bias": {"262": 100}}, {"logit_bias": {262: 100}}),
-    "a bias of a text": ({"temperature": 0, "logit_bias": {" the": 100}}, {"logit_bias": {262: 100}}),
-}
+IN_OTHER_WORDS = rows("""
+{"use_beam_search": true, "n": 3} | {"num_beams": 3, "n": 3}
+{"temperature": 0.9, "seed": 7, "n": 2, "best_of": 0} | {"temperature": 0.9, "seed": 7, "n": 2}
+{"seed": -2} | {"temperature": 1, "seed": 18446744073709551614}
+{"seed": 9223372036854775808} | {"temperature": 1, "seed": 9223372036854775808}
+{"seed": 5.0} | {"temperature": 1, "seed": 5}
+{"temperature": 0, "logit_bias": {"262": 100}} | {"allowed_token_ids": [262]}
+{"temperature": 0, "logit_bias": {" the": 100}} | {"allowed_token_ids": [262]}
+{"n_predict": 3, "repeat_penalty": 1.3, "random_seed": 1, "topk": 5} | {"max_tokens": 3, "repetition_penalty": 1.3,
+  "seed": 1, "top_k": 5, "temperature": 1}
+{"do_sample": false} | {"temperature": 0}
+""")
 
 
-@pytest.mark.parametrize("name", IN_OTHER_WORDS)
-def test_a_request_in_other_words_is_the_same(server, llm, name):
-    asked, params = ({"max_tokens": 6, **each} for each in IN_OTHER_WORDS[name])
-    [output] = llm.generate(PROMPT, **params)
-    choices = server.complete(prompt=PROMPT, **asked).choices
+@pytest.mark.parametrize(("asked", "params"), IN_OTHER_WORDS)
+def test_a_request_in_other_words_is_the_same(server, llm, asked, params):
+    [output] = llm.generate(PROMPT, **{"max_tokens": 6, **params})
+    choices = server.complete(prompt=PROMPT, **{"max_tokens": 6} | asked).choices
     assert [choice["text"] for choice in choices] == [sample.text for sample in output.outputs]
 
 
@@ -248,12 +244,12 @@ def test_candidates_have_ids_where_ids_are_asked_for(server, llm):
 
 
 # What leaves most tokens no probability, of which the logarithm would be no number of JSON.
-IMPROBABLE = {
-    "a low temperature": {"temperature": 1e-30, "top_k": 0, "top_p": 1.0},
-    "allowed tokens": {"allowed_token_ids": [262, 263]},
-    "top-k": {"top_k": 2},
-    "suppressed tokens": {"suppress_tokens": list(range(1, VOCAB_SIZE - 100))},
-}
+IMPROBABLE = fields(f"""
+a low temperature: temperature=1e-30, top_k=0, top_p=1.0
+allowed tokens: allowed_token_ids=[262, 263]
+top-k: top_k=2
+suppressed tokens: suppress_tokens=[*range(1, {VOCAB_SIZE} - 100)]
+""")
 
 
 @pytest.mark.parametrize("mode", ["raw", "processed"])

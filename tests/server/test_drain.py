@@ -15,6 +15,7 @@ from support.gate import Gate, Held
 from support.paths import ROOT
 from support.processes import read_to
 from support.serving import RawRequest, ask, served, until
+from support.tables import rows
 from tinygpt.server import app
 from tinygpt.server.app import allow_all_descriptors
 
@@ -101,16 +102,16 @@ def test_a_signal_ends_the_process_with_status_0_and_a_second_one_at_once():
         client.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
-        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "echo": True, "logprobs": 1}),
-        ("/generate", {"prompt": "a", "max_tokens": 1}),
-        ("/v1/embeddings", {"input": "a"}),
-        ("/v1/score", {"text_1": "a", "text_2": "b"}),
-        ("/score_continuations", {"prompt": "a", "continuations": ["b"]}),
-    ],
-)
+WORK = rows("""
+/v1/completions | {"prompt": "a", "max_tokens": 1, "echo": true, "logprobs": 1}
+/generate | {"prompt": "a", "max_tokens": 1}
+/v1/embeddings | {"input": "a"}
+/v1/score | {"text_1": "a", "text_2": "b"}
+/score_continuations | {"prompt": "a", "continuations": ["b"]}
+""")
+
+
+@pytest.mark.parametrize(("path", "body"), WORK)
 def test_work_of_all_kinds_is_refused_before_its_prompt_is_read(llm, monkeypatch, path, body):
     with served(llm) as server:
         assert server.ask(path, body).status == 200

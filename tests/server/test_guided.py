@@ -11,6 +11,7 @@ from select import select
 
 from support.gate import Gate, Held, noting, until_idle
 from support.serving import served
+from support.tables import rows
 from tinygpt.engine import grammar_process
 from tinygpt.engine.guided import Guidance
 from tinygpt.errors import RequestError, how_to_install
@@ -26,43 +27,47 @@ PERSON = {
 }
 REGEX = "[A-Z][a-z]{2,8} [0-9]{1,2}"
 CHOICES = ["a king", "a wolf"]
-GRAMMAR = 'start: "(" start ")" | "here"'
+GRAMMAR = 'start: "(" start ")"|"here"'
 SAMPLED = {"max_tokens": 60, "temperature": 0.9, "seed": 3}
 
 
-def schema_format(schema, **more):
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}
-
-
 # What a client sends, and the field of SamplingParams that it is.
-SPELLINGS = {
-    "choice": ({"guided_choice": CHOICES}, {"guided_choice": CHOICES}),
-    "regex": ({"guided_regex": REGEX}, {"guided_regex": REGEX}),
-    "JSON": ({"guided_json": PERSON}, {"guided_json": PERSON}),
-    "JSON as a text": ({"guided_json": json.dumps(PERSON)}, {"guided_json": PERSON}),
-    "grammar": ({"guided_grammar": GRAMMAR}, {"guided_grammar": GRAMMAR}),
-    "vLLM's choice": ({"structured_outputs": {"choice": CHOICES}}, {"guided_choice": CHOICES}),
-    "vLLM's regex": (
-        {"structured_outputs": {"regex": REGEX, "disable_fallback": True}},
-        {"guided_regex": REGEX},
-    ),
-    "vLLM's JSON": ({"structured_outputs": {"json": PERSON, "regex": None}}, {"guided_json": PERSON}),
-    "vLLM's object": ({"structured_outputs": {"json_object": True}}, {"guided_json": {"type": "object"}}),
-    "vLLM's grammar": ({"structured_outputs": {"grammar": GRAMMAR}}, {"guided_grammar": GRAMMAR}),
-    "OpenAI's schema": ({"response_format": schema_format(PERSON, strict=True)}, {"guided_json": PERSON}),
-    "OpenAI's object": ({"response_format": {"type": "json_object"}}, {"guided_json": {"type": "object"}}),
-    "OpenAI's text": ({"response_format": {"type": "text"}}, {}),
-    "nothing": ({"structured_outputs": {"json_object": False}, "guided_json": None}, {}),
+SPELLINGS = """
+{"guided_choice": CHOICES} | {"guided_choice": CHOICES}
+{"guided_regex": REGEX} | {"guided_regex": REGEX}
+{"guided_json": PERSON} | {"guided_json": PERSON}
+{"guided_json": TEXT} | {"guided_json": PERSON}
+{"guided_grammar": GRAMMAR} | {"guided_grammar": GRAMMAR}
+{"structured_outputs": {"choice": CHOICES}} | {"guided_choice": CHOICES}
+{"structured_outputs": {"regex": REGEX, "disable_fallback": true}} | {"guided_regex": REGEX}
+{"structured_outputs": {"json": PERSON, "regex": null}} | {"guided_json": PERSON}
+{"structured_outputs": {"json_object": true}} | {"guided_json": {"type": "object"}}
+{"structured_outputs": {"grammar": GRAMMAR}} | {"guided_grammar": GRAMMAR}
+{"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": PERSON, "strict": true}}}
+  | {"guided_json": PERSON}
+{"response_format": {"type": "json_object"}} | {"guided_json": {"type": "object"}}
+{"response_format": {"type": "text"}} | {}
+{"structured_outputs": {"json_object": false}, "guided_json": null} | {}
+"""
+GUIDES = {
+    "CHOICES": CHOICES,
+    "REGEX": REGEX,
+    "PERSON": PERSON,
+    "GRAMMAR": GRAMMAR,
+    "TEXT": json.dumps(PERSON),
 }
-# A body, and the field that the refusal names.
-REFUSED = {
-    "expression": ({"guided_regex": "("}, "guided_regex"),
-    "a type that is none": ({"guided_json": {"type": "bogus"}}, "guided_json"),
-    "grammar": ({"guided_grammar": "start: nowhere"}, "guided_grammar"),
-    "long": ({"guided_regex": "a" * 65_537}, "guided_regex"),
-    "vLLM's": ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex"),
-    "OpenAI's": ({"response_format": schema_format({"type": "bogus"})}, "response_format.json_schema.schema"),
-}
+for name, value in GUIDES.items():
+    SPELLINGS = SPELLINGS.replace(name, json.dumps(value))
+# The field that a refusal names, and a body.
+REFUSED = rows("""
+guided_regex | {"guided_regex": "("}
+guided_json | {"guided_json": {"type": "bogus"}}
+guided_grammar | {"guided_grammar": "start: nowhere"}
+structured_outputs.regex | {"structured_outputs": {"regex": "("}}
+response_format.json_schema.schema | {"response_format": {"type": "json_schema",
+  "json_schema": {"name": "x", "schema": {"type": "bogus"}}}}
+""")
+REFUSED.append(("guided_regex", {"guided_regex": "a" * 65_537}))
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +90,8 @@ both_paths = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/compl
 
 
 @both_paths
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
-    sent, field = SPELLINGS[name]
+@pytest.mark.parametrize(("sent", "field"), rows(SPELLINGS), ids=lambda value: str(value)[:60])
+def test_each_spelling_is_the_librarys_field(chatting, llm, sent, field, path):
     [expected] = llm.generate(PROMPT, **SAMPLED, **field)[0].outputs
     [choice] = asked_in(chatting, path, sent).json["choices"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
@@ -98,9 +102,8 @@ def test_each_spelling_is_the_librarys_field(chatting, llm, name, path):
 
 
 @both_paths
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_bad_guide_is_refused_with_the_clients_field(chatting, name, path):
-    body, field = REFUSED[name]
+@pytest.mark.parametrize(("field", "body"), REFUSED, ids=lambda value: str(value)[:60])
+def test_a_bad_guide_is_refused_with_the_clients_field(chatting, field, body, path):
     reply = asked_in(chatting, path, body, stream=path == "/v1/completions")
     assert (reply.status, reply.error["param"]) == (400, field)
 

@@ -10,6 +10,7 @@ import pytest
 from support.engines import SAMPLED, WAYS
 from support.gate import Gate
 from support.serving import served, until
+from support.tables import rows
 from tinygpt import LLM, AsyncLLM, RemoteLLM, SamplingParams
 from tinygpt.errors import QueueFullError, RequestError, ServerError, TinyGPTError
 
@@ -155,12 +156,12 @@ def test_a_prompt_that_was_read_is_what_it_was_read_as(remote, llm):
 
 @pytest.mark.parametrize(
     ("prompt", "asked"),
-    [
-        ("Once", {"max_tokens": 5000}),
-        ([999_999], {}),
-        ("Once", {"soft_prompt": "none"}),
-        ("Once", {"allowed_token_ids": [999_999]}),
-    ],
+    rows("""
+Once | {"max_tokens": 5000}
+[999999] | {}
+Once | {"soft_prompt": "none"}
+Once | {"allowed_token_ids": [999999]}
+"""),
 )
 def test_a_refusal_is_the_librarys(remote, llm, prompt, asked):
     params = SamplingParams(**asked)

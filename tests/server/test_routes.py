@@ -12,6 +12,7 @@ from support.engines import sample_of
 from support.gate import Held
 from support.golden_models import SMALL, add_tensors, write_lora
 from support.serving import served, until
+from support.tables import rows
 from tinygpt import LLM
 
 
@@ -64,7 +65,12 @@ def test_harnesses_learn_the_end_of_text(server, llm):
 
 @pytest.mark.parametrize(
     ("inputs", "pooling"),
-    [("a wolf", "last"), (["a wolf", "kings"], "mean"), ([5, 6, 7], "sum"), ([[5], [6, 7]], "last")],
+    rows("""
+a wolf | last
+["a wolf", "kings"] | mean
+[5, 6, 7] | sum
+[[5], [6, 7]] | last
+"""),
 )
 def test_embeddings_are_the_librarys(server, llm, pooling, inputs):
     expected = llm.embed(inputs, pooling)  # (n, C)

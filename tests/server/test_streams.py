@@ -8,6 +8,7 @@ import pytest
 
 from support.gate import Gate, Held
 from support.serving import Reply, served, until
+from support.tables import rows
 from tinygpt.server import requests
 from tinygpt.text.chat_template import ChatTemplate
 
@@ -38,10 +39,10 @@ def test_a_call_of_the_engine_wakes_the_loop_once(server, llm, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "prompt", "counts"),
-    [
-        ("/v1/completions", {"prompt": "Once"}, [1, 2, 3, 3]),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Once"}]}, [0, 1, 2, 3, 3]),
-    ],
+    rows("""
+/v1/completions | {"prompt": "Once"} | [1, 2, 3, 3]
+/v1/chat/completions | {"messages": [{"role": "user", "content": "Once"}]} | [0, 1, 2, 3, 3]
+"""),
 )
 def test_a_stream_has_what_its_options_ask_for(llm, path, prompt, counts):
     body = {**prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True}

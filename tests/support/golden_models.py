@@ -120,11 +120,13 @@ LORA = {
     "lora_alpha": 8,
 }
 # Each is one array in the file: what a prompt encoder would compute is computed when it is saved.
-SOFT_PROMPTS = {
-    "prompt": {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"},
-    "p-tuning": {"peft_type": "P_TUNING", "encoder_hidden_size": 6, "encoder_reparameterization_type": "MLP"},
-    "prefix": {"peft_type": "PREFIX_TUNING", "prefix_projection": False},
-}
+SOFT_PROMPTS = dict(
+    rows("""
+prompt | {"peft_type": "PROMPT_TUNING", "prompt_tuning_init": "RANDOM"}
+p-tuning | {"peft_type": "P_TUNING", "encoder_hidden_size": 6, "encoder_reparameterization_type": "MLP"}
+prefix | {"peft_type": "PREFIX_TUNING", "prefix_projection": false}
+""")
+)
 
 
 def write_lora(folder: Path, rank: int, targets: list[str], has_head: bool, **fields: Any) -> Path:

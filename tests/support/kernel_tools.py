@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numba.core import event
 
+from support.tables import rows
 from tinygpt.kernels.cpu.dtypes import DTYPES, new_weight, panel_count
 from tinygpt.kernels.cpu.jit import DiskCache, jit
 from tinygpt.kernels.cpu.layers import activations
@@ -21,11 +22,20 @@ from tinygpt.kernels.cpu.simd.tiles import OUT_TILE
 from tinygpt.kernels.cpu.simd.vector_ir import SCALE_GROUP, VECTOR_BYTES, WEIGHT_GROUP
 from tinygpt.kernels.cpu.team import Team, begin_step, new_teams
 from tinygpt.kernels.cpu.workspace import new_operand
+from tinygpt.kernels.numbers import Warpers
 
 EPS = 2.0**-24  # half a unit in the last place of a float32 near 1
 KINDS = [("none", activations.NONE), *activations.ACTIVATIONS.items()]
 ACTIVATIONS = pytest.mark.parametrize(("name", "kind"), KINDS, ids=[name for name, _ in KINDS])
-SHAPES = [(1, 1), (3, 5), (7, 35), (17, 97), (50, 130), (13, 64), (6, 16)]
+SHAPES = rows("""
+1 | 1
+3 | 5
+7 | 35
+17 | 97
+50 | 130
+13 | 64
+6 | 16
+""")
 
 
 class Tolerance(NamedTuple):
@@ -35,33 +45,25 @@ class Tolerance(NamedTuple):
     reason: str
 
 
+# Limits are so many EPS and something more.
 TOLERANCES = {
-    "exp": Tolerance(4 * EPS, "relative: 2 units in the last place, as its docstring says"),
-    "tanh": Tolerance(4 * EPS, "relative: exp's error, halved by the division, and three roundings"),
-    "erf": Tolerance(
-        5e-7, "absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1"
-    ),
-    "activation": Tolerance(
-        5e-7, "against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most"
-    ),
-    "product": Tolerance(24 * EPS, "against |x| @ |w|: a chain of 130 roundings, which mostly cancel"),
-    "int4 product": Tolerance(64 * EPS, "against |x| @ |w|: levels and offsets, each larger than w, cancel"),
-    "sum": Tolerance(8 * EPS, "against the sum of sizes: a chain of 9 roundings a lane, four folds"),
-    "layer_norm": Tolerance(64 * EPS, "against the outlier: mean and variance are rounded once more each"),
-    "attention": Tolerance(
-        32 * EPS, "against the largest value: scores of a few units, rounded, go through exp"
-    ),
-    "bfloat16 attention": Tolerance(
-        2.0**-9 + 32 * EPS, "against the largest value: weights are rounded to 8 bits"
-    ),
-    "int8 attention": Tolerance(
-        2.0**-12, "against the largest value: some weights fall on the next of 2**14 levels"
-    ),
-    "extreme attention": Tolerance(
-        0.05, "against the largest value: half a unit of a score of 1e4 is 5e-4, times D"
-    ),
-    "bfloat16": Tolerance(2.0**-8, "relative: half a unit of 8 bits, and a little"),
-    "quantized": Tolerance(0.5 + 1e-4, "in steps: the nearest level, found in float32"),
+    name: Tolerance(count * EPS + more, reason)
+    for name, count, more, reason in rows("""
+exp | 4 | 0 | relative: 2 units in the last place, as its docstring says
+tanh | 4 | 0 | relative: exp's error, halved by the division, and three roundings
+erf | 0 | 5e-7 | absolute: the formula's own 1.5e-7, and near 0 the roundings of a sum that is near 1
+activation | 0 | 5e-7 | against max(|x|, 1): x times a share in 0..1 that is off by erf's error at most
+product | 24 | 0 | against |x| @ |w|: a chain of 130 roundings, which mostly cancel
+int4 product | 64 | 0 | against |x| @ |w|: levels and offsets, each larger than w, cancel
+sum | 8 | 0 | against the sum of sizes: a chain of 9 roundings a lane, four folds
+layer_norm | 64 | 0 | against the outlier: mean and variance are rounded once more each
+attention | 32 | 0 | against the largest value: scores of a few units, rounded, go through exp
+bfloat16 attention | 32 | 0.001953125 | against the largest value: weights are rounded to 8 bits, 2**-9
+int8 attention | 0 | 0.000244140625 | against the largest value: some weights fall on the next of 2**14 levels, 2**-12
+extreme attention | 0 | 0.05 | against the largest value: half a unit of a score of 1e4 is 5e-4, times D
+bfloat16 | 0 | 0.00390625 | relative: half a unit of 8 bits, and a little, 2**-8
+quantized | 0 | 0.5001 | in steps: the nearest level, found in float32
+""")
 }
 
 
@@ -248,3 +250,9 @@ def uniform_row(vocab, seed):
 
 
 ROWS = [random_row, tied_row, masked_row, one_hot_row, extreme_row, uniform_row]
+
+
+def warpers_of(rows, *setting, **others):
+    """Warpers with these settings, each one for all rows or an array with one for each row."""
+    given = Warpers._field_defaults | dict(zip(Warpers._fields, setting, strict=False)) | others
+    return Warpers(*(np.array(np.broadcast_to(given[name], rows), np.float64) for name in Warpers._fields))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from support.tables import rows
 from tinygpt import SamplingParams
 from tinygpt.engine.sampler import TokenRules
 from tinygpt.engine.sequence import Sample, Sequence
@@ -49,37 +50,40 @@ def forbid_the_last(prompt_token_ids, new_token_ids, scores):
 few_ids = st.integers(0, 9)  # so that much of a text comes again
 ids = few_ids | st.integers(0, V - 1)
 some_ids = st.lists(ids, max_size=4)
+NUMBERS = rows("""
+top_k | integers | 0 | 40
+top_p | floats | 0.05 | 1
+top_p_decay | floats | 0.5 | 1
+min_p | floats | 0 | 0.5
+typical_p | floats | 0.1 | 1
+epsilon_cutoff | floats | 0 | 0.1
+eta_cutoff | floats | 0 | 0.1
+top_n_sigma | floats | -1 | 3
+xtc_probability | floats | 0 | 1
+xtc_threshold | floats | 0 | 0.6
+dry_multiplier | floats | 0 | 2
+dry_allowed_length | integers | 0 | 2
+dry_penalty_last_n | integers | -1 | 9
+repetition_penalty | floats | 0.5 | 2
+frequency_penalty | floats | -2 | 2
+presence_penalty | floats | -2 | 2
+no_repeat_ngram_size | integers | 0 | 4
+min_tokens | integers | 0 | 9
+logprobs | integers | 0 | 40
+""")
 fields = st.fixed_dictionaries(
     {},
     optional={
+        **{name: getattr(st, kind)(least, most) for name, kind, least, most in NUMBERS},
         "temperature": st.sampled_from([0.0, 0.7, 1.0, 1.9]),
-        "top_k": st.integers(0, V),
-        "top_p": st.floats(0.05, 1),
         "top_p_rule": st.sampled_from(["hf", "openai", "fastertransformer"]),
-        "top_p_decay": st.floats(0.5, 1),
         "top_p_reset_ids": st.lists(ids, min_size=1, max_size=4),
-        "min_p": st.floats(0, 0.5),
-        "typical_p": st.floats(0.1, 1),
-        "epsilon_cutoff": st.floats(0, 0.1),
-        "eta_cutoff": st.floats(0, 0.1),
-        "top_n_sigma": st.floats(-1, 3),
-        "xtc_probability": st.floats(0, 1),
-        "xtc_threshold": st.floats(0, 0.6),
-        "dry_multiplier": st.floats(0, 2),
-        "dry_allowed_length": st.integers(0, 2),
-        "dry_penalty_last_n": st.integers(-1, 9),
         "logit_bias": st.dictionaries(ids, st.floats(-100, 100), max_size=4),
-        "repetition_penalty": st.floats(0.5, 2),
-        "frequency_penalty": st.floats(-2, 2),
-        "presence_penalty": st.floats(-2, 2),
-        "no_repeat_ngram_size": st.integers(0, 4),
         "bad_words_ids": st.lists(st.lists(ids, min_size=1, max_size=3), max_size=4),
-        "min_tokens": st.integers(0, 9),
         "allowed_token_ids": st.lists(ids, min_size=1, max_size=9),
         "suppress_tokens": some_ids,
         "stop_token_ids": some_ids,
         "logits_processors": st.sampled_from([[], [halve], [forbid_the_last, halve]]),
-        "logprobs": st.integers(0, V),
         "logprobs_mode": st.sampled_from(["raw", "processed"]),
         "ignore_eos": st.booleans(),
         "n": st.just(2),
@@ -95,27 +99,28 @@ any_sequence = st.builds(
 )
 
 
+CHOICES = rows(r"""
+temperature | [0.0, 0.7, 1.5]
+top_k | [0, 3]
+top_p | [1.0, 0.8]
+seed | [0, 1, 2, 3]
+n | [1, 1, 3]
+best_of | [null, null, 4]
+logprobs | [null, 0, 2]
+prompt_logprobs | [null, null, 0, 2]
+prompt_lookup_num_tokens | [0, 3]
+stop | [null, "e", ["the ", "\u0000"]]
+repetition_penalty | [1.0, 1.3]
+frequency_penalty | [0.0, 0.5]
+no_repeat_ngram_size | [0, 2]
+min_tokens | [0, 1]
+min_p | [0.0, 0.05]
+ignore_eos | [false, true]
+""")
+
+
 def any_params(kind: type = SamplingParams, **fields: Any) -> st.SearchStrategy:
     """Return a strategy of what requests to a model may ask for: params, or a dict of their fields."""
-    fields = {
-        "max_tokens": st.integers(1, 10),
-        "temperature": st.sampled_from([0.0, 0.7, 1.5]),
-        "top_k": st.sampled_from([0, 3]),
-        "top_p": st.sampled_from([1.0, 0.8]),
-        "seed": st.integers(0, 3),
-        "n": st.sampled_from([1, 1, 3]),
-        "best_of": st.sampled_from([None, None, 4]),
-        "logprobs": st.sampled_from([None, 0, 2]),
-        "prompt_logprobs": st.sampled_from([None, None, 0, 2]),
-        "prompt_lookup_num_tokens": st.sampled_from([0, 3]),
-        "stop": st.sampled_from([None, "e", ["the ", "\x00"]]),
-        "repetition_penalty": st.sampled_from([1.0, 1.3]),
-        "frequency_penalty": st.sampled_from([0.0, 0.5]),
-        "no_repeat_ngram_size": st.sampled_from([0, 2]),
-        "min_tokens": st.sampled_from([0, 1]),
-        "min_p": st.sampled_from([0.0, 0.05]),
-        "logit_bias": st.sampled_from([None, {11: 4.0}]),
-        "ignore_eos": st.booleans(),
-        **fields,
-    }
-    return st.builds(kind, **fields)
+    usual = {name: st.sampled_from(values) for name, values in CHOICES}
+    usual |= {"max_tokens": st.integers(1, 10), "logit_bias": st.sampled_from([None, {11: 4.0}])}
+    return st.builds(kind, **usual | fields)

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from support.paths import DEMO, VOCAB_SIZE
+from support.tables import rows
 from tinygpt.cli import main as cli
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import HEAD, is_transposed, parameter_shapes
@@ -36,32 +37,28 @@ CONFIG = {
 }
 
 
+# A letter for each size of a module's weight, as Conv1D has it, (in, out): Q that of queries, keys and values.
+LAYER = rows("""
+ln_1        | C
+attn.c_attn | CQ
+attn.c_proj | CC
+ln_2        | C
+mlp.c_fc    | CF
+mlp.c_proj  | FC
+""")
+
+
 def shapes_of(
     n_embd: int, inner_size: int, n_layer: int, vocab_size: int, n_positions: int
 ) -> dict[str, tuple]:
-    """By name, the parameters but for the head, as they lie in a file: matrices of a Conv1D are (in, out)."""
-    C, F = n_embd, inner_size
-    layer = {
-        "ln_1.weight": (C,),
-        "ln_1.bias": (C,),
-        "attn.c_attn.weight": (C, 3 * C),
-        "attn.c_attn.bias": (3 * C,),
-        "attn.c_proj.weight": (C, C),
-        "attn.c_proj.bias": (C,),
-        "ln_2.weight": (C,),
-        "ln_2.bias": (C,),
-        "mlp.c_fc.weight": (C, F),
-        "mlp.c_fc.bias": (F,),
-        "mlp.c_proj.weight": (F, C),
-        "mlp.c_proj.bias": (C,),
-    }
-    shapes = {
-        "wte.weight": (vocab_size, C),
-        "wpe.weight": (n_positions, C),
-        "ln_f.weight": (C,),
-        "ln_f.bias": (C,),
-    }
-    return shapes | {f"h.{i}.{name}": shape for i in range(n_layer) for name, shape in layer.items()}
+    """By name, the parameters but for the head, as they lie in a file."""
+    sizes = {"C": n_embd, "Q": 3 * n_embd, "F": inner_size}
+    shapes = {"wte.weight": (vocab_size, n_embd), "wpe.weight": (n_positions, n_embd)}
+    layers = [(f"h.{i}.{name}", letters) for i in range(n_layer) for name, letters in LAYER]
+    for name, letters in [("ln_f", "C"), *layers]:
+        shape = tuple(sizes[letter] for letter in letters)
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[-1:]}
+    return shapes
 
 
 def random_tensors(prefix: str = "transformer.") -> Arrays:

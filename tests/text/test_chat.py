@@ -2,6 +2,7 @@
 
 import pytest
 
+from support.engines import opened
 from tinygpt import LLM, SamplingParams
 from tinygpt.errors import RequestError
 
@@ -10,10 +11,7 @@ TURNS = [USER, {"role": "assistant", "content": ", there was a dog."}, {"role": 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, chat_template="plain") as llm:
-        yield llm
+llm = opened("small_demo", chat_template="plain")
 
 
 def test_plain_is_the_texts_in_lines(llm):

@@ -2,6 +2,7 @@
 
 import json
 import os
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from support.library_tokenizers import ALPHABET, assert_equal, bpe, save, with_digits, write, write_pair
+from support.tables import rows
 from tinygpt.errors import CheckpointError
 from tinygpt.text import gpt2_bpe
 from tinygpt.text.gpt2_bpe import PREPARED_FILE, write_prepared
@@ -46,6 +48,13 @@ def numbers(*values: int) -> str:
     return b"".join(value.to_bytes(4, "little") for value in values).hex()
 
 
+def put(path: str, value, content) -> None:
+    *parents, last = path.split()
+    for name in parents:
+        content = content[name]
+    (content[0] if isinstance(content, list) else content)[last] = value
+
+
 # To what the file holds.
 CHANGES = {
     "a rank twice": lambda content: content.update(ranks=numbers(300, 300)),
@@ -58,19 +67,24 @@ CHANGES = {
     "a token that is too long": lambda content: content.update(
         lengths=numbers(2**32 - 1) + content["lengths"][8:]
     ),
-    "text in place of bytes": lambda content: content.update(tokens="xyz"),
     "half a number": lambda content: content.update(ids=content["ids"] + "00"),
-    "a number in place of a text": lambda content: content.update(lengths=5),
     "no tokens": lambda content: content.pop("tokens"),
     "no spec": lambda content: content.pop("spec"),
-    "half a spec": lambda content: content.update(spec={"model": {"type": "BPE"}}),
-    "another kind": lambda content: content["spec"].update(normalizer={"type": "NFC"}),
     "an added token without end": lambda content: content["spec"]["added_tokens"][0].update(
         content="a" * 10**6
     ),
-    "an added token before the first": lambda content: content["spec"]["added_tokens"][0].update(id=-5),
-    "an added token of no id": lambda content: content["spec"]["added_tokens"][0].update(id="5"),
-    "a flag that is none": lambda content: content["spec"]["added_tokens"][0].update(lstrip="no"),
+}
+CHANGES |= {
+    f"{path} {value}": partial(put, path, value)
+    for path, value in rows("""
+tokens | "xyz"
+lengths | 5
+spec | {"model": {"type": "BPE"}}
+spec normalizer | {"type": "NFC"}
+spec added_tokens id | -5
+spec added_tokens id | "5"
+spec added_tokens lstrip | "no"
+""")
 }
 
 

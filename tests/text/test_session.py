@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.engines import batches_of
+from support.engines import batches_of, opened
 from support.gate import paused
 from support.paths import EOS
 from tinygpt import LLM, SamplingParams
@@ -18,10 +18,7 @@ SAMPLED = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module")
-def llm(small_demo):
-    with LLM(small_demo, max_num_seqs=2, prefix_cache_seqs=2) as llm:
-        yield llm
+llm = opened("small_demo", max_num_seqs=2, prefix_cache_seqs=2)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from support.library_tokenizers import (
 )
 from support.paths import DATA, DEMO, ROOT
 from support.recorded import MISSING, needs_transformers
-from support.tables import rows
+from support.tables import column, rows
 from tinygpt.errors import CheckpointError, RequestError
 from tinygpt.text import gpt2_bpe
 from tinygpt.text.gpt2_bpe import ByteLevelBPE, UnlikeGPT2, token_ranks, token_to_bytes, tokens_to_bytes
@@ -292,7 +292,7 @@ class TestFiles:
         write(tmp_path, "merges.txt", (header + "# #\na b\nab c" + last).replace("\n", ends))
         assert_equal(Tokenizer.from_folder(tmp_path), hugging_face(tmp_path), "abc ## ab")
 
-    @pytest.mark.parametrize("files", sum(rows(BESIDE), ()), ids=str)
+    @pytest.mark.parametrize("files", column(BESIDE), ids=str)
     def test_files_beside_vocab_and_merges(self, tmp_path, files):
         write_pair(bpe([("a", "b")], ["<|endoftext|>"]), tmp_path, **files)
         ours = Tokenizer.from_folder(tmp_path)
@@ -331,6 +331,19 @@ class TestFiles:
             assert_equal(ours, theirs, text)
 
 
+# The longest; not normalized first; hidden; of the other pass, found; beginning alike; these three by the library.
+FOUND = r"""
+[{"content": "<a>"}, {"content": "<a>b"}] | x<a>bc
+[{"content": "abc"}, {"content": "bcdef", "normalized": false}] | abcdef
+[{"content": "<|x|>", "special": true}, {"content": "<|", "normalized": false}] | <|x|><|
+[{"content": "<|x|>", "special": true}, {"content": "<|"}] | <|x|><|
+[{"content": "<s>", "special": true, "normalized": false}, {"content": "<s>b", "special": true}] | a<s>b<s>
+[{"content": "RR", "rstrip": true}] | "a RR \u3000 b"
+[{"content": "LL", "lstrip": true}] | "a LL b\u2003LL"
+[{"content": "WW", "single_word": true, "special": true}] | "WW aWW WW\u65e5 WW\u0301"
+"""
+
+
 class TestAddedTokens:
     contents = st.sampled_from(["<a>", "<a>b", "a", "ab", " x", "é", "日本", "<|"])
     flags = st.fixed_dictionaries({name: st.booleans() for name in ("special", "normalized")})
@@ -347,25 +360,10 @@ class TestAddedTokens:
         ours = save(library, tmp_path_factory.mktemp("added"))
         assert_equal(ours, library, "".join(parts))
 
-    @pytest.mark.parametrize(
-        ("tokens", "text"),
-        [
-            ([AddedToken("<a>"), AddedToken("<a>b")], "x<a>bc"),  # the longest
-            ([AddedToken("abc"), AddedToken("bcdef", normalized=False)], "abcdef"),  # not normalized first
-            ([AddedToken("<|x|>", special=True), AddedToken("<|", normalized=False)], "<|x|><|"),  # hidden
-            ([AddedToken("<|x|>", special=True), AddedToken("<|")], "<|x|><|"),  # of the other pass: found
-            (
-                [AddedToken("<s>", special=True, normalized=False), AddedToken("<s>b", special=True)],
-                "a<s>b<s>",
-            ),
-            ([AddedToken("RR", rstrip=True)], "a RR \u3000 b"),  # these three by the library
-            ([AddedToken("LL", lstrip=True)], "a LL b\u2003LL"),
-            ([AddedToken("WW", single_word=True, special=True)], "WW aWW WW日 WW\u0301"),
-        ],
-    )
+    @pytest.mark.parametrize(("tokens", "text"), rows(FOUND))
     def test_which_is_found(self, tmp_path, tokens, text):
         library = bpe()
-        library.add_tokens(tokens)
+        library.add_tokens([AddedToken(**token) for token in tokens])
         assert_equal(save(library, tmp_path), library, text)
 
     @pytest.mark.parametrize("count", [20, 21])
@@ -433,14 +431,12 @@ class Slow:
         return self._library.encode(text)
 
 
-FILES = {
-    "special_tokens_map": {
-        "pad_token": {"content": "<pad>", "lstrip": True, "normalized": False},
-        "mask_token": {"content": "<mask>", "rstrip": True, "normalized": True},
-        "additional_special_tokens": ["<|endoftext|>ab", "<|end"],
-    },
-    "added_tokens": {"oft": 259, "<pad>": 260, "<new>": 261},
-}
+[FILES] = column("""
+{"special_tokens_map": {"pad_token": {"content": "<pad>", "lstrip": true, "normalized": false},
+  "mask_token": {"content": "<mask>", "rstrip": true, "normalized": true},
+  "additional_special_tokens": ["<|endoftext|>ab", "<|end"]},
+  "added_tokens": {"oft": 259, "<pad>": 260, "<new>": 261}}
+""")
 
 
 class TestSpecialTokens:

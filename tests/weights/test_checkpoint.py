@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from support.recorded import HAS_TRANSFORMERS, MISSING, needs_transformers
-from support.tables import rows
+from support.tables import column, rows
 from support.tiny_checkpoint import (
     CONFIG,
     C,
@@ -252,7 +252,15 @@ def test_an_index_that_cannot_be_true(tmp_path, changes, sentence):
     assert_refused(sharded(tmp_path, **changes), sentence)
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": []}, {"weight_map": {}}, {"weight_map": "x"}])
+@pytest.mark.parametrize(
+    "index",
+    column("""
+{}
+{"weight_map": []}
+{"weight_map": {}}
+{"weight_map": "x"}
+"""),
+)
 def test_an_index_without_a_weight_map(tmp_path, index):
     write_config(tmp_path)
     write_json(tmp_path / "model.safetensors.index.json", index)

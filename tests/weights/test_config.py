@@ -5,7 +5,7 @@ import json
 import pytest
 
 from support.recorded import needs_transformers
-from support.tables import rows
+from support.tables import column
 from support.tiny_checkpoint import CONFIG
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import model_config as read_config
@@ -44,7 +44,7 @@ def as_tuple(token_ids):
 
 
 @needs_transformers
-@pytest.mark.parametrize("fields", sum(rows(ACCEPTED), ()), ids=str)
+@pytest.mark.parametrize("fields", column(ACCEPTED), ids=str)
 @pytest.mark.parametrize("base", [CONFIG, {"model_type": "gpt2"}], ids=["tiny", "empty"])
 def test_fields_mean_what_transformers_means(base, fields):
     from transformers import GPT2Config as Theirs
@@ -60,7 +60,14 @@ def test_fields_mean_what_transformers_means(base, fields):
 @needs_transformers
 @pytest.mark.parametrize(
     "generation",
-    [None, {}, {"eos_token_id": 5}, {"eos_token_id": [3, 4]}, {"eos_token_id": None}, {"temperature": 0.5}],
+    column("""
+null
+{}
+{"eos_token_id": 5}
+{"eos_token_id": [3, 4]}
+{"eos_token_id": null}
+{"temperature": 0.5}
+"""),
     ids=str,
 )
 def test_generation_config_decides_what_ends_a_text_as_in_transformers(tmp_path, generation):
@@ -123,7 +130,7 @@ REFUSED = """
 """
 
 
-@pytest.mark.parametrize("fields", sum(rows(REFUSED), ()), ids=str)
+@pytest.mark.parametrize("fields", column(REFUSED), ids=str)
 def test_impossible_and_unimplemented_fields_are_refused_by_name(fields):
     (name,) = fields
     with pytest.raises(CheckpointError, match=name):

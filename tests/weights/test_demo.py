@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from support.kernel_tools import bfloat16_bits
 from support.paths import DEMO, EOS, ROOT, VOCAB_SIZE
 from support.recorded import HAS_TRANSFORMERS, needs_transformers
+from support.tables import rows
 from support.tiny_checkpoint import assert_refused
 from tinygpt import LLM
 from tinygpt.bench.roofline import num_parameters
@@ -84,7 +85,12 @@ def checkpoint() -> Checkpoint:
 # Counted by transformers' GPT2LMHeadModel of these sizes.
 @pytest.mark.parametrize(
     ("shape", "count"),
-    [("124M", 124_439_808), ("355M", 354_823_168), ("774M", 774_030_080), ("1.5B", 1_557_611_200)],
+    rows("""
+124M | 124439808
+355M | 354823168
+774M | 774030080
+1.5B | 1557611200
+"""),
 )
 def test_shapes_have_as_many_parameters_as_gpt2(shape, count):
     config = SHAPES[shape]

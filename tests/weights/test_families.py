@@ -199,7 +199,12 @@ def test_mingpt_by_its_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model", "heads"), [({"model_type": "gpt-nano"}, 3), ({"model_type": "gpt-x"}, None), ({}, None)]
+    ("model", "heads"),
+    rows("""
+{"model_type": "gpt-nano"} | 3
+{"model_type": "gpt-x"} | null
+{} | null
+"""),
 )
 def test_mingpt_whose_heads_its_config_json_tells_by_a_name(tmp_path, model, heads):
     folder = WRITERS["mingpt"](tmp_path / "out", TENSORS)

@@ -223,12 +223,12 @@ def test_an_adapter_of_a_model_without_a_head(tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "is_tied"),
-    [
-        ({"target_modules": ["c_attn"]}, True),
-        ({"target_modules": ["wte"]}, False),
-        ({"target_modules": ["lm_head"]}, False),
-        ({"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]}, False),
-    ],
+    rows("""
+{"target_modules": ["c_attn"]} | true
+{"target_modules": ["wte"]} | false
+{"target_modules": ["lm_head"]} | false
+{"target_modules": ["c_attn"], "modules_to_save": ["lm_head"]} | false
+"""),
 )
 def test_a_model_stays_tied_unless_the_adapter_unties_it(fields, is_tied, tmp_path):
     assert make_case(tmp_path, "gpt2", fields).merged().tied == is_tied
@@ -291,6 +291,8 @@ REFUSED = rows("""
 {"target_modules": ["c_attn", "wte", "wpe"]} | transformer.wpe.lora_embedd
 {"bias": "lora_only"} | missing: h.0.attn.c_attn.bias, h.1.attn.c_attn.bias
 {"modules_to_save": ["ln_f"]} | missing: ln_f.bias, ln_f.weight
+adapter_model.safetensors | it holds README.md, adapter_config.json
+adapter_config.json | holds no adapter_config.json: give the folder that the adapter was saved into
 """)
 
 
@@ -302,21 +304,16 @@ REFUSED = rows("""
         (lambda folder: change_tensors(folder, odd=np.zeros(1, np.float32)), "unexpected: odd"),
         (lambda folder: change_tensors(folder, **{B: np.zeros((108, 3), np.int32)}), f"{B} is I32"),
         (lambda folder: save_file({}, folder / "adapter_model.safetensors"), "missing: wte.lora_embedding_B"),
-        (
-            lambda folder: (folder / "adapter_model.safetensors").unlink(),
-            "it holds README.md, adapter_config.json",
-        ),
-        (
-            lambda folder: (folder / "adapter_config.json").unlink(),
-            "holds no adapter_config.json: give the folder that the adapter was saved into",
-        ),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"12345678"), "download it again"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(plain, tmp_path, change, named):
     """By fields of adapter_config.json, or whole files."""
     shutil.copytree(plain.adapter, tmp_path, dirs_exist_ok=True)
-    change_config(tmp_path, **change) if isinstance(change, dict) else change(tmp_path)
+    if isinstance(change, dict):
+        change_config(tmp_path, **change)
+    else:
+        (tmp_path / change).unlink() if isinstance(change, str) else change(tmp_path)
     with pytest.raises(CheckpointError) as refusal:
         merge_lora(open_checkpoint(plain.base), tmp_path)
     assert named in str(refusal.value)

@@ -25,13 +25,15 @@ from tinygpt.weights.tensor import MappedFile
 # Divisible by 2 and by 3, by which GPUs share it, and with as many layers as stages of a pipeline need.
 CONFIG = ModelConfig(vocab_size=18, n_positions=5, n_embd=24, n_head=6, n_layer=4, n_inner=36)
 ARRAYS = gpt2_arrays(random_checkpoint("random", CONFIG))
-ERAS = {
-    "2020": {"layers": "language_model.transformer", "attention": "attention"},
-    "2021": {"layers": "language_model.encoder", "attention": "self_attention"},
-    "mixed": {"layers": "language_model.encoder", "attention": "attention"},
-    "core": {"core": "local"},
-    "core fused": {"core": "fused"},
-}
+ERAS = dict(
+    rows("""
+"2020" | {"layers": "language_model.transformer", "attention": "attention"}
+"2021" | {"layers": "language_model.encoder", "attention": "self_attention"}
+mixed | {"layers": "language_model.encoder", "attention": "attention"}
+core | {"core": "local"}
+core fused | {"core": "fused"}
+""")
+)
 
 
 def form(**fields):
@@ -115,11 +117,11 @@ def without(*ends):
 
 @pytest.mark.parametrize(
     ("settings", "activation"),
-    [
-        ({}, "gelu_tanh"),
-        ({"bias_gelu_fusion": False}, "gelu"),
-        ({"bias_gelu_fusion": False, "openai_gelu": True}, "gelu_tanh"),
-    ],
+    rows("""
+{} | gelu_tanh
+{"bias_gelu_fusion": false} | gelu
+{"bias_gelu_fusion": false, "openai_gelu": true} | gelu_tanh
+"""),
 )
 def test_the_activation_that_settings_decide(tmp_path, settings, activation):
     assert open_checkpoint(megatron(tmp_path, ARRAYS, form(), **settings)).config.activation == activation

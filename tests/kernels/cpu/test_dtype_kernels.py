@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from support.kernel_tools import (
     SHAPES,
     aligned,
+    bfloat16_bits,
     from_bits,
     operand_of,
     packed,
@@ -241,13 +242,9 @@ def plain_scales(groups: np.ndarray, share: np.float32) -> tuple[np.ndarray, np.
     high = np.maximum(groups.max(axis=2), 0)
     step = (high - low) * share / F32(15)
     middle = (high + low) * F32(0.5)
-    offset = from_bits(bits_of(middle - F32(7.5) * step))
-    scale = np.where(step > 1e-30, from_bits(bits_of(step)), F32(1))
+    offset = from_bits(bfloat16_bits(middle - F32(7.5) * step))
+    scale = np.where(step > 1e-30, from_bits(bfloat16_bits(step)), F32(1))
     return scale[:, :, None].astype(float), offset[:, :, None].astype(float)
-
-
-def bits_of(x: np.ndarray) -> np.ndarray:
-    return rounded(np.ascontiguousarray(x, F32).reshape(-1))[0].reshape(x.shape)
 
 
 EXPANDS_INT8 = products.INT8.expands
@@ -286,7 +283,7 @@ class Grouped:
         self.levels = draw(0, top, (groups * SCALE_GROUP, OUT_TILE)).astype(np.uint8)
         self.scales = np.exp2(random.uniform(-20, 20, (rows, groups + 1))).astype(F32)
         shape = (groups * SCALE_GROUP // WEIGHT_GROUP, 2, OUT_TILE)
-        self.b_scales = bits_of(np.exp2(random.uniform(-10, 1, shape)) * random.choice([-1, 1], shape))
+        self.b_scales = bfloat16_bits(np.exp2(random.uniform(-10, 1, shape)) * random.choice([-1, 1], shape))
         self.before = random_values(rows, OUT_TILE)
         if rows > 1:
             self.a[1], self.scales[1] = 0, 0  # what a row of zeros becomes
@@ -368,8 +365,8 @@ def test_a_tile_of_bfloat16_pairs(rows, vectors, steps):
         (random.integers(-8, 9, (rows, 2 * steps)), random.integers(-8, 9, (2 * steps, OUT_TILE))),
         (random.standard_normal((rows, 2 * steps)), random.standard_normal((2 * steps, OUT_TILE))),
     ):
-        a_bits = bits_of(a)
-        b_bits = bits_of(b)
+        a_bits = bfloat16_bits(a)
+        b_bits = bfloat16_bits(b)
         c = unwritten(rows + 1, OUT_TILE)
         left = a_bits if TARGET.multiplies_bfloat16 else from_bits(a_bits)
         pairs = aligned(b_bits.reshape(steps, 2, OUT_TILE).transpose(0, 2, 1))

@@ -101,15 +101,6 @@ def triple_of_four(folder: Path) -> int:
     return runpy.run_path(str(folder / "tiny.py"))["triple"](4)
 
 
-def test_a_damaged_kernel_is_compiled_again(folder, compiled):
-    assert [triple_of_four(folder) for _ in range(2)] == [15, 15]
-    assert compiled == ["triple"]
-    [path] = folder.glob("*.kernel")
-    path.write_bytes(path.read_bytes()[:-5])
-    assert [triple_of_four(folder) for _ in range(2)] == [15, 15]
-    assert compiled == ["triple"] * 2
-
-
 def test_a_kernel_from_disk_makes_no_part_and_lists_no_function_but_its_own(folder, compiled):
     """Either took a tenth of a start that finds all its kernels."""
     assert triple_of_four(folder) == 15

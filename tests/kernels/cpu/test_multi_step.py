@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from support.golden_models import write_model
+from support.kernel_tools import warpers_of
 from tinygpt.engine import model_runner
 from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
@@ -77,13 +78,8 @@ class Decoding:
         ]
 
 
-def warpers_of(temperature: list[float]) -> Warpers:
-    off = Warpers(*(np.full(len(STARTS), float(value)) for value in Warpers._field_defaults.values()))
-    return off._replace(temperature=np.array(temperature))
-
-
-GREEDY = warpers_of([0.0] * 7)
-SOME_DRAWN = warpers_of([1.0, 0.0, 0.7, 0.0, 3.0, 0.0, 1.0])
+GREEDY = warpers_of(7, 0.0)
+SOME_DRAWN = warpers_of(7, [1.0, 0.0, 0.7, 0.0, 3.0, 0.0, 1.0])
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,17 @@
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from support.golden_models import write_model
 from support.kernel_tools import packed, random_values, unpacked
+from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.cpu.dtypes import DTYPES, unpack
 from tinygpt.kernels.cpu.load import BITS, Smoothing, bias_correction, rounded, smoothing_factors
-from tinygpt.kernels.reference.layers import ACTIVATIONS
+from tinygpt.kernels.reference.layers import ACTIVATIONS, layer_norm
 from tinygpt.weights.checkpoint import open_random
 from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.open import open_checkpoint
 
 SPELLED = {"gelu_tanh": "gelu_new"}  # in config.json
 
@@ -115,3 +119,19 @@ def test_the_mean_comes_out_exactly(dtype):
     quantized = back.astype(float) @ (means / factors)
     assert np.abs(quantized - exact).max() > 0.1
     np.testing.assert_allclose(quantized + bias_correction(weight, factors, back, means), exact, atol=2e-3)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_last_hidden_state_is_free_of_smoothing(tmp_path, is_tied):
+    """Three channels of ln_f are far above the rest, which the head's factors even out."""
+    folder = write_model(tmp_path, n_embd=48, tie_word_embeddings=is_tied)
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("weight", "bias"):
+        tensors[f"transformer.ln_f.{part}"][3::16] *= 30
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint = open_checkpoint(folder)
+    params = cpu.load_params(checkpoint, "int8", 1)
+    x = np.random.default_rng(0).standard_normal((4, 48))
+    assert np.ptp(params.head_factors) > 0.5  # there is something to undo
+    expected = layer_norm(reference.load_params(checkpoint), "ln_f", x)
+    np.testing.assert_allclose(cpu.final_norm(params, x.astype(np.float32)), expected, rtol=1e-4, atol=1e-4)

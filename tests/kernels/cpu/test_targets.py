@@ -3,49 +3,36 @@
 import pytest
 from llvmlite import binding
 
+from support.tables import rows
 from tinygpt.kernels.cpu.simd import targets
-from tinygpt.kernels.cpu.simd.targets import (
-    BFMLAL,
-    SDOT,
-    TARGETS,
-    USMMLA,
-    VDPBF16PS,
-    VPDPBUSD,
-    VPMADDUBSW,
-    VPMADDWD,
-    WIDENED,
-    arm_features,
-    choose,
-)
+from tinygpt.kernels.cpu.simd.targets import TARGETS, arm_features, choose
 
+# By LLVM's name a CPU's features, and the instructions for bfloat16, int8 and int4.
+CPUS = rows("""
+znver4          | avx2 fma avx512f avx512bw avx512vnni avx512bf16         | VDPBF16PS VPDPBUSD VPDPBUSD
+znver5          | avx2 fma avx512f avx512bw avx512vnni avx512bf16 avxvnni | VDPBF16PS VPDPBUSD VPDPBUSD
+sapphirerapids  | avx2 fma avx512f avx512bw avx512vnni avx512bf16 avxvnni | WIDENED VPDPBUSD VPDPBUSD
+icelake-server  | avx2 fma avx512f avx512bw avx512vnni                    | WIDENED VPDPBUSD VPDPBUSD
+skylake-avx512  | avx2 fma avx512f avx512bw                               | WIDENED VPMADDWD VPMADDUBSW
+knl             | avx2 fma avx512f                                        | WIDENED VPMADDWD VPMADDUBSW
+alderlake       | avx2 fma avxvnni                                        | WIDENED VPDPBUSD VPDPBUSD
+znver3          | avx2 fma                                                | WIDENED VPMADDWD VPMADDUBSW
+no such         | avx2                                                    | WIDENED VPMADDWD VPMADDWD
+x86-64          |                                                         | WIDENED VPMADDWD VPMADDWD
+neoverse-v1     | neon dotprod bf16 i8mm                                  | BFMLAL USMMLA USMMLA
+no such         | neon dotprod bf16                                       | WIDENED SDOT SDOT
+apple-m1        | neon dotprod                                            | WIDENED SDOT SDOT
+cortex-a72      | neon                                                    | WIDENED VPMADDWD VPMADDWD
+""")
 AVX2 = {"avx2", "fma"}
-AVX512 = {*AVX2, "avx512f", "avx512bw"}
-VNNI = {*AVX512, "avx512vnni"}
-ZEN_4 = {*VNNI, "avx512bf16"}
+VNNI = {*AVX2, "avx512f", "avx512bw", "avx512vnni"}
 
 
-@pytest.mark.parametrize(
-    ("features", "cpu", "expected"),
-    [
-        (ZEN_4, "znver4", (VDPBF16PS, VPDPBUSD, VPDPBUSD)),
-        (ZEN_4 | {"avxvnni"}, "znver5", (VDPBF16PS, VPDPBUSD, VPDPBUSD)),
-        (ZEN_4 | {"avxvnni"}, "sapphirerapids", (WIDENED, VPDPBUSD, VPDPBUSD)),
-        (VNNI, "icelake-server", (WIDENED, VPDPBUSD, VPDPBUSD)),
-        (AVX512, "skylake-avx512", (WIDENED, VPMADDWD, VPMADDUBSW)),
-        ({*AVX2, "avx512f"}, "knl", (WIDENED, VPMADDWD, VPMADDUBSW)),
-        ({*AVX2, "avxvnni"}, "alderlake", (WIDENED, VPDPBUSD, VPDPBUSD)),
-        (AVX2, "znver3", (WIDENED, VPMADDWD, VPMADDUBSW)),
-        ({"avx2"}, "no such", (WIDENED, VPMADDWD, VPMADDWD)),
-        (set(), "x86-64", (WIDENED, VPMADDWD, VPMADDWD)),
-        ({"neon", "dotprod", "bf16", "i8mm"}, "neoverse-v1", (BFMLAL, USMMLA, USMMLA)),
-        ({"neon", "dotprod", "bf16"}, "no such", (WIDENED, SDOT, SDOT)),
-        ({"neon", "dotprod"}, "apple-m1", (WIDENED, SDOT, SDOT)),
-        ({"neon"}, "cortex-a72", (WIDENED, VPMADDWD, VPMADDWD)),
-    ],
-)
-def test_a_cpu_gets_what_is_fastest_on_it(features, cpu, expected):
-    target = choose(features.__contains__, cpu)
-    assert (target.bfloat16, target.int8, target.int4) == expected
+@pytest.mark.parametrize(("cpu", "features", "expected"), CPUS)
+def test_a_cpu_gets_what_is_fastest_on_it(cpu, features, expected):
+    target = choose(features.split().__contains__, cpu)
+    found = target.bfloat16, target.int8, target.int4
+    assert found == tuple(getattr(targets, name) for name in expected.split())
 
 
 def test_amx_is_taken_for_bfloat16_and_int8_together():
@@ -70,19 +57,27 @@ def test_float16_needs_an_instruction_that_widens_it(monkeypatch):
     assert {t.name for t in TARGETS if not t.widens_float16} == {TARGETS[-1].name}
 
 
-def test_the_last_target_fits_any_cpu():
-    assert not TARGETS[-1].features
-    assert not TARGETS[-1].cpu
+# By LLVM's names of ARM CPUs, with features that are added or taken away; instructions of i8mm are not dotprod's.
 
-
-# By LLVM's names of ARM CPUs.
-
-LINUX = "aarch64-unknown-linux-gnu"
-MACOS = "arm64-apple-darwin24"
-NEWER = "NEON BF16 I8MM"
-NEW = "NEON DotProd"
-OLD = "NEON"
-NONE = "what LLVM makes of 16 lanes"
+ARM = rows("""
+aarch64-unknown-linux-gnu | neoverse-v1 |  | NEON BF16 I8MM
+aarch64-unknown-linux-gnu | neoverse-v2 |  | NEON BF16 I8MM
+aarch64-unknown-linux-gnu | neoverse-n2 |  | NEON BF16 I8MM
+arm64-apple-darwin24 | apple-m2 |  | NEON BF16 I8MM
+arm64-apple-darwin24 | apple-m4 |  | NEON BF16 I8MM
+arm64-apple-darwin24 | apple-m1 |  | NEON DotProd
+aarch64-unknown-linux-gnu | neoverse-n1 |  | NEON DotProd
+aarch64-unknown-linux-gnu | cortex-a76 |  | NEON DotProd
+aarch64-unknown-linux-gnu | cortex-a72 |  | NEON
+aarch64-unknown-linux-gnu | generic |  | NEON
+aarch64-unknown-linux-gnu | generic | +dotprod | NEON DotProd
+aarch64-unknown-linux-gnu | generic | +i8mm | NEON
+aarch64-unknown-linux-gnu | generic | +bf16 | NEON
+aarch64-unknown-linux-gnu | generic | +dotprod,+bf16,+i8mm | NEON BF16 I8MM
+aarch64-unknown-linux-gnu | neoverse-v1 | -bf16 | NEON DotProd
+aarch64-unknown-linux-gnu | generic | -neon | what LLVM makes of 16 lanes
+arm64-apple-darwin24 | apple-m2 | -i8mm | NEON DotProd
+""")
 KNOWN_SINCE = {"neoverse-v2": 16, "apple-m2": 16, "apple-m4": 20}  # by LLVM; it takes other names for no CPU
 
 
@@ -91,34 +86,13 @@ def _code_generator():
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     try:
-        binding.Target.from_triple(LINUX)
+        binding.Target.from_triple("aarch64-unknown-linux-gnu")
     except RuntimeError:
         pytest.skip("this llvmlite compiles for no ARM CPU")
 
 
 @pytest.mark.usefixtures("_code_generator")
-@pytest.mark.parametrize(
-    ("triple", "cpu", "features", "expected"),
-    [
-        (LINUX, "neoverse-v1", "", NEWER),
-        (LINUX, "neoverse-v2", "", NEWER),
-        (LINUX, "neoverse-n2", "", NEWER),
-        (MACOS, "apple-m2", "", NEWER),
-        (MACOS, "apple-m4", "", NEWER),
-        (MACOS, "apple-m1", "", NEW),
-        (LINUX, "neoverse-n1", "", NEW),
-        (LINUX, "cortex-a76", "", NEW),
-        (LINUX, "cortex-a72", "", OLD),
-        (LINUX, "generic", "", OLD),
-        (LINUX, "generic", "+dotprod", NEW),
-        (LINUX, "generic", "+i8mm", OLD),  # its instructions are not dotprod's
-        (LINUX, "generic", "+bf16", OLD),
-        (LINUX, "generic", "+dotprod,+bf16,+i8mm", NEWER),
-        (LINUX, "neoverse-v1", "-bf16", NEW),
-        (LINUX, "generic", "-neon", NONE),
-        (MACOS, "apple-m2", "-i8mm", NEW),
-    ],
-)
+@pytest.mark.parametrize(("triple", "cpu", "features", "expected"), ARM)
 def test_an_arm_cpu_by_its_name_and_what_is_added_or_taken_away(triple, cpu, features, expected):
     if binding.llvm_version_info[0] < KNOWN_SINCE.get(cpu, 0):
         pytest.skip("LLVM does not know this CPU yet")

@@ -309,21 +309,6 @@ def test_a_sleeping_follower_keeps_no_old_task_alive():
         assert values() is None
 
 
-def test_two_teams_at_once():
-    def run(seed: int) -> int:
-        team = new_team(3)
-        task = random_task(3, seed=seed)
-        with contextlib.closing(team):
-            for _ in range(100):
-                task.run(team)
-                task.check()
-        return task.steps
-
-    pool = ThreadPoolExecutor(2)
-    assert list(pool.map(run, range(2), timeout=PATIENCE)) == [100, 100]
-    pool.shutdown()
-
-
 @teams_of(4)
 def test_followers_sleep_when_no_step_comes_and_wake_again(team):
     task = Task([64] * 5, 4, work=200)

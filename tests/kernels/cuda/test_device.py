@@ -22,7 +22,6 @@ from tinygpt.kernels.cuda.jit import (
     describe,
     kernel,
     let_next_kernel_begin,
-    load_weights,
     mma_bfloat16,
     prefetch_run,
     wait_for_kernel_before,
@@ -185,14 +184,6 @@ def test_a_driver_that_refuses_such_edges_keeps_the_plain_ones(monkeypatch):
 
 
 @kernel
-def copy_words(out, words):
-    index = int32(cuda.grid(1)) * 4
-    loaded = load_weights(words, index)
-    for i in range(4):
-        out[index + i] = loaded[i]
-
-
-@kernel
 def partly_wanted(out, words, few):
     lane = int32(cuda.threadIdx.x)
     a = words[lane]
@@ -201,14 +192,6 @@ def partly_wanted(out, words, few):
     c = mma_bfloat16((a, b, a, b), (a, b), (zero, zero, zero, zero))
     if lane < few:
         out[lane] = c[0]
-
-
-@pytest.mark.toolchain
-def test_a_small_kernel_needs_little():
-    compiled = compile_kernel(copy_words, np.zeros(4, np.uint32), np.zeros(4, np.uint32))
-    assert "ld.global.L1::no_allocate.v4" in compiled.ptx
-    assert compiled.registers <= 32
-    assert compiled.spilled == compiled.stack == 0
 
 
 @kernel
@@ -309,13 +292,6 @@ def test_what_was_saved_is_loaded_for_the_same_types_alone(cache, tmp_path):
     assert cache.load_overload("other types", None) is None
     assert DiskCache(linear_kernel("int8", 1, LOGITS, 2).py_func).load_overload("types", None) is None
     assert len(KernelCache(tmp_path).names()) == 1
-
-
-def test_a_damaged_file_is_compiled_again(cache, tmp_path):
-    cache.save_overload("types", FakeKernel(name="compiled"))
-    (file,) = tmp_path.glob("*.kernel")
-    file.write_bytes(file.read_bytes()[:-5])
-    assert cache.load_overload("types", None) is None
 
 
 def test_what_cannot_be_taken_apart_runs_all_the_same(cache, tmp_path, caplog):

@@ -7,9 +7,9 @@ import pytest
 from numba import cuda
 
 from support.cuda_device import SimulatedDevice, on_a_gpu
+from support.tables import fields, rows
 from support.tiny_checkpoint import write_one_layer
 from tinygpt import LLM, SamplingParams
-from tinygpt.engine import model_runner
 from tinygpt.errors import RequestError
 from tinygpt.kernels.backend import DeviceError
 from tinygpt.kernels.cuda import device as devices
@@ -33,40 +33,27 @@ def double(prompt_token_ids, token_ids, scores):
     return 2 * scores
 
 
-CASES = {
-    "greedy": {},
-    "to the end": {"ignore_eos": True, "max_tokens": 18},
-    "drawn": {"temperature": 1.3, "seed": 5, "n": 2},
-    "warped": {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.05, "seed": 6},
-    "rare warpers": {
-        "temperature": 1.1,
-        "typical_p": 0.7,
-        "eta_cutoff": 0.01,
-        "top_p": 0.9,
-        "top_p_rule": "openai",
-    },
-    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.2},
-    "edited": {
-        "logit_bias": {3: 2.0},
-        "suppress_tokens": [4],
-        "no_repeat_ngram_size": 2,
-        "bad_words_ids": [[5, 6]],
-    },
-    "banned": {"logit_bias": {5: -1.0}, "suppress_tokens": [4], "min_tokens": 3, "bad_words_ids": [[6]]},
-    "decaying": {"temperature": 1.0, "top_p": 0.9, "top_p_decay": 0.8, "top_p_min": 0.2, "seed": 8},
-    "logprobs": {"logprobs": 3, "temperature": 0.9, "seed": 7},
-    "processed logprobs": {
-        "logprobs": 3,
-        "temperature": 0.9,
-        "seed": 7,
-        "top_k": 4,
-        "logprobs_mode": "processed",
-    },
-    "prompt logprobs": {"prompt_logprobs": 2},
-    "own processor": {"logits_processors": [double], "temperature": 0.8, "seed": 9},
-    "beams": {"num_beams": 2, "n": 2},
-    "looked up": {"prompt_lookup_num_tokens": 3, "max_tokens": 9, "ignore_eos": True},
-}
+CASES = fields(
+    """
+greedy:
+to the end: ignore_eos=True, max_tokens=18
+drawn: temperature=1.3, seed=5, n=2
+drawn to the end: temperature=1.0, seed=1, ignore_eos=True, max_tokens=18
+warped: temperature=1.5, top_k=5, top_p=0.8, min_p=0.05, seed=6
+rare warpers: temperature=1.1, typical_p=0.7, eta_cutoff=0.01, top_p=0.9, top_p_rule="openai"
+penalties: repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.2
+edited: logit_bias={3: 2.0}, suppress_tokens=[4], no_repeat_ngram_size=2, bad_words_ids=[[5, 6]]
+banned: logit_bias={5: -1.0}, suppress_tokens=[4], min_tokens=3, bad_words_ids=[[6]]
+decaying: temperature=1.0, top_p=0.9, top_p_decay=0.8, top_p_min=0.2, seed=8
+logprobs: logprobs=3, temperature=0.9, seed=7
+processed logprobs: logprobs=3, temperature=0.9, seed=7, top_k=4, logprobs_mode="processed"
+prompt logprobs: prompt_logprobs=2
+own processor: logits_processors=[double], temperature=0.8, seed=9
+beams: num_beams=2, n=2
+looked up: prompt_lookup_num_tokens=3, max_tokens=9, ignore_eos=True
+""",
+    double=double,
+)
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
@@ -145,17 +132,6 @@ def check_tokens(model: str, fields: dict) -> None:
                 assert (mine is None and theirs is None) or mine == pytest.approx(theirs, abs=1e-4)
 
 
-def test_several_steps_are_taken_without_a_look(model, monkeypatch):
-    params = SamplingParams(max_tokens=18, ignore_eos=True, temperature=1.0, seed=1)
-    with load(model) as llm:
-        at_once = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    monkeypatch.setattr(model_runner, "MAX_STEPS", 1)
-    with load(model) as llm:
-        one_by_one = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
-    assert at_once == one_by_one
-    assert [len(token_ids) for token_ids in at_once] == [18, 18]
-
-
 def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
     reads, read = [], device.read
     device.read = lambda source: reads.append(source.size) or read(source)
@@ -221,27 +197,15 @@ def test_a_gpu_without_tensor_cores_computes_in_float32(model, device):
         assert llm.generate([[3]], SamplingParams(max_tokens=1))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"dtype": "int4"},
-            "dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only",
-        ),
-        (
-            {"kv_cache_dtype": "bfloat16"},
-            "must be one of 'auto', 'float32' for float32 weights on device 'cuda'",
-        ),
-        (
-            {"dtype": "int8", "kv_cache_dtype": "float32"},
-            "must be one of 'auto', 'bfloat16' for int8 weights",
-        ),
-        (
-            {"dtype": "int8", "kv_cache_dtype": "int8"},
-            "kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'",
-        ),
-    ],
-)
+REFUSED = rows("""
+{"dtype": "int4"} | dtype is 'int4' and device 'cuda' computes in 'float32', 'bfloat16', 'int8' only
+{"kv_cache_dtype": "bfloat16"} | must be one of 'auto', 'float32' for float32 weights on device 'cuda'
+{"dtype": "int8", "kv_cache_dtype": "float32"} | must be one of 'auto', 'bfloat16' for int8 weights
+{"dtype": "int8", "kv_cache_dtype": "int8"} | kv_cache_dtype is 'int8' and must be one of 'auto', 'bfloat16'
+""")
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_what_a_gpu_does_not_compute_is_refused(model, options, message):
     with pytest.raises(RequestError, match=message):
         load(model, **options)

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from support.cuda_device import heads_of, normal, packed, run_linear, stored
+from support.cuda_device import normal, packed, run_linear, stored
 from support.ptx_machine import simulate
-from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS, QKV
+from tinygpt.kernels.cuda.layers.epilogue import ADD, LOGITS
 from tinygpt.kernels.cuda.layers.linear import (
     LINEAR_THREADS,
     Norm,
@@ -74,41 +74,6 @@ def test_activations(activation):
         expected = reference.ACTIVATIONS[activation](product)
         result = ROWS[dtype].numbers.decode(out).reshape(2, 64)[:, :16]
         np.testing.assert_allclose(result, expected, rtol=tolerance, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_queries_keys_and_values_go_to_their_places(dtype):
-    heads = 3
-    size = 5
-    layer = 1
-    positions = [7, 0, 4]
-    token_slots = [2, 0, 2]
-    columns = heads * size
-    numbers = ROWS[dtype].numbers
-    x = normal(3, columns)
-    weight = normal(2, 3 * columns, columns)
-    bias = normal(2, 3 * columns)
-    places = heads_of(dtype, 3, 3, 64, heads, size, positions, token_slots)
-    run_linear(places, stored(x, dtype), packed(weight, bias, dtype), layer, 0, 3, dtype, 1, QKV)
-    expected = seen(x, dtype) @ seen_weights(weight[layer], dtype).T.astype(np.float64) + bias[layer]
-    tolerance = {"rtol": 2**-8, "atol": 1e-5}
-    q = expected[:, :columns]
-    k = expected[:, columns : 2 * columns]
-    v = expected[:, 2 * columns :]
-    q_found = numbers.decode(places.q).reshape(3, heads, 32)[..., :size]
-    np.testing.assert_allclose(q_found, q.reshape(3, heads, size), **tolerance)
-    k_cache = numbers.decode(places.k_cache).reshape(2, 3, heads, 64, 32)
-    v_cache = numbers.decode(places.v_cache).reshape(2, 3, heads, 64, 32)
-    if numbers.has_mma:  # two positions side by side
-        v_cache = v_cache.reshape(2, 3, heads, 32, 32, 2).swapaxes(-1, -2).reshape(2, 3, heads, 64, 32)
-    written = np.zeros(k_cache.shape, bool)
-    for n, (position, row) in enumerate(zip(positions, token_slots, strict=True)):
-        for cache, values in ((k_cache, k), (v_cache, v)):
-            at = cache[layer, row, :, position, :size]
-            np.testing.assert_allclose(at, values[n].reshape(heads, size), **tolerance)
-        written[layer, row, :, position, :size] = True
-    assert not k_cache[~written].any()
-    assert not v_cache[~written].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

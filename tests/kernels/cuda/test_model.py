@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from support.golden_models import golden_array
 from support.kernel_tools import same_bits
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import Batch
 from tinygpt.kernels.cuda.workspace import PackedArrays, bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
-from tinygpt.weights.config import ModelConfig
+from tinygpt.weights.checkpoint import Checkpoint
+from tinygpt.weights.config import ModelConfig, parameter_shapes
+from tinygpt.weights.tensor import LazyTensor
 
 pytestmark = pytest.mark.usefixtures("compute_capability", "device")
 
@@ -21,39 +26,23 @@ SLOTS = 4
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.06, "int8": 0.15}
 
 
-class Random:
+def checkpoint_of(**fields) -> Checkpoint:
     """A checkpoint of a small model whose every parameter matters."""
+    sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
+    config = ModelConfig(**sizes)
+    stored = {
+        name: LazyTensor(partial(parameter, name, shape), ())
+        for name, shape in parameter_shapes(config).items()
+    }
+    return Checkpoint(Path("random"), "random weights", "GPT-2", config, stored, tied=False)
 
-    tied = False
 
-    def __init__(self, **fields):
-        sizes = {"vocab_size": V, "n_positions": T, "n_embd": 16, "n_layer": 2, "n_head": 2, **fields}
-        self.config = ModelConfig(**sizes)
-        c, f = self.config.n_embd, self.config.inner_size
-        shapes = {"wte.weight": (V, c), "wpe.weight": (T, c), "lm_head.weight": (V, c)}
-        shapes |= {f"ln_f.{kind}": (c,) for kind in ("weight", "bias")}
-        for i in range(self.config.n_layer):
-            linears = {
-                "attn.c_attn": (3 * c, c),
-                "attn.c_proj": (c, c),
-                "mlp.c_fc": (f, c),
-                "mlp.c_proj": (c, f),
-            }
-            for name, shape in {**linears, "ln_1": (c,), "ln_2": (c,)}.items():
-                shapes |= {f"h.{i}.{name}.weight": shape, f"h.{i}.{name}.bias": shape[:1]}
-        generator = np.random.default_rng(0)
-        self.tensors = {name: generator.standard_normal(s, np.float32) * 0.3 for name, s in shapes.items()}
-        self.stored = frozenset(self.tensors)
-
-    def tensor(self, name: str) -> np.ndarray:
-        return self.tensors[name].astype(np.float32)
-
-    def release(self, name: str) -> None:
-        pass
+def parameter(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    return golden_array(name, shape) * np.float32(0.5)
 
 
 class Model:
-    def __init__(self, backend, checkpoint: Random, dtype: str = "float32", num_tokens: int = 150):
+    def __init__(self, backend, checkpoint: Checkpoint, dtype: str = "float32", num_tokens: int = 150):
         self.backend, config = backend, checkpoint.config
         self.params = backend.load_params(checkpoint, dtype)
         self.cache = backend.new_kv_cache(config, SLOTS, T, "float32" if dtype == "float32" else "bfloat16")
@@ -63,7 +52,7 @@ class Model:
         return self.backend.forward(self.params, Batch.of(*batch), self.cache, self.workspace).copy()
 
 
-def cuda_model(checkpoint: Random, dtype: str = "float32") -> Model:
+def cuda_model(checkpoint: Checkpoint, dtype: str = "float32") -> Model:
     return Model(cuda, checkpoint, dtype)
 
 
@@ -78,7 +67,7 @@ LENGTHS = {"float32": 6, "bfloat16": 66, "int8": 66}
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_steps_of_every_kind(dtype):
     """Two prompts, one of them in parts; a prompt beside one that decodes; decoding together, and alone."""
-    checkpoint, n = Random(), LENGTHS[dtype]
+    checkpoint, n = checkpoint_of(), LENGTHS[dtype]
     ours = cuda_model(checkpoint, dtype)
     oracle = Model(reference, checkpoint)
     for chunks, starts, slots in (
@@ -95,7 +84,7 @@ def test_steps_of_every_kind(dtype):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
-    checkpoint, n = Random(n_layer=1), LENGTHS[dtype]
+    checkpoint, n = checkpoint_of(n_layer=1), LENGTHS[dtype]
     ids = token_ids(n + 2)
     whole = cuda_model(checkpoint, dtype).forward([ids], [0], [1], "all")
     model, parts = cuda_model(checkpoint, dtype), []
@@ -108,10 +97,10 @@ def test_a_sequence_has_the_same_bits_alone_or_not_and_however_it_is_cut(dtype):
 
 
 def test_a_kind_of_step_is_captured_once(device):
-    model = cuda_model(Random(n_layer=1))
+    model = cuda_model(checkpoint_of(n_layer=1))
     steps = [model.forward([[3]], [i], [0]) for i in range(4)]
     assert device.num_captured == 1
-    again = cuda_model(Random(n_layer=1)).forward([[3] * 4], [0], [0], "all")
+    again = cuda_model(checkpoint_of(n_layer=1)).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
 
 
@@ -132,7 +121,7 @@ class Recorder:
 
 
 def test_hidden_states_and_queries():
-    checkpoint = Random()
+    checkpoint = checkpoint_of()
     batch = Batch.of([token_ids(5)], [0], [1])
     recorded = []
     for model in (cuda_model(checkpoint), Model(reference, checkpoint)):
@@ -144,7 +133,7 @@ def test_hidden_states_and_queries():
 
 
 def test_edits_of_the_stream_and_a_given_one():
-    checkpoint = Random()
+    checkpoint = checkpoint_of()
     vector = np.linspace(-1, 2, 16, dtype=np.float32)
     batch = Batch.of([token_ids(5)], [0], [1], "all")
 
@@ -170,7 +159,7 @@ def test_edits_of_the_stream_and_a_given_one():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_positions_move_between_slots_and_to_the_host(dtype):
-    checkpoint, ids = Random(), token_ids(9)
+    checkpoint, ids = checkpoint_of(), token_ids(9)
     model = cuda_model(checkpoint, dtype)
     backend, cache = model.backend, model.cache
     model.forward([ids[:8]], [0], [3])
@@ -193,7 +182,7 @@ def test_positions_move_between_slots_and_to_the_host(dtype):
 
 
 def test_embeddings_in_place_of_tokens():
-    checkpoint = Random(n_layer=1)
+    checkpoint = checkpoint_of(n_layer=1)
     embeds = np.random.default_rng(7).standard_normal((2, 16)).astype(np.float32)
     steps = [
         model.forward([[3, -2, -1, 5]], [0], [0], "all", embeds)
@@ -212,7 +201,7 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
 
     monkeypatch.setattr(device, "zeros", lambda shape, kind: noted(np.zeros(shape, kind)))
     monkeypatch.setattr(device, "array", lambda values: noted(np.array(values)))
-    checkpoint = Random()
+    checkpoint = checkpoint_of()
     kv_cache_dtype = "float32" if dtype == "float32" else "bfloat16"
     model = Model(cuda, checkpoint, dtype)
     needed = bytes_needed(checkpoint.config, False, dtype, kv_cache_dtype, SLOTS, T, 150, 80)
@@ -221,16 +210,6 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
 
 
 PARTS = PackedArrays({"seeds": (2, np.uint64), "rows": (3, np.int32)})
-
-
-def test_parts_lie_one_after_another():
-    assert PARTS.num_bytes == 2 * 8 + 3 * 4
-    whole = np.arange(PARTS.num_bytes, dtype=np.uint8)
-    parts = PARTS.split(whole)
-    found = {name: (part.size, part.dtype) for name, part in parts.items()}
-    assert [*found.items()] == [("seeds", (2, "uint64")), ("rows", (3, "int32"))]
-    parts["rows"][0] = 0
-    assert (whole[16:20] == 0).all()
 
 
 def test_what_is_not_given_is_zero():
@@ -245,7 +224,7 @@ def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_sa
     monkeypatch.setattr(
         device, "launch", lambda kernel, *a, **b: launched.append(kernel) or launch(kernel, *a, **b)
     )
-    checkpoint = Random(n_embd=64, n_layer=1)
+    checkpoint = checkpoint_of(n_embd=64, n_layer=1)
     logits = []
     for shared_bytes in (227 << 10, 1 << 10):
         device.shared_bytes = shared_bytes

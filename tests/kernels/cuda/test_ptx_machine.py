@@ -13,6 +13,7 @@ from support import ptx_code
 from support.cuda_device import SimulatedDevice
 from support.ptx_code import PtxError
 from support.ptx_machine import simulate
+from support.tables import rows
 from tinygpt.kernels.cuda.jit import (
     ALL_LANES,
     arrive,
@@ -49,11 +50,11 @@ def reversed_copy(waits: bool, has_barrier: bool):
 
 @pytest.mark.parametrize(
     ("waits", "has_barrier", "message"),
-    [
-        (True, True, None),
-        (True, False, "is read that another thread writes, with no barrier between: ld.shared.* line "),
-        (False, True, "threads end before they have waited for their asynchronous copies"),
-    ],
+    rows("""
+true | true | null
+true | false | "is read that another thread writes, with no barrier between: ld.shared.* line "
+false | true | threads end before they have waited for their asynchronous copies
+"""),
 )
 def test_asynchronous_copies(waits, has_barrier, message):
     values = np.arange(128, dtype=np.uint32)
