@@ -288,6 +288,13 @@ def test_any_wrapper(name, prefixes, tmp_path):
         assert_same(first, other)
 
 
+def test_the_table_of_older_releases_and_masks_are_ignored(tmp_path):
+    folder = write_family(tmp_path, "xglm")
+    extra = {name: np.ones(3, np.float32) for name in ("model.embed_positions.weights", "h.0.attn.bias")}
+    save_file(load_file(folder / "model.safetensors") | extra, folder / "model.safetensors")
+    assert sorted(open_checkpoint(folder).ignored) == sorted(extra)
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom-6", "mpt-6", "gpt-1", "xglm", "biogpt"])
 def test_what_is_missing_and_what_is_too_much_are_named_as_the_files_have_it(name, tmp_path):
     folder = write_family(tmp_path, name)

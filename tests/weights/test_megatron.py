@@ -73,6 +73,12 @@ def test_a_head_of_its_own(tmp_path):
     assert not checkpoint.tied
 
 
+def test_a_name_of_two_lines_is_ignored_as_any_other(tmp_path):
+    state = {**rank_file(ARRAYS, form()), "a\nb": np.ones(2, np.float32)}
+    (tmp_path / "model_optim_rng.pt").write_bytes(own_bytes(state))
+    same_bits(open_checkpoint(tmp_path))
+
+
 @pytest.mark.parametrize("era", ["2021", "core"])
 def test_stages_that_alternate(tmp_path, era):
     same_bits(open_checkpoint(megatron(tmp_path, ARRAYS, form(tp=2, pp=2, vpp=2, **ERAS[era]))))
@@ -321,7 +327,8 @@ def test_the_latest_of_several_steps(tmp_path):
 def test_biases_that_were_never_added_are_left_out(tmp_path):
     arrays = moe_arrays()
     name = "h.1.mlp.experts.2.c_proj.bias"
-    checkpoint = open_checkpoint(write_moe(tmp_path, arrays | {name: np.ones(24, np.float32)}))
+    others = {name: np.ones(24, np.float32), "h.0.ln_1._extra_state": np.ones(3, np.uint8)}
+    checkpoint = open_checkpoint(write_moe(tmp_path, arrays | others))
     np.testing.assert_array_equal(checkpoint.tensor(name), 0)
     assert "biases of experts' outputs are left out, as in training" in checkpoint.quirks
 

@@ -60,7 +60,7 @@ def named_by(name_of: Callable[[str], str], source: Source) -> Iterable[NamedTen
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(re.fullmatch(pattern, name) for pattern in patterns)
+    return any(re.fullmatch(pattern, name, re.DOTALL) for pattern in patterns)
 
 
 def as_named(source: Source) -> Iterable[NamedTensor]:
