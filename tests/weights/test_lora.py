@@ -31,6 +31,7 @@ from tinygpt.weights.open import open_checkpoint
 # PEFT warns of tied embeddings and of Conv1D, transformers of what PEFT calls.
 pytestmark = pytest.mark.filterwarnings("ignore:::peft", "ignore:::transformers")
 R = 3
+ALPHA = 5
 GPT2 = {"gpt2": "plain", "gpt2-untied": "untied"}
 # By base model, fields of PEFT's LoraConfig. GPT-2 has two modules c_proj. Of patterns the first that matches counts.
 VARIANTS = rows(r"""
@@ -144,7 +145,7 @@ def test_logits_are_those_of_peft(name, fields, tmp_path):
         np.testing.assert_allclose(logits(merged, backend), expected, atol=TOLERANCE, rtol=0)
 
 
-# Other families: by hand, into the tensor that transformers has, before it becomes a parameter.
+# Other families.
 
 
 def write_lora(folder, tensors, targets, **fields):
@@ -152,7 +153,7 @@ def write_lora(folder, tensors, targets, **fields):
     config = {
         "peft_type": "LORA",
         "r": R,
-        "lora_alpha": 5,
+        "lora_alpha": ALPHA,
         "bias": "none",
         "target_modules": targets,
         **fields,
@@ -168,6 +169,27 @@ def write_lora(folder, tensors, targets, **fields):
 def factors(module, out, inner):
     a, b = (golden_array(f"{module} {part}", shape) for part, shape in (("a", (R, inner)), ("b", (out, R))))
     return np.float32(0.3) * a, np.float32(0.3) * b
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("bloom-6", "transformer.h.0.self_attention.query_key_value"), ("gpt-1", "transformer.h.1.mlp.c_fc")],
+)
+def test_a_matrix_that_is_merged_by_hand(name, module, tmp_path):
+    """Into the tensor that transformers has: BLOOM's rows have another order, and GPT-1's matrices are (in, out)."""
+    base, merged = (write_family(tmp_path / folder, name) for folder in ("base", "merged"))
+    tensors = load_file(merged / "model.safetensors")
+    weight = tensors[f"{module}.weight"]
+    is_in_out = name == "gpt-1"
+    a, b = factors(module, *(weight.shape[::-1] if is_in_out else weight.shape))
+    update = np.float32(ALPHA / R) * (b @ a)
+    tensors[f"{module}.weight"] = np.ascontiguousarray(weight + (update.T if is_in_out else update))
+    save_file(tensors, merged / "model.safetensors")
+    files = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    found = merge_lora(open_checkpoint(base), write_lora(tmp_path / "adapter", files, [module]))
+    expected = open_checkpoint(merged)
+    for key in expected.stored:
+        np.testing.assert_allclose(found.tensor(key), expected.tensor(key), rtol=0, atol=1e-5, err_msg=key)
 
 
 def test_a_file_that_does_not_fit_is_refused_by_the_names_of_its_model(tmp_path):
