@@ -25,4 +25,6 @@ def cell(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
+        if text.lstrip().startswith(("{", "[", '"')):
+            raise
         return text.strip()
