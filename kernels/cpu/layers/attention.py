@@ -7,7 +7,19 @@ and Gimelshein, 2018; FlashAttention: Dao et al., 2022): its result depends on i
 import numpy as np
 
 from ..jit import inline, kernel
-from ..kv_cache import (
+from ..simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
+from ..simd.vector_ir import (
+    LANES,
+    VECTOR_BYTES,
+    address,
+    float32_at,
+    fma,
+    max_lanes,
+    sum_lanes,
+)
+from ..team import claim, complete, finish_phase
+from .activations import ONE, ZERO, exp
+from .cache_dtypes import (
     KEY_BLOCK,
     KEY_STEP_BYTES,
     LEAST_QUERY,
@@ -21,18 +33,6 @@ from ..kv_cache import (
     put_weights,
     steps_of_key,
 )
-from ..simd.tiles import LINE_BYTES, OUT_TILE, ROW_TILE, STEP_BYTES, panel_add, panel_tile, strip_add
-from ..simd.vector_ir import (
-    LANES,
-    VECTOR_BYTES,
-    address,
-    float32_at,
-    fma,
-    max_lanes,
-    sum_lanes,
-)
-from ..team import claim, complete, finish_phase
-from .activations import ONE, ZERO, exp
 
 NEAR_BLOCKS = 4  # of a head: 4 to 128 KB
 # A head of one query takes 1 us, and a claim 0.2: an item has several heads if this many items remain.

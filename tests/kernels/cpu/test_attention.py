@@ -20,8 +20,9 @@ from tinygpt.kernels import numbers
 from tinygpt.kernels.backend import query_tiles
 from tinygpt.kernels.cpu.arrays import Alibi
 from tinygpt.kernels.cpu.jit import jit
-from tinygpt.kernels.cpu.kv_cache import KEY_BLOCK, KINDS, padded_head
+from tinygpt.kernels.cpu.kv_cache import KINDS
 from tinygpt.kernels.cpu.layers.attention import attend, write_kv, write_token
+from tinygpt.kernels.cpu.layers.cache_dtypes import KEY_BLOCK, padded_head
 from tinygpt.kernels.cpu.simd.tiles import ROW_TILE
 from tinygpt.kernels.reference import layers as reference
 from tinygpt.weights.config import Attention

@@ -5,7 +5,7 @@ import pytest
 
 from support.kernel_tools import check, from_bits
 from tinygpt.kernels import cpu, reference
-from tinygpt.kernels.cpu.kv_cache import KEY_BLOCK
+from tinygpt.kernels.cpu.layers.cache_dtypes import KEY_BLOCK
 from tinygpt.kernels.cpu.layers.operands import to_bfloat16
 from tinygpt.kernels.numbers import from_rows, to_rows
 from tinygpt.weights.config import ModelConfig
