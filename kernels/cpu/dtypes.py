@@ -3,16 +3,14 @@
 Weights lie in panels of OUT_TILE columns, by steps of K. A function of a row is compiled for the row's record alone.
 """
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .jit import inline, jit, kernel, overload_by_dtype
+from .jit import inline, kernel, overload_by_dtype
 from .layers.operands import (
     Float32Operand,
     from_bfloat16,
@@ -39,7 +37,6 @@ from .simd.targets import TARGET
 from .simd.tiles import (
     CHUNK_BYTES,
     IN_STRIPS,
-    LINE_BYTES,
     OUT_TILE,
     ROW_BLOCK,
     ROW_TILE,
@@ -57,7 +54,6 @@ from .simd.vector_ir import (
 )
 
 LEAST_AMX = 5  # rows of int8
-RATE_TILES = 20000  # a run is 0.05 s or so
 
 
 class Float32Weight(NamedTuple):
@@ -396,38 +392,3 @@ def unpack(dtype: str, arrays: tuple[np.ndarray, ...], n: int, k: int) -> np.nda
     """Return a layer's weight (N, K) in float32."""
     values = DTYPES[dtype].unpack(*arrays)  # (P, K, OUT_TILE)
     return values.transpose(0, 2, 1).reshape(-1, values.shape[1])[:n, :k]
-
-
-def tile_rate(kind: str, threads: int, repetitions: int = 3, tiles: int = RATE_TILES) -> float:
-    """Return all threads' operations a second in a dtype's tiles, with all operands in the caches: prefill's bound.
-
-    A product and a sum are two.
-    """
-    unit = DTYPES[kind].unit
-    arguments = [_arguments(kind, unit.rows, unit.of_chunk * unit.k) for _ in range(threads)]
-    _repeat_tile(*arguments[0], unit.of_chunk, 1)  # compiles
-    seconds = []
-    with ThreadPoolExecutor(threads) as pool:
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            list(pool.map(lambda given: _repeat_tile(*given, unit.of_chunk, tiles), arguments))
-            seconds.append(time.perf_counter() - start)
-    return threads * tiles * 2 * unit.rows * OUT_TILE * unit.of_chunk * unit.k / min(seconds)
-
-
-@jit
-def _repeat_tile(weight, x, b, c, units, times):
-    tile = Tile(x.values.shape[0], 0, 0)
-    for _ in range(times):
-        add_tile(weight, x, tile, 0, 0, units, address(b), address(c), address(b), LINE_BYTES)
-
-
-def _arguments(dtype: str, rows: int, k: int) -> tuple:
-    """Return a weight and an operand of normal numbers, an expanded chunk, and sums."""
-    weight = new_weight(dtype, 1, OUT_TILE, k)
-    x = DTYPES[dtype].new_operand(rows, k)
-    chunk = zeros((CHUNK_BYTES,), np.uint8)
-    random = np.random.default_rng(0)
-    for array in (*weight, *x, chunk):
-        array.view(np.uint8)[...] = random.integers(0x3C, 0x40, array.view(np.uint8).shape, np.uint8)
-    return weight, x, chunk, zeros((rows, OUT_TILE))

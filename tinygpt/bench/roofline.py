@@ -69,7 +69,7 @@ def measure_limits(dtype: str, threads: int, device: str) -> MachineLimits:
 
         return MachineLimits(peak.read_bandwidth(), {kind: peak.tile_rate(kind) for kind in kinds})
     from ..hardware import read_bandwidth
-    from ..kernels.cpu.dtypes import tile_rate
+    from ..kernels.cpu.peak import tile_rate
 
     return MachineLimits(read_bandwidth(threads), {kind: tile_rate(kind, threads) for kind in kinds})
 
