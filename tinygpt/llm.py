@@ -14,8 +14,6 @@ from .engine.engine import Engine, RequestFuture
 from .engine.input_processor import InputProcessor
 from .engine.model_runner import ModelRunner, ModelSource, load_backend
 from .engine.prompts import (
-    Front,
-    OnChunk,
     Params,
     Prompt,
     Prompts,
@@ -27,6 +25,7 @@ from .engine.prompts import (
 from .engine.sequence import Request
 from .engine.spec_decode import DraftModel, check_draft
 from .errors import FailedRequestError, RequestError, TinyGPTError
+from .front import Front
 from .hardware import thread_count
 from .kernels.numbers import Warpers
 from .llm_args import LLMArgs, takes_fields_of
@@ -34,6 +33,7 @@ from .look.methods import LookMethods, Probe, points_of
 from .outputs import (
     Classification,
     ContinuationScore,
+    OnChunk,
     RequestOutput,
     StreamChunk,
     UseTqdm,
@@ -64,7 +64,7 @@ WARMUP_REQUESTS: tuple[dict[str, Any], ...] = (
 )
 
 
-class LLM(Front, LookMethods):
+class LLM(Front[RequestFuture], LookMethods):
     """A GPT-2 checkpoint, ready to generate.
 
     Raise CheckpointError if the checkpoint cannot be loaded, RequestError for an impossible argument.

@@ -253,6 +253,9 @@ class StreamChunk(NamedTuple):
     activations: Mapping[str, Any] | None = None  # so, too
 
 
+OnChunk = Callable[[StreamChunk], None]
+
+
 class _Condition(threading.Condition):
     """A Condition that Ctrl-C never leaves locked: CPython interrupts functions in Python, not `with` of one in C."""
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import finalize
 
 from .engine.prompts import (
-    Front,
-    OnChunk,
     Params,
     Prompt,
     Prompts,
@@ -28,8 +26,10 @@ from .engine.prompts import (
     prompt_list,
 )
 from .errors import QueueFullError, RequestError, ServerError, TinyGPTError, how_to_install
+from .front import Front
 from .outputs import (
     ContinuationScore,
+    OnChunk,
     RequestOutput,
     StreamChunk,
     ThreadFuture,
@@ -64,7 +64,7 @@ CLOSED = "this RemoteLLM has been closed: make another."
 Result = TypeVar("Result")
 
 
-class RemoteLLM(Front):
+class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
     """An LLM in a server: all methods return the same bits as in an LLM. Thread-safe. A forked child makes its own.
 
     url: the server's address, with or without /v1. api_key: None is the variable TINYGPT_API_KEY.

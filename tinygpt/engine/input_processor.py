@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import CheckpointError, RequestError, invalid
 from ..fields import MAX_SEED
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
-from ..outputs import ContinuationScore, StreamChunk
+from ..outputs import ContinuationScore, OnChunk, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from ..text.tokenizer import Tokenizer
@@ -21,7 +21,6 @@ from ..weights.config import ModelConfig
 from .model_runner import ModelSource, load_tokenizer
 from .prompts import (
     Fitted,
-    OnChunk,
     Prompt,
     Prompts,
     PromptType,

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..errors import FailedRequestError
-from ..outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamChunk
+from ..outputs import CompletionOutput, OnChunk, RequestMetrics, RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
 from ..text.stream import TextStream
 from .prompts import Prompt, VirtualTokens, Window
@@ -41,7 +41,7 @@ class Sample:
     eos_token_ids: frozenset[int]
     deadline: float | None = None  # by time.perf_counter()
     window: Window | None = None
-    on_chunk: Callable[[StreamChunk], None] | None = None  # called with each token's text during the step
+    on_chunk: OnChunk | None = None  # called with each token's text during the step
     soft_prompt: VirtualTokens | None = None  # the ids below 0 at the prompt's beginning
     adapter: int = -1  # of the LLM's lora_modules
     token_rules: "TokenRules | None" = None
