@@ -39,7 +39,7 @@ from tinygpt.sampling_params import SAMPLING_FIELDS, RepetitionDetection
 
 RECORD = ROOT / "tests" / "data" / "calls.txt"
 VARYING = {  # what differs between folders and releases of NumPy, and its stand-in
-    r"\S*/(?=tiny\b)": "/here/",
+    r"\S*[/\\](?=tiny\b)": "/here/",
     r"\bnp\.\w+\(([^()]*)\)": r"\1",
     r"[\w.]+\.(?=NoSchema)": "",
 }
