@@ -54,6 +54,11 @@ def test_a_loop_ends_a_sample_that_has_min_tokens(llm, min_tokens, count):
     assert end_of(sample_of(llm, min_tokens=min_tokens, **LOOP)) == (count, "stop", "loop")
 
 
+def test_a_loop_ends_a_beam_that_has_min_tokens(llm):
+    ends = end_of(sample_of(llm, num_beams=2, min_tokens=4, **LOOP))
+    assert ends == (4, "stop", "loop")
+
+
 @pytest.mark.parametrize("max_tokens", [2, 3])
 def test_a_loop_complete_with_the_last_token_is_a_matter_of_length(llm, max_tokens):
     assert end_of(sample_of(llm, max_tokens=max_tokens, **LOOP)) == (max_tokens, "length", None)
