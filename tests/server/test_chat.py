@@ -101,6 +101,12 @@ def test_an_option_of_the_template_cannot_either(llm):
     assert llm.tokenizer.decode(ids) == f"a{BOS}{BOS}bTrue{BOS}"
 
 
+def test_a_template_reads_the_name_of_a_message(llm):
+    template = ChatTemplate("{{ messages[0].name }}", {})
+    ids = ids_with(llm, template, messages=[{"role": "user", "content": "a", "name": "Ann"}])
+    assert llm.tokenizer.decode(ids) == "Ann"
+
+
 @pytest.mark.parametrize(
     "text", ["", "<", "a <|endoftext|> b", "<|endoftext", "<|endoftext|><|endoftext|>", " x "]
 )
