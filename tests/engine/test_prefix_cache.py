@@ -19,9 +19,8 @@ from tinygpt.outputs import RequestOutput
 pytestmark = pytest.mark.usefixtures("single_steps")  # they are counted
 
 SIZES = [(1, 1, 0), (1, 64, 2), (3, 3, 1), (4, 7, 0), (4, 64, 3), (6, 17, 2)]
-BASES = (
-    np.random.default_rng(0).integers(EOS, size=(2, 70)).tolist()
-)  # over the border of a block of positions
+# 70 tokens cross the border of a block of positions.
+BASES = np.random.default_rng(0).integers(EOS, size=(2, 70)).tolist()
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
 
 

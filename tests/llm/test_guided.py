@@ -3,8 +3,6 @@
 import json
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -313,33 +311,6 @@ def test_the_memory_of_a_grammar_is_limited(llm):
     server = llm._inputs._guidance._server._process.pid
     limits = Path(f"/proc/{server}/limits").read_text()
     assert re.search(rf"Max address space +{grammar_process.MAX_BYTES} ", limits)
-
-
-ALL = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
-NOTHING_STARTS = f"""
-import subprocess, sys, threading
-subprocess.Popen = None
-from tinygpt import SamplingParams
-params = [SamplingParams(**{{name: value}}) for name, value in {ALL!r}.items()]
-assert threading.active_count() == 1
-assert "llguidance" not in sys.modules
-"""
-
-
-def test_params_start_no_process_and_import_no_package():
-    subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    install = 'pip install "tinygpt[guided]"'
-    sentence = f"{name} needs the package llguidance, which is not installed: {install}."
-    with LLM(small_demo) as llm:
-        monkeypatch.setattr(llm.engine, "submit", None)
-        with pytest.raises(RequestError) as error:
-            llm.generate("a", SamplingParams(**{name: ALL[name]}))
-        assert str(error.value) == sentence
 
 
 def test_without_a_guide_no_process_is_started(monkeypatch):

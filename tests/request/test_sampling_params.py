@@ -1,14 +1,16 @@
-"""SamplingParams as an object: copies, comparison, help; `tests/data/calls.txt` has what each field takes."""
+"""SamplingParams as an object: copies, comparison, help, guides; `tests/data/calls.txt` has what each field takes."""
 
 import copy
 import dataclasses
 import inspect
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from tinygpt import sampling_params
+from tinygpt import LLM, sampling_params
 from tinygpt.errors import RequestError
 from tinygpt.sampling_params import RepetitionDetection, SamplingParams
 
@@ -53,3 +55,30 @@ def test_it_stays_an_ordinary_frozen_dataclass():
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 5
     assert [*inspect.signature(SamplingParams).parameters] == [*sampling_params.SAMPLING_FIELDS]
+
+
+GUIDES = {"guided_choice": ["a"], "guided_regex": "a", "guided_json": {}, "guided_grammar": 'start: "a"'}
+NOTHING_STARTS = f"""
+import subprocess, sys, threading
+subprocess.Popen = None
+from tinygpt import SamplingParams
+params = [SamplingParams(**{{name: value}}) for name, value in {GUIDES!r}.items()]
+assert threading.active_count() == 1
+assert "llguidance" not in sys.modules
+"""
+
+
+def test_params_start_no_process_and_import_no_package():
+    subprocess.run([sys.executable, "-c", NOTHING_STARTS], check=True)
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_missing_package_is_named_before_any_work(name, monkeypatch, small_demo):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    install = 'pip install "tinygpt[guided]"'
+    sentence = f"{name} needs the package llguidance, which is not installed: {install}."
+    with LLM(small_demo) as llm:
+        monkeypatch.setattr(llm.engine, "submit", None)
+        with pytest.raises(RequestError) as error:
+            llm.generate("a", SamplingParams(**{name: GUIDES[name]}))
+        assert str(error.value) == sentence
