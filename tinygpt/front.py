@@ -1,4 +1,4 @@
-"""The calls that an LLM and a RemoteLLM take alike: generate, stream and submit."""
+"""The calls that an LLM and a RemoteLLM take alike."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -13,7 +13,7 @@ AnyFuture = TypeVar("AnyFuture", bound=ThreadFuture[RequestOutput])
 
 
 class Front(Generic[AnyFuture]):
-    """An LLM or a RemoteLLM, whose `submit` returns AnyFuture."""
+    """AnyFuture: what `submit` returns."""
 
     generate_as_finished: Callable[..., Iterator]
     close: Callable[[], None]

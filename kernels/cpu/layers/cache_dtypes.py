@@ -1,4 +1,4 @@
-"""What attention does by the dtype of a KV cache: keys, values, queries and softmax weights as its tiles read them.
+"""How attention reads and writes a KV cache of each dtype.
 
 Over an int8 cache keys, values and queries have a scale each, largest size / 127. A block's softmax weights, times
 their values' scales, share a scale, largest / WEIGHT_LEVELS. So a block is quantized alike in every step, and its
