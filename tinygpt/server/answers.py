@@ -16,7 +16,7 @@ from starlette.responses import Response
 from ..aliases import OURS
 from ..engine.sampler import NOT_FINITE
 from ..errors import FailedRequestError, NoTokenizerError, QueueFullError, RequestError, TinyGPTError, suggest
-from .protocol import Strict
+from .values import Strict
 
 TYPES = {
     401: "authentication_error",

@@ -167,6 +167,8 @@ class Api:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
+        if problem := form.tool_problem():
+            raise ApiError(400, problem, "tool_choice")
         given = form.max_completion_tokens or form.max_tokens
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
         return await self._converse(Chat, given, form, request, logprobs=logprobs)

@@ -6,119 +6,52 @@ Types and sizes are checked here; SamplingParams checks the bounds of sampling f
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import is_dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import (
-    AliasChoices,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    create_model,
-    model_validator,
-)
-from typing_extensions import TypeAliasType
+from pydantic import AliasChoices, BeforeValidator, Field, create_model, model_validator
 
-from ..aliases import OURS, renamed
+from ..aliases import renamed
 from ..errors import RequestError
 from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from ..text.chat import Role
 from ..wire import UNSENDABLE
+from .client_fields import with_others
+from .tool_calls import Function, PastCall, Tool, ToolChoice, schema_of
+from .values import (
+    IGNORED,
+    MAX_IDS,
+    MAX_PROMPTS,
+    MAX_SAMPLES,
+    MAX_STOPS,
+    MAX_WORDS,
+    Biases,
+    Count,
+    IdLists,
+    Messages,
+    ModelName,
+    NumLogprobs,
+    Pattern,
+    Pooling,
+    Position,
+    Positions,
+    Positive,
+    Prompts,
+    Schema,
+    Stops,
+    Strict,
+    Text,
+    Texts,
+    TokenId,
+    TokenIds,
+    Whole,
+    items,
+    whole_numbers,
+)
 
-# Of one request.
-MAX_INT = 2**31 - 1
-MAX_BIAS = 100.0  # OpenAI's
-MAX_PROMPTS = 256
-MAX_SAMPLES = 128
-MAX_STOPS = 64
-MAX_WORDS = 10_000
-MAX_IDS = 1_000_000
-MAX_FIELDS = 256  # that are read; more than any form knows
-MAX_CHARACTERS = 2**16  # of a pattern or grammar
 ANY_OBJECT = {"type": "object"}
-IGNORED = ("pad_token_id", "use_cache")  # of transformers
-
-
-def _whole(value: Any) -> Any:
-    """Return 16 for 16.0: JSON has one kind of number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _whole_numbers(value: Any) -> Any:
-    return [*map(_whole, value)] if isinstance(value, list) and float in set(map(type, value)) else value
-
-
-def _to_the_first_error(given: Any) -> Any:
-    """Return the first bad bias alone: pydantic has fail_fast for lists, not for dicts."""
-    for key, bias in given.items() if isinstance(given, dict) else ():
-        if len(key) > 1000 or type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
-            return {key: bias}
-    return given
-
-
-def _items(most: int, least: int | None = None) -> Any:
-    return Field(min_length=least, max_length=most, fail_fast=True)
-
-
-_Whole = BeforeValidator(_whole)  # stands after the limits, or the schema would lack them
-# Named types have a schema each, into which the app writes the limits of its model.
-TokenId = TypeAliasType("TokenId", Annotated[int, Field(ge=0, le=MAX_INT)])
-NumLogprobs = TypeAliasType("NumLogprobs", Annotated[int, Field(ge=0, le=MAX_INT), _Whole])
-ModelName = TypeAliasType("ModelName", Annotated[str, Field(min_length=1)])
-
-Positive = Annotated[int, Field(ge=1, le=MAX_INT), _Whole]
-Count = Annotated[int, Field(ge=0, le=MAX_INT), _Whole]
-Position = Annotated[int, Field(ge=-MAX_INT, le=MAX_INT), _Whole]
-Positions = Annotated[list[Position], _items(2**16)]
-Biases = Annotated[
-    dict[Annotated[str, Field(max_length=1000)], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
-    Field(max_length=MAX_WORDS),
-    BeforeValidator(_to_the_first_error),
-]
-Text = Annotated[str, Field(min_length=1)]
-Pattern = Annotated[str, Field(min_length=1, max_length=MAX_CHARACTERS)]
-Schema = dict[str, Any] | Pattern
-TokenIds = Annotated[list[TokenId], _items(MAX_IDS, 1), BeforeValidator(_whole_numbers)]
-Texts = Annotated[list[Text], _items(MAX_PROMPTS, 1)]
-IdLists = Annotated[list[TokenIds], _items(MAX_PROMPTS, 1)]
-Prompts = str | TokenIds | Annotated[list[str], _items(MAX_PROMPTS, 1)] | IdLists
-Stops = Text | Annotated[list[Text], _items(MAX_STOPS)]
-Messages = _items(10_000, 1)
-Pooling = Literal["last", "mean", "sum"]
-
-
-class Strict(BaseModel):
-    """Refuses unknown fields, NaN, and values of another type: "3" is no number and 1 is not true."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    takes_adapter: ClassVar[bool] = False  # `model` may name one: the reply is the adapter's, or the same
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_unknown_field(cls, given: Any) -> Any:
-        """Drop all unknown fields but one: 300 000 would take seconds."""
-        if not isinstance(given, dict) or len(given) <= MAX_FIELDS:
-            return given
-        known = {*cls.fields_by_name(), *cls.model_fields, *OURS, *IGNORED}
-        unknown = next(name for name in given if name not in known)
-        return {name: given[name] for name in (*known, unknown) if name in given}
-
-    @classmethod
-    def fields_by_name(cls) -> dict[str, Any]:
-        return {field.alias or name: field for name, field in cls.model_fields.items()}
-
-    @classmethod
-    @cache
-    def logprobs_fields(cls) -> list[str]:
-        """Return the names of the fields that `--max-logprobs` bounds: all of type NumLogprobs."""
-        return [name for name, field in cls.model_fields.items() if NumLogprobs in get_args(field.annotation)]
-
-    def name_of(self, field: str) -> str | None:
-        """Return the name that this request has for a field of the engine; None if it has no such field."""
-        return field if field.partition(".")[0] in type(self).model_fields else None
 
 
 class Form(Strict):
@@ -172,16 +105,20 @@ class SchemaFormat(Strict):
     json_schema: NamedSchema
 
 
+class FlatSchemaFormat(NamedSchema):
+    type: Literal["json_schema"]
+
+
 def _on_the_wire(hint: Any) -> Any:
     """Return a type of SamplingParams as JSON has it."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
         return reduce(or_, (_on_the_wire(each) for each in args if not is_dataclass(each)))
     if origin is Iterable:
-        return Annotated[list[_on_the_wire(args[0])], _items(MAX_IDS)]
+        return Annotated[list[_on_the_wire(args[0])], items(MAX_IDS)]
     if origin is Mapping:  # the keys of a JSON object are strings
         return dict[str, _on_the_wire(args[1])]
-    return {int: Annotated[int, _Whole], str: Text}.get(hint, hint)
+    return {int: Annotated[int, Whole], str: Text}.get(hint, hint)
 
 
 _HINTS = get_type_hints(SamplingParams)
@@ -199,14 +136,14 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
     """Fields of SamplingParams under the same names, and fields that all generating requests have."""
 
     takes_adapter = True
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), _Whole] | None = None
-    best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), _Whole] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), _Whole] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES), Whole] | None = None
+    best_of: Annotated[int, Field(ge=0, le=MAX_SAMPLES), Whole] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64), Whole] | None = None
     stop: Stops | None = None
     logit_bias: Biases | None = None
     dry_sequence_breakers: Stops | None = None
-    bad_words: Text | Annotated[list[Text], _items(MAX_WORDS)] | None = None
-    bad_words_ids: Annotated[list[TokenIds], _items(MAX_WORDS)] | None = None
+    bad_words: Text | Annotated[list[Text], items(MAX_WORDS)] | None = None
+    bad_words_ids: Annotated[list[TokenIds], items(MAX_WORDS)] | None = None
     prompt_logprobs: NumLogprobs | None = None
     use_beam_search: bool | None = None
     guided_json: Schema | None = None
@@ -256,12 +193,20 @@ class SamplingFields(create_model("SamplingFields", __base__=Form, **_SAMPLING))
                 found[f"structured_outputs.{name}"] = f"guided_{name}", given[name]
             if given["json_object"]:
                 found["structured_outputs.json_object"] = "guided_json", ANY_OBJECT
-        form = self.response_format
-        if isinstance(form, SchemaFormat):
-            found["response_format.json_schema.schema"] = "guided_json", form.json_schema.schema_
-        elif form and form.type == "json_object":
-            found["response_format"] = "guided_json", ANY_OBJECT
+        found |= _guide("response_format", self.response_format)
         return {name: pair for name, pair in found.items() if pair[1] is not None}
+
+
+def _guide(name: str, form: Any) -> dict[str, tuple[str, Any]]:
+    """Return the guide of OpenAI's format, by its name in the request."""
+    match form:
+        case SchemaFormat():
+            return {f"{name}.json_schema.schema": ("guided_json", form.json_schema.schema_)}
+        case FlatSchemaFormat():
+            return {f"{name}.schema": ("guided_json", form.schema_)}
+        case PlainFormat(type="json_object"):
+            return {name: ("guided_json", ANY_OBJECT)}
+    return {}
 
 
 class Array(Strict):
@@ -282,7 +227,7 @@ class EditFields(Strict):
     keep: Values = 1.0
     value: Values = 0.0
     at: Literal["new"] | Position | Positions | None = None
-    index: Position | Positions = []
+    index: Position | Positions = Field([])
     project_out: Values | None = None
 
 
@@ -293,13 +238,13 @@ class ExtraArgs(Strict):
 
 
 class LookFields(SamplingFields):
-    capture: Text | Annotated[list[Text], _items(MAX_PROMPTS)] | None = None
-    edits: Annotated[list[EditFields], _items(MAX_PROMPTS)] | None = None
+    capture: Text | Annotated[list[Text], items(MAX_PROMPTS)] | None = None
+    edits: Annotated[list[EditFields], items(MAX_PROMPTS)] | None = None
     steer: dict[str, Annotated[float, Field(ge=-1e4, le=1e4)]] | None = None
     extra_args: ExtraArgs | None = None
 
 
-class CompletionRequest(LookFields):
+class CompletionRequest(with_others("any request", LookFields)):
     """null or an empty prompt starts at the BOS token."""
 
     prompt: Prompts | None
@@ -322,10 +267,25 @@ class TextPart(Strict):
     text: str
 
 
-class ChatMessage(Strict):
+class ChatMessage(with_others("a chat's message", Strict)):
     role: Role
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
     name: str | None = None
+    tool_calls: list[PastCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_text(cls, given: Any) -> Any:
+        """Read an assistant's turn that has no text, as a call of a tool has none."""
+        is_silent = isinstance(given, dict) and given.get("role") == "assistant"
+        return {**given, "content": ""} if is_silent and given.get("content") is None else given
+
+    def for_template(self) -> dict[str, Any]:
+        known = {"role", "name", "tool_call_id", "reasoning_content"}
+        calls = {"tool_calls": [call.for_template() for call in self.tool_calls]} if self.tool_calls else {}
+        return {**self.model_dump(include=known, exclude_none=True), "content": text_of(self), **calls}
 
 
 def text_of(message: Any) -> str:
@@ -334,7 +294,7 @@ def text_of(message: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class ChatRequest(LookFields):
+class ChatRequest(with_others("a chat", with_others("any request", LookFields))):
     """max_tokens is the older name of max_completion_tokens."""
 
     messages: Annotated[list[ChatMessage], Messages]
@@ -344,12 +304,34 @@ class ChatRequest(LookFields):
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], items(MAX_STOPS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
 
-    def listed_messages(self) -> list[dict[str, str]]:
-        return [
-            {**message.model_dump(exclude_none=True), "content": text_of(message)}
-            for message in self.messages
-        ]
+    def listed_messages(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
+
+    def forced_tools(self) -> list[Function]:
+        """Return the tools of which the reply calls one."""
+        tools = [tool.function for tool in self.tools or ()]
+        if isinstance(self.tool_choice, ToolChoice):
+            return [tool for tool in tools if tool.name == self.tool_choice.function.name]
+        return tools if self.tool_choice == "required" else []
+
+    def tool_problem(self) -> str | None:
+        """Return the reason why no tool can be called as this asks."""
+        if isinstance(self.tool_choice, ToolChoice) and not self.forced_tools():
+            return f"tool_choice names {self.tool_choice.function.name!r}, which is not among tools."
+        if self.tool_choice == "required" and not self.tools:
+            return "tool_choice is required, and there are no tools."
+        if self.tools and self.tool_choice in (None, "auto"):
+            asked = "tool_choice is auto (as it is by default, with tools)"
+            other = "name a function, or send required or none"
+            return f"{asked}, and this model does not choose between a text and a tool: {other}."
+        return None
+
+    def guides(self) -> dict[str, tuple[str, Any]]:
+        tools = self.forced_tools()
+        return super().guides() | ({"tools": ("guided_json", schema_of(tools))} if tools else {})
 
     def name_of(self, field: str) -> str | None:
         if field == "max_tokens" and self.max_completion_tokens is not None:
@@ -376,7 +358,12 @@ class ResponseMessage(Strict):
     status: str | None = None
 
 
-class ResponsesRequest(SamplingFields):
+class TextOptions(Strict):
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(with_others("a response", with_others("any request", SamplingFields))):
     """instructions: a first message of the system. Nothing is stored, and the output is one text."""
 
     input: Text | Annotated[list[ResponseMessage], Messages]
@@ -385,7 +372,7 @@ class ResponsesRequest(SamplingFields):
         None, alias="max_output_tokens", validation_alias=AliasChoices("max_output_tokens", "max_tokens")
     )
     metadata: dict[str, str] | None = None
-    store: bool | None = None
+    text: TextOptions | None = None
     n: None = None
     logprobs: None = None
     prompt_logprobs: None = None
@@ -397,6 +384,10 @@ class ResponsesRequest(SamplingFields):
         if not isinstance(self.input, str):
             given = [(message.role, text_of(message)) for message in self.input]
         return [{"role": role, "content": text} for role, text in first + given]
+
+    def guides(self) -> dict[str, tuple[str, Any]]:
+        form = self.text and self.text.format
+        return super().guides() | _guide("text.format", form)
 
     def name_of(self, field: str) -> str | None:
         names = {"max_tokens": "max_output_tokens", "messages": "input", "prompt": "input"}
@@ -431,7 +422,7 @@ class ScoreRequest(Form):
 
 class ContinuationsRequest(Form):
     prompt: str | TokenIds | None
-    continuations: Annotated[list[Text | TokenIds], _items(MAX_PROMPTS)]
+    continuations: Annotated[list[Text | TokenIds], items(MAX_PROMPTS)]
     soft_prompt: Text | None = None
 
 
@@ -447,5 +438,5 @@ class TokenizeRequest(Form):
 class DetokenizeRequest(Strict):
     takes_adapter = True
     model: ModelName | None = None
-    tokens: Annotated[list[TokenId], _items(MAX_IDS), BeforeValidator(_whole_numbers)]
+    tokens: Annotated[list[TokenId], items(MAX_IDS), BeforeValidator(whole_numbers)]
     skip_special_tokens: bool | None = None

@@ -2,9 +2,10 @@
 
 import base64
 import codecs
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, count, islice
 from typing import Any
 
@@ -18,13 +19,14 @@ from ..text.tokenizer import Tokenizer
 from ..wire import chunk_to_json, output_to_json, record_to_json
 from .answers import event, json_parts, to_json
 from .protocol import StreamOptions
+from .tool_calls import ToolCall
 
 LOWEST = -9999.0  # as OpenAI and vLLM write smaller log probabilities: JSON has no infinity
 DONE = "data: [DONE]\n\n"
 OBFUSCATED_SIZE = 64  # bytes
 # Fields of all of OpenAI's Responses.
 ALWAYS = {"error": None, "parallel_tool_calls": False, "previous_response_id": None, "store": False}
-ALWAYS |= {"text": {"format": {"type": "text"}}, "tool_choice": "none", "tools": [], "truncation": "disabled"}
+ALWAYS |= {"tool_choice": "none", "tools": [], "truncation": "disabled"}
 Logprobs = dict[int, float]
 PromptChunk = tuple[int, StreamChunk]  # with the index of the prompt
 Made = CompletionOutput | StreamChunk
@@ -241,22 +243,35 @@ class Chat(Job):
     reply_object = "chat.completion"
     event_object = "chat.completion.chunk"
 
+    def __post_init__(self):
+        super().__post_init__()
+        names = [tool.name for tool in self.form.forced_tools()]
+        self._calls = defaultdict(partial(ToolCall, names)) if names else None  # by sample
+
     def choice(self, i: int, made: Made) -> dict[str, Any]:
-        if isinstance(made, CompletionOutput):
-            content = {"message": {"role": "assistant", "content": made.text or "", "refusal": None}}
-        else:
-            content = {"delta": {"content": made.text}}
+        is_whole = isinstance(made, CompletionOutput)
+        text: dict[str, Any] = {"content": made.text or "" if is_whole else made.text}
         ids, tokens = _tokens(made)
+        end = self.end_of_choice(made, ids)
+        if self._calls is not None:
+            call = self._calls[made.index].add(made.text or "", made.finish_reason == "stop")
+            text = {"content": None} if is_whole else {}
+            if call:
+                text["tool_calls"] = [call if is_whole else {"index": 0, **call}]
+            if made.finish_reason == "stop":
+                end["finish_reason"] = "tool_calls"
+        if is_whole:
+            text = {"role": "assistant", **text, "refusal": None}
         num_top = self.form.top_logprobs or 0
         logprobs = chat_logprobs(self.names, num_top, tokens) if self.form.logprobs else None
-        return {"index": made.index, **content, "logprobs": logprobs, **self.end_of_choice(made, ids)}
+        return {"index": made.index, "message" if is_whole else "delta": text, "logprobs": logprobs, **end}
 
     def record(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         ids = {"prompt_token_ids": outputs[0].prompt_token_ids} if self.form.return_token_ids else {}
         return super().record(outputs) | ids
 
     def begin(self) -> str:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": "" if self._calls is None else None}
         return "".join(self._event({"index": i, "delta": delta}) for i in range(self.params.n))
 
 
@@ -375,6 +390,8 @@ class Responses(Job):
         return self._response(status, [self._item(status, [_part(sample.text or "")])], _counts(outputs))
 
     def _response(self, status: str, items: list, counts: dict[str, Any] | None = None) -> dict[str, Any]:
+        form = self.form.text and self.form.text.format
+        told = form and form.model_dump(by_alias=True, exclude_none=True)
         return {
             "id": self.head["id"],
             "object": "response",
@@ -390,6 +407,7 @@ class Responses(Job):
             "top_p": self.params.top_p,
             "usage": counts,
             **ALWAYS,
+            "text": {"format": told or {"type": "text"}},
         }
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def chat_ids(
             f"holds {len(texts)} texts; at most {MAX_TEXTS} are taken.", "chat_template_kwargs"
         )
     for field, given in (
-        ("messages", [each["content"] for each in messages]),
+        ("messages", _texts([value for each in messages for name, value in each.items() if name != "role"])),
         ("chat_template_kwargs", texts),
     ):
         if (count := sum(map(len, given))) > MAX_CHARACTERS:

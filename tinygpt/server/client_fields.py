@@ -1,0 +1,103 @@
+"""OpenAI's fields on which nothing here depends, and fields that may ask for a thing that is not there.
+
+Models of requests and the README's table derive from these tables; fields that do something are in `protocol`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, Field, create_model
+from pydantic_core import PydanticCustomError
+
+EMPTY = (None, False, 0, "", "none", [], {})  # what asks for nothing in any field
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """A field that is refused for this reason, but for EMPTY and a value that says what is so anyway."""
+
+    reason: str
+    usual: Any = None
+
+    def check(self, value: Any) -> Any:
+        """Return the value if it asks for nothing."""
+        if value in EMPTY or value == self.usual:
+            return value
+        raise PydanticCustomError("lacking", self.reason)
+
+
+@dataclass(frozen=True)
+class Others:
+    """Fields of one model that are passed over, and fields that are refused unless they ask for nothing."""
+
+    passed: str
+    lacking: dict[str, Lacking]
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields for `create_model`."""
+        found: dict[str, Any] = {
+            name: (Any, Field(None, description="Passed over.")) for name in self.passed.split()
+        }
+        for name, each in self.lacking.items():
+            checked = Annotated[Any, AfterValidator(each.check)]
+            found[name] = checked, Field(None, description=f"Nothing, as {each.reason}.")
+        return found
+
+
+TEXTS_ALONE = Lacking("texts alone are read and written here")
+STORED = Lacking("nothing is stored here; send all messages")
+CHAT_TOOLS = "/v1/chat/completions calls tools, by a tool_choice that is forced"
+OTHERS = {
+    "any request": Others(
+        "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
+        "moderation",
+        {},
+    ),
+    "a chat": Others(
+        "parallel_tool_calls reasoning_effort verbosity prediction",
+        {
+            "modalities": Lacking(TEXTS_ALONE.reason, ["text"]),
+            "audio": TEXTS_ALONE,
+            "functions": Lacking("tools is the newer name"),
+            "function_call": Lacking("tool_choice is the newer name", "auto"),
+            "web_search_options": Lacking("nothing is searched here"),
+        },
+    ),
+    "a chat's message": Others(
+        "annotations",
+        {
+            "refusal": Lacking("content has the text of an assistant"),
+            "audio": TEXTS_ALONE,
+            "function_call": Lacking("tool_calls is the newer name"),
+        },
+    ),
+    "a response": Others(
+        "parallel_tool_calls max_tool_calls reasoning context_management",
+        {
+            "tools": Lacking(CHAT_TOOLS),
+            "tool_choice": Lacking(CHAT_TOOLS, "auto"),
+            "include": Lacking("a response has its text alone"),
+            "top_logprobs": Lacking("/v1/chat/completions has log probabilities"),
+            "background": STORED,
+            "previous_response_id": STORED,
+            "conversation": STORED,
+            "prompt": STORED,
+            "truncation": Lacking("overflow truncates", "disabled"),
+        },
+    ),
+}
+
+
+def with_others(kind: str, base: type[BaseModel]) -> Any:
+    """Return the model with the fields of OTHERS[kind]."""
+    return create_model(base.__name__, __base__=base, **OTHERS[kind].fields())
+
+
+def table() -> Iterator[str]:
+    """Yield the lines of the README's table."""
+    for kind, others in OTHERS.items():
+        yield f"| {kind} | {', '.join(f'`{name}`' for name in others.passed.split())} | passed over |"
+        for reason in dict.fromkeys(each.reason for each in others.lacking.values()):
+            names = [f"`{name}`" for name, each in others.lacking.items() if each.reason == reason]
+            yield f"| {kind} | {', '.join(names)} | refused unless it asks for nothing: {reason} |"

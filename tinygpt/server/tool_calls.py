@@ -1,0 +1,112 @@
+"""Calls of tools that a chat's tool_choice forces: guided texts, which replies tell as calls."""
+
+import json
+import re
+import secrets
+from contextlib import suppress
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .values import Strict, Text
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+# Of a text that names the tool, as the guided JSON writes it.
+HEAD = re.compile(r'\{ ?"name" ?: ?"([^"]*)" ?, ?"arguments" ?: ?(?=\S)')
+
+
+class Function(Strict):
+    name: Annotated[str, Field(pattern=r"^[\w.:-]+$", max_length=128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Strict):
+    name: Text
+
+
+class ToolChoice(Strict):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: str
+
+
+class PastCall(Strict):
+    """A call in an assistant's turn. index comes with calls of a stream."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the call with its arguments as an object, as templates of checkpoints expect."""
+        arguments: Any = self.function.arguments
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+        return {
+            "id": self.id,
+            "type": self.type,
+            "function": {"name": self.function.name, "arguments": arguments},
+        }
+
+
+def schema_of(tools: list[Function]) -> dict[str, Any]:
+    """Return the schema of a call's arguments; of several tools, the text names its own."""
+    arguments = [tool.parameters or NO_ARGUMENTS for tool in tools]
+    if len(tools) == 1:
+        return arguments[0]
+    return {"anyOf": [_named_call(i, *pair) for i, pair in enumerate(zip(tools, arguments, strict=True))]}
+
+
+def _named_call(i: int, tool: Function, arguments: dict[str, Any]) -> dict[str, Any]:
+    """i: the place of the tool, to which references of its schema are moved."""
+    written = json.dumps(arguments).replace('"$ref": "#', f'"$ref": "#/anyOf/{i}/properties/arguments')
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "arguments": json.loads(written)},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+class ToolCall:
+    """The call that one text is, as it grows."""
+
+    def __init__(self, names: list[str]):
+        """names: of the tools; of several, the text names one."""
+        self.id = f"call_{secrets.token_hex(12)}"
+        self._name = names[0] if len(names) == 1 else None
+        self._is_wrapped = len(names) > 1
+        self._text = ""
+        self._told: int | None = None  # characters of the text
+
+    def add(self, text: str, is_over: bool) -> dict[str, Any] | None:
+        """Return the next part of the call, of which the first has its name; None before that is known."""
+        self._text += text
+        head: dict[str, Any] = {}
+        if self._told is None:
+            found = HEAD.match(self._text) if self._is_wrapped else None
+            if self._is_wrapped and not found:
+                return None
+            self._told = found.end() if found else 0
+            self._name = found[1] if found else self._name
+            head = {"id": self.id, "type": "function"}
+        end = len(self._text)
+        if self._is_wrapped:  # the last brace is not the arguments'
+            shown = self._text.rstrip(" ")
+            end = max(self._told, len(shown.removesuffix("}").rstrip(" ") if is_over else shown.rstrip(" }")))
+        arguments = self._text[self._told : end]
+        self._told = end
+        named = {"name": self._name} if head else {}
+        return {**head, "function": {**named, "arguments": arguments}}
