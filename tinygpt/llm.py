@@ -84,6 +84,7 @@ class LLM(Front[RequestFuture], LookMethods):
         self.dtype = source.dtype
         self.max_model_len = engine_config.max_model_len
         self.checkpoint_path = source.checkpoint.folder
+        self._chat_options = getattr(source.checkpoint, "chat_options", {})  # a packed one has a folder's
         if args.chat_template is not None:
             _ = self.chat_template  # RequestError for a file that is none
         points = points_of(source, args) if ranks is None else None
@@ -132,7 +133,7 @@ class LLM(Front[RequestFuture], LookMethods):
         """The template of `chat`, None if there is none. Raise CheckpointError if the checkpoint's is damaged."""
         from .text.chat import open_template
 
-        return open_template(self._args.chat_template, self.checkpoint_path)
+        return open_template(self._args.chat_template, self.checkpoint_path, self._chat_options)
 
     def read_prompt(self, prompt: PromptType, split_special_tokens: bool | None = None) -> Prompt:
         """Encode and check a text or token ids, for any call that takes a prompt.

@@ -167,6 +167,13 @@ class LLMArgs:
         "None is the checkpoint's",
         flag=None,
     )
+    open_schemas: bool = argument(
+        False,
+        _unchecked(None),
+        None,
+        "let JSON of a schema have keys that an object's schema does not name (default: none, unless the schema has "
+        "additionalProperties)",
+    )
     tensor_parallel_size: int = argument(
         1,
         TENSOR_SIZE,

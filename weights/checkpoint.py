@@ -38,6 +38,7 @@ class Checkpoint:
     files: all with tensors.
     layout: transformers', None for GPT-2's.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
+    chat_options: a chat template with its special tokens in the file itself, as tokenizer_config.json has them.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Checkpoint:
     quirks: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     read_tokenizer: Callable[[], dict[str, Any] | None] = lambda: None
+    chat_options: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None
 

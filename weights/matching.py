@@ -110,6 +110,7 @@ def match(source: Source, family: Family, config: ModelConfig) -> Checkpoint:
         quirks=(*_made_up(rules), *family.quirks(source, config)),
         files=tuple(sorted({tensor.path for tensor in source.container.tensors.values()})),
         read_tokenizer=partial(family.tokenizer, source),
+        chat_options=family.chat_options(source),
         heads={one.name: one.tensor for one in tensors if matches(one.name, [OTHER_HEAD])},
         layout=family.layout,
     )

@@ -8,8 +8,10 @@ import asyncio
 import os
 import subprocess
 import sys
+from typing import Literal
 
 import openai
+from pydantic import BaseModel
 
 from support.engines import sample_of
 from support.gate import Gate, until_idle
@@ -17,6 +19,11 @@ from support.serving import served, until
 from tinygpt import LLM
 from tinygpt.text.chat import PlainTemplate
 from tinygpt.text.chat_template import ChatTemplate
+
+
+class Color(BaseModel):
+    name: Literal["red", "blue"]
+
 
 ASKED = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 4}
 # A folder with openai-python's source, whose own tests then run: its tests/api_resources.
@@ -96,8 +103,10 @@ def test_errors_are_its_exceptions(server, client):
     assert caught.value.request_id
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**ASKED | {"model": "gpt-5"})
-    with pytest.raises(openai.BadRequestError, match="chat template"):
-        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "Hi"}])
+    asked = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError, match="a text and a tool"):
+        client.chat.completions.create(**asked, tools=tools)
 
 
 def test_errors_within_a_stream_are_its_exceptions(llm):
@@ -131,6 +140,28 @@ def test_chat(llm):
         assert client.chat.completions.create(**asked).choices[0].message.content == text
         with client.chat.completions.create(**asked, stream=True) as stream:
             assert "".join(chunk.choices[0].delta.content for chunk in stream) == text
+
+
+def test_a_conversation_goes_on_with_the_replies_message(client):
+    talk = [{"role": "user", "content": "Once upon a time"}]
+    asked = {"model": "demo", "max_tokens": 4}
+    for form in ("itself", "dump"):
+        message = client.chat.completions.create(messages=talk, **asked).choices[0].message
+        talk += [message if form == "itself" else message.model_dump(), talk[0]]
+    tools = [openai.pydantic_function_tool(Color)]
+    asked |= {"max_tokens": 60, "tools": tools, "tool_choice": "required"}
+    with client.chat.completions.stream(messages=talk, **asked) as stream:
+        called = stream.get_final_completion().choices[0].message
+    assert called.tool_calls[0].function.parsed_arguments.name in ("red", "blue")
+    found = client.responses.parse(model="demo", input="Once", text_format=Color, max_output_tokens=60)
+    assert found.output_parsed.name in ("red", "blue")
+    given = [*found.output, {"role": "user", "content": "and"}]
+    assert client.responses.create(model="demo", input=given, max_output_tokens=4).output_text
+    del asked["tools"], asked["tool_choice"]
+    parsed = client.chat.completions.parse(messages=talk, response_format=Color, **asked).choices[0].message
+    answer = {"role": "tool", "content": "done", "tool_call_id": called.tool_calls[0].id}
+    talk += [parsed, talk[0], called, answer]
+    assert client.chat.completions.create(messages=talk, model="demo", max_tokens=4).choices
 
 
 def test_responses(llm):

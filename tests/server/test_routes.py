@@ -14,6 +14,7 @@ from support.golden_models import SMALL, add_tensors, write_lora
 from support.serving import served, until
 from support.tables import rows
 from tinygpt import LLM
+from tinygpt.text.chat import PlainTemplate
 
 
 def test_models_by_each_name(server, llm):
@@ -57,7 +58,7 @@ def test_texts_and_tokens(server, llm):
 def test_harnesses_learn_the_end_of_text(server, llm):
     info = server.ask("/tokenizer_info").json
     assert info["eos_token"] == info["bos_token"] == "<|endoftext|>"
-    assert info["chat_template"] is None
+    assert info["chat_template"] == PlainTemplate.source
     assert server.ask("/tokenize", {"prompt": info["eos_token"]}).json["tokens"] == list(
         llm.config.eos_token_ids
     )

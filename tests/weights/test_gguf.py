@@ -17,6 +17,7 @@ from support.gguf_writer import gguf_bytes, plain
 from support.processes import Result
 from support.tables import rows
 from support.tiny_checkpoint import assert_refused, assert_same_files, convert, random_tensors
+from tinygpt import LLM
 from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.weights.checkpoint import read_config
@@ -169,6 +170,15 @@ def test_its_tokenizer(tmp_path):
     assert tokenizer.special_ids == {4}
     assert tokenizer.eos_token_id == 4
     assert (checkpoint.config.bos_token_id, checkpoint.config.eos_token_ids) == (4, (4,))
+
+
+def test_its_chat_template_goes_before_a_folders(tmp_path):
+    source = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
+    template = {"tokenizer.chat_template": (8, source)}
+    folder = write_gguf_folder(tmp_path, TENSORS, **TOKENIZER, **template)
+    (tmp_path / "chat_template.jinja").write_text("another")
+    with LLM(folder / "model.gguf") as llm:
+        assert llm.chat_template.render([{"content": "b"}]) == "<end>b<end>"
 
 
 def ending_with(token_id):

@@ -31,6 +31,29 @@ SPACES = {"whitespace_pattern": "[ ]?"}
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 
+# A closed object is another condition inside of these: the schema stays as it is.
+COMBINING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "patternProperties")
+IN_ONE_OBJECT = {"additionalProperties", "anyOf", "oneOf", "$ref"}  # next to properties: these may allow more
+
+
+def closed(schema: Any) -> Any:
+    """Return a schema whose objects have no keys but their properties, if it does not say otherwise."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for name, value in schema.items():
+        has_names = name in ("properties", "$defs", "definitions") and isinstance(value, dict)
+        if has_names:
+            found[name] = {key: closed(each) for key, each in value.items()}
+        else:
+            found[name] = value if name in ("const", "enum", "default", "examples") else closed(value)
+    if "properties" in found and not found.keys() & IN_ONE_OBJECT:
+        found["additionalProperties"] = False
+    return found
+
+
 class LimitError(Exception):
     """A grammar's process has ended. `str()` has the grammar as its subject."""
 
@@ -164,10 +187,10 @@ class Matchers:
             self._samples.pop(sample, None)
         return getattr(self, name)(*args)
 
-    def read(self, field: str, value: Any) -> str:
+    def read(self, field: str, value: Any, has_open_schemas: bool = False) -> str:
         """Take the value of a guided field. Return the reason why it is no grammar, if there is one."""
         try:
-            grammar = self._to_lark(field, value)
+            grammar = self._to_lark(field, value, has_open_schemas)
         except (ValueError, RecursionError) as error:
             return str(error)
         num_parts = grammar.count("{") + (grammar.count(":") if field == "guided_grammar" else 0)
@@ -178,14 +201,17 @@ class Matchers:
             return ""
         return self._package.LLMatcher.validate_grammar(self._grammar)
 
-    def _to_lark(self, field: str, value: Any) -> str:
+    def _to_lark(self, field: str, value: Any, has_open_schemas: bool) -> str:
         match field:
             case "guided_choice":  # one terminal: of rules, the package follows 2000 at most
                 return f"start: TEXT\nTEXT: {' | '.join(map(json.dumps, value))}"
             case "guided_regex":
                 return f"start: /{self._package.regex_to_lark(value)}/"
             case "guided_json":
-                return f"start: %json {json.dumps({'x-guidance': SPACES, **json.loads(value)})}"
+                schema = json.loads(value)
+                if not has_open_schemas and not any(f'"{word}"' in value for word in COMBINING):
+                    schema = closed(schema)
+                return f"start: %json {json.dumps({'x-guidance': SPACES, **schema})}"
         return self._package.grammar_from("grammar", value)  # Lark's or GBNF
 
     def compile(self) -> str:

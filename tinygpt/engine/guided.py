@@ -30,8 +30,9 @@ class Mask(NamedTuple):
 class Guidance:
     """The guides of one model's requests."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, has_open_schemas: bool = False):
         """Raise RequestError if the tokens of this tokenizer are not bytes."""
+        self._has_open_schemas = has_open_schemas
         special_token_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         # The end is one more than the model has.
         tokens = [*map(tokenizer.token_bytes, range(vocab_size)), b""]
@@ -74,7 +75,7 @@ class Guidance:
         if num_characters > MAX_CHARACTERS:
             return f"it has {num_characters} characters, and at most {MAX_CHARACTERS} are taken"
         grammar = self._server.grammar()
-        problem = grammar.ask(COMPILE_SECONDS, "read", field, value)
+        problem = grammar.ask(COMPILE_SECONDS, "read", field, value, self._has_open_schemas)
         return problem or grammar.ask(COMPILE_SECONDS, "compile") or grammar
 
 

@@ -68,6 +68,7 @@ class InputProcessor:
         self._lora_modules = tuple(args.lora_modules or ())
         self._guidance: Guidance | None = None  # made for the first guided request
         self._guidance_lock = threading.Lock()
+        self._has_open_schemas = args.open_schemas
         self._is_closed = False
         self._tokenizer: Tokenizer | None = None
         self._tokenizer_error: CheckpointError | None = None
@@ -317,7 +318,7 @@ class InputProcessor:
                     raise RequestError("this LLM has been closed: make a new one.")
                 from .guided import Guidance  # sockets and subprocess: rarely needed
 
-                self._guidance = Guidance(self._tokenizer, self._config.vocab_size)
+                self._guidance = Guidance(self._tokenizer, self._config.vocab_size, self._has_open_schemas)
             return self._guidance
 
     def _breakers(self, params: SamplingParams) -> Breakers:

@@ -23,7 +23,7 @@ from ..llm import LLM
 from ..look.edits import ControlVector, salt_of
 from ..outputs import CompletionOutput, RequestOutput
 from ..sampling_params import SamplingParams
-from ..text.chat import Template, chat_ids
+from ..text.chat import PlainTemplate, Template, chat_ids
 from . import protocol
 from .answers import RETRY, ApiError, from_engine, in_turns, json_reply, whole
 from .monitoring import Metrics
@@ -109,6 +109,11 @@ class Api:
         self.chat_template = config.chat_template
         try:
             self.chat_template = self.chat_template or llm.chat_template
+            if self.chat_template is None and self.names.has_tokenizer:
+                self.chat_template = PlainTemplate()
+                log.info(
+                    f"{self.model_name} has no chat template, so chats are continued (--chat-template plain)"
+                )
         except TinyGPTError as error:
             log.warning(f"no chat, but all else: {error}")
 

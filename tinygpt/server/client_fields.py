@@ -65,7 +65,7 @@ OTHERS = {
         },
     ),
     "a chat's message": Others(
-        "annotations",
+        "annotations parsed",
         {
             "refusal": Lacking("content has the text of an assistant"),
             "audio": TEXTS_ALONE,
@@ -83,7 +83,7 @@ OTHERS = {
             "previous_response_id": STORED,
             "conversation": STORED,
             "prompt": STORED,
-            "truncation": Lacking("overflow truncates", "disabled"),
+            "truncation": Lacking('send overflow, as "truncate"', "disabled"),
         },
     ),
 }

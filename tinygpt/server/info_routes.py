@@ -16,6 +16,7 @@ import tinygpt
 
 from ..engine.prompts import Prompt
 from ..kernels import numbers
+from ..text.chat import PlainTemplate
 from ..wire import record_to_json
 from . import protocol
 from .answers import ApiError, json_reply
@@ -180,6 +181,7 @@ class InfoRoutes:
         return await json_reply(self._card(model))
 
     def _card(self, name: str) -> dict[str, Any]:
+        template = self._api.chat_template
         return {
             "id": name,
             "object": "model",
@@ -187,6 +189,7 @@ class InfoRoutes:
             "owned_by": "tinygpt",
             "root": self._api.model_name,
             "parent": self._api.model_name if name in self._llm.lora_modules else None,
+            "chat_template": template and ("plain" if isinstance(template, PlainTemplate) else "jinja"),
             "look": self._config.look,
             "max_model_len": self._llm.max_model_len,
             "max_logprobs": self._config.max_logprobs,

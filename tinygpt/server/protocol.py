@@ -340,12 +340,13 @@ class ChatRequest(with_others("a chat", with_others("any request", LookFields)))
 
 
 class ResponsePart(Strict):
-    """A text of a message. The last two fields come with texts of earlier responses."""
+    """A text of a message. The last fields come with texts of earlier responses, from OpenAI's client."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
+    parsed: Any = None
 
 
 class ResponseMessage(Strict):

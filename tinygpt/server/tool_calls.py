@@ -37,8 +37,11 @@ class ToolChoice(Strict):
 
 
 class CalledFunction(Strict):
+    """parsed_arguments: what OpenAI's client adds."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class PastCall(Strict):

@@ -7,6 +7,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from ..errors import CheckpointError, RequestError, how_to_install, invalid
@@ -23,6 +24,7 @@ MAX_TEXTS = 10_000  # in chat_template_kwargs: each is searched for special toke
 Template = Union["ChatTemplate", "PlainTemplate"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES = get_args(Role)
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
 class PlainTemplate:
@@ -38,20 +40,23 @@ class PlainTemplate:
         return "".join("\n" * is_new + text for is_new, text in lines)
 
 
-def open_template(given: str | os.PathLike[str] | None, folder: Path) -> Template | None:
+def open_template(
+    given: str | os.PathLike[str] | None, folder: Path, in_file: Mapping[str, Any] = NO_OPTIONS
+) -> Template | None:
     """Return the template that was given, PLAIN or a file; else the checkpoint's, as transformers finds it, or None.
 
+    in_file: a template and its special tokens in the file of the weights, as in tokenizer_config.json.
     Raise RequestError if the given one cannot be used, CheckpointError if the checkpoint's cannot.
     """
     if given == PLAIN:
         return PlainTemplate()
     config = folder / "tokenizer_config.json"
     file = folder / "chat_template.jinja"
-    options = read_json_object(config) if config.exists() else {}
+    options = {**(read_json_object(config) if config.exists() else {}), **in_file}
     if given is not None:
         source = _given_source(given)
     else:
-        source = read_text(file) if file.exists() else options.get("chat_template")
+        source = read_text(file) if file.exists() and not in_file else options.get("chat_template")
     if isinstance(source, list):  # several templates with names
         source = [each for each in source if isinstance(each, dict) and each.get("name") == "default"]
         source = source[0].get("template") if source else None

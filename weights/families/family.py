@@ -198,8 +198,8 @@ class Family:
     name, described_by: of the model and the place of its configuration, for messages. config: raises one
     CheckpointError for all wrong fields. rules: of every parameter. named: every tensor by its name in the rules.
     ignored: patterns of known, unused names. parts: the number of parts of divided tensors. quirks: what loading evens
-    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. layout:
-    transformers'.
+    out. advice: for an error of matching. tokenizer: in the weights' files, as tokenizer.json has it. chat_options: of
+    a Checkpoint. layout: transformers'.
     """
 
     name: str
@@ -213,6 +213,7 @@ class Family:
     quirks: Callable[[Source, ModelConfig], Iterable[str]] = lambda source, config: ()
     advice: str = ""
     tokenizer: Callable[[Source], dict[str, Any] | None] = lambda source: None
+    chat_options: Callable[[Source], Mapping[str, Any]] = lambda source: {}
     layout: Layout | None = None
 
 

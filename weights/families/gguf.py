@@ -70,6 +70,16 @@ def _tokenizer(source: Source) -> dict[str, Any] | None:
     return gguf_tokenizer(about, source.path)
 
 
+def _chat_options(source: Source) -> dict[str, Any]:
+    metadata = source.container.metadata
+    if not isinstance(metadata.get("tokenizer.chat_template"), str):
+        return {}
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    ids = {name: metadata.get(KEYS[f"{name}_id"]) for name in ("bos_token", "eos_token")}
+    known = {name: tokens[i] for name, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}
+    return {"chat_template": metadata["tokenizer.chat_template"], **known}
+
+
 def _is_gguf_tokenizer(about: Mapping[str, Any]) -> bool:
     tokens = about["tokens"]
     ends = [about.get(name, 0) for name in ("bos_token_id", "eos_token_id")]
@@ -128,6 +138,7 @@ FAMILY = Family(
     rules=lambda source, config: {name: TensorRule((NAMES.of(name),)) for name in parameter_shapes(config)},
     quirks=_quirks,
     tokenizer=_tokenizer,
+    chat_options=_chat_options,
 )
 BLOOM = replace(
     FAMILY,

@@ -1,0 +1,207 @@
+"""What OpenAI's clients send without asking for anything is passed over, and what this server writes it reads."""
+
+import json
+
+import pytest
+
+from support.paths import ROOT
+from support.serving import served
+from tinygpt import LLM
+from tinygpt.engine.grammar_process import closed
+from tinygpt.errors import RequestError
+from tinygpt.server import client_fields, protocol
+from tinygpt.server.tool_calls import Function, ToolCall, schema_of
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+USER = {"role": "user", "content": "Once upon a time"}
+ASKED = {
+    CHAT: {"messages": [USER], "max_tokens": 1},
+    COMPLETIONS: {"prompt": "Once", "max_tokens": 1},
+    RESPONSES: {"input": "Once", "max_output_tokens": 1},
+}
+ANY = {"store": True, "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"}
+ANY |= {"prompt_cache_key": "x", "prompt_cache_retention": "24h"}
+OF_CHAT = {"parallel_tool_calls": False, "reasoning_effort": "low", "verbosity": "low", "functions": []}
+OF_CHAT |= {"modalities": ["text"], "audio": None, "prediction": None, "tools": [], "tool_choice": "none"}
+OF_RESPONSE = {
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "reasoning": {"effort": "low"},
+}
+OF_RESPONSE |= {"include": [], "truncation": "disabled", "background": False, "previous_response_id": None}
+OF_RESPONSE |= {"text": {"format": {"type": "text"}, "verbosity": "low"}}
+PASSED = [(path, ANY | more) for path, more in ((CHAT, OF_CHAT), (COMPLETIONS, {}), (RESPONSES, OF_RESPONSE))]
+# Assistants' turns as programs send them, and what a template gets.
+SILENT = {"refusal": None, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TURNS = [
+    ({"content": "a", **SILENT, "reasoning_content": None}, {"content": "a"}),
+    ({"content": None}, {"content": ""}),
+    (
+        {"tool_calls": [{**CALL, "index": 0}]},
+        {"content": "", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"x": 1}}}]},
+    ),
+]
+COLOR = {"type": "object", "properties": {"color": {"$ref": "#/$defs/C"}}, "required": ["color"]}
+COLOR |= {"$defs": {"C": {"enum": ["red", "blue"]}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "paint", "description": "Paint it.", "parameters": COLOR}},
+    {"type": "function", "function": {"name": "stop", "strict": True}},
+]
+CHOICES = ["required", {"type": "function", "function": {"name": "paint"}}]
+
+
+@pytest.mark.parametrize(("path", "fields"), PASSED)
+def test_what_asks_for_nothing_is_passed_over(server, path, fields):
+    expected = server.ask(path, ASKED[path] | {"temperature": 0}).json
+    for name, value in fields.items():
+        reply = server.ask(path, ASKED[path] | {"temperature": 0, name: value})
+        assert reply.status == 200, reply.body
+        assert reply.json.get("choices") == expected.get("choices")
+
+
+def test_the_tables_have_every_field_of_openais_client():
+    pytest.importorskip("openai")
+    from openai.types import completion_create_params as completions
+    from openai.types.chat import completion_create_params as chats
+    from openai.types.responses import response_create_params as responses
+
+    for of_client, form in (
+        (completions.CompletionCreateParamsBase, protocol.CompletionRequest),
+        (chats.CompletionCreateParamsBase, protocol.ChatRequest),
+        (responses.ResponseCreateParamsBase, protocol.ResponsesRequest),
+    ):
+        assert of_client.__annotations__.keys() <= form.fields_by_name().keys()
+
+
+def test_the_readme_has_the_table():
+    text = (ROOT / "tinygpt" / "server" / "README.md").read_text(encoding="utf-8")
+    assert "\n".join(client_fields.table()) in text
+
+
+@pytest.mark.parametrize(("sent", "read"), TURNS)
+def test_an_assistants_turn_is_read(server, sent, read):
+    message = {"role": "assistant", **sent}
+    tool = {"role": "tool", "content": "1", "tool_call_id": "call_1"}
+    form = protocol.ChatRequest(messages=[USER, message, tool])
+    assert form.listed_messages() == [USER, {"role": "assistant", **read}, tool]
+    assert server.ask(CHAT, {"messages": [USER, message, tool], "max_tokens": 1}).status == 200
+
+
+def test_what_the_server_writes_it_reads(server):
+    message = server.ask(CHAT, ASKED[CHAT]).choices[0]["message"]
+    called = {"tools": TOOLS, "tool_choice": "required"}
+    call = server.ask(CHAT, ASKED[CHAT] | {"max_tokens": 60} | called).choices[0]["message"]
+    asked = {"messages": [USER, message, USER, call, USER], "max_tokens": 1}
+    assert server.ask(CHAT, asked).status == 200
+    output = server.ask(RESPONSES, ASKED[RESPONSES]).json["output"]
+    assert server.ask(RESPONSES, {"input": [USER, *output, USER], "max_output_tokens": 1}).status == 200
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_a_forced_tool_is_called(server, choice):
+    """Streamed as whole; the arguments fit the schema, with no other key."""
+    asked = {"messages": [USER], "tools": TOOLS, "tool_choice": choice, "n": 2, "seed": 1, "max_tokens": 60}
+    whole = server.ask(CHAT, asked)
+    parts = server.ask(CHAT, {**asked, "stream": True}).parts
+    for made in whole.choices:
+        [call] = made["message"]["tool_calls"]
+        assert (made["finish_reason"], made["message"]["content"]) == ("tool_calls", None)
+        arguments = json.loads(call["function"]["arguments"])
+        assert call["function"]["name"] in ("paint", "stop")
+        assert (
+            arguments == {} if call["function"]["name"] == "stop" else arguments["color"] in ("red", "blue")
+        )
+        mine = [part for part in parts if part["index"] == made["index"]]
+        first, *more = [call for part in mine for call in part["delta"].get("tool_calls", [])]
+        assert (first["type"], first["function"]["name"], first["index"]) == (
+            "function",
+            call["function"]["name"],
+            0,
+        )
+        told = "".join(part["function"]["arguments"] for part in (first, *more))
+        assert told == call["function"]["arguments"]
+        assert mine[-1]["finish_reason"] == "tool_calls"
+
+
+def test_a_call_among_several_is_told_as_it_grows():
+    text = '{ "name" : "paint", "arguments": {"a": {"b": "}}" } } }'
+    call = ToolCall(["paint", "stop"])
+    parts = [part["function"] for part in (call.add(each, False) for each in text) if part]
+    parts.append(call.add("", True)["function"])
+    assert [part["name"] for part in parts if "name" in part] == ["paint"]
+    assert "".join(part["arguments"] for part in parts) == '{"a": {"b": "}}" } }'
+    assert parts[8]["arguments"]  # long before the end
+
+
+def test_a_schema_of_several_tools_keeps_each_ones_definitions(llm):
+    other = {**COLOR, "$defs": {"C": {"enum": ["one", "two"]}}}
+    schema = schema_of([Function(name="f", parameters=COLOR), Function(name="g", parameters=other)])
+    texts = [
+        llm.generate("a", guided_json=schema, seed=i, max_tokens=60)[0].outputs[0].text for i in range(6)
+    ]
+    for call in map(json.loads, texts):
+        assert call["arguments"]["color"] in {"f": ["red", "blue"], "g": ["one", "two"]}[call["name"]]
+
+
+def test_a_responses_format_is_a_guide(server):
+    form = {"type": "json_schema", "name": "x", "schema": COLOR, "strict": True}
+    asked = {"input": "Once", "max_output_tokens": 60, "text": {"format": form}}
+    found = server.ask(RESPONSES, asked).json
+    assert json.loads(found["output"][0]["content"][0]["text"]) in ({"color": "red"}, {"color": "blue"})
+    assert found["text"] == {"format": form}
+
+
+def test_a_server_that_passes_over_unknown_fields_refuses_these_too(llm):
+    with served(llm, ignores_unknown_fields=True) as server:
+        reply = server.ask(CHAT, ASKED[CHAT] | {"audio": {"voice": "x"}})
+        assert (reply.status, reply.error["param"]) == (400, "audio")
+        assert server.ask(CHAT, ASKED[CHAT] | {"tools": TOOLS}).error["param"] == "tool_choice"
+
+
+def test_a_model_without_a_template_chats_by_the_plain_one(server, llm):
+    prompt = {"prompt": USER["content"], "max_tokens": 6, "temperature": 0}
+    reply = server.ask(CHAT, {"messages": [USER], "max_tokens": 6, "temperature": 0})
+    assert reply.choices[0]["message"]["content"] == server.ask(COMPLETIONS, prompt).choices[0]["text"]
+    assert [card["chat_template"] for card in server.ask("/v1/models").json["data"]] == ["plain", "plain"]
+
+
+INTEGER = {"type": "integer"}
+AN_OBJECT = {"type": "object", "properties": {"a": INTEGER}}
+SHUT = AN_OBJECT | {"additionalProperties": False}
+# A schema, and the closed one.
+SCHEMAS = [
+    (AN_OBJECT, SHUT),
+    (AN_OBJECT | {"additionalProperties": INTEGER}, AN_OBJECT | {"additionalProperties": INTEGER}),
+    ({"type": "object"}, {"type": "object"}),
+    (
+        {"anyOf": [AN_OBJECT, INTEGER], "$defs": {"b": AN_OBJECT}},
+        {"anyOf": [SHUT, INTEGER], "$defs": {"b": SHUT}},
+    ),
+    (AN_OBJECT | {"anyOf": [{"required": ["a"]}]}, AN_OBJECT | {"anyOf": [{"required": ["a"]}]}),
+    (
+        {"properties": {"properties": INTEGER}},
+        {"properties": {"properties": INTEGER}, "additionalProperties": False},
+    ),
+    ({"enum": [AN_OBJECT]}, {"enum": [AN_OBJECT]}),
+]
+
+
+@pytest.mark.parametrize(("schema", "expected"), SCHEMAS)
+def test_an_object_of_a_schema_is_closed(schema, expected):
+    assert closed(schema) == expected
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_closed_and_open_schemas(small_demo, is_open):
+    """Other keys may come only in an open one; conditions in allOf do not exclude each other."""
+    wanting_b = {"guided_json": {**AN_OBJECT, "required": ["b"]}, "max_tokens": 9}
+    both = {"allOf": [AN_OBJECT, {"type": "object", "properties": {"b": INTEGER}, "required": ["b"]}]}
+    with LLM(small_demo, open_schemas=is_open) as llm:
+        assert '"b"' in llm.generate("a", guided_json=both, max_tokens=60)[0].outputs[0].text
+        if is_open:
+            llm.generate("a", **wanting_b)
+        else:
+            with pytest.raises(RequestError, match="guided_json"):
+                llm.generate("a", **wanting_b)
