@@ -10,6 +10,7 @@ import pickle
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,8 @@ class KernelCache:
         self.folder, self.note = folder, note
         self.is_keeping = folder is not None
         self.num_compiled = 0
+        self.seconds = 0.0  # of compiling
+        self._announced = 0.0
 
     def names(self) -> set[str]:
         return set() if self.folder is None else {path.name for path in self.folder.glob("*.kernel")}
@@ -52,9 +55,13 @@ class KernelCache:
             logger.warning(ANNOUNCEMENT)
         logger.debug("compiling %s", name)
         self.num_compiled += 1
+        self._announced = time.perf_counter()
 
     def save(self, name: str, pickled: Callable[[], bytes]) -> None:
         """Keep a compiled kernel. A full disk is logged once."""
+        now = time.perf_counter()
+        self.seconds += now - self._announced
+        self._announced = now  # of the kernel around this one
         if self.folder is None:
             return
         try:

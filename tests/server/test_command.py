@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -9,10 +10,12 @@ import sys
 import numpy as np
 import pytest
 
+from support.gate import noting
 from support.paths import ROOT
 from support.processes import Result
 from support.tiny_checkpoint import write_checkpoint
 from tinygpt import LLM, ControlVector
+from tinygpt.engine.input_processor import InputProcessor
 from tinygpt.server.api import ServerConfig
 from tinygpt.text.chat import PlainTemplate
 
@@ -95,7 +98,7 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids_and_says_so(run, start
     (folder / "vocab.json").write_text("{}")
     result = run(f"--port 0 --model {folder}")
     assert (result.code, len(started)) == (0, 1)
-    tokenizer, address = result.err.splitlines()[-2:]
+    tokenizer, _, address = result.err.splitlines()[-3:]
     assert address.startswith(f"tinygpt: serving {folder} on http://127.0.0.1:")
     assert tokenizer.startswith(
         f"tinygpt: only token ids are served: {folder} has no tokenizer that can be used: "
@@ -119,6 +122,20 @@ def test_one_line_says_where(run, started):
     assert (host, drain_seconds) == ("127.0.0.1", 30)
     hosts = frozenset({"localhost", "127.0.0.1", "::1"})
     assert state.config == ServerConfig(served_model_names=("demo",), allowed_hosts=hosts)
+
+
+def test_what_clients_send_is_tried_first(run, started, monkeypatch):
+    """Whatever the cache of kernels holds: no client waits for a compiler."""
+    looked = noting(monkeypatch, LLM, "run_with_cache", lambda *_: "looked")
+    tried = noting(monkeypatch, InputProcessor, "request", lambda self, prompt, params, *_: params)
+    told = run("--port 0 --look").err.splitlines()
+    assert re.fullmatch(
+        r"tinygpt: tried 7 kinds of requests in \d+\.\d\d s(; compiling \d+\.\d\d s)?", told[-3]
+    )
+    assert "plain" in told[-2]
+    assert [params.temperature > 0 for params in tried] == [False, True, True, False, False, False]
+    assert [params.prompt_logprobs for params in tried] == [None, None, None, 1, -1, None]
+    assert (tried[2].presence_penalty, looked) == (0.5, ["looked"])
 
 
 def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):

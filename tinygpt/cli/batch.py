@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import FailedRequestError, RequestError, Terminated, TinyGPTError
 from ..weights.files import sync, sync_folder
 from . import streams
-from .flags import load_llm, warm_up
+from .flags import compiling, load_llm, warm_up
 from .streams import PromptRecord, check_writable, counted, emit, log, progress, rates
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Run:
             llm.dtype, prompts, llm.generate_as_finished(prompts, params, return_exceptions=True)
         )
         done = f"{counted(len(prompts), 'prompt')}: {rates(llm.engine.throughput - before)}"
-        log(f"{done}; load {load_seconds:.2f} s; seeds in their records")
+        log(f"{done}; load {load_seconds:.2f} s{compiling(self.args)}; seeds in their records")
         return num_failed
 
     def answer_on_ray(self) -> int:

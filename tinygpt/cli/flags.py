@@ -177,6 +177,15 @@ def load_llm(args: argparse.Namespace, **more: Any) -> "tuple[LLM, float]":
     return llm, time.perf_counter() - started
 
 
+def compiling(args: argparse.Namespace) -> str:
+    """Return "; compiling 12.30 s" if this run has compiled kernels, else "" """
+    if args.device != "cpu":
+        return ""
+    from ..kernels.cpu.jit import kernel_cache
+
+    return f"; compiling {kernel_cache().seconds:.2f} s" if kernel_cache().num_compiled else ""
+
+
 def warm_up(llm: "LLM", args: argparse.Namespace) -> None:
     """Take a step if loading compiled kernels, so that rates contain less compilation."""
     if args.device != "cpu":

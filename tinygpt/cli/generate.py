@@ -12,6 +12,7 @@ from .flags import (
     add_color,
     add_group,
     add_sampling_groups,
+    compiling,
     flag_of,
     load_llm,
     params_of,
@@ -197,7 +198,7 @@ def _run_prompt(args: argparse.Namespace, text: str, params: SamplingParams) -> 
     if params.guidance is not None and (num_cut := finish_reasons.count("length")):
         log(f"{counted(num_cut, 'guided text')} cut short by --max-tokens or --max-time")
     seed = f"; seed {params.seed}" if params.temperature else ""
-    log(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{seed}")
+    log(f"{rates(llm.engine.throughput - before)}; load {load_seconds:.2f} s{compiling(args)}{seed}")
 
 
 GENERATE = Command(

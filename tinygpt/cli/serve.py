@@ -2,19 +2,29 @@
 
 import argparse
 import os
+import time
 from dataclasses import replace
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import NoTokenizerError, RequestError, how_to_install, invalid
 from ..llm_args import SOFT_PROMPT, named_path
-from .flags import MODEL_FLAGS, Command, add_chat_template, add_group, load_llm, set_thread_pools, warm_up
+from .flags import MODEL_FLAGS, Command, add_chat_template, add_group, compiling, load_llm, set_thread_pools
 from .streams import log
 
 if TYPE_CHECKING:
+    from ..llm import LLM
     from ..server.api import ServerConfig
 
 MAX_CAPTURED = 64 * 2**20  # bytes of a reply's activations
+# What clients send: greedy, sampled, with a penalty, a text with its log probabilities, its first token's for `echo`.
+FIRST_REQUESTS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0, "top_k": 40, "top_p": 0.95},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+    {"logprobs": 1, "prompt_logprobs": 1},
+    {"prompt_logprobs": -1},
+)
 KEY_VARIABLE = "TINYGPT_API_KEY"
 
 
@@ -97,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
                 _ = llm.tokenizer  # CheckpointError for a damaged one
             except NoTokenizerError as error:
                 log(f"only token ids are served: {error}")
-            warm_up(llm, args)
+            _try_first(llm, args)
             configure_logging(args.log_format)
             for vector in vectors.values():
                 llm.logits([0], vector.edits())  # RequestError if it does not fit the model
@@ -106,6 +116,25 @@ def run(args: argparse.Namespace) -> None:
             serve(
                 app, listener, args.drain_seconds, lambda: log(f"serving {args.model} on {url_of(listener)}")
             )
+
+
+def _try_first(llm: "LLM", args: argparse.Namespace) -> None:
+    """Answer what most clients send once: what compiles for the first client would hold up all others."""
+    if args.device == "reference":
+        return
+    started = time.perf_counter()
+    prompt = [0] * min(2, llm.max_model_len)
+    for fields in FIRST_REQUESTS:
+        llm.generate([prompt], max_tokens=2, overflow="clamp", ignore_eos=True, seed=0, **fields)
+    for _ in llm.stream(prompt, max_tokens=2, overflow="clamp"):
+        pass
+    count = len(FIRST_REQUESTS) + 1
+    if args.look:
+        _, cache = llm.run_with_cache([prompt], ["resid_post", "pattern"])
+        llm.logit_lens(cache["resid_post", 0][0])
+        count += 1
+    seconds = time.perf_counter() - started
+    log(f"tried {count} kinds of requests in {seconds:.2f} s{compiling(args)}")
 
 
 def _check(args: argparse.Namespace) -> None:
