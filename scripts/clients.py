@@ -6,6 +6,7 @@ then `python scripts/clients.py [URL]`. A client that is not installed is passed
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -118,7 +119,7 @@ CALLS: dict[str, dict[str, tuple[Callable[[str], Any], Callable[[Any], bool]]]] 
         "responses.parse": (responses_parse, is_animal),
     },
     "litellm": {"a conversation with dumps of replies": (litellm_chat, is_text)},
-    "instructor": {mode: (instructor_in(mode), is_animal) for mode in ("TOOLS", "JSON_SCHEMA", "JSON")},
+    "instructor": {mode: (instructor_in(mode), is_animal) for mode in ("TOOLS", "JSON_SCHEMA")},
     "langchain-openai": {
         "a conversation with its own replies": (langchain_turns, is_text),
         **{
@@ -126,11 +127,14 @@ CALLS: dict[str, dict[str, tuple[Callable[[str], Any], Callable[[Any], bool]]]] 
             for method in ("function_calling", "json_schema")
         },
     },
-    "llama-index-llms-openai-like": {"complete": (lambda url: llama_index(url).complete(PROMPT).text, is_text)},
+    "llama-index-llms-openai-like": {
+        "complete": (lambda url: llama_index(url).complete(PROMPT).text, is_text)
+    },
 }
 
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> int:
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network
     failed = 0
     for package, calls in CALLS.items():
         for name, (call, is_right) in calls.items():
