@@ -73,10 +73,11 @@ OTHERS = {
         },
     ),
     "a response": Others(
-        "parallel_tool_calls max_tool_calls reasoning context_management",
+        "parallel_tool_calls max_tool_calls reasoning context_management background_options access_programs",
         {
             "tools": Lacking(CHAT_TOOLS),
             "tool_choice": Lacking(CHAT_TOOLS, "auto"),
+            "image": TEXTS_ALONE,
             "include": Lacking("a response has its text alone"),
             "top_logprobs": Lacking("/v1/chat/completions has log probabilities"),
             "background": STORED,
