@@ -5,17 +5,18 @@ The command line, the library, JSONL and the server accept them; help shows our 
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .errors import RequestError
+from .errors import RequestError, suggest
 
 # Our name -> other names; with a hyphen: of a flag alone. In a command with a flag of that name, it is no alias.
 NAMES = {
     "model": "model_name_or_path pretrained_model_name_or_path ckpt_path hf_repo force_model out_dir -hf -hfr",
     "hf_file": "gguf_file subfolder -hff",
-    "dtype": "torch_dtype data_type",
+    "dtype": "torch_dtype data_type inference_data_type compute_type --quantization",
+    "kv_cache_dtype": "cache_type_k -ctk",
     "device": "device_map",
     "threads": "n_threads",
     "max_model_len": "n_ctx max_seq_len",
@@ -25,20 +26,20 @@ NAMES = {
     "num_speculative_tokens": "draft_max",
     "tensor_parallel_size": "tensor_parallel tensor_para_size -tp",
     "pipeline_parallel_size": "pipeline_parallel pipeline_para_size -pp",
-    "max_tokens": "max_new_tokens n_predict predict output_len --length",
-    "min_tokens": "min_new_tokens",
-    "temperature": "temp",
-    "top_k": "topk --k",
-    "top_p": "topp --p",
+    "max_tokens": "max_new_tokens n_predict predict output_len --length -l",
+    "min_tokens": "min_new_tokens --min-length",
+    "temperature": "temp sampling_temperature",
+    "top_k": "topk sampling_topk --k",
+    "top_p": "topp sampling_topp --p",
     "typical_p": "typical",
     "top_n_sigma": "top_nsigma",
     "dry_sequence_breakers": "dry_sequence_breaker",
     "repetition_penalty": "repeat_penalty",
     "seed": "random_seed",
-    "n": "num_return_sequences num_samples",
+    "n": "num_return_sequences num_samples nsamples",
     "stop": "stop_strings --stop-token",
     "eos_token_id": "end_id",
-    "num_beams": "beam_width",
+    "num_beams": "beam_width beam_size",
     "length_penalty": "len_penalty",
     "guided_json": "json_schema -j",
     "guided_grammar": "grammar",
@@ -55,20 +56,62 @@ NAMES = {
 }
 OURS = {other: ours for ours, others in NAMES.items() for other in others.split() if other[0] != "-"}
 # Flags whose value is another one here -> the words that replace both.
+SIZES = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}  # OpenAI's folders
 REWRITTEN: dict[str, Callable[[str], list[str]]] = {
+    "--model-name": lambda text: [f"--model={SIZES.get(text, text)}"],
+    "--is-fix-random-seed": lambda text: ["--seed=0"] if text == "True" else [],
     "--init-from": lambda text: [] if text == "resume" else [f"--model={text}"],
     "--start": lambda text: [f"--file={text[5:]}" if text.startswith("FILE:") else f"--prompt={text}"],
     "--int8-mode": lambda text: [] if text == "0" else ["--dtype=int8"],
     "--grammar-file": lambda text: [f"--guided-grammar={Path(text).read_text(encoding='utf-8')}"],
     **dict.fromkeys(("-c", "--ctx-size"), lambda text: [] if text == "0" else [f"--max-model-len={text}"]),
 }
+# Flags without a value -> the words that replace them.
+SWITCHES = {
+    **dict.fromkeys(("--fp16", "--half"), "--dtype=float16"),
+    "--bf16": "--dtype=bfloat16",
+    "--load-in-8bit": "--dtype=int8",
+    "--load-in-4bit": "--dtype=int4",
+}
+# Our flags with another program's value, None for a missing one -> the words that replace both.
+VALUES = {
+    **dict.fromkeys((("-n", "-1"), ("--max-tokens", "-1")), "--max-tokens=2147483647 --overflow=clamp"),
+    **dict.fromkeys((("--verbose", "True"), ("--verbose", "False")), ""),
+    ("--color", None): "--color=auto",
+}
+# A flag of a program in which others of the line mean something else.
+MEANINGS = {"-l": {"-n": "--n"}}
+# Flags and commands whose meaning is known, and which have none here: what to do, if there is something.
+HINTS = {
+    "--models-dir": "--model takes a checkpoint's folder",
+    "--sample-input-file": '--input takes JSONL, an object such as {"prompt": "Once"} a line',
+    "--sample-output-file": "--output takes the records of --input; > FILE takes a text",
+    **dict.fromkeys(("--vocab-file", "--merges-file"), "a tokenizer's files lie in the checkpoint's folder"),
+    "--max-length": "--max-tokens counts the new tokens alone",
+    "--return-cum-log-probs": "--json --logprobs 0 prints log probabilities",
+    **dict.fromkeys(("--cache-type-v", "-ctv"), "--kv-cache-dtype is of keys and values"),
+    "-e": "a shell writes a new line as $'\\n'",
+    "--output-dir": "",
+    **dict.fromkeys(
+        ("--start-id", "--input-len", "--memory-len", "--continue-gen", "--sparse", "--samplers"), ""
+    ),
+    **dict.fromkeys(("--use-jieba-tokenizer", "--is-return-context-embeddings"), ""),
+    "--prompt-learning-task-name-ids": "",
+    "pull": "a model is downloaded when it is first used",
+    "run-batch": "generate --input FILE --output FILE answers the prompts of a file",
+    **dict.fromkeys(("ps", "embed"), ""),
+}
+# Patterns of command lines whose values are taken for another's, and what is said of them.
+NOTES = {r"--int8[-_]mode[= ]1\b": "--int8-mode 1 is int8 here, which has int8 activations, too"}
 # No result depends on these: they are the default here, or about other hardware.
 IGNORED = (
     """enforce_eager trust_remote_code enable_prefix_caching enable_chunked_prefill disable_log_stats
 disable_log_requests low_cpu_mem_usage use_cache no_display_prompt no_conversation -no-cnv jinja mlock no_mmap no_warmup
-log_disable cont_batching -cb simple_io use_cpu time""",
+log_disable cont_batching -cb simple_io use_cpu time -st --single-turn --enable-random-seed""",
     """gpu_memory_utilization swap_space cpu_offload_gb block_size attention_backend attn_implementation
-model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path pad_token_id""",
+model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path pad_token_id
+--shared-contexts-ratio --session-len --weights-data-type --head-num --layer-num --size-per-head --vocab-size
+--batch-size""",
 )
 WITHOUT_VALUE, WITH_VALUE = ({*names.split()} for names in IGNORED)
 
@@ -99,6 +142,36 @@ def renamed(
     return found
 
 
+def revalued(word: str, rest: list[str], flags: Collection[str]) -> list[str]:
+    """Return our words for a flag of ours, of which VALUES change the value, which is taken from `rest`."""
+    name, equals, value = word.partition("=")
+    is_missing = not equals and (not rest or rest[0].startswith("-"))
+    found = VALUES.get((name, value if equals else next(iter(rest), None)))
+    has_value = found is not None and not equals and bool(rest)
+    if found is None and is_missing:
+        found = VALUES.get((name, None))
+    if found is None or not all(each.partition("=")[0] in flags for each in found.split()):
+        return [word]
+    if has_value:
+        del rest[0]
+    return found.split()
+
+
+def as_meant(words: Sequence[str]) -> list[str]:
+    """Return the words, of which MEANINGS change some."""
+    end = words.index("--") if "--" in words else len(words)  # words after it are text
+    changes = [change for flag, change in MEANINGS.items() if flag in words[:end]]
+    meant = [next((change[word] for change in changes if word in change), word) for word in words[:end]]
+    return [*meant, *words[end:]]
+
+
+def hint(name: str, known: Collection[str]) -> str:
+    """Return the end of an error about an unknown flag or command."""
+    if name not in HINTS:
+        return suggest(name, known)
+    return f"; {HINTS[name]}" if HINTS[name] else ""
+
+
 def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] | None:
     """Return our words for a flag of another program, [] if nothing depends on it, None if it is unknown.
 
@@ -108,15 +181,16 @@ def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] 
     if name in REWRITTEN and (equals or rest):
         words = REWRITTEN[name](value if equals else rest.pop(0))
         return words if all(each.partition("=")[0] in flags for each in words) else None
+    if name in SWITCHES:
+        return [SWITCHES[name]] if "--dtype" in flags else None
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
     is_switch = key in ("flash_attn", "-fa", "compile")  # their values may be missing
     value_is = r"(?i)(on|off|auto|true|false|-?\d+)$" if is_switch else r"-?\d|[^-]"
-    if key in WITH_VALUE and not equals and rest and re.match(value_is, rest[0]):
-        del rest[0]
-    if key in WITHOUT_VALUE or key in WITH_VALUE:
-        return []
     for ours, others in NAMES.items():
         flag = f"--{ours.replace('_', '-')}"
         if flag in flags and {name, key} & {*others.split()}:
             return [flag + equals + value]
-    return None
+    takes_value = bool({name, key} & WITH_VALUE)
+    if takes_value and not equals and rest and re.match(value_is, rest[0]):
+        del rest[0]
+    return [] if takes_value or {name, key} & WITHOUT_VALUE else None

@@ -361,7 +361,9 @@ class SamplingParams:
     def __post_init__(self):
         rules.read_fields(self)
         if self.top_p == 0:
-            self._need("top_p", self.top_p_rule == "fastertransformer", rules.TOP_P.allowed)
+            # With top_k 1, all programs choose the most probable token.
+            is_known = self.top_p_rule == "fastertransformer" or self.top_k == 1
+            self._need("top_p", is_known, rules.TOP_P.allowed)
             # TopKSamplingLayer.cu: k above 0 and p 0 is k alone, both 0 is k 1.
             object.__setattr__(self, "top_p", 1.0)
             object.__setattr__(self, "temperature", self.temperature if self.top_k else 0.0)
@@ -393,7 +395,8 @@ class SamplingParams:
             self._check_beams()
             return
         for name in BEAM_FIELDS:
-            if (value := getattr(self, name)) != SAMPLING_FIELDS[name].default:
+            # A length penalty of 0 is FasterTransformer's default.
+            if (value := getattr(self, name)) not in (SAMPLING_FIELDS[name].default, 0):
                 reason = f"is {value!r} and num_beams is 1: set num_beams, or leave it out."
                 raise RequestError(reason, name, value)
 

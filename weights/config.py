@@ -35,6 +35,8 @@ DTYPE_ALIASES = {
     **dict.fromkeys(("f32", "fp32", "float"), "float32"),
     **dict.fromkeys(("f16", "fp16", "half"), "float16"),
     "bf16": "bfloat16",
+    "q8_0": "int8",
+    "q4_0": "int4",
 }
 STORAGE_DTYPE = "float8"  # `convert` writes it, and loading expands it to bfloat16
 # Every spelling of an implemented function, and the function.

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,8 @@ from typing import NoReturn
 
 import tinygpt
 
-from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install, suggest
+from ..aliases import NOTES, as_meant, hint, revalued, translated
+from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install
 from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank, process_world, world_of
 from ..weights.errors import printable
 from .flags import Command, flag_of, has_ranks, set_defaults
@@ -37,7 +39,13 @@ COMMANDS = (
     "parity",
     "completion",
 )
-COMMAND_ALIASES = {"complete": ["generate"], "run": ["generate"], "list": ["info", "--cached"]}  # hidden
+COMMAND_ALIASES = {  # hidden
+    **dict.fromkeys(("complete", "run"), "generate"),
+    **dict.fromkeys(("list", "ls", "models"), "info --cached"),
+    "show": "info",
+    "collect-env": "doctor",
+}
+TOP_FLAGS = ("-h", "--help", "-V", "--version")  # any other flag, or a text with spaces, begins `generate`
 CONFIGURED = ("generate", "chat", "score", "serve", "bench")  # commands that read --config
 # Of commands whose module has another name or place.
 MODULES = {"lens": ".score", "warmup": ".convert", "doctor": ".info", "completion": ".main"}
@@ -72,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if args.ignored:
                 log(f"nothing here depends on {', '.join(args.ignored)}")
+            for told in args.notes:
+                log(told)
             if has_ranks(args):
                 start_ranks(args, words)
             _command(args.command).run(args)
@@ -145,7 +155,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         words = ["run", "--model", *words[1:]]
     if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
         words = ["chat", *(word for word in words[1:] if word != "--interactive")]
-    words = [*COMMAND_ALIASES.get(words[0], words[:1]), *words[1:]] if words else words
+    if words[:1] == ["bench"] and words[1:2] in (["latency"], ["throughput"]):  # vLLM's
+        del words[1]
+    if words and (" " in words[0] or (words[0].startswith("-") and words[0] not in TOP_FLAGS)):
+        words = ["generate", *words]
+    words = [*COMMAND_ALIASES.get(words[0], words[0]).split(), *words[1:]] if words else words
     if not words or words[0] not in COMMANDS:
         _explain_commands(words)
     parser = command_parser(words[0], "--help-all" in words)
@@ -163,10 +177,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         if flag is None:
             parser.error(f"unexpected argument {unknown[0]!r}")
         name = flag.partition("=")[0]
-        parser.error(f"unknown flag {name}{suggest(name, parser._option_string_actions)}")
+        known = name.replace("_", "-") if name.startswith("--") else name
+        parser.error(f"unknown flag {name}{hint(known, parser._option_string_actions)}")
     args.command = words[0]
     args.given = given
     args.ignored = ignored
+    args.notes = [told for pattern, told in NOTES.items() if re.search(pattern, " ".join(words))]
     if getattr(args, "checkpoint", None) is not None:
         if "model" in given:
             parser.error(f"{args.checkpoint} and --model name one thing: give one of them")
@@ -185,7 +201,7 @@ def _own_words(
     Exit if two spellings of one flag are given: `-n 1 --max-tokens 100` may mean samples by the first.
     """
     flags = parser._option_string_actions
-    rest = [*words]
+    rest = as_meant(words)
     found = []
     ignored = []
     typed = {}
@@ -198,14 +214,14 @@ def _own_words(
         flag = name.replace("_", "-") if name.startswith("--") else name
         own = [flag + word[len(name) :]] if flag in flags else [word]
         if word.startswith("-") and flag not in flags:
-            from ..aliases import translated
-
             try:
                 own = translated(flag + word[len(name) :], rest, flags)
             except OSError as error:
                 parser.error(f"{name}: {error.filename} cannot be read: {error.strerror}")
             ignored += [name] if own == [] else []
             own = [word] if own is None else own
+        if own and own[-1].partition("=")[0] in flags:
+            own = [*own[:-1], *revalued(own[-1], rest, flags)]
         found += own
         for action in filter(None, (flags.get(each.partition("=")[0]) for each in own)):
             is_once = action.nargs != 0 and not isinstance(action, argparse._AppendAction)
@@ -223,10 +239,10 @@ def _explain_commands(words: Sequence[str]) -> NoReturn:
         subparsers.add_parser(name, help=_command(name).summary)
     if not words:
         parser.print_help(sys.stderr)
-    elif words[0] in ("-h", "--help", "-V", "--version"):
+    elif words[0] in TOP_FLAGS:
         parser.parse_args(words[:1])
     else:
-        nearest = suggest(words[0], COMMANDS) or f"; give one of {', '.join(COMMANDS)}"
+        nearest = hint(words[0], COMMANDS) or f"; give one of {', '.join(COMMANDS)}"
         parser.error(f"unknown command {words[0]}{nearest}")
     sys.exit(USAGE)
 
