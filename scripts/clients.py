@@ -1,11 +1,9 @@
-"""Clients of OpenAI's API and the demo in a server with its default flags: one call of each, and what it must give.
+"""Clients of OpenAI's API next to `tinygpt serve` with its default flags: calls of each, and what they must give.
 
-`pip install openai litellm instructor langchain-openai llama-index-llms-openai-like`, `tinygpt serve` in another shell,
-then `python scripts/clients.py [URL]`. A client that is not installed is passed over.
+`pip install litellm instructor langchain-openai llama-index-llms-openai-like`, then `python scripts/clients.py [URL]`.
+OpenAI's own client is in tests/server/test_openai_client.py.
 """
 
-import asyncio
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -14,10 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-MODEL = "demo"
 PROMPT = "Once upon a time"
 TALK = [{"role": "user", "content": PROMPT}]
-LIMIT = {"model": MODEL, "max_tokens": 40}
 
 
 class Animal(BaseModel):
@@ -26,129 +22,63 @@ class Animal(BaseModel):
     kind: Literal["fox", "wolf", "cat"]
 
 
-def is_animal(found: Any) -> bool:
-    return isinstance(found, Animal)
+def litellm(url: str) -> str:
+    """Go on after the dump of a reply."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network
+    from litellm import completion
+
+    asked = {"model": "openai/demo", "api_base": url, "api_key": "none", "max_tokens": 40}
+    first = completion(messages=TALK, **asked).choices[0].message
+    return completion(messages=[*TALK, first.model_dump(), *TALK], **asked).choices[0].message.content
 
 
-def is_text(found: Any) -> bool:
-    return isinstance(found, str) and len(found) > 3
-
-
-def openai_client(url: str) -> Any:
+def instructor(url: str, mode: str) -> Animal:
+    import instructor
     import openai
 
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    client = instructor.from_openai(openai.OpenAI(base_url=url, api_key="none"), mode=instructor.Mode[mode])
+    asked = {"model": "demo", "max_tokens": 40, "response_model": Animal, "max_retries": 0}
+    return client.chat.completions.create(messages=TALK, **asked)
 
 
-def conversation(url: str) -> str:
-    chat = openai_client(url).chat.completions
-    first = chat.create(messages=TALK, store=True, reasoning_effort="low", **LIMIT).choices[0].message
-    return chat.create(messages=[*TALK, first, *TALK], **LIMIT).choices[0].message.content
-
-
-def streamed_tool(url: str) -> Animal:
-    import openai
-
-    tools = [openai.pydantic_function_tool(Animal)]
-    chat = openai_client(url).chat.completions
-    with chat.stream(messages=TALK, tools=tools, tool_choice="required", **LIMIT) as stream:
-        [call] = stream.get_final_completion().choices[0].message.tool_calls
-    return call.function.parsed_arguments
-
-
-def responses_parse(url: str) -> Animal:
-    client = openai_client(url).responses
-    return client.parse(model=MODEL, input=PROMPT, text_format=Animal, max_output_tokens=40).output_parsed
-
-
-def async_stream(url: str) -> str:
-    import openai
-
-    async def main() -> str:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none") as client:
-            stream = await client.chat.completions.create(messages=TALK, stream=True, **LIMIT)
-            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    return asyncio.run(main())
-
-
-def litellm_chat(url: str) -> str:
-    import litellm
-
-    asked = {"model": f"openai/{MODEL}", "api_base": url, "api_key": "none", "max_tokens": 40}
-    first = litellm.completion(messages=TALK, **asked).choices[0].message
-    return litellm.completion(messages=[*TALK, first.model_dump(), *TALK], **asked).choices[0].message.content
-
-
-def instructor_in(mode: str) -> Callable[[str], Animal]:
-    def call(url: str) -> Animal:
-        import instructor
-
-        client = instructor.from_openai(openai_client(url), mode=instructor.Mode[mode])
-        return client.chat.completions.create(messages=TALK, response_model=Animal, max_retries=0, **LIMIT)
-
-    return call
-
-
-def langchain(url: str) -> Any:
+def langchain(url: str, method: Any) -> Any:
+    """Go on after a reply, or return a value of a schema."""
     from langchain_openai import ChatOpenAI
 
-    return ChatOpenAI(base_url=url, api_key="none", model=MODEL, max_tokens=40)
+    chat = ChatOpenAI(base_url=url, api_key="none", model="demo", max_tokens=40)
+    if method == "messages":
+        return chat.invoke([("user", PROMPT), chat.invoke(PROMPT), ("user", PROMPT)]).content
+    return chat.with_structured_output(Animal, method=method).invoke(PROMPT)
 
 
-def langchain_turns(url: str) -> str:
-    first = langchain(url).invoke([("user", PROMPT)])
-    return langchain(url).invoke([("user", PROMPT), first, ("user", PROMPT)]).content
-
-
-def langchain_structured(method: str) -> Callable[[str], Animal]:
-    return lambda url: langchain(url).with_structured_output(Animal, method=method).invoke(PROMPT)
-
-
-def llama_index(url: str) -> Any:
+def llama_index(url: str) -> str:
     from llama_index.llms.openai_like import OpenAILike
 
-    return OpenAILike(model=MODEL, api_base=url, api_key="none", is_chat_model=True, max_tokens=40)
+    client = OpenAILike(model="demo", api_base=url, api_key="none", is_chat_model=True, max_tokens=40)
+    return client.complete(PROMPT).text
 
 
-CALLS: dict[str, dict[str, tuple[Callable[[str], Any], Callable[[Any], bool]]]] = {
-    "openai": {
-        "a conversation with its own replies": (conversation, is_text),
-        "an async stream": (async_stream, is_text),
-        "a tool, streamed": (streamed_tool, is_animal),
-        "responses.parse": (responses_parse, is_animal),
-    },
-    "litellm": {"a conversation with dumps of replies": (litellm_chat, is_text)},
-    "instructor": {mode: (instructor_in(mode), is_animal) for mode in ("TOOLS", "JSON_SCHEMA")},
-    "langchain-openai": {
-        "a conversation with its own replies": (langchain_turns, is_text),
-        **{
-            method: (langchain_structured(method), is_animal)
-            for method in ("function_calling", "json_schema")
-        },
-    },
-    "llama-index-llms-openai-like": {
-        "complete": (lambda url: llama_index(url).complete(PROMPT).text, is_text)
-    },
-}
+CALLS: tuple[tuple[str, Callable[..., Any], tuple[str, ...], type], ...] = (
+    ("litellm", litellm, (), str),
+    ("instructor", instructor, ("TOOLS",), Animal),
+    ("instructor", instructor, ("JSON_SCHEMA",), Animal),
+    ("langchain-openai", langchain, ("messages",), str),
+    ("langchain-openai", langchain, ("function_calling",), Animal),
+    ("langchain-openai", langchain, ("json_schema",), Animal),
+    ("llama-index-llms-openai-like", llama_index, (), str),
+)
 
 
 def main(url: str = "http://127.0.0.1:8000/v1") -> int:
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks the network
-    failed = 0
-    for package, calls in CALLS.items():
-        for name, (call, is_right) in calls.items():
-            try:
-                found = call(url)
-                told = f"{'ok' if is_right(found) else 'WRONG'}: {json.dumps(str(found))[:80]}"
-            except ImportError as error:
-                told = f"not tried: {error}"
-            except Exception as error:  # of any client
-                told = f"WRONG: {error!r}"
-            failed += told.startswith("WRONG")
-            release = "" if told.startswith("not tried") else version(package)
-            print(f"{package} {release}, {name}: {told}")
-    return failed
+    wrong = 0
+    for package, call, given, kind in CALLS:
+        found = call(url, *given)
+        is_right = isinstance(found, kind) and bool(str(found).strip())
+        wrong += not is_right
+        print(
+            f"{package} {version(package)} {' '.join(given)}: {'ok' if is_right else 'WRONG'}, {found!r:.80}"
+        )
+    return wrong
 
 
 if __name__ == "__main__":

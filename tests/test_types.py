@@ -1,5 +1,6 @@
 """Type checkers see the public names: right uses pass, and each wrong one is an error."""
 
+import ast
 import json
 import os
 import subprocess
@@ -25,7 +26,7 @@ from tinygpt.text.tokenizer import Tokenizer
 llm = LLM(Path("demo"), max_num_seqs=2)
 assert_type(llm, LLM)
 assert_type(llm.generate("x"), list[RequestOutput])
-assert_type(llm.generate("x")[0].outputs[0].text, str | None)
+assert_type(llm.generate("x")[0].outputs[0].text, str)
 assert_type(llm.stream("x", SamplingParams(max_tokens=3)), Iterator[StreamChunk])
 assert_type(llm.submit("x").result(), RequestOutput)
 assert_type(llm.tokenizer, Tokenizer)
@@ -45,6 +46,12 @@ SamplingParams(guided_json=Pet, logit_bias={5: 1}, stop_token_ids={3, 4}, bad_wo
 llm.generate(3)  # wrong
 llm.generate([3.5])  # wrong
 llm.generate("x", 7)  # wrong
+llm.generate("x", max_tokens=8, stop=["a"], guided_json=Pet)
+llm.generate("x", max_tokenz=8)  # wrong
+llm.generate("x", max_tokens="8")  # wrong
+llm.stream("x", tempreature=1.0)  # wrong
+llm.submit("x", nonsense=3)  # wrong
+RemoteLLM().generate("x", nonsense=3)  # wrong
 LLM(nonsense=3)  # wrong
 LLM(max_num_seqs="two")  # wrong
 SamplingParams(nonsense=3)  # wrong
@@ -79,6 +86,21 @@ def test_a_type_checker_sees_the_public_names(checker, tmp_path):
     file = tmp_path / "uses.py"
     file.write_text(USES)
     assert checker(file) == {i for i, line in enumerate(USES.splitlines(), 1) if line.endswith("# wrong")}
+
+
+def annotated(file: str, name: str) -> list[str]:
+    body = ast.parse((ROOT / "tinygpt" / file).read_text(encoding="utf-8")).body
+    [found] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == name]
+    return [
+        f"{ast.unparse(each.target)}: {ast.unparse(each.annotation)}"
+        for each in found.body
+        if isinstance(each, ast.AnnAssign)
+    ]
+
+
+def test_the_keywords_are_the_fields():
+    keywords = annotated("sampling_keywords.py", "SamplingKeywords")
+    assert keywords == annotated("sampling_params.py", "SamplingParams")
 
 
 def test_tab_completes_the_public_names():

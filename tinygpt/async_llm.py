@@ -12,8 +12,11 @@ from .outputs import RequestOutput, StreamChunk
 from .sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 
 if TYPE_CHECKING:  # a RemoteLLM imports nothing that computes
+    from typing_extensions import Unpack
+
     from .llm import LLM
     from .remote import RemoteLLM
+    from .sampling_keywords import SamplingKeywords
 
 
 class AsyncLLM:
@@ -31,13 +34,13 @@ class AsyncLLM:
         self.llm = llm
 
     async def generate(
-        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"
     ) -> RequestOutput:
         """Continue one prompt. Raise LLM.submit's errors."""
         return await asyncio.wrap_future(await self._submit(prompt, params, fields))
 
     async def stream(
-        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"
     ) -> AsyncIterator[StreamChunk]:
         """Continue one prompt, token by token. Raise LLM.submit's errors with the first chunk."""
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()

@@ -1,12 +1,17 @@
 """The calls that an LLM and a RemoteLLM take alike."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from .engine.prompts import Params, Prompts, PromptType, params_or_fields, prompt_list
 from .errors import invalid
 from .outputs import OnChunk, RequestOutput, StreamChunk, ThreadFuture, UseTqdm, in_order
 from .sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .sampling_keywords import SamplingKeywords
 
 AnyFront = TypeVar("AnyFront", bound="Front")
 AnyFuture = TypeVar("AnyFuture", bound=ThreadFuture[RequestOutput])
@@ -21,7 +26,12 @@ class Front(Generic[AnyFuture]):
     _submit: Callable[..., AnyFuture]
 
     def generate(
-        self, prompts: Prompts, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        use_tqdm: UseTqdm = None,
+        **fields: "Unpack[SamplingKeywords]",
     ) -> list[RequestOutput]:
         """Continue each prompt, and return the outputs in the prompts' order.
 
@@ -39,7 +49,7 @@ class Front(Generic[AnyFuture]):
         return in_order(finished, len(prompts), use_tqdm)
 
     def stream(
-        self, prompt: PromptType, params: SamplingParams | None = None, **fields: Any
+        self, prompt: PromptType, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"
     ) -> Iterator[StreamChunk]:
         """Continue one prompt, checked at the call, token by token.
 
@@ -54,7 +64,7 @@ class Front(Generic[AnyFuture]):
         prompt: PromptType,
         params: SamplingParams | None = None,
         on_chunk: OnChunk | None = None,
-        **fields: Any,
+        **fields: "Unpack[SamplingKeywords]",
     ) -> AnyFuture:
         """Continue one prompt in the background.
 

@@ -47,8 +47,11 @@ from .weights.checkpoint import PackedCheckpoint
 from .weights.config import dtype_name
 
 if TYPE_CHECKING:  # `generate` has no use for them
+    from typing_extensions import Unpack
+
     from .look.edits import EditsType
     from .ranks.lead import Ranks
+    from .sampling_keywords import SamplingKeywords
     from .text.chat import Template
     from .text.session import Session
 
@@ -144,7 +147,12 @@ class LLM(Front[RequestFuture], LookMethods):
         return self._inputs.read_prompt(prompt, split_special_tokens)
 
     def generate_as_finished(
-        self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        **fields: "Unpack[SamplingKeywords]",
     ) -> Iterator[tuple[int, RequestOutput | FailedRequestError]]:
         """Yield (index of the prompt, output) as prompts finish, for `generate`'s arguments.
 
@@ -156,7 +164,12 @@ class LLM(Front[RequestFuture], LookMethods):
         return self._run([self._inputs.request(*pair) for pair in pairs], return_exceptions)
 
     def chat(
-        self, messages: Any, params: Params = None, *, use_tqdm: UseTqdm = None, **fields: Any
+        self,
+        messages: Any,
+        params: Params = None,
+        *,
+        use_tqdm: UseTqdm = None,
+        **fields: "Unpack[SamplingKeywords]",
     ) -> list[RequestOutput]:
         """Answer one conversation, or a list of them, as `generate` continues prompts.
 

@@ -19,10 +19,13 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, repr=False)
 class CompletionOutput:
-    """One sample of a request. `text` is None if the checkpoint has no tokenizer."""
+    """One sample of a request.
+
+    `text` is None if the checkpoint has no tokenizer: its type is the usual case's, so that programs need no check.
+    """
 
     index: int  # among the request's n samples; the best first if best_of or num_beams chose them
-    text: str | None
+    text: str
     token_ids: list[int]  # the token that ended the sample included
     finish_reason: Literal["stop", "length"]
     stop_reason: int | str | None  # a token id, a stop string, "max_time", "loop" or "grammar"

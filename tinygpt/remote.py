@@ -52,6 +52,9 @@ from .wire import (
 if TYPE_CHECKING:
     import httpx
     import numpy as np
+    from typing_extensions import Unpack
+
+    from .sampling_keywords import SamplingKeywords
 
 KEY_VARIABLE = "TINYGPT_API_KEY"
 BUSY = (429, 503)  # statuses of a server that has not begun the request
@@ -111,7 +114,12 @@ class RemoteLLM(Front[ThreadFuture[RequestOutput]]):
         return prompt if isinstance(prompt, Prompt) else Prompt(None, checked_ids(prompt))
 
     def generate_as_finished(
-        self, prompts: Prompts, params: Params = None, *, return_exceptions: bool = False, **fields: Any
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        return_exceptions: bool = False,
+        **fields: "Unpack[SamplingKeywords]",
     ) -> Iterator[tuple[int, RequestOutput | TinyGPTError]]:
         """Yield (index of the prompt, output) as each finishes. return_exceptions: yield errors in place of outputs."""
         requests = [self._request(*pair) for pair in pairs_of(prompts, params, fields)]

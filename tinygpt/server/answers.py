@@ -139,7 +139,9 @@ def from_validation(error: RequestValidationError, form: type[Strict]) -> ApiErr
         lacking = "" if first["loc"][-1] == path[-1] else f".{first['loc'][-1]}"
         return ApiError(400, f"{name}{lacking} is required.", param)
     if first["type"] != "extra_forbidden":
-        first_reason, *others = dict.fromkeys(each["msg"] for one, each in found if one == path)  # of a union
+        first_reason, *others = dict.fromkeys(
+            _reason(each) for one, each in found if one == path
+        )  # of a union
         reasons = ", or ".join([first_reason, *(each.removeprefix("Input should be ") for each in others)])
         return ApiError(400, f"{name} is {reprlib.repr(first['input'])}: {reasons}.", param)
     known = form.fields_by_name() if len(path) == 1 else {}
@@ -158,6 +160,10 @@ def from_engine(error: TinyGPTError, form: Strict | None = None) -> ApiError:
         return ApiError(400 if is_own else 500, str(error))
     param = form.name_of(error.field) if form and error.field else None
     return ApiError(400, str(error.named(param) if param else error), param)
+
+
+def _reason(error: dict[str, Any]) -> str:
+    return error["msg"].removeprefix("Value error, ")
 
 
 def _path(place: tuple[str | int, ...], given: Any) -> list[str]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, create_model
-from pydantic_core import PydanticCustomError
 
 EMPTY = (None, False, 0, "", "none", [], {})  # what asks for nothing in any field
 
@@ -24,7 +23,7 @@ class Lacking:
         """Return the value if it asks for nothing."""
         if value in EMPTY or value == self.usual:
             return value
-        raise PydanticCustomError("lacking", self.reason)
+        raise ValueError(self.reason)
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,8 @@ def with_others(kind: str, base: type[BaseModel]) -> Any:
 def table() -> Iterator[str]:
     """Yield the lines of the README's table."""
     for kind, others in OTHERS.items():
-        yield f"| {kind} | {', '.join(f'`{name}`' for name in others.passed.split())} | passed over |"
-        for reason in dict.fromkeys(each.reason for each in others.lacking.values()):
-            names = [f"`{name}`" for name, each in others.lacking.items() if each.reason == reason]
-            yield f"| {kind} | {', '.join(names)} | refused unless it asks for nothing: {reason} |"
+        reasons: dict[str, list[str]] = {}
+        for name, each in others.lacking.items():
+            reasons.setdefault(each.reason, []).append(f"`{name}`")
+        refused = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        yield f"| {kind} | {', '.join(f'`{name}`' for name in others.passed.split())} | {refused} |"

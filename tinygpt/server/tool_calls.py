@@ -57,11 +57,8 @@ class PastCall(Strict):
         arguments: Any = self.function.arguments
         with suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-        return {
-            "id": self.id,
-            "type": self.type,
-            "function": {"name": self.function.name, "arguments": arguments},
-        }
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 def schema_of(tools: list[Function]) -> dict[str, Any]:

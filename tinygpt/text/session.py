@@ -1,13 +1,18 @@
 """Session: a text that the user and the model write in turns."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.prompts import PromptType, params_or_fields, text_or_ids
 from ..errors import RequestError
 from ..fields import integer, read_field
 from ..outputs import RequestOutput, StreamChunk
 from ..sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..sampling_keywords import SamplingKeywords
 
 
 class Session:
@@ -48,7 +53,9 @@ class Session:
         if addition:  # an empty prompt would be BOS
             self._tokens = tokens + self._llm.read_prompt(addition, split_special_tokens).token_ids
 
-    def generate(self, params: SamplingParams | None = None, **fields: Any) -> RequestOutput:
+    def generate(
+        self, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"
+    ) -> RequestOutput:
         """Continue the text, and add the sample. An empty session begins at BOS.
 
         Raise what LLM.generate raises, and RequestError for several samples; then nothing is added.
@@ -58,7 +65,9 @@ class Session:
         self._tokens = output.prompt_token_ids + output.outputs[0].token_ids
         return output
 
-    def stream(self, params: SamplingParams | None = None, **fields: Any) -> Iterator[StreamChunk]:
+    def stream(
+        self, params: SamplingParams | None = None, **fields: "Unpack[SamplingKeywords]"
+    ) -> Iterator[StreamChunk]:
         """Continue the text, token by token. Closing the iterator keeps the tokens so far.
 
         Raise RequestError, also from the iterator, after another change of the session.
