@@ -12,13 +12,8 @@ from tinygpt.aliases import OURS
 from tinygpt.server import answers, api, app, protocol, replies, requests
 from tinygpt.server.answers import json_parts, to_json, whole
 from tinygpt.server.api import MAX_LOGPROBS
-from tinygpt.server.protocol import (
-    MAX_FIELDS,
-    MAX_WORDS,
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-)
+from tinygpt.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
+from tinygpt.server.values import MAX_FIELDS, MAX_WORDS
 
 MANY = 5000
 FEW = 8  # errors: one for each type that a field may have, and for each part of an object
