@@ -12,15 +12,15 @@ from support.paths import ROOT
 
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
-    "tokens": 300_100,
-    "tokens for 100 lines": 962,
-    "modules": 199,
+    "tokens": 313_900,
+    "tokens for 100 lines": 964,
+    "modules": 201,
     "modules under 60 lines": 3,
-    "tokens of tests": 344_800,
-    "tokens for 100 lines of tests": 1_118,
-    "lines of READMEs": 1_251,
+    "tokens of tests": 327_400,
+    "tokens for 100 lines of tests": 1_082,
+    "lines of READMEs": 1_294,
     "words of prose for 100 lines of code": 138,
-    "modules that `generate` imports": 96,
+    "modules that `generate` imports": 89,
 }
 LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 IMPORTED = """
