@@ -39,6 +39,7 @@ BOUNDS = {
 HOST = b"Host: 127.0.0.1\r\n"
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chunked\r\n\r\n"
 GET = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
 KB = 2**10
 LARGE = 2**22
 # What comes first, and what then comes without end.
@@ -151,3 +152,37 @@ def test_a_reply_may_take_longer_than_a_head(llm, monkeypatch):
         time.sleep(0.3)
         gate.allow(1)
         assert client.socket.recv(100).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_reply_that_waited_may_take_longer_than_a_head(llm, monkeypatch):
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.2)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with served(llm) as server, llm.engine.wrapped(Gate) as gate, connect(server) as client:
+        client.sendall(GET + POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        gate.wait_until_asked(1)
+        time.sleep(0.3)
+        gate.allow(1)
+        assert received(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_offer_to_upgrade_is_passed_over(server, apart):
+    """Java's client and curl --http2 send it."""
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with connect(server) as client:
+        head = POST + UPGRADE + b"Content-Length: %d\r\n\r\n" % len(body)
+        last = GET.replace(HOST, HOST + b"Connection: close\r\n")
+        for data in [head, body, last] if apart else [head + body + last]:
+            client.sendall(data)
+            time.sleep(0.1)
+        assert received(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_packets_of_a_reply_do_not_wait_for_each_other():
+    with app.listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -316,6 +316,8 @@ def listen(host: str, port: int) -> socket.socket:
             f"{host}:{port} cannot be listened on ({why}): give another --port, or a --host of this machine."
         )
         raise RequestError(message) from None
+    # asyncio does so for sockets of proto TCP alone; a reply's second packet would wait 40 ms for the client's ACK.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux's; a reply of 70 MB would wait for ever
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * UNREAD_SECONDS))
     return listener

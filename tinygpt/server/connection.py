@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .answers import ApiError, respond
@@ -35,10 +36,27 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_unfinished += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError:
+            self.send_400_response("")
         if self._num_unfinished > HEAD_BYTES and not self.transport.is_closing():
             self._refusal = ApiError(431, LARGE_HEAD)
             self.send_400_response("")
+
+    def _parse(self, data: bytes) -> None:
+        """Parse data. A head that offers an upgrade, after which httptools sees no body, comes again without it."""
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade as ended:
+            first = b"%s %s HTTP/%s" % (
+                self.parser.get_method(),
+                self.url,
+                self.parser.get_http_version().encode(),
+            )
+            lines = [b"%s: %s" % each for each in self.headers if each[0] != b"upgrade"]
+            self._parse(b"\r\n".join([first, *lines, b"\r\n"]) + data[ended.args[0] :])
 
     def send_400_response(self, msg: str) -> None:
         """Send the refusal, unless a reply is under way, and end the connection."""
@@ -75,11 +93,18 @@ class Connection(HttpToolsProtocol):
         self._refuse_if(self._num_head_bytes > HEAD_BYTES or self._num_headers > NUM_HEADERS, 431, LARGE_HEAD)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            self._refuse_if(self.parser.get_method() == b"CONNECT", 400, "this is no proxy.")
+            return
         self._head_timer.cancel()
         self._is_in_head = False
         super().on_headers_complete()
         too_many = len(self.pipeline) > NUM_PIPELINED
         self._refuse_if(too_many, 400, f"at most {NUM_PIPELINED} requests may wait for a reply.")
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_unfinished = 0
@@ -98,7 +123,8 @@ class Connection(HttpToolsProtocol):
             raise self._refusal
 
     def on_response_complete(self) -> None:
+        is_last = not self.pipeline
         super().on_response_complete()
-        if not self.pipeline and not self.transport.is_closing():
+        if is_last and not self.transport.is_closing():
             self._head_timer.cancel()
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
