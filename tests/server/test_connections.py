@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from support.gate import Gate
+from support.gate import Gate, noting
 from support.paths import ROOT
 from support.serving import served, until
 from tinygpt.cli import serve
@@ -179,6 +179,20 @@ def test_an_offer_to_upgrade_is_passed_over(server, apart):
             client.sendall(data)
             time.sleep(0.1)
         assert received(client).count(b"HTTP/1.1 200 OK") == 2
+
+
+def test_packets_of_a_body_are_not_counted_apart(server, monkeypatch):
+    sizes = noting(monkeypatch, server.api, "holding", lambda size: size)
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    with connect(server) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
+        client.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body))
+        for i in range(len(body)):
+            client.sendall(body[i : i + 1])
+            time.sleep(0.005)
+        assert received(client).startswith(b"HTTP/1.1 200 OK")
+    assert len(sizes) < 10
+    assert sum(sizes) > len(body)
 
 
 def test_packets_of_a_reply_do_not_wait_for_each_other():

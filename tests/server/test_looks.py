@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from support.engines import sample_of
+from support.gate import noting
 from support.serving import served
 from tinygpt import LLM, ControlVector, Edit, RemoteLLM, SamplingParams
 from tinygpt.errors import RequestError
 from tinygpt.look.html import lens
-from tinygpt.server import replies
+from tinygpt.server import api, replies
 from tinygpt.text.chat import PlainTemplate
 
 CAPTURE = ["blocks.0.hook_resid_post", "blocks.1.attn.hook_z", "blocks.0.attn.hook_pattern"]
@@ -171,3 +172,11 @@ def test_the_lens_is_the_librarys(server, llm, closed):
     assert np.array(found["attention"]) == pytest.approx(llm.attentions(ids)[:, :, -1], abs=1e-4)
     cards = [each.ask("/v1/models").json["data"][0] for each in (server, closed)]
     assert [card["look"] for card in cards] == [True, False]
+
+
+def test_a_large_edit_is_digested_in_a_thread(server, monkeypatch):
+    threads = noting(monkeypatch, api, "salt_of", lambda *given: threading.current_thread())
+    edit = {"name": "hook_z", "keep": 0.5, "at": [*range(3000)]}
+    assert server.complete(prompt="a", edits=[edit]).status == 400
+    assert threads
+    assert server.thread not in threads

@@ -361,12 +361,12 @@ class Api:
         def read() -> SamplingParams:
             looks = isinstance(form, protocol.LookFields)
             more = look_params(form, self.config.look, self.config.control_vectors or {}) if looks else {}
-            return form.sampling_params(self.encode, **others, **more)
+            params = form.sampling_params(self.encode, **others, **more)
+            request.state.notes["edits"] = f"{salt_of(params.edits, 0):016x}" if params.edits else None
+            return params
 
         params = await read_apart(request, read)
         await request.state.reading.aclose()
-        digest = f"{salt_of(params.edits, 0):016x}" if params.edits else None
-        request.state.notes["edits"] = digest
         return params
 
     async def in_turn(self, calls: list[Callable[[], Result]]) -> list[Result]:

@@ -308,11 +308,14 @@ async def _read_body(request: Request) -> bytes:
     too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
     if declared.isdecimal() and int(declared) > limit:
         raise too_large
+    num_held = 0
     async for part in request.stream():
-        request.state.reading.enter_context(api.holding(len(part)))
         body += part
         if len(body) > limit:
             raise too_large
+        if len(body) > num_held:  # an object for each of a million packets would take more than the body
+            request.state.reading.enter_context(api.holding(len(body)))
+            num_held += len(body)
     if config.enable_log_requests:
         fields = {"id": request.state.id, "body": body.decode(errors="replace")}
         logging.getLogger("tinygpt.server.access").info("body", extra={"fields": fields})
