@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from httptools import HttpParserError, HttpParserUpgrade
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, httptools
 
 from .answers import ApiError, respond
 
@@ -39,7 +38,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
-        except HttpParserError:
+        except httptools.HttpParserError:
             self.send_400_response("")
         if self._num_unfinished > HEAD_BYTES and not self.transport.is_closing():
             self._refusal = ApiError(431, LARGE_HEAD)
@@ -49,7 +48,7 @@ class Connection(HttpToolsProtocol):
         """Parse data. A head that offers an upgrade, after which httptools sees no body, comes again without it."""
         try:
             self.parser.feed_data(data)
-        except HttpParserUpgrade as ended:
+        except httptools.HttpParserUpgrade as ended:
             first = b"%s %s HTTP/%s" % (
                 self.parser.get_method(),
                 self.url,
