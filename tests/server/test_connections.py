@@ -41,7 +41,7 @@ CHUNKED = b"POST /v1/completions HTTP/1.1\r\n" + HOST + b"Transfer-Encoding: chu
 GET = b"GET /health HTTP/1.1\r\n" + HOST + b"\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n" + HOST
 KB = 2**10
-LARGE = 2**22
+LARGE = 2**25  # does not fit into the sockets' buffers
 # What comes first, and what then comes without end.
 ENDLESS = {
     "path": (b"GET /", b"a" * KB),
