@@ -156,7 +156,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if words[:1] == ["generate"] and "--interactive" in words:  # its name before there was `chat`
         words = ["chat", *(word for word in words[1:] if word != "--interactive")]
     if words[:1] == ["bench"] and words[1:2] in (["latency"], ["throughput"]):  # vLLM's
-        del words[1]
+        words = [words[0], *words[2:]]
     if words and (" " in words[0] or (words[0].startswith("-") and words[0] not in TOP_FLAGS)):
         words = ["generate", *words]
     words = [*COMMAND_ALIASES.get(words[0], words[0]).split(), *words[1:]] if words else words
