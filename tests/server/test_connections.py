@@ -25,7 +25,7 @@ BOUNDS = {
         connection.PIECE_BYTES,
         requests.HUGE >> 10,
     ),
-    "bodies and": (api.MAX_HELD >> 20, api.BYTES_OF_LOGPROB),
+    "bodies and": (api.MAX_HELD >> 20, api.BYTES_OF_LOGPROB, api.BYTES_OF_PROMPT),
     "a reply": (app.UNREAD_SECONDS, requests.MAX_UNREAD),
     "samples": (),
     "arrays": (serve.MAX_CAPTURED >> 20, edits.MAX_PLACED, hooks.MAX_PATTERNS, hooks.MAX_CHARACTERS),

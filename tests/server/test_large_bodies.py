@@ -217,19 +217,22 @@ ALL_TOKENS = {"prompt": "a", "logprobs": 5, "max_tokens": 200, "ignore_eos": Tru
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_replies_have_a_bound_together(server, llm, monkeypatch, streams):
+@pytest.mark.parametrize(
+    "body", [ALL_TOKENS, {"prompt": "a" * 1000, "max_tokens": 1, "overflow": "truncate"}]
+)
+def test_requests_have_a_bound_together(server, llm, monkeypatch, streams, body):
     """Each that runs, or is not read, counts with the most bytes that it can have."""
     monkeypatch.setattr(api, "MAX_HELD", 10_000)
     with llm.engine.wrapped(Gate) as gate:
-        client = server.begin(**ALL_TOKENS, stream=streams)
+        client = server.begin(**body, stream=streams)
         gate.wait_until_asked(1)
-        reply = server.complete(**ALL_TOKENS)
+        reply = server.complete(**body)
         assert (reply.status, reply.error["code"]) == (429, "memory_full")
         client.close()
         gate.allow(2)
         until(lambda: not server.api.held_bytes)
         gate.allow(300)
-        assert server.complete(**ALL_TOKENS).status == 200
+        assert server.complete(**body).status == 200
 
 
 def test_a_reply_that_is_not_read_holds_up_others(server, monkeypatch):

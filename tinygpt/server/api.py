@@ -46,6 +46,7 @@ log = logging.getLogger("tinygpt.server")
 DEFAULT_MAX_TOKENS = 16  # OpenAI's for completions
 MAX_LOGPROBS = 1_000_000  # of a reply
 BYTES_OF_LOGPROB = 70  # at most, in JSON
+BYTES_OF_PROMPT = 8  # of a byte in a body: texts, token ids and fields, until the request has ended
 MAX_HELD = 2**30  # bytes of bodies until they are read, and of replies until clients have read them
 
 Run = Callable[[Any, Request], Awaitable[list[RequestOutput]]]
@@ -231,7 +232,7 @@ class Api:
             asked = f"{field} asks for {job.num_logprobs} log probabilities, of all tokens of all samples together"
             message = f"{asked}; this server gives at most {limit} in a reply: split the request."
             raise ApiError(400, message, field)
-        size = BYTES_OF_LOGPROB * job.num_logprobs
+        size = BYTES_OF_LOGPROB * job.num_logprobs + BYTES_OF_PROMPT * len(request._body)
         if job.params.capture or job.params.edits:
             if run is not None:
                 message = "capture, edits and steer need max_tokens of 1 or more, and no suffix."
