@@ -13,10 +13,10 @@ from support.paths import ROOT
 PACKAGES = ("tinygpt", "kernels", "weights", "scripts")
 BUDGETS = {
     "tokens": 313_900,
-    "tokens for 100 lines": 964,
+    "tokens for 100 lines": 963,
     "modules": 201,
     "modules under 60 lines": 3,
-    "tokens of tests": 327_400,
+    "tokens of tests": 327_500,
     "tokens for 100 lines of tests": 1_082,
     "lines of READMEs": 1_294,
     "words of prose for 100 lines of code": 138,
