@@ -36,7 +36,7 @@ class Checkpoint:
     container, family: for messages; stored: by the names and shapes of `config.py`; tied: the head is the token
     embedding; ignored: known, unused names; heads: of other tasks, by GPT-2's names; quirks: what was evened out;
     files: all with tensors.
-    layout: transformers', None for GPT-2's.
+    layout: transformers', None for GPT-2's. tokenizer_folder: of another tokenizer, an adapter's.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     chat_options: a chat template with its special tokens in the file itself, as tokenizer_config.json has them.
     """
@@ -54,6 +54,7 @@ class Checkpoint:
     chat_options: Mapping[str, Any] = field(default_factory=dict)
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None
+    tokenizer_folder: Path | None = None
 
     @property
     def folder(self) -> Path:

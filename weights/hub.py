@@ -77,7 +77,8 @@ def download(text: str) -> Path:
 def download_adapter(text: str) -> Path:
     """Return the local folder of a PEFT adapter. Raise CheckpointError."""
     name = parse(text)
-    return _existing(name, [f"{name.path}/{file}".lstrip("/") for file in (ADAPTER_CONFIG, *ADAPTER_FILES)])
+    files = (ADAPTER_CONFIG, *ADAPTER_FILES, *TOKENIZER_FILES)
+    return _existing(name, [f"{name.path}/{file}".lstrip("/") for file in files])
 
 
 def _existing(name: HubName, files: Iterable[str]) -> Path:

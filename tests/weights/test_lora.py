@@ -21,11 +21,12 @@ from support.golden_models import (
 from support.oracles import TOLERANCE, read_model
 from support.recorded import MISSING
 from support.tables import rows
-from support.tiny_checkpoint import convert
+from support.tiny_checkpoint import convert, copy_tokenizer
+from tinygpt.engine.model_runner import load_tokenizer
 from tinygpt.errors import CheckpointError
 from tinygpt.kernels import cpu, reference
 from tinygpt.kernels.backend import Batch
-from tinygpt.weights.adapters.lora import merge_lora
+from tinygpt.weights.adapters.lora import PREFIX, merge_lora, read_lora
 from tinygpt.weights.open import open_checkpoint
 
 # PEFT warns of tied embeddings and of Conv1D, transformers of what PEFT calls.
@@ -56,6 +57,17 @@ gpt2 | {"target_modules": ["wte"], "modules_to_save": ["lm_head"]}
 gpt2 | {"target_modules": ["c_fc"], "modules_to_save": ["wte", "lm_head"]}
 gpt2-untied | {"target_modules": ["c_fc", "lm_head"], "modules_to_save": ["lm_head"]}
 gpt2 | {"target_modules": ["c_attn", "c_fc"], "modules_to_save": ["h.0.mlp"]}
+gpt2 | {"target_modules": ["c_attn", "mlp.c_proj"], "use_dora": true}
+gpt2 | {"target_modules": "all-linear", "use_dora": true, "use_rslora": true, "bias": "all"}
+opt | {"target_modules": ["q_proj", "fc1"], "use_dora": true}
+mpt-6 | {"target_modules": ["Wqkv"], "use_dora": true}
+gpt2 | {"target_modules": ["c_attn", "c_proj"], "lora_bias": true}
+opt | {"target_modules": ["k_proj", "fc2"], "lora_bias": true, "bias": "lora_only"}
+gpt2 | {"target_modules": ["c_attn"], "trainable_token_indices": [1, 5]}
+gpt2 | {"target_modules": ["c_attn"], "trainable_token_indices": {"wte": [3, 4, 9]}}
+gpt2-untied | {"target_modules": ["c_fc"], "trainable_token_indices": [7]}
+gpt2-untied | {"target_modules": ["c_fc"], "trainable_token_indices": {"wte": [7, 2], "lm_head": [1]}}
+opt | {"target_modules": ["q_proj"], "trainable_token_indices": [0, 2]}
 gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "gaussian"}
 gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "eva"}
 gpt2 | {"target_modules": ["c_attn"], "init_lora_weights": "mica"}
@@ -128,11 +140,11 @@ def make_case(folder: Path, name: str, fields: dict) -> Case:
     return Case(base, folder / "adapter")
 
 
-def logits(checkpoint, backend=reference) -> np.ndarray:
+def logits(checkpoint, backend=reference, token_ids=IDS) -> np.ndarray:
     params = backend.load_params(checkpoint)
-    cache = backend.new_kv_cache(checkpoint.config, 1, len(IDS))
-    workspace = backend.new_workspace(checkpoint.config, len(IDS), len(IDS))
-    return np.array(backend.forward(params, Batch.of([IDS], [0], [0], "all"), cache, workspace))
+    cache = backend.new_kv_cache(checkpoint.config, 1, len(token_ids))
+    workspace = backend.new_workspace(checkpoint.config, len(token_ids), len(token_ids))
+    return np.array(backend.forward(params, Batch.of([token_ids], [0], [0], "all"), cache, workspace))
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS, ids=str)
@@ -143,6 +155,65 @@ def test_logits_are_those_of_peft(name, fields, tmp_path):
     assert np.abs(logits(open_checkpoint(case.base)) - expected).max() > 0.1  # the adapter does something
     for backend in (reference, cpu) if name in GPT2 else (reference,):
         np.testing.assert_allclose(logits(merged, backend), expected, atol=TOLERANCE, rtol=0)
+
+
+# Of a model with more tokens than its checkpoint, which only the adapter's files hold.
+
+MORE = 5
+RESIZED = rows("""
+gpt2 | {"target_modules": ["c_attn"]}
+gpt2 | {"target_modules": ["c_attn"], "modules_to_save": ["wte"]}
+gpt2 | {"target_modules": ["c_attn"], "modules_to_save": ["wte", "lm_head"]}
+gpt2 | {"target_modules": ["c_attn", "wte"]}
+gpt2 | {"target_modules": ["c_fc"], "trainable_token_indices": [3, 81]}
+gpt2-untied | {"target_modules": ["c_attn"]}
+gpt2-untied | {"target_modules": ["c_attn"], "modules_to_save": ["wte", "lm_head"]}
+opt | {"target_modules": ["q_proj"]}
+""")
+
+
+@pytest.mark.parametrize(("name", "fields"), RESIZED, ids=str)
+def test_rows_of_added_tokens_and_their_tokenizer_are_the_adapters(name, fields, tmp_path):
+    peft = pytest.importorskip("peft", reason=NEED_PEFT)
+    import torch
+
+    base = (
+        write_golden(tmp_path / "base", GPT2[name]) if name in GPT2 else write_family(tmp_path / "base", name)
+    )
+    V = open_checkpoint(base).config.vocab_size
+    fields = json.loads(json.dumps(fields).replace("81", str(V + 1)))
+
+    def resized():
+        model = read_model(base)
+        model.resize_token_embeddings(V + MORE, mean_resizing=False)
+        return model
+
+    model = peft.get_peft_model(resized(), peft.LoraConfig(task_type="CAUSAL_LM", r=R, **fields))
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad or len(parameter) == V + MORE:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    theirs = peft.PeftModel.from_pretrained(resized(), tmp_path / "adapter").eval()
+    added = [V + 1, *IDS[1:-1], V + MORE - 1]
+    with torch.no_grad():
+        expected = theirs(torch.tensor([added])).logits[0].numpy()
+    (copy_tokenizer(tmp_path / "adapter") / "added_tokens.json").write_text('{"<new>": 9000}')
+    merged = merge_lora(open_checkpoint(base), tmp_path / "adapter")
+    assert load_tokenizer(merged).encode("<new>") == [9000]
+    found = logits(merged, token_ids=added)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+    with pytest.raises(CheckpointError, match="in lora_modules, only GPT-2's"):
+        read_lora(open_checkpoint(base), tmp_path / "adapter")
+
+
+def test_a_head_without_rows_for_added_tokens_is_refused(tmp_path):
+    case = make_case(tmp_path, "gpt2-untied", {"target_modules": ["c_attn"]})
+    V, C = open_checkpoint(case.base).tensor("wte.weight").shape
+    change_tensors(case.adapter, **{f"{PREFIX}transformer.wte.weight": np.zeros((V + 1, C), np.float32)})
+    with pytest.raises(CheckpointError, match=rf"wte.weight is \({V + 1}, {C}\) and should be \({V}, {C}\)"):
+        case.merged()
 
 
 # Other families.
@@ -294,7 +365,12 @@ B = "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
 
 REFUSED = rows("""
 {"peft_type": "LOHA"} | LOHA
-{"use_dora": true} | use_dora is True and not implemented
+{"use_dora": true} | use_dora for transformer.wte, which is not implemented
+{"lora_bias": true} | lora_bias for transformer.wte, which is not implemented
+{"trainable_token_indices": ["1"]} | trainable_token_indices is
+{"trainable_token_indices": [1000]} | trainable_token_indices has the token 1000
+{"trainable_token_indices": {"ln_f": [1]}} | modules that are no embedding: ln_f
+{"trainable_token_indices": [1]} | missing: transformer.wte.token_adapter.trainable_tokens_delta
 {"invented_next_year": {"a": 1}} | invented_next_year
 {"init_lora_weights": "pissa_niter_4"} | pissa_niter_4
 {"r": 0} | r is 0 and must be a whole number from 1 up

@@ -123,6 +123,8 @@ def load_tokenizer(
         raise NoTokenizerError(
             f"{checkpoint.path} has no tokenizer: give token ids, or a checkpoint that has one."
         )
+    if isinstance(checkpoint, Checkpoint) and checkpoint.tokenizer_folder:
+        return Tokenizer.from_folder(checkpoint.tokenizer_folder, split_special_tokens)
     spec = None if isinstance(checkpoint, PackedCheckpoint) else checkpoint.read_tokenizer()
     if spec is not None:
         return Tokenizer.from_spec(spec, checkpoint.path, split_special_tokens)

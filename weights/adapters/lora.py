@@ -7,218 +7,31 @@ An adapter goes by the modules of transformers, and so by the tensors of its fil
 of a tensor as to the tensor.
 """
 
-import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from operator import iadd
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import regex
 
 from ..checkpoint import Checkpoint, PackedCheckpoint
 from ..config import EMBEDDING, HEAD, POSITIONS, is_transposed
 from ..convert.export import LayoutPart, can_be_written, layout_of, parts_of
-from ..errors import CheckpointError, Checks, is_bool, is_number, is_whole, listed, shown, wrong_fields
+from ..errors import CheckpointError, listed
 from ..families.family import AS_IS, TRANSPOSED, Layout, TensorRule, matches
 from ..families.gpt2 import IGNORED
 from ..tensor import DefaultTensor, LazyTensor, Tensor, zeros
+from .forms import PREFIX, Extras, extras_of, plain_name, scaled, with_magnitudes, with_rows, with_rows_of
+from .lora_config import LoraConfig
 from .peft import CONFIG, AdapterFiles, read_adapter
 
-BIASES = ("none", "all", "lora_only")
-# Initializations that leave the base model's weights alone.
-INITIALIZATIONS = ("gaussian", "eva", "orthogonal", "mica")
-# Of training and origin. PEFT stores the factors in the same way for both values of fan_in_fan_out.
-WITHOUT_EFFECT = {
-    "base_model_name_or_path",
-    "peft_type",
-    "peft_version",
-    "revision",
-    "task_type",
-    "auto_mapping",
-    "corda_config",
-    "eva_config",
-    "loftq_config",
-    "lora_ga_config",  # of initializations
-    "lora_dropout",
-    "inference_mode",
-    "runtime_config",
-    "megatron_core",
-    "qalora_group_size",
-    "fan_in_fan_out",
-}
-# Fields that PEFT fails on if they are null.
-NEVER_NULL = ("r", "lora_alpha", "bias", "rank_pattern", "alpha_pattern")
-MAX_SECONDS = 2.0  # for all regular expressions of a config: one such as (a+)+b can take for ever
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """The adapted modules and the size of their updates, with the names and defaults of PEFT's `LoraConfig`.
-
-    A list matches the ends of modules' names, such as transformer.h.0.attn.c_attn. A string is a regular expression
-    for the whole name. Methods raise CheckpointError if expressions take too long.
-    """
-
-    target_modules: frozenset[str] | str
-    exclude_modules: frozenset[str] | str = frozenset()
-    layers_to_transform: frozenset[int] = frozenset()
-    layers_pattern: Sequence[str] = ()
-    modules_to_save: Sequence[str] = ()
-    r: int = 8
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    lora_alpha: float = 8
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    use_rslora: bool = False
-    bias: str = "none"
-    deadline: float = field(default_factory=lambda: time.monotonic() + MAX_SECONDS, compare=False)
-
-    @classmethod
-    def from_dict(cls, path: Path, fields: dict[str, Any]) -> "LoraConfig":
-        """Raise one CheckpointError for all impossible or unknown fields of `path`."""
-        values = {name: value for name, value in fields.items() if value is not None or name in NEVER_NULL}
-        for name in ("layers_to_transform", "layers_pattern"):
-            if isinstance(values.get(name), (int, str)):  # PEFT takes one as well as a list
-                values[name] = [values[name]]
-        problems = [*_not_implemented(values), *wrong_fields(values, CHECKS)]
-        if not values.get("target_modules"):
-            problems.append("target_modules is empty and must name the modules that are adapted")
-        if isinstance(values.get("target_modules"), str) and values.get("layers_to_transform"):
-            problems.append(
-                "layers_to_transform needs a list of names as target_modules, not a regular expression"
-            )
-        if problems:
-            raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}.")
-        known: dict[str, Any] = {name: values[name] for name in CHECKS if name in values}
-        for name in known.keys() & {"target_modules", "exclude_modules", "layers_to_transform"}:
-            known[name] = known[name] if isinstance(known[name], str) else frozenset(known[name])
-        return cls(**known)
-
-    def is_target(self, module: str) -> bool:
-        excluded = self._is_selected(self.exclude_modules, module) or any(
-            self._matches(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.modules_to_save
-        )
-        return not excluded and self._is_selected(self.target_modules, module) and self._is_in_layers(module)
-
-    def is_saved(self, module: str) -> bool:
-        """Return whether the module, or a parent, was trained as a whole."""
-        saved = tuple(self.modules_to_save)
-        return any(name.endswith(saved) for name in accumulate(module.split("."), "{}.{}".format))
-
-    def rank(self, module: str) -> int:
-        return self._first_match(self.rank_pattern, module, self.r)
-
-    def scale(self, module: str) -> float:
-        alpha = self._first_match(self.alpha_pattern, module, self.lora_alpha)
-        rank = self.rank(module)
-        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
-
-    def _is_in_layers(self, module: str) -> bool:
-        if not self.layers_to_transform:
-            return True
-        parts = module.split(".")
-        for i in range(1, len(parts) - 1):
-            path = ".".join(parts[:i])
-            is_before_layers = "." in path
-            if self.layers_pattern:
-                patterns = (rf"(?:^|.*?\.)(?:{pattern})\Z" for pattern in self.layers_pattern)
-                is_before_layers = any(self._matches(pattern, path) for pattern in patterns)
-            if parts[i].isdecimal() and is_before_layers:
-                return int(parts[i]) in self.layers_to_transform
-        return False
-
-    def _is_selected(self, wanted: frozenset[str] | str, module: str) -> bool:
-        if isinstance(wanted, str):
-            return self._matches(rf"(?:{wanted})\Z", module)
-        parts = module.split(".")
-        return any(".".join(parts[i:]) in wanted for i in range(len(parts)))
-
-    def _first_match(self, values: dict[str, Any], module: str, default: Any) -> Any:
-        found = (value for key, value in values.items() if self._matches(rf"(.*\.)?({key})$", module))
-        return next(found, default)
-
-    def _matches(self, pattern: str, name: str) -> bool:
-        try:
-            return regex.match(pattern, name, timeout=max(self.deadline - time.monotonic(), 1e-3)) is not None
-        except TimeoutError:
-            text = f"take more than {MAX_SECONDS:.0f} seconds: name the modules in lists."
-            raise CheckpointError(f"the regular expressions in adapter_config.json {text}") from None
-
-
-def _not_implemented(values: dict[str, Any]) -> list[str]:
-    known = WITHOUT_EFFECT | CHECKS.keys() | {"init_lora_weights"}
-    problems = [
-        f"{name} is {shown(value)} and not implemented"
-        for name, value in values.items()
-        if name not in known and value
-    ]
-    start = values.get("init_lora_weights", True)
-    if not isinstance(start, bool) and start not in INITIALIZATIONS:
-        problems.append(
-            f"init_lora_weights is {shown(start)}, which changes the base model's weights: save the adapter again with "
-            "PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-        )
-    return problems
-
-
-def _is_pattern(value: Any) -> bool:
-    """Refuse flags, which cannot stand within an expression."""
-    try:
-        return isinstance(value, str) and all(re.compile(pattern) for pattern in (value, f"({value})"))
-    except (re.error, RecursionError, OverflowError):
-        return False
-
-
-def _is_list_of(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and all(map(is_possible, value))
-
-
-def _is_rank(value: Any) -> bool:
-    return is_whole(value) and 0 < value < 2**31
-
-
-def _is_number(value: Any) -> bool:
-    return is_number(value) and abs(value) < 2**31  # and no NaN
-
-
-def _table_of(is_possible: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: (
-        isinstance(value, dict) and all(map(is_possible, value.values())) and all(map(_is_pattern, value))
-    )
-
-
-_are_patterns = _is_list_of(_is_pattern)
-_SELECTION = (
-    lambda value: _is_pattern(value) or _is_list_of(lambda name: isinstance(name, str))(value),
-    "a list of names or a regular expression without flags",
-)
-CHECKS: Checks = {
-    "target_modules": _SELECTION,
-    "exclude_modules": _SELECTION,
-    "layers_to_transform": (_is_list_of(is_whole), "layers' numbers"),
-    "layers_pattern": (_are_patterns, "a list of regular expressions"),
-    "modules_to_save": (_are_patterns, "a list of names"),
-    "r": (_is_rank, "a whole number from 1 up"),
-    "rank_pattern": (_table_of(_is_rank), "whole numbers from 1 up by regular expressions"),
-    "lora_alpha": (_is_number, "a number"),
-    "alpha_pattern": (_table_of(_is_number), "numbers by regular expressions"),
-    "use_rslora": (is_bool, "true or false"),
-    "bias": (lambda value: value in BIASES, f"one of {', '.join(BIASES)}"),
-}
-
-
-PREFIX = "base_model.model."  # PEFT's wrapper of the model
 MAX_RANK = 1024  # of an adapter that is not merged
 
 
 @dataclass(frozen=True)
-class _Model:
+class Model:
     """A model by the tensors of transformers' files. parts: by their names without wrappers; rules: by parameter."""
 
     layout: Layout
@@ -245,6 +58,8 @@ class _Contents:
     replaced: dict[str, Tensor]
     saved: frozenset[str]
     ignored: tuple[str, ...]
+    extras: Extras
+    stored: Mapping[str, Tensor]
 
 
 def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> Checkpoint:
@@ -253,19 +68,21 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     It is tied unless the adapter changes the token embedding or the head alone. Raise one CheckpointError for an
     adapter that cannot be read or fits another model, and for a checkpoint that is converted or not transformers'.
     """
-    model, files, contents = _read(checkpoint, adapter)
+    checkpoint, model, files, contents = _read(checkpoint, adapter)
     parts = model.parts
     stored = dict(checkpoint.stored)
     tied = checkpoint.tied
+    names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
     replaced = contents.replaced
     updates = {name: _update(name, *factors, model) for name, factors in contents.factors.items()}
     if tied:
         stored[HEAD] = stored[EMBEDDING]
-        names = tuple(model.rules[parameter].sources[0] for parameter in (EMBEDDING, HEAD))
         shared = [name for name in names if name not in contents.saved]
         replaced = replaced | {
             name: replaced[one] for one in shared[::-1] if one in replaced for name in shared
         }
+    replaced, updates = _with_extras(contents, model, names if tied else (), replaced, updates)
+    if tied:
         one, other = map(replaced.get, names)
         tied = one == other and updates.keys().isdisjoint(names)
     for parameter in {parts[name].parameter for name in (*replaced, *updates)}:
@@ -275,13 +92,42 @@ def merge_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.Path
     return replace(checkpoint, stored=stored, tied=tied, ignored=ignored, files=held)
 
 
+def _with_extras(
+    contents: _Contents,
+    model: Model,
+    tied: tuple[str, ...],
+    replaced: Mapping[str, Tensor],
+    updates: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the tensors that are replaced and updated. tied: the names of an embedding that is its head."""
+    replaced, updates = dict(replaced), dict(updates)
+    extras, stored = contents.extras, contents.stored
+
+    def present(name: str) -> Tensor:
+        return replaced.get(name) or LazyTensor(model.parts[name].array, ())
+
+    for name, file_name in extras.magnitudes.items():
+        make = partial(with_magnitudes, model.parts[name].out_axis)
+        replaced[name] = LazyTensor(make, (present(name), updates.pop(name), stored[file_name]))
+    for name, (token_ids, file_name) in extras.rows.items():
+        there = present(name)
+        changed = LazyTensor(partial(with_rows, token_ids), (there, stored[file_name]))
+        alike = [
+            other for other in tied if other not in extras.rows and replaced.get(other) == replaced.get(name)
+        ]
+        replaced |= dict.fromkeys([name, *alike], changed)
+    updates |= {name: scaled(stored[file_name], scale) for name, (file_name, scale) in extras.shifts.items()}
+    return replaced, updates
+
+
 def read_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]) -> dict[str, tuple]:
     """Return an adapter that is not merged: {linear layer: (A (r, in), scale * B (out, r))}, float32.
 
     Raise as `merge_lora` does, and for an adapter that changes more than the matrices of layers.
     """
-    model, files, contents = _read(checkpoint, adapter)
-    others = [name for name in (*contents.replaced, *contents.factors) if not _is_plain(name, model)]
+    _, model, files, contents = _read(checkpoint, adapter)
+    others = [*contents.replaced, *contents.extras.wanted]
+    others += [name for name in contents.factors if not _is_plain(name, model)]
     if others or any(a.shape[0] > MAX_RANK for a, _, _ in contents.factors.values()):
         what = f"changes {listed(others)}" if others else f"has a rank above {MAX_RANK}"
         raise CheckpointError(
@@ -293,7 +139,7 @@ def read_lora(checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathL
     }
 
 
-def _is_plain(name: str, model: _Model) -> bool:
+def _is_plain(name: str, model: Model) -> bool:
     parameter = model.parts[name].parameter
     is_one = (
         model.rules[parameter].transform in (AS_IS, TRANSPOSED) and len(model.rules[parameter].sources) == 1
@@ -303,20 +149,21 @@ def _is_plain(name: str, model: _Model) -> bool:
 
 def _read(
     checkpoint: Checkpoint | PackedCheckpoint, adapter: str | os.PathLike[str]
-) -> tuple[_Model, AdapterFiles, _Contents]:
+) -> tuple[Checkpoint, Model, AdapterFiles, _Contents]:
     if isinstance(checkpoint, PackedCheckpoint):
         raise CheckpointError(f"{checkpoint.path} is converted, and takes no adapter: give its original.")
     if not can_be_written(checkpoint):
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.family}, for which PEFT has no adapters.")
     files = read_adapter(adapter, ("LORA",))
     lora = LoraConfig.from_dict(files.path / CONFIG, files.config)
+    checkpoint = with_rows_of(checkpoint, files)
     stored = dict(checkpoint.stored)
     if checkpoint.tied:
         stored[HEAD] = stored[EMBEDDING]
     layout = layout_of(checkpoint)
     parts = {part.short_name: part for part in parts_of(replace(checkpoint, stored=stored, tied=False))}
-    model = _Model(layout, layout.rules(checkpoint.config), parts)
-    return model, files, _sort(files, lora, model)
+    model = Model(layout, layout.rules(checkpoint.config), parts)
+    return checkpoint, model, files, _sort(files, lora, model)
 
 
 def _changed(
@@ -337,7 +184,7 @@ def _changed(
     return tensor
 
 
-def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
+def _sort(files: AdapterFiles, lora: LoraConfig, model: Model) -> _Contents:
     stored = {
         name.removeprefix(PREFIX): tensor for name, tensor in files.tensors.items() if name.startswith(PREFIX)
     }
@@ -355,6 +202,8 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
         )
     factors = {name: _factors(name, modules[name], model, lora) for name in targets}
     wanted = {file_name: shape for pair in factors.values() for file_name, shape in pair.items()}
+    extras = extras_of(lora, model, modules, targets, stored)
+    wanted |= extras.wanted
     whole, ignored, unexpected = _whole_tensors(stored.keys() - wanted.keys(), model)
     saved = frozenset(name for name in shapes if lora.is_saved(modules[name]))
     required = saved | _trained_biases(modules, targets, lora.bias)
@@ -380,10 +229,12 @@ def _sort(files: AdapterFiles, lora: LoraConfig, model: _Model) -> _Contents:
         {name: stored[file_name] for name, file_name in whole.items()},
         saved,
         tuple(ignored),
+        extras,
+        stored,
     )
 
 
-def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
+def _factors(name: str, module: str, model: Model, lora: LoraConfig) -> dict[str, tuple[int, int]]:
     """Return the names and shapes of the factors (r, in) and (out, r)."""
     part, r = model.parts[name], lora.rank(module)
     out = part.shape[part.out_axis]
@@ -393,7 +244,7 @@ def _factors(name: str, module: str, model: _Model, lora: LoraConfig) -> dict[st
     return {f"{module}.lora_A.weight": (r, inner), f"{module}.lora_B.weight": (out, r)}
 
 
-def _update(name: str, a: Tensor, b: Tensor, scale: float, model: _Model) -> Tensor:
+def _update(name: str, a: Tensor, b: Tensor, scale: float, model: Model) -> Tensor:
     if model.is_embedding(name):
         a = LazyTensor(np.transpose, (a,))
         b = LazyTensor(np.transpose, (b,))
@@ -408,18 +259,23 @@ def _product(scale: float, is_in_out: bool, a: np.ndarray, b: np.ndarray) -> np.
     return update.T if is_in_out else update
 
 
-def _whole_tensors(names: Iterable[str], model: _Model) -> tuple[dict[str, str], list[str], list[str]]:
+_COPY = re.compile(r"\.(?:modules_to_save|original_module)\.")
+
+
+def _whole_tensors(names: Collection[str], model: Model) -> tuple[dict[str, str], list[str], list[str]]:
     """Return file names of whole tensors by name, and names that are ignored and unexpected."""
     file_names = {}
     ignored = []
     unexpected = []
     for name in sorted(names):
-        # ".base_layer." is the adapted layer itself, next to its factors.
-        short = model.layout.short_name(name.replace(".base_layer.", "."))
+        short = model.layout.short_name(plain_name(name))
         if short in model.parts and short not in file_names:
             file_names[short] = name
         else:
-            (ignored if matches(short, IGNORED) else unexpected).append(name)
+            is_copy = (
+                _COPY.search(name) is not None and _COPY.sub(".", name) in names
+            )  # of embeddings that were saved as modules, too
+            (ignored if is_copy or matches(short, IGNORED) else unexpected).append(name)
     return file_names, ignored, unexpected
 
 
