@@ -42,7 +42,7 @@ tinygpt.kernels.cuda | cuda numba_cuda
 tinygpt.weights | numpy safetensors huggingface_hub yaml regex
 tinygpt.weights.containers | onnx gguf google_crc32c
 tinygpt.weights.convert | gguf google_crc32c
-tinygpt.server | fastapi starlette uvicorn pydantic typing_extensions prometheus_client
+tinygpt.server | fastapi starlette uvicorn httptools pydantic typing_extensions prometheus_client
 tinygpt.on_ray | ray fastapi starlette pydantic
 tinygpt.text.chat_template | jinja2
 tinygpt.remote | httpx
