@@ -89,8 +89,8 @@ def read_regular(path: Path) -> bytes:
 
 
 def read_regular_text(path: Path) -> str:
-    """Raise OSError or UnicodeDecodeError."""
-    return io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8").read()
+    """Return the text without a byte order mark. Raise OSError or UnicodeDecodeError."""
+    return io.TextIOWrapper(io.BytesIO(read_regular(path)), encoding="utf-8-sig").read()
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

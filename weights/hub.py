@@ -145,7 +145,7 @@ def _fetch(name: HubName, patterns: Iterable[str]) -> Path:
         f"check the spelling, or {log_in}",
         utils.RevisionNotFoundError: f"on the Hub has no revision {name.revision!r}: give a commit, branch or tag",
         utils.LocalEntryNotFoundError: "is no local folder, and not all of it is in the cache "
-        f"{constants.HF_HUB_CACHE}: check the spelling; {cannot}",
+        f"{constants.HF_HUB_CACHE}: {_in_cache(name, Path(constants.HF_HUB_CACHE))}; {cannot}",
     }
     try:
         folder = huggingface_hub.snapshot_download(
@@ -156,3 +156,14 @@ def _fetch(name: HubName, patterns: Iterable[str]) -> Path:
         reason = next((text for kind, text in reasons.items() if isinstance(error, kind)), failed)
         raise CheckpointError(f"{str(name)!r} {reason}.") from error
     return Path(folder)
+
+
+def _in_cache(name: HubName, cache: Path) -> str:
+    """Return advice on a model of which the cache lacks a revision, or files."""
+    folder = cache / f"models--{name.repo_id.replace('/', '--')}"
+    commits = sorted(path.name for path in folder.glob("snapshots/*"))
+    return (
+        f"it has {name.repo_id}@{listed(commits, 3)}, of which you may name one"
+        if commits
+        else "check the spelling"
+    )

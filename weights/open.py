@@ -94,7 +94,8 @@ def _check_is_checkpoint(folder: Path) -> None:
         return
     if find_weights(folder):
         return
-    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    configs = (path.parent for depth in ("*", "snapshots/*") for path in folder.glob(f"{depth}/config.json"))
+    inside = sorted(path.relative_to(folder).as_posix() for path in configs)
     hint = f" Its subfolders {listed(inside, 3)} look like checkpoints: give one of them." if inside else ""
     raise CheckpointError(
         f"{folder} is no checkpoint: it must hold config.json, {' or '.join(FILES)}, and the tokenizer's files, and "

@@ -94,6 +94,7 @@ REFUSED = rows(r"""
 {"has_positional_encoding": "2"} | has_positional_encoding
 {"has_pre_decoder_layernorm": "x"} | has_pre_decoder_layernorm
 {"gpt_with_moe": "1"} | gpt_with_moe
+{"model_variant": "gpt-j"} | model_variant 'gpt-j', which must be one of opt-pre, opt-post, bloom-pre, gpt, bloom
 {"activation_type": "Swiglu"} | activation_function
 {"head_num": "0"} | head_num
 {"size_per_head": "x"} | size_per_head

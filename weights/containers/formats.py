@@ -51,6 +51,16 @@ FORMATS: tuple[tuple[Callable[[Peek], bool], str], ...] = (
     (is_safetensors, "safetensors.read_safetensors"),
     (is_onnx, "onnx.read_onnx"),
 )
+# Programs whose files are not implemented: a place and the bytes there, the end of a name, and how weights get here.
+_BY_TRANSFORMERS = "read it with transformers before 5, from_{}=True, and save_pretrained"
+FOREIGN: tuple[tuple[str, int, bytes | tuple[bytes, ...], str, str], ...] = (
+    ("Keras", 0, b"\x89HDF\r\n\x1a\n", ".h5", _BY_TRANSFORMERS.format("tf")),
+    ("Keras", 0, (), ".keras", "save its weights in model.safetensors, with a tensor_names.json"),
+    ("Flax", 0, (), ".msgpack", _BY_TRANSFORMERS.format("flax")),
+    ("ggml before GGUF", 0, (b"lmgg", b"fmgg", b"tjgg"), ".ggml", "convert the original checkpoint to GGUF"),
+    ("llm.c", 0, struct.pack("<i", 20240326), ".llmc", "export it with its dev/eval/export_hf.py"),
+    ("CTranslate2", 6, b"TransformerDecoderSpec", ".ct2", "give the model that it was converted from"),
+)
 # Files that belong together: the function that finds the first, or the folder itself, and the reader.
 FOLDERS = (
     ("tf_bundle.find_tf_index", "tf_bundle.read_tf_bundle"),
@@ -76,6 +86,11 @@ def read_weights(path: Path) -> Container:
         return reader_of(path)(path)
     found = find_weights(path)
     if found is None:
+        for file in sorted(path.glob("*")):
+            if file.is_file() and (known := _foreign(file, b"")):
+                raise CheckpointError(
+                    f"{path} holds no weights that are implemented, and {file.name}, {known}."
+                )
         wanted = ", ".join(f"{name}, {name}{INDEX}" for name in FILES)
         raise CheckpointError(
             f"{path} holds no weights ({describe(path)}): put one of {wanted} there, or name the file."
@@ -111,6 +126,8 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
 
 def reader_of(file: Path) -> Reader:
     peek = Peek.into(file)
+    if known := _foreign(file, peek.head):
+        raise CheckpointError(f"{file} is {known}.")
     for is_format, read in FORMATS:
         if is_format(peek):
             return _function(read)
@@ -125,6 +142,14 @@ def reader_of(file: Path) -> Reader:
         f"{file} is in no format of weights that is implemented ({found}): give a file of safetensors, PyTorch, GGUF, "
         "ONNX, TensorFlow or NeMo, or a folder with config.json and its weights."
     )
+
+
+def _foreign(file: Path, head: bytes) -> str | None:
+    """Return the program of a file that is not implemented, and advice."""
+    for program, place, first, suffix, advice in FOREIGN:
+        if head[place:].startswith(first) or file.suffix == suffix:
+            return f"a file of {program}, which is not implemented: {advice}"
+    return None
 
 
 def read_shards(index: Path, read: Reader) -> Container:

@@ -63,6 +63,7 @@ _VARIANTS: dict[str, dict[str, str]] = {
         "has_pre_decoder_layernorm": "true",
     },
 }
+_VARIANTS |= {"gpt": {}, "bloom": _VARIANTS["bloom-pre"]}
 _BLOOM = {"positions": "alibi", "embed_norm": True}
 _BLOOMS_LENGTH = "2048"  # its converter writes none
 
@@ -75,7 +76,12 @@ def _settings(source: Source) -> dict[str, str]:
     sections = source.container.metadata
     running = sections.get(sections.get(_INSTANCE, {}).get("model_name"), {})
     section = next(one for one in (running, *sections.values()) if "head_num" in one)
-    return {**_VARIANTS.get(section.get("model_variant", ""), {}), **sections.get("structure", {}), **section}
+    variant = section.get("model_variant", "gpt")
+    if variant not in _VARIANTS:
+        raise source.error(
+            f"has model_variant {shown(variant)}, which must be one of {', '.join(_VARIANTS)}."
+        )
+    return {**_VARIANTS[variant], **sections.get("structure", {}), **section}
 
 
 def _named(source: Source) -> Iterable[NamedTensor]:
@@ -177,9 +183,13 @@ def _flat(parameter: str, shape: tuple[int, ...], n: int) -> Transform:
 
 
 def _quirks(source: Source, config: ModelConfig) -> list[str]:
+    settings = source.container.metadata
     given = _number(_settings(source).get("inter_size"))
-    is_true = given == config.n_inner
-    return [] if is_true else [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
+    quirks = [f"inter_size is {given} in config.ini and {config.n_inner} in the files"]
+    quirks = [] if given == config.n_inner else quirks
+    modes = {section.get("int8_mode", "0") for section in settings.values()} - {"0"}
+    told = "the float weights are read, and --dtype int8 makes int8 of them"
+    return quirks + [f"int8_mode is {mode}: {told}" for mode in sorted(modes)]
 
 
 FAMILY = Family(
