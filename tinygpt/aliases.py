@@ -57,16 +57,17 @@ NAMES = {
 OURS = {other: ours for ours, others in NAMES.items() for other in others.split() if other[0] != "-"}
 # Flags whose value is another one here -> the words that replace both.
 SIZES = {"124M": "gpt2", "355M": "gpt2-medium", "774M": "gpt2-large", "1558M": "gpt2-xl"}  # OpenAI's folders
+IS_ON = {"true": True, "1": True, "false": False, "0": False}
 REWRITTEN: dict[str, Callable[[str], list[str]]] = {
     "--model-name": lambda text: [f"--model={SIZES.get(text, text)}"],
-    "--is-fix-random-seed": lambda text: ["--seed=0"] if text == "True" else [],
+    "--is-fix-random-seed": lambda text: ["--seed=0"] if IS_ON.get(text.lower()) else [],
     "--init-from": lambda text: [] if text == "resume" else [f"--model={text}"],
     "--start": lambda text: [f"--file={text[5:]}" if text.startswith("FILE:") else f"--prompt={text}"],
     "--int8-mode": lambda text: [] if text == "0" else ["--dtype=int8"],
     "--grammar-file": lambda text: [f"--guided-grammar={Path(text).read_text(encoding='utf-8')}"],
     **dict.fromkeys(("-c", "--ctx-size"), lambda text: [] if text == "0" else [f"--max-model-len={text}"]),
 }
-# Flags without a value -> the words that replace them.
+# Flags of other programs that may have such a value -> the words that replace them.
 SWITCHES = {
     **dict.fromkeys(("--fp16", "--half"), "--dtype=float16"),
     "--bf16": "--dtype=bfloat16",
@@ -76,7 +77,8 @@ SWITCHES = {
 # Our flags with another program's value, None for a missing one -> the words that replace both.
 VALUES = {
     **dict.fromkeys((("-n", "-1"), ("--max-tokens", "-1")), "--max-tokens=2147483647 --overflow=clamp"),
-    **dict.fromkeys((("--verbose", "True"), ("--verbose", "False")), ""),
+    ("--verbose", "True"): "--verbose",
+    ("--verbose", "False"): "",
     ("--color", None): "--color=auto",
 }
 # A flag of a program in which others of the line mean something else.
@@ -160,8 +162,11 @@ def revalued(word: str, rest: list[str], flags: Collection[str]) -> list[str]:
 def as_meant(words: Sequence[str]) -> list[str]:
     """Return the words, of which MEANINGS change some."""
     end = words.index("--") if "--" in words else len(words)  # words after it are text
-    changes = [change for flag, change in MEANINGS.items() if flag in words[:end]]
-    meant = [next((change[word] for change in changes if word in change), word) for word in words[:end]]
+    meant = [*words[:end]]
+    for flag, changes in MEANINGS.items():
+        if any(re.fullmatch(rf"{flag}(=?\d+)?", word) for word in meant):
+            for name, ours in changes.items():
+                meant = [ours if w == name else re.sub(rf"^{name}=?(?=\d+$)", f"{ours}=", w) for w in meant]
     return [*meant, *words[end:]]
 
 
@@ -182,7 +187,10 @@ def translated(word: str, rest: list[str], flags: Collection[str]) -> list[str] 
         words = REWRITTEN[name](value if equals else rest.pop(0))
         return words if all(each.partition("=")[0] in flags for each in words) else None
     if name in SWITCHES:
-        return [SWITCHES[name]] if "--dtype" in flags else None
+        has_next = not equals and rest and rest[0].lower() in ("true", "false")
+        is_on = IS_ON.get((value if equals else rest.pop(0) if has_next else "true").lower())
+        words = [SWITCHES[name]] if is_on else []
+        return words if "--dtype" in flags and is_on is not None else None
     key = name.removeprefix("--").replace("-", "_") if name.startswith("--") else name
     is_switch = key in ("flash_attn", "-fa", "compile")  # their values may be missing
     value_is = r"(?i)(on|off|auto|true|false|-?\d+)$" if is_switch else r"-?\d|[^-]"

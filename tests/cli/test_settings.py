@@ -110,3 +110,18 @@ def test_errors_do_not_steer_a_terminal(call, config, words):
     assert result.code == 2
     assert "\\x1b[31m" in result.err
     assert "\x1b" not in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "max_tokens", "n"),
+    [
+        ("--fp16", "float16", 128, 1),
+        ("--fp16=False", "auto", 128, 1),
+        ("--load-in-8bit True", "int8", 128, 1),
+        ("-n5 -l 20", "auto", 20, 5),
+        ("-l=20 -n 5", "auto", 20, 5),
+    ],
+)
+def test_values_of_other_programs_flags(words, dtype, max_tokens, n):
+    args = cli.parse(["generate", "x", *words.split()])
+    assert (args.prompt, args.dtype, args.max_tokens, args.n) == (["x"], dtype, max_tokens, n)

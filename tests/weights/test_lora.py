@@ -19,6 +19,7 @@ from support.golden_models import (
     write_golden,
 )
 from support.oracles import TOLERANCE, read_model
+from support.paths import VOCAB_SIZE
 from support.recorded import MISSING
 from support.tables import rows
 from support.tiny_checkpoint import convert, copy_tokenizer
@@ -199,9 +200,9 @@ def test_rows_of_added_tokens_and_their_tokenizer_are_the_adapters(name, fields,
     added = [V + 1, *IDS[1:-1], V + MORE - 1]
     with torch.no_grad():
         expected = theirs(torch.tensor([added])).logits[0].numpy()
-    (copy_tokenizer(tmp_path / "adapter") / "added_tokens.json").write_text('{"<new>": 9000}')
+    (copy_tokenizer(tmp_path / "adapter") / "added_tokens.json").write_text(json.dumps({"<new>": VOCAB_SIZE}))
     merged = merge_lora(open_checkpoint(base), tmp_path / "adapter")
-    assert load_tokenizer(merged).encode("<new>") == [9000]
+    assert load_tokenizer(merged).encode("<new>") == [VOCAB_SIZE]
     found = logits(merged, token_ids=added)
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
     with pytest.raises(CheckpointError, match="in lora_modules, only GPT-2's"):

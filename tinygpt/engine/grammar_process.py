@@ -33,7 +33,20 @@ OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 
 # A closed object is another condition inside of these: the schema stays as it is.
 COMBINING = ("allOf", "not", "if", "dependentSchemas", "unevaluatedProperties", "patternProperties")
-IN_ONE_OBJECT = {"additionalProperties", "anyOf", "oneOf", "$ref"}  # next to properties: these may allow more
+ELSEWHERE = {"anyOf", "oneOf", "$ref"}  # may have the properties of an object that these stand in
+
+
+def can_close(schema: Any) -> bool:
+    """Return whether each object of a schema lists all properties that it asks for."""
+    if isinstance(schema, list):
+        return all(map(can_close, schema))
+    if not isinstance(schema, dict):
+        return True
+    names = [*schema.get("properties", ())]
+    required = schema.get("required", ())
+    lists_all = not isinstance(required, list) or all(name in names for name in required)
+    is_whole = not ({"properties", "required"} & schema.keys() and ELSEWHERE & schema.keys())
+    return lists_all and is_whole and all(map(can_close, schema.values()))
 
 
 def closed(schema: Any) -> Any:
@@ -49,8 +62,8 @@ def closed(schema: Any) -> Any:
             found[name] = {key: closed(each) for key, each in value.items()}
         else:
             found[name] = value if name in ("const", "enum", "default", "examples") else closed(value)
-    if "properties" in found and not found.keys() & IN_ONE_OBJECT:
-        found["additionalProperties"] = False
+    if "properties" in found:
+        found.setdefault("additionalProperties", False)
     return found
 
 
@@ -209,7 +222,8 @@ class Matchers:
                 return f"start: /{self._package.regex_to_lark(value)}/"
             case "guided_json":
                 schema = json.loads(value)
-                if not has_open_schemas and not any(f'"{word}"' in value for word in COMBINING):
+                combines = any(f'"{word}"' in value for word in COMBINING)
+                if not has_open_schemas and not combines and can_close(schema):
                     schema = closed(schema)
                 return f"start: %json {json.dumps({'x-guidance': SPACES, **schema})}"
         return self._package.grammar_from("grammar", value)  # Lark's or GBNF

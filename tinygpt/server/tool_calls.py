@@ -71,7 +71,8 @@ def schema_of(tools: list[Function]) -> dict[str, Any]:
 
 def _named_call(i: int, tool: Function, arguments: dict[str, Any]) -> dict[str, Any]:
     """i: the place of the tool, to which references of its schema are moved."""
-    written = json.dumps(arguments).replace('"$ref": "#', f'"$ref": "#/anyOf/{i}/properties/arguments')
+    place = f'"$ref": "#/anyOf/{i}/properties/arguments'
+    written = re.sub(r'"\$ref": "#(?=["/])', place, json.dumps(arguments))
     return {
         "type": "object",
         "properties": {"name": {"const": tool.name}, "arguments": json.loads(written)},

@@ -1,7 +1,6 @@
 """Parts of PEFT's adapters besides factors: DoRA's magnitudes, biases of B, rows of tokens, a larger vocabulary.
 
-Sources: Liu et al., "DoRA: Weight-Decomposed Low-Rank Adaptation" (2024), and PEFT's DoraLinearLayer and
-TrainableTokensLayer: rows of chosen tokens are replaced.
+Sources: Liu et al., "DoRA" (2024), and PEFT's DoraLinearLayer and TrainableTokensLayer, which replaces rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,6 @@ from ..checkpoint import Checkpoint
 from ..config import EMBEDDING, HEAD
 from ..convert.export import layout_of
 from ..errors import CheckpointError, listed
-from ..files import TOKENIZER_FILES
 from ..tensor import LazyTensor, Tensor
 from .peft import AdapterFiles
 
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from .lora import Model
     from .lora_config import LoraConfig
 
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt")
 PREFIX = "base_model.model."  # PEFT's wrapper of the model
 
 
@@ -34,9 +33,6 @@ class Extras:
     shifts: dict[str, tuple[str, float]] = field(default_factory=dict)
     rows: dict[str, tuple[Sequence[int], str]] = field(default_factory=dict)
     wanted: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.wanted)
 
 
 def extras_of(
@@ -142,7 +138,7 @@ def with_rows_of(checkpoint: Checkpoint, files: AdapterFiles) -> Checkpoint:
         changes["config"] = replace(checkpoint.config, vocab_size=V)
         table = tables.get(EMBEDDING) or tables[HEAD]
         changes["stored"] = {**checkpoint.stored, EMBEDDING: table, HEAD: tables.get(HEAD, table)}
-    if (tables or has_own_rows) and any((files.path / name).is_file() for name in TOKENIZER_FILES):
+    if (tables or has_own_rows) and any((files.path / name).is_file() for name in _VOCABULARIES):
         changes["tokenizer_folder"] = files.path
     return replace(checkpoint, **changes)
 

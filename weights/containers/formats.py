@@ -126,11 +126,11 @@ def find_weights(folder: Path) -> tuple[Path, Reader] | None:
 
 def reader_of(file: Path) -> Reader:
     peek = Peek.into(file)
-    if known := _foreign(file, peek.head):
-        raise CheckpointError(f"{file} is {known}.")
     for is_format, read in FORMATS:
         if is_format(peek):
             return _function(read)
+    if known := _foreign(file, peek.head):
+        raise CheckpointError(f"{file} is {known}.")
     is_of_weights = any(file.match(pattern) for pattern in (*PATTERNS, *LAST_PATTERNS))  # a damaged one
     is_beside_them = any((file.parent / name).is_file() for name in ("config.json", *FILES))
     if is_beside_them and not is_of_weights:
