@@ -78,9 +78,9 @@ def test_a_terminal_has_aligned_columns(no_limits, capsys, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "more", "begins", "num_lines"),
-    rows("""
-x.CSV | [] | " | 5
-x.jsonl | [] | { | 4
+    rows(r"""
+x.CSV | [] | "\"" | 5
+x.jsonl | [] | "{" | 4
 x.txt | [] | "|" | null
 x.json | ["--format", "md"] | "|" | null
 """),
