@@ -18,7 +18,7 @@ BUDGETS = {
     "modules under 60 lines": 1,
     "tokens of tests": 320_800,
     "tokens for 100 lines of tests": 1_081,
-    "lines of READMEs": 1_286,
+    "lines of READMEs": 1_287,
     "words of prose for 100 lines of code": 138,
     "modules that `generate` imports": 89,
 }
