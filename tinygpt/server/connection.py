@@ -1,5 +1,6 @@
 """Connection: HTTP/1.1 of uvicorn and httptools, with a bound on each thing that a client makes it keep."""
 
+import asyncio
 from typing import Any
 
 import httptools
@@ -22,13 +23,19 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *given: Any, **options: Any):
         super().__init__(*given, **options)
         self._refusal = ApiError(400, "this is not HTTP/1.1.")
+        self._begin_head()
+        self._head_timer = self._timer()
+
+    def _begin_head(self) -> None:
         self._num_unfinished = 0  # bytes since a call of the parser: it keeps an unfinished header
         self._is_in_head = True  # not in a body or its trailers
         self._num_head_bytes = 0
         self._num_headers = 0
         self._num_pieces = 0
         self._num_body_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+
+    def _timer(self) -> asyncio.TimerHandle:
+        return self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
@@ -70,12 +77,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._num_unfinished = 0
-        self._is_in_head = True
-        self._num_head_bytes = 0
-        self._num_headers = 0
-        self._num_pieces = 0
-        self._num_body_bytes = 0
+        self._begin_head()
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -117,7 +119,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def _refuse_if(self, is_true: bool, status: int, message: str) -> None:
-        """Raise if a bound is passed: the parser ends, and uvicorn calls send_400_response."""
+        """Raise if a bound is passed: the parser ends, and data_received sends the refusal."""
         if is_true:
             self._refusal = ApiError(status, message)
             raise self._refusal
@@ -127,4 +129,4 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if is_last and not self.transport.is_closing():
             self._head_timer.cancel()
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.timeout_keep_alive_handler)
+            self._head_timer = self._timer()

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from typing_extensions import TypeAliasType
 
 from ..aliases import OURS
+from ..engine.guided import MAX_CHARACTERS
 
 # Of one request.
 MAX_INT = 2**31 - 1
@@ -17,8 +18,6 @@ MAX_STOPS = 64
 MAX_WORDS = 10_000
 MAX_IDS = 1_000_000
 MAX_FIELDS = 256  # that are read; more than any form knows
-MAX_CHARACTERS = 2**16  # of a pattern or grammar
-ANY_OBJECT = {"type": "object"}
 IGNORED = ("pad_token_id", "use_cache")  # of transformers
 
 
