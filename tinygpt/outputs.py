@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from .errors import RequestError, invalid
+from .errors import RequestError, TinyGPTError, invalid
 from .look import bits
 
 Result = TypeVar("Result")
@@ -297,6 +297,8 @@ class ThreadFuture(Future[Result]):
         if self.set_running_or_notify_cancel():
             try:
                 result = work()
+            except TinyGPTError as error:  # without frames, which have this future
+                self.set_exception(error.with_traceback(None))
             except BaseException as error:  # raised again in the thread that waits
                 self.set_exception(error)
             else:

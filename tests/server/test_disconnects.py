@@ -1,12 +1,17 @@
 """A client that leaves gives its slot back within one step, whatever it was waiting for."""
 
+import gc
 import socket
+import weakref
 
 import pytest
 
-from support.gate import Gate, until_idle
+from support.gate import Gate, noting, until_idle
 from support.serving import served, until
+from tinygpt.look.captures import StepCaptures
 from tinygpt.server import app
+from tinygpt.server.connection import Connection
+from tinygpt.server.requests import RunningRequest
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True}
 
@@ -98,3 +103,29 @@ def test_a_reply_that_is_not_read_is_dropped(llm, monkeypatch):
         assert server.ended()["status"] == 200
         until(lambda: not connections)
         assert server.api.held_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stream": True, "capture": "z"},
+        {"edits": [{"name": "v", "keep": 3e38}] * 2},
+        {"guided_regex": "("},
+    ],
+    ids=str,
+)
+def test_an_ended_request_is_free_before_a_garbage_collection(llm, monkeypatch, asked):
+    """Else a collection of old objects, minutes later, would free its captures and texts."""
+    owners = (RunningRequest, "submit"), (StepCaptures, "check"), (Connection, "data_received")
+    made = [noting(monkeypatch, *owner, lambda owner, *_: weakref.ref(owner)) for owner in owners]
+    with served(llm, look=True) as server:
+        gc.disable()
+        try:
+            client = server.begin(**LONG | asked)
+            client.socket.recv(1)
+            client.close()
+            server.ended()
+            server.complete(prompt="x", max_tokens=1)  # the engine's thread has its last command
+            until(lambda: not any(each() for some in made for each in some))
+        finally:
+            gc.enable()

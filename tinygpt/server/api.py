@@ -318,8 +318,7 @@ class Api:
         return work
 
     def _end(self, request: Request, work: RunningRequest) -> None:
-        work.cancel()
-        found = work.found()
+        found = work.end()
         self.metrics.observe(found, work.token_gaps())
         firsts = [progress.metrics.time_to_first_token for progress, _ in found]
         request.state.notes |= {

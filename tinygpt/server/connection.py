@@ -39,6 +39,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
+        self._unset_keepalive_if_required()  # uvicorn forgets it after a reset
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -122,7 +123,7 @@ class Connection(HttpToolsProtocol):
         """Raise if a bound is passed: the parser ends, and data_received sends the refusal."""
         if is_true:
             self._refusal = ApiError(status, message)
-            raise self._refusal
+            raise httptools.HttpParserError
 
     def on_response_complete(self) -> None:
         is_last = not self.pipeline

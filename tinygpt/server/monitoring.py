@@ -95,7 +95,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def observe(self, found: Iterable[tuple[Progress, list[str]]], token_gaps: Iterable[float]) -> None:
-        """Count ended requests, as `RunningRequest.found` returns them.
+        """Count ended requests, as `RunningRequest.end` returns them.
 
         token_gaps: seconds between the tokens of streams.
         """

@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from concurrent.futures import CancelledError
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -135,7 +134,10 @@ class ChunkQueue:
         free = partial(self._loop.call_soon_threadsafe, self._room.release)
         future.add_done_callback(lambda _: self._loop.is_closed() or free())
         threading.Thread(target=future.settle, args=(call,), daemon=True).start()
-        return await asyncio.wrap_future(future)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            del future  # whose error has this frame
 
     def post(self, queue: asyncio.Queue, item: tuple[int, StreamChunk | None]) -> None:
         self._items.append((queue, item))
@@ -164,7 +166,7 @@ class RunningRequest:
         self._num_posted = 0  # by the thread of the engine
         self._num_taken = 0  # by the loop
         self._taken_at = time.perf_counter()
-        self._slow_client_error: ApiError | None = None
+        self._is_slow = False
 
     async def submit(self, requests: Requests, stream: bool, in_thread: bool) -> None:
         """Run all requests, or none. Raises as LLM.submit does."""
@@ -178,19 +180,17 @@ class RunningRequest:
             else:
                 submit()
         except BaseException:
-            self.cancel()
+            self.end()
             raise
 
     async def outputs(self) -> list[RequestOutput]:
         try:
-            await asyncio.gather(
-                *(asyncio.wrap_future(future) for future in self.futures if not future.done())
-            )
-            return [future.result() for future in self.futures]
-        except (asyncio.CancelledError, CancelledError):
-            if reason := self._outbox.shutdown_error or self._slow_client_error:
-                raise reason from None
-            raise
+            return await asyncio.gather(*map(asyncio.wrap_future, self.futures))
+        except asyncio.CancelledError:
+            if self._is_slow:
+                message = f"{MAX_UNREAD} tokens of the stream were not read: read it faster."
+                raise ApiError(400, message) from None
+            raise self._outbox.shutdown_error or asyncio.CancelledError from None
 
     async def chunks(self) -> AsyncIterator[list[PromptChunk] | None]:
         """Yield all chunks that have come, until the last request has ended; None for a ping."""
@@ -221,8 +221,9 @@ class RunningRequest:
         for future in self.futures:
             future.cancel()
 
-    def found(self) -> list[tuple[Progress, list[str]]]:
-        """Return the progress of each request, and its samples' finish reasons: "abort" if it is not finished."""
+    def end(self) -> list[tuple[Progress, list[str]]]:
+        """Cancel the requests. Return the progress of each, and its finish reasons: "abort" if it is not finished."""
+        self.cancel()
         found = []
         for future in self.futures:
             progress = future.request.progress()
@@ -232,6 +233,7 @@ class RunningRequest:
                 progress = replace(progress, num_new_tokens=sum(len(sample.token_ids) for sample in samples))
                 reasons = [sample.finish_reason for sample in samples]
             found.append((progress, reasons))
+        self.futures.clear()  # of which each refers to this object: memory is free before a garbage collection
         return found
 
     def token_gaps(self) -> Iterator[float]:
@@ -246,7 +248,7 @@ class RunningRequest:
             if stream:
                 future.add_done_callback(partial(self._post_end, i))
             if self._is_cancelled:  # meanwhile, in the loop
-                self.cancel()
+                self.end()
 
     def _post(self, i: int, chunk: StreamChunk) -> None:
         """Called by the engine's thread."""
@@ -256,9 +258,8 @@ class RunningRequest:
             self._times.setdefault((i, chunk.index), []).append(now)
         num_unread = self._num_posted - self._num_taken
         is_slow = num_unread > MAX_UNREAD and now - self._taken_at > UNREAD_SECONDS
-        if is_slow and self._slow_client_error is None:
-            message = f"{MAX_UNREAD} tokens of the stream were not read: read it faster."
-            self._slow_client_error = ApiError(400, message)
+        if is_slow and not self._is_slow:
+            self._is_slow = True
             self.cancel()
         self._outbox.post(self._queue, (i, chunk))
 
@@ -305,14 +306,13 @@ async def _read_body(request: Request) -> bytes:
     declared = request.headers.get("content-length", "")
     limit = config.max_body_bytes
     body = bytearray()
-    too_large = ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
     if declared.isdecimal() and int(declared) > limit:
-        raise too_large
+        raise _too_large(limit)
     num_held = 0
     async for part in request.stream():
         body += part
         if len(body) > limit:
-            raise too_large
+            raise _too_large(limit)
         if len(body) > num_held:  # an object for each of a million packets would take more than the body
             request.state.reading.enter_context(api.holding(len(body)))
             num_held += len(body)
@@ -320,6 +320,10 @@ async def _read_body(request: Request) -> bytes:
         fields = {"id": request.state.id, "body": body.decode(errors="replace")}
         logging.getLogger("tinygpt.server.access").info("body", extra={"fields": fields})
     return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than the {limit} bytes that this server reads.")
 
 
 def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
@@ -387,3 +391,4 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         if not working.done():
             working.cancel()
             await asyncio.wait({working})
+        del working  # whose error has this frame

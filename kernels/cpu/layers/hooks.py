@@ -127,7 +127,7 @@ def run_with_hooks(take_steps: Callable, params: Any, batch: Any, kv_cache: Any,
             buffers.hooks.wanted[point, layer + later] = 1
     step = HookedStep(look, buffers, rows, kv_cache.k.shape[2])
     callback = CALLBACK(step)
-    buffers.hooks.call[0] = ctypes.cast(callback, ctypes.c_void_p).value
+    buffers.hooks.call[0] = ctypes.c_void_p.from_buffer(callback).value  # a cast would make a cycle
     team.run(take_steps, params, kv_cache, buffers)
     if step.error is not None:
         raise step.error
