@@ -47,17 +47,20 @@ stop: [a, b]
 ignore-eos: true
 echo: false
 logit_bias: 11=-4
-guided_json: {type: object}
+guided_json: {type: object, title: 2020-01-01}
 seed: null
 gpu-memory-utilization: 0.9
 """
+
+
+DATED = '{"type": "object", "title": "2020-01-01"}'
 
 
 def test_a_file_has_values_of_every_kind(config):
     args = cli.parse(["generate", "x", "--config", config(FILE)])
     params = params_of(args)
     assert (params.temperature, params.stop, params.ignore_eos, args.echo) == (0.5, ("a", "b"), True, False)
-    assert (params.logit_bias, params.guided_json, params.seed) == (((11, -4.0),), '{"type": "object"}', None)
+    assert (params.logit_bias, params.guided_json, params.seed) == (((11, -4.0),), DATED, None)
     assert cli.parse(["generate", "--config", config(FILE), "--stop", "c"]).stop == ["c"]
     bench = cli.parse(["bench", "--config", config("batch-sizes: [1, 4]\nnew-tokens: 8")])
     assert (bench.batch_sizes, bench.new_tokens) == ((1, 4), (8,))
@@ -98,6 +101,24 @@ def test_a_shell_completes_commands_and_flags(call):
     result = call("completion", "bash")
     assert (result.code, result.err) == (0, ""), shtab
     assert {"generate", "serve", "--max-tokens", "--batch-sizes"} <= {*result.out.replace("'", " ").split()}
+
+
+ALIASES = "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9 if i else 'x')}]\n" for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (ALIASES, "aliases have too many values"),
+        ("guided-json: &a {x: *a}", "Circular reference"),
+        (f"seed: 0x{'f' * 9000}", "Exceeds the limit"),
+        ("#" * 1_048_577, "more than 1048576 characters"),
+    ],
+    ids=range(4),
+)
+def test_a_hostile_file_is_a_usage_error(call, config, text, said):
+    result = call("generate", "--config", config(text))
+    assert (result.code, said in result.err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +44,14 @@ def test_the_drafts_are_those_of_transformers():
     expected = [row[row >= 0].tolist() for row in drafts_of_transformers(cases)]
     assert 0 < sum(map(bool, expected)) < len(cases)
     assert [propose_by_lookup(*case) for case in cases] == expected
+
+
+def test_a_lookup_of_long_ngrams_takes_milliseconds():
+    """A request's max_matching_ngram_size may be any number: all others wait for its lookups."""
+    began = time.thread_time()
+    assert propose_by_lookup([5] * 2000 + [6], 4, 2000) == []
+    assert propose_by_lookup(random.Random(0).choices(range(2), k=2000), 4, 2000)
+    assert time.thread_time() - began < 0.5
 
 
 @pytest.fixture(scope="module")

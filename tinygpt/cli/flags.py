@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, dataclass, fields, replace
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ..errors import how_to_install, invalid, suggest
@@ -250,6 +250,8 @@ def with_seed(params: SamplingParams) -> SamplingParams:
 
 VARIABLES = {f"TINYGPT_{name}": f"--{name.lower()}" for name in ("MODEL", "HOST", "PORT", "DTYPE", "THREADS")}
 VARIABLES["TINYGPT_LOG"] = "--log-level"
+MAX_CONFIG = 2**20  # characters of a file, and parts of its JSON: an alias in YAML may stand for any number
+JSON = json.JSONEncoder(default=str)  # of dates, too
 
 
 def set_defaults(
@@ -283,7 +285,7 @@ def _read(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) 
             raise argparse.ArgumentError(action, f"invalid value: {value!r} (must be true or false)")
         return action.const if value else action.default
     texts = (
-        [json.dumps(value)]
+        [JSON.encode(value)]
         if isinstance(value, dict)
         else map(str, value if isinstance(value, list) else [value])
     )
@@ -297,13 +299,18 @@ def _read(parser: argparse.ArgumentParser, action: argparse.Action, value: Any) 
 def read_config(parser: argparse.ArgumentParser, file: str) -> Mapping[str, Any]:
     """Return the keys of a file in TOML (its name ends so) or YAML. Exit with a message if it cannot be read."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        with open(file, encoding="utf-8") as stream:
+            text = stream.read(MAX_CONFIG + 1)
+        if len(text) > MAX_CONFIG:
+            raise ValueError(f"it has more than {MAX_CONFIG} characters")
         if file.lower().endswith(".toml"):
             values = import_module("tomllib" if find_spec("tomllib") else "tomli").loads(text)
         else:
             import yaml
 
             values = yaml.safe_load(text) or {}
+        if sum(1 for _ in islice(JSON.iterencode(values), MAX_CONFIG)) == MAX_CONFIG:
+            raise ValueError("its aliases have too many values")
     except Exception as error:  # each parser has its own
         if getattr(error, "name", None) == "tomli":
             parser.error(f"--config {file}: TOML before Python 3.11 needs tomli: {how_to_install('toml')}")

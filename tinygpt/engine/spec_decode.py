@@ -90,14 +90,13 @@ def propose_by_lookup(token_ids: list[int], count: int, max_ngram: int) -> list[
 
     Source: Saxena, "Prompt Lookup Decoding" (2023), as in transformers' PromptLookupCandidateGenerator.
     """
-    for size in range(min(max_ngram, len(token_ids) - 1), 0, -1):
-        ngram = token_ids[-size:]
-        start = token_ids.index(ngram[0])
-        while start + size < len(token_ids):
-            if token_ids[start : start + size] == ngram:
-                return token_ids[start + size : start + size + count]
-            start = token_ids.index(ngram[0], start + 1)
-    return []
+    size, after = 0, len(token_ids)  # of the longest match, and the place after it
+    for end in (i for i, token_id in enumerate(token_ids[:-1], 1) if token_id == token_ids[-1]):
+        while size < min(max_ngram, end) and token_ids[end - size - 1 : end] == token_ids[-size - 1 :]:
+            size, after = size + 1, end
+        if size == max_ngram:
+            break
+    return token_ids[after : after + count]
 
 
 class DraftModel:
