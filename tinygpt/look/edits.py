@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, RequestError, invalid
+from ..weights.errors import shown
 from ..weights.files import followed
 from .hooks import HookPoints
 
@@ -290,18 +291,20 @@ class ControlVector:
 
         file = followed(Path(path))
         container = read_gguf(file)
-        if container.metadata.get(ARCHITECTURE) != KIND:
-            raise CheckpointError(
-                f"{file} holds {container.metadata.get(ARCHITECTURE)!r} and must hold {KIND!r}."
-            )
+        kind = container.metadata.get(ARCHITECTURE)
+        if kind != KIND:
+            raise CheckpointError(f"{file} holds {shown(kind)} and must hold {KIND!r}.")
         found = {}
         for name, tensor in container.tensors.items():
             match = DIRECTION.fullmatch(name)
             if match is None or len(tensor.shape) != 1 or not tensor.is_floating:
                 raise CheckpointError(
-                    f"{file} holds {name} {tensor.shape} and must hold vectors direction.1, ..."
+                    f"{file} holds {shown(name)} {tensor.shape} and must hold vectors direction.1, ..."
                 )
-            found[int(match[1])] = tensor.float32().copy()
+            vector = tensor.float32().copy()
+            if not np.isfinite(vector).all():
+                raise CheckpointError(f"{file} holds {name}, whose values are not all finite numbers.")
+            found[int(match[1])] = vector
         if len({vector.size for vector in found.values()}) != 1:
             raise CheckpointError(f"{file} must hold vectors of one length, and at least one.")
         return cls(found)
