@@ -336,6 +336,7 @@ class StepCaptures:
 
         In attention, 0 times infinity is NaN: they would reach earlier positions of the step, and with these the prefix
         cache. Without edits, such positions make all later logits NaN, and nothing of the request is shared.
+        Of several positions, the prefill's chunks decide which is named: this NaN hides an earlier position's own.
         """
         for s, captures, rows, start in self._captures:
             if not captures.edits or s in self.failed:
