@@ -39,6 +39,7 @@ class Checkpoint:
     layout: transformers', None for GPT-2's. tokenizer_folder: of another tokenizer, an adapter's.
     read_tokenizer: returns the content of a tokenizer.json, or None if it lies in `folder`; may raise CheckpointError.
     chat_options: a chat template with its special tokens in the file itself, as tokenizer_config.json has them.
+    on_release: called with the name of a parameter that has been read.
     """
 
     path: Path
@@ -55,6 +56,7 @@ class Checkpoint:
     heads: Mapping[str, Tensor] = field(default_factory=dict)
     layout: Layout | None = None
     tokenizer_folder: Path | None = None
+    on_release: Callable[[str], Any] = lambda name: None
 
     @property
     def folder(self) -> Path:
@@ -75,6 +77,7 @@ class Checkpoint:
 
     def release(self, name: str) -> None:
         self._parameter(name).release()
+        self.on_release(name)
 
     def _parameter(self, name: str) -> Tensor:
         return self.stored[EMBEDDING if self.tied and name == HEAD else name]

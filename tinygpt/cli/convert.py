@@ -3,7 +3,7 @@
 import argparse
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -147,12 +147,12 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     check_tokenizer(checkpoint)
     if args.to == "gguf":
         gguf.check_gguf(checkpoint, args.dtype)
-        write = partial(gguf.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
+        write = partial(_write, gguf.write_gguf, folder, checkpoint, args.dtype, _byte_level_spec(checkpoint))
     elif args.to:
         writer = export.write_npz if args.to == "npz" else export.write_safetensors
-        write = partial(writer, folder, checkpoint, args.dtype)
+        write = partial(_write, writer, folder, checkpoint, args.dtype)
     elif args.dtype == STORAGE_DTYPE:
-        write = partial(export.write_float8, folder, checkpoint, args.source)
+        write = partial(_write, export.write_float8, folder, checkpoint, args.source)
     else:
         write = partial(write_packed, folder, *_pack(args, checkpoint))
     if checkpoint.heads:
@@ -166,6 +166,13 @@ def _convert(args: argparse.Namespace, folder: Path) -> tuple[int, Path]:
     except OSError as error:
         raise TinyGPTError(f"DST {args.target} cannot be written: {error.strerror or error}.") from None
     return sum(file.stat().st_size for file in checkpoint.files), file
+
+
+def _write(writer: Callable[..., Path], folder: Path, checkpoint: "Checkpoint", *given: Any) -> Path:
+    from ..engine.model_runner import reading
+
+    with reading(checkpoint, "writing") as watched:
+        return writer(folder, watched, *given)
 
 
 def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
@@ -191,7 +198,7 @@ def _byte_level_spec(checkpoint: "Checkpoint") -> dict[str, Any] | None:
 
 def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str, Any], dict[str, object]]:
     """Return the arrays to write, and the metadata of the file."""
-    from ..engine.model_runner import load_tokenizer
+    from ..engine.model_runner import load_tokenizer, reading
     from ..engine.prompts import encode
     from ..evaluation.calibration import calibrate, read_act_scales
     from ..hardware import thread_count
@@ -210,7 +217,8 @@ def _pack(args: argparse.Namespace, checkpoint: "Checkpoint") -> tuple[dict[str,
         calibration = calibrate(checkpoint, text, token_ids, args.dtype, share, progress("sample"))
     log(f"packing {args.source} as {args.dtype}")
     try:
-        arrays = load_arrays(checkpoint, args.dtype, thread_count(args.threads), calibration)
+        with reading(checkpoint, "packing") as watched:
+            arrays = load_arrays(watched, args.dtype, thread_count(args.threads), calibration)
     except WeightError as error:
         raise RequestError(str(error), "dtype") from None
     about = {

@@ -2,10 +2,12 @@
 
 import importlib
 import logging
+import math
+import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
-from ..weights.config import PRECISIONS, STORAGE_DTYPE, ModelConfig
+from ..weights.config import HEAD, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_STEPS = 16
+LARGE = 2**28  # bytes of float32 matrices, which take a second or more to read
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 # Dtypes that compute with adapters which are not merged.
 ADAPTED = tuple(name for name, precision in PRECISIONS.items() if precision.activations == "float32")
@@ -94,7 +97,8 @@ class ModelSource:
         if isinstance(self.checkpoint, PackedCheckpoint):
             return self.backend.PACKED.params_of(self._packed_arrays(), self.config, self.dtype, **share)
         try:
-            return self.backend.load_params(self.checkpoint, self.dtype, threads, **share)
+            with reading(self.checkpoint, "loading") as checkpoint:
+                return self.backend.load_params(checkpoint, self.dtype, threads, **share)
         except WeightError as error:
             raise RequestError(str(error), "dtype") from None
 
@@ -113,6 +117,25 @@ def _read_adapters(
     from ..weights.adapters.lora import read_lora
 
     return tuple(read_lora(checkpoint, folder) for folder in lora_modules.values())
+
+
+@contextmanager
+def reading(checkpoint: Checkpoint, doing: str) -> Iterator[Checkpoint]:
+    """Yield the checkpoint, with a bar for the bytes that are read of a large one, on a terminal and next to a log."""
+    left = {
+        name: 4 * math.prod(shape)
+        for name, shape in parameter_shapes(checkpoint.config).items()
+        if len(shape) > 1 and not (name == HEAD and checkpoint.tied)
+    }
+    total = sum(left.values())
+    is_shown = total >= LARGE and logger.isEnabledFor(logging.INFO)
+    if not is_shown or sys.stderr is None or not sys.stderr.isatty():
+        yield checkpoint
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=doing, unit="B", unit_scale=True, leave=False) as bar:
+        yield replace(checkpoint, on_release=lambda name: bar.update(left.pop(name, 0)))
 
 
 def load_tokenizer(

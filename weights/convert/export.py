@@ -21,7 +21,7 @@ from ..errors import CheckpointError, NoTokenizerError
 from ..families.family import TRANSPOSED, Layout, Transform
 from ..families.gpt2 import LAYOUT as GPT2_LAYOUT
 from ..files import CONFIG_FILES, TOKENIZER_FILES, read_json_object, read_regular
-from ..tensor import DefaultTensor, Tensor, parsing
+from ..tensor import DefaultTensor, parsing
 
 SAFETENSORS = "model.safetensors"
 NPZ = "model.npz"
@@ -88,7 +88,7 @@ def parts_of(checkpoint: Checkpoint) -> Iterator[LayoutPart]:
         count = len(rule.sources)
         shape = rule.transform.stored_shape(shapes[name], count)
         for i, source in enumerate(rule.sources):
-            array = partial(_part, checkpoint.stored[name], rule.transform, i, count)
+            array = partial(_part, checkpoint, name, rule.transform, i, count)
             yield LayoutPart(
                 layout.file_name(source), source, shape, name, array, int(rule.transform is TRANSPOSED)
             )
@@ -108,9 +108,9 @@ def can_be_written(checkpoint: Checkpoint) -> bool:
     return not checkpoint.config.structure or checkpoint.layout is not None
 
 
-def _part(tensor: Tensor, transform: Transform, i: int, count: int) -> np.ndarray:
-    array = tensor.float32()
-    tensor.release()
+def _part(checkpoint: Checkpoint, name: str, transform: Transform, i: int, count: int) -> np.ndarray:
+    array = checkpoint.tensor(name)
+    checkpoint.release(name)
     return transform.to_parts(array, count)[i]
 
 
