@@ -33,7 +33,6 @@ loading | B | generate -n 4 --input prompts --output records
 prompt | prompts | generate -n 4 --input prompts --output records
 window | windows | eval ppl text --max-model-len 64
 row | rows | eval lambada lines
-article | articles | eval rouge articles
 packing | B | convert demo target
 writing | B | convert demo target --to safetensors
 writing | B | convert demo target --to gguf
@@ -47,12 +46,10 @@ def folder(tmp_path):
     (tmp_path / "text").write_text(text)
     (tmp_path / "prompts").write_text('{"prompt": "The mill"}\n' * 20_000)
     (tmp_path / "lines").write_text('{"text": "The cat has three sons"}\n' * 20_000)
-    row = json.dumps({"article": "The mill.", "highlights": "It."})
-    (tmp_path / "articles").write_text(f"{row}\n" * 2000)
     return tmp_path
 
 
-@pytest.mark.parametrize("name, unit, words", BARS)
+@pytest.mark.parametrize(("name", "unit", "words"), BARS)
 def test_ctrl_c_during_a_bar_ends_in_one_sentence(folder, name, unit, words):
     screen, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))

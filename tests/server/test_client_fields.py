@@ -11,6 +11,7 @@ from tinygpt.engine.grammar_process import can_close, closed
 from tinygpt.errors import RequestError
 from tinygpt.server import client_fields, protocol
 from tinygpt.server.tool_calls import Function, ToolCall, schema_of
+from tinygpt.text.chat_template import ChatTemplate
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 USER = {"role": "user", "content": "Once upon a time"}
@@ -153,11 +154,36 @@ def test_a_responses_format_is_a_guide(server):
     assert found["text"] == {"format": form}
 
 
-def test_a_server_that_passes_over_unknown_fields_refuses_these_too(llm):
+def test_what_is_not_there_may_be_passed_over(server, llm):
+    asked = {"audio": {"voice": "x"}, "moderation": {"model": "x"}, "tools": [{"type": "custom"}, *TOOLS]}
+    for name, value in asked.items():
+        reply = server.ask(CHAT, ASKED[CHAT] | {name: value})
+        assert (reply.status, reply.error["param"].partition(".")[0]) == (400, name)
     with served(llm, ignores_unknown_fields=True) as server:
-        reply = server.ask(CHAT, ASKED[CHAT] | {"audio": {"voice": "x"}})
-        assert (reply.status, reply.error["param"]) == (400, "audio")
-        assert server.ask(CHAT, ASKED[CHAT] | {"tools": TOOLS}).error["param"] == "tool_choice"
+        assert server.ask(CHAT, ASKED[CHAT] | asked).choices[0]["finish_reason"] == "length"
+        assert (
+            server.ask(RESPONSES, ASKED[RESPONSES] | {"tools": TOOLS, "context_management": [{}]}).status
+            == 200
+        )
+
+
+SHOWN = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}Once"
+# A choice, and the prompt that a template with tools makes.
+SHOWN_FOR = [
+    (None, "paint stop Once"),
+    ("auto", "paint stop Once"),
+    ("none", "Once"),
+    (CHOICES[1], "paint stop Once"),
+]
+
+
+@pytest.mark.parametrize(("choice", "prompt"), SHOWN_FOR, ids=str)
+def test_a_template_shows_the_tools(llm, choice, prompt):
+    asked = ASKED[CHAT] | {"tools": TOOLS, "tool_choice": choice, "return_token_ids": True}
+    with served(llm, chat_template=ChatTemplate(SHOWN, {})) as server:
+        reply = server.ask(CHAT, asked).json
+    assert llm.tokenizer.decode(reply["prompt_token_ids"]) == prompt
+    assert ("tool_calls" in reply["choices"][0]["message"]) == (choice == CHOICES[1])
 
 
 def test_a_model_without_a_template_chats_by_the_plain_one(server, llm):

@@ -122,6 +122,10 @@ class Api:
     def outbox(self) -> ChunkQueue:
         return ChunkQueue(self.llm)
 
+    @property
+    def shows_tools(self) -> bool:
+        return self.chat_template is not None and self.chat_template.shows_tools
+
     def checked(self, handle: Handler) -> Handler:
         """Return the handler with the checks of all POST routes; its work ends when the client leaves."""
 
@@ -173,7 +177,8 @@ class Api:
             raise ApiError(400, "top_logprobs needs logprobs to be true.", "top_logprobs")
         if form.prompt_logprobs is not None:
             raise ApiError(400, "prompt_logprobs is not available in a chat.", "prompt_logprobs")
-        if problem := form.tool_problem():
+        can_choose = self.shows_tools or self.config.ignores_unknown_fields
+        if problem := form.tool_problem(can_choose):
             raise ApiError(400, problem, "tool_choice")
         given = form.max_completion_tokens or form.max_tokens
         logprobs = (form.top_logprobs or 0) if form.logprobs else None
@@ -198,7 +203,7 @@ class Api:
         if self.chat_template is None:
             how = "start the server with --chat-template plain, or a file, or use /v1/completions"
             raise ApiError(400, f"{self.model_name} has no chat template: {how}.", code="no_chat_template")
-        options = getattr(form, "chat_template_kwargs", None)
+        options = form.template_options(self.shows_tools) if kind is Chat else None
         adds_prompt = getattr(form, "add_generation_prompt", True)
         given = self.chat_template, self.llm.tokenizer, form.listed_messages(), options, adds_prompt
         ids = await asyncio.to_thread(chat_ids, *given)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, create_model
+from pydantic import AfterValidator, BaseModel, Field, ValidationInfo, create_model
 
+DROPPING = "dropping"  # the context of a request whose refused fields are passed over
 EMPTY = (None, False, 0, "", "none", [], {})  # what asks for nothing in any field
 
 
@@ -19,10 +20,12 @@ class Lacking:
     reason: str
     usual: Any = None
 
-    def check(self, value: Any) -> Any:
-        """Return the value if it asks for nothing."""
+    def check(self, value: Any, about: ValidationInfo) -> Any:
+        """Return the value if it asks for nothing, and None for another one of a DROPPING request."""
         if value in EMPTY or value == self.usual:
             return value
+        if about.context == DROPPING:
+            return None
         raise ValueError(self.reason)
 
 
@@ -46,12 +49,12 @@ class Others:
 
 TEXTS_ALONE = Lacking("texts alone are read and written here")
 STORED = Lacking("nothing is stored here; send all messages")
+CUT = 'send overflow, as "truncate"'
 CHAT_TOOLS = "/v1/chat/completions calls tools, by a tool_choice that is forced"
 OTHERS = {
     "any request": Others(
-        "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention "
-        "moderation",
-        {},
+        "store metadata service_tier safety_identifier prompt_cache_key prompt_cache_options prompt_cache_retention",
+        {"moderation": Lacking("no text is judged here")},
     ),
     "a chat": Others(
         "parallel_tool_calls reasoning_effort verbosity prediction",
@@ -72,7 +75,7 @@ OTHERS = {
         },
     ),
     "a response": Others(
-        "parallel_tool_calls max_tool_calls reasoning context_management background_options access_programs",
+        "parallel_tool_calls max_tool_calls reasoning background_options access_programs",
         {
             "tools": Lacking(CHAT_TOOLS),
             "tool_choice": Lacking(CHAT_TOOLS, "auto"),
@@ -83,7 +86,8 @@ OTHERS = {
             "previous_response_id": STORED,
             "conversation": STORED,
             "prompt": STORED,
-            "truncation": Lacking('send overflow, as "truncate"', "disabled"),
+            "truncation": Lacking(CUT, "disabled"),
+            "context_management": Lacking(CUT),
         },
     ),
 }

@@ -19,7 +19,7 @@ from ..sampling_params import GUIDED_FIELDS, SAMPLING_FIELDS, SamplingParams
 from ..text.chat import Role
 from ..wire import UNSENDABLE
 from .client_fields import with_others
-from .tool_calls import Function, PastCall, Tool, ToolChoice, schema_of
+from .tool_calls import Function, PastCall, Tool, ToolChoice, functions_of, schema_of
 from .values import (
     IGNORED,
     MAX_IDS,
@@ -304,7 +304,7 @@ class ChatRequest(with_others("a chat", with_others("any request", LookFields)))
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], items(MAX_STOPS)] | None = None
+    tools: Annotated[list[Tool], items(MAX_STOPS), BeforeValidator(functions_of)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
 
     def listed_messages(self) -> list[dict[str, Any]]:
@@ -317,16 +317,22 @@ class ChatRequest(with_others("a chat", with_others("any request", LookFields)))
             return [tool for tool in tools if tool.name == self.tool_choice.function.name]
         return tools if self.tool_choice == "required" else []
 
-    def tool_problem(self) -> str | None:
-        """Return the reason why no tool can be called as this asks."""
+    def template_options(self, has_tools: bool) -> dict[str, Any]:
+        """Return variables for the template. has_tools: whether it shows tools to the model."""
+        shown = self.tools if has_tools and self.tool_choice != "none" else None
+        tools = {"tools": [tool.model_dump(exclude_none=True) for tool in shown]} if shown else {}
+        return tools | (self.chat_template_kwargs or {})
+
+    def tool_problem(self, can_choose: bool) -> str | None:
+        """Return the reason why no tool can be called as this asks. can_choose: tool_choice may be auto."""
         if isinstance(self.tool_choice, ToolChoice) and not self.forced_tools():
             return f"tool_choice names {self.tool_choice.function.name!r}, which is not among tools."
         if self.tool_choice == "required" and not self.tools:
             return "tool_choice is required, and there are no tools."
-        if self.tools and self.tool_choice in (None, "auto"):
+        if self.tools and self.tool_choice in (None, "auto") and not can_choose:
             asked = "tool_choice is auto (as it is by default, with tools)"
             other = "name a function, or send required or none"
-            return f"{asked}, and this model does not choose between a text and a tool: {other}."
+            return f"{asked}, and this model's chat template shows it no tools: {other}."
         return None
 
     def guides(self) -> dict[str, tuple[str, Any]]:

@@ -32,6 +32,7 @@ from ..look.edits import Edit
 from ..outputs import RequestOutput, StreamChunk, ThreadFuture
 from ..sampling_params import SamplingParams
 from .answers import BUG, ApiError, Turns, error_body, event, from_engine
+from .client_fields import DROPPING
 from .protocol import Array, LookFields
 from .replies import Job, PromptChunk
 
@@ -327,9 +328,9 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _known_fields(form: type[BaseModel], body: bytes) -> bytes:
-    """Return the body without fields that the form does not know. Raise RequestValidationError for other errors."""
+    """Return the body without fields that are unknown or lacking. Raise RequestValidationError for other errors."""
     try:
-        known = form.model_validate_json(body, extra="ignore")
+        known = form.model_validate_json(body, extra="ignore", context=DROPPING)
         return known.model_dump_json(by_alias=True, exclude_unset=True).encode()
     except ValidationError as error:
         found = [{**each, "loc": ("body", *each["loc"])} for each in error.errors(include_url=False)]

@@ -6,8 +6,9 @@ import secrets
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo
 
+from .client_fields import DROPPING
 from .values import Strict, Text
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -25,6 +26,13 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+
+
+def functions_of(tools: Any, about: ValidationInfo) -> Any:
+    """Return the tools, of a DROPPING request without those of other types."""
+    if about.context != DROPPING or not isinstance(tools, list):
+        return tools
+    return [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") == "function"]
 
 
 class NamedFunction(Strict):

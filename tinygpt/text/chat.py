@@ -34,6 +34,7 @@ class PlainTemplate:
         "{% for message in messages %}{{ '' if loop.first or message.role == 'assistant' else '\\n' }}"
         "{{ message.content }}{% endfor %}"
     )
+    shows_tools = False
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         lines = ((i > 0 and each["role"] != "assistant", each["content"]) for i, each in enumerate(messages))

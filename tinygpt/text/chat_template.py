@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError, pass_context
 from jinja2.ext import Extension
+from jinja2.nodes import Name
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import CheckpointError, RequestError
@@ -64,7 +65,9 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = Sandbox().from_string(source)
+            sandbox = Sandbox()
+            self._template = sandbox.from_string(source)
+            self.shows_tools = any(each.name == "tools" for each in sandbox.parse(source).find_all(Name))
         except Exception as error:  # also SyntaxError and ValueError of the Python code that Jinja makes
             raise CheckpointError(f"the chat template cannot be read: {error}.") from None
 
