@@ -332,7 +332,7 @@ class ChatRequest(with_others("a chat", with_others("any request", LookFields)))
         if self.tools and self.tool_choice in (None, "auto") and not can_choose:
             asked = "tool_choice is auto (as it is by default, with tools)"
             other = "name a function, or send required or none"
-            return f"{asked}, and this model's chat template shows it no tools: {other}."
+            return f"{asked}, and this model does not choose between a text and a tool: {other}."
         return None
 
     def guides(self) -> dict[str, tuple[str, Any]]:
