@@ -43,6 +43,33 @@ def started(monkeypatch):
     return found
 
 
+# Requests of many kinds after the first ones; prints the kernels that they load or compile.
+KINDS = """
+import argparse
+from tinygpt import LLM, Edit
+from tinygpt.cli.serve import _try_first
+from tinygpt.kernels.kernel_cache import KernelCache
+names, load = [], KernelCache.load
+KernelCache.load = lambda self, name, rebuild: (names.append(name), load(self, name, rebuild))[1]
+llm = LLM("demo", max_num_seqs=4, dtype=DTYPE)
+_try_first(llm, argparse.Namespace(device="cpu", look=True))
+assert names
+names.clear()
+drawn = {"temperature": 1.0, "max_tokens": 3, "seed": 0}
+for fields in (
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, {"guided_regex": "a+"}, {"n": 3, **drawn},
+    {"best_of": 3, **drawn}, {"dry_multiplier": 0.8}, {"typical_p": 0.9, **drawn}, {"min_p": 0.1, **drawn},
+    {"xtc_probability": 0.5, **drawn}, {"logit_bias": {5: 2.0}}, {"repetition_penalty": 1.2}, {"bad_words_ids": [[5]]},
+    {"logprobs": 3, "logprobs_mode": "processed", **drawn}, {"capture": ["q", "attn_scores"]},
+    {"edits": [Edit("resid_post", keep=0.5)]},
+):
+    llm.generate([[5] * 300, [7]], **{"max_tokens": 3, **fields})
+llm.embed([[1, 2]])
+llm.score([1, 2], [[3, 4], [5]])
+print(names)
+"""
+
+
 def expect_sentence(result, *parts: str) -> None:
     assert result.code == 2
     assert result.out == ""
@@ -136,6 +163,13 @@ def test_what_clients_send_is_tried_first(run, started, monkeypatch):
     assert [params.temperature > 0 for params in tried] == [False, True, True, False, False, False]
     assert [params.prompt_logprobs for params in tried] == [None, None, None, 1, -1, None]
     assert (tried[2].presence_penalty, looked) == (0.5, ["looked"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_no_later_request_compiles(dtype):
+    code = KINDS.replace("DTYPE", repr(dtype))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done
 
 
 def test_flags_reach_the_server_and_the_engine(run, started, monkeypatch):
