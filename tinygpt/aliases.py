@@ -43,6 +43,7 @@ NAMES = {
     "length_penalty": "len_penalty",
     "guided_json": "json_schema -j",
     "guided_grammar": "grammar",
+    "file": "--prompt-file",
     "steer": "--control-vector --control-vector-scaled",
     "prompt": "--quick",
     "system": "--system-prompt -sys",
@@ -93,7 +94,13 @@ HINTS = {
     "--return-cum-log-probs": "--json --logprobs 0 prints log probabilities",
     **dict.fromkeys(("--cache-type-v", "-ctv"), "--kv-cache-dtype is of keys and values"),
     "-e": "a shell writes a new line as $'\\n'",
-    "--output-dir": "",
+    **dict.fromkeys(
+        ("lm_eval", "--model-args", "--tasks", "--num-fewshot"),
+        "python -m tinygpt.evaluation.lm_eval_adapter run --model tinygpt takes flags of lm-evaluation-harness",
+    ),
+    "--schema": "--guided-json takes a JSON schema",
+    "--log-file": "2> FILE takes the log",
+    **dict.fromkeys(("--output-dir", "--repeat-last-n", "--numa", "--prompt-cache", "--verbose-prompt"), ""),
     **dict.fromkeys(
         ("--start-id", "--input-len", "--memory-len", "--continue-gen", "--sparse", "--samplers"), ""
     ),
@@ -101,7 +108,9 @@ HINTS = {
     "--prompt-learning-task-name-ids": "",
     "pull": "a model is downloaded when it is first used",
     "run-batch": "generate --input FILE --output FILE answers the prompts of a file",
-    **dict.fromkeys(("ps", "embed"), ""),
+    "embed": "serve answers /v1/embeddings, and LLM.embed does in Python",
+    "ps": "",
+    "bench serve": "python scripts/bench_serving.py measures a server",
 }
 # Patterns of command lines whose values are taken for another's, and what is said of them.
 NOTES = {r"--int8[-_]mode[= ]1\b": "--int8-mode 1 is int8 here, which has int8 activations, too"}

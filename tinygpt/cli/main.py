@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import tinygpt
 
-from ..aliases import NOTES, as_meant, hint, revalued, translated
+from ..aliases import HINTS, NOTES, as_meant, hint, revalued, translated
 from ..errors import INTERRUPTS, CheckpointError, RequestError, TinyGPTError, how_to_install
 from ..ranks.mpi import Layout, find_mpiexec, is_first_of_host, launched_rank, process_world, world_of
 from ..weights.errors import printable
@@ -40,7 +40,7 @@ COMMANDS = (
     "completion",
 )
 COMMAND_ALIASES = {  # hidden
-    **dict.fromkeys(("complete", "run"), "generate"),
+    **dict.fromkeys(("complete", "run", "prompt"), "generate"),
     **dict.fromkeys(("list", "ls", "models"), "info --cached"),
     "show": "info",
     "collect-env": "doctor",
@@ -157,6 +157,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         words = ["chat", *(word for word in words[1:] if word != "--interactive")]
     if words[:1] == ["bench"] and words[1:2] in (["latency"], ["throughput"]):  # vLLM's
         words = [words[0], *words[2:]]
+    if words[:2] == ["bench", "serve"]:
+        _explain_commands(["bench serve"])
     if words and (" " in words[0] or (words[0].startswith("-") and words[0] not in TOP_FLAGS)):
         words = ["generate", *words]
     words = [*COMMAND_ALIASES.get(words[0], words[0]).split(), *words[1:]] if words else words
@@ -218,6 +220,8 @@ def _own_words(
                 own = translated(flag + word[len(name) :], rest, flags)
             except OSError as error:
                 parser.error(f"{name}: {error.filename} cannot be read: {error.strerror}")
+            if own is None and flag in HINTS:  # before argparse: its value may be no argument
+                parser.error(f"unknown flag {name}{hint(flag, flags)}")
             ignored += [name] if own == [] else []
             own = [word] if own is None else own
         if own and own[-1].partition("=")[0] in flags:
