@@ -37,6 +37,7 @@ class Peer:
     has_caches: bool = False  # takes a kv_cache_dtype
     has_gpu: bool = False  # runs on a GPU, too
     environment: str = ""  # of another peer
+    unwanted: tuple[str, ...] = ()  # packages of a requirement, which do not fit another one
     build_variables: dict[str, str] = field(default_factory=dict)
     build: str = ""  # suffix of the environment of another build
 
@@ -87,6 +88,7 @@ PEERS = (
         ),
         DTYPES,
         source="safetensors",
+        unwanted=("torchvision",),  # built for CUDA: transformers cannot import it next to torch for CPUs
     ),
     Peer(
         "ctranslate2",
@@ -234,7 +236,7 @@ def provide_python(peer: Peer, work: Path) -> Path:
         return Path(sys.executable)
     folder = work / "environments" / ((peer.environment or peer.name) + peer.build)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    wanted = "\n".join(peer.requirements)
+    wanted = "\n".join(peer.requirements + peer.unwanted)
     installed = folder / "installed.txt"
     if not installed.exists() or installed.read_text() != wanted:
         venv.create(folder, clear=True, with_pip=True)
@@ -242,6 +244,9 @@ def provide_python(peer: Peer, work: Path) -> Path:
         flags = ["--disable-pip-version-check", *["--no-cache-dir"] * bool(peer.build_variables)]
         command = [str(python), "-m", "pip", "install", *flags, *peer.requirements]
         run_logged(command, folder / "install.log", peer.build_variables)
+        if peer.unwanted:
+            command = [str(python), "-m", "pip", "uninstall", "--yes", *peer.unwanted]
+            run_logged(command, folder / "uninstall.log", {})
         installed.write_text(wanted)
     return python
 
