@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -81,7 +81,9 @@ class MessageHandler(logging.Handler):
             if MessageHandler.is_within_line and sys.stderr.isatty():
                 print(file=sys.stderr)
             MessageHandler.is_within_line = False
-            print(line, file=sys.stderr, flush=True)
+            bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+            with bars.external_write_mode(sys.stderr) if bars else nullcontext():  # a line above a bar
+                print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

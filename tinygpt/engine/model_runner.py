@@ -19,7 +19,7 @@ from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
 from ..weights.checkpoint import Checkpoint, PackedCheckpoint, is_random
-from ..weights.config import HEAD, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
+from ..weights.config import HEAD, POSITIONS, PRECISIONS, STORAGE_DTYPE, ModelConfig, parameter_shapes
 from ..weights.open import open_checkpoint
 from ..weights.tensor import MappedFile
 
@@ -122,10 +122,11 @@ def _read_adapters(
 @contextmanager
 def reading(checkpoint: Checkpoint, doing: str) -> Iterator[Checkpoint]:
     """Yield the checkpoint, with a bar for the bytes that are read of a large one, on a terminal and next to a log."""
+    skipped = (POSITIONS, HEAD) if checkpoint.tied else (POSITIONS,)
     left = {
         name: 4 * math.prod(shape)
         for name, shape in parameter_shapes(checkpoint.config).items()
-        if len(shape) > 1 and not (name == HEAD and checkpoint.tied)
+        if len(shape) > 1 and name not in skipped
     }
     total = sum(left.values())
     is_shown = total >= LARGE and logger.isEnabledFor(logging.INFO)
