@@ -24,7 +24,7 @@ from tinygpt.__main__ import main
 from tinygpt.engine import model_runner
 from tinygpt.weights.checkpoint import Checkpoint
 model_runner.LARGE = 0
-Checkpoint.release = lambda self, name: (self.on_release(name), time.sleep(0.1))
+Checkpoint.release = lambda self, name: (self.on_release(name), time.sleep(0.05))
 sys.exit(main())
 """
 # The bar that shows, its unit, the command.
