@@ -44,6 +44,7 @@ NAMES = {
     "guided_json": "json_schema -j",
     "guided_grammar": "grammar",
     "file": "--prompt-file",
+    "input": "--sample-input-file",
     "steer": "--control-vector --control-vector-scaled",
     "prompt": "--quick",
     "system": "--system-prompt -sys",
@@ -87,7 +88,6 @@ MEANINGS = {"-l": {"-n": "--n"}}
 # Flags and commands whose meaning is known, and which have none here: what to do, if there is something.
 HINTS = {
     "--models-dir": "--model takes a checkpoint's folder",
-    "--sample-input-file": '--input takes JSONL, an object such as {"prompt": "Once"} a line',
     "--sample-output-file": "--output takes the records of --input; > FILE takes a text",
     **dict.fromkeys(("--vocab-file", "--merges-file"), "a tokenizer's files lie in the checkpoint's folder"),
     "--max-length": "--max-tokens counts the new tokens alone",

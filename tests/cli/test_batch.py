@@ -148,6 +148,14 @@ def test_an_empty_file_gives_no_records(jobs, no_model):
     assert jobs.err == f"tinygpt: --input {jobs.input} holds no prompt, so there is nothing to do\n"
 
 
+def test_a_line_may_be_token_ids_alone(jobs):
+    """As FasterTransformer's start_ids.csv has them."""
+    jobs.write(["318, 262,338 ", {"prompt": [318, 262, 338]}])
+    assert jobs.run() == 0
+    alone, other = (found | {"id": None} for found in jobs.records().values())
+    assert (alone, alone["prompt_token_ids"]) == (other, [318, 262, 338])
+
+
 def test_a_second_run_does_nothing_until_a_prompt_is_added(jobs, monkeypatch):
     jobs.run()
     before = jobs.output.read_bytes()

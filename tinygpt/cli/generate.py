@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("input and output").add_argument
     about = (
         "JSONL, one object a line: prompt (a text or token ids) and optionally id (default: the line's number), "
-        "split_special_tokens and any sampling field; - is stdin (default: none)"
+        "split_special_tokens and any sampling field, or token ids and commas alone; - is stdin (default: none)"
     )
     add("--input", metavar="FILE", help=about)
     about = (

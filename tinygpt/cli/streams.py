@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import stat
 import sys
 import time
@@ -27,6 +28,7 @@ INTERVAL = 20.0  # seconds between progress messages
 Result = TypeVar("Result")
 STDIN = "-"
 MAX_LISTED = 20  # lines with problems that an error lists
+TOKEN_IDS = re.compile(rb"\s*\d{1,9}(\s*,\s*\d{1,9})+\s*")  # FasterTransformer's start_ids.csv
 EXAMPLE = json.dumps({"prompt": "Once upon a time"})
 PROMPT_FIELDS = ("prompt", "prompt_token_ids")
 _FIELDS = (
@@ -329,7 +331,8 @@ def read_lines(path: str | Path, readers: Mapping[int, Callable[[], Result]]) ->
 
 
 def _read_line(number: int, line: bytes, defaults: SamplingParams) -> PromptRecord:
-    fields = read_object(line)
+    is_csv = TOKEN_IDS.fullmatch(line) is not None
+    fields = {"prompt": [*map(int, line.split(b","))]} if is_csv else read_object(line)
     unknown = [name for name in fields if name not in _FIELDS]
     if unknown:
         raise RequestError(f"unknown field {json.dumps(unknown[0])}{suggest(unknown[0], _FIELDS) or '.'}")
