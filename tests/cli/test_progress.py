@@ -1,21 +1,20 @@
 """Bars of long work on a terminal, and Ctrl-C during each: one sentence, and no record is lost."""
 
-import fcntl
 import json
 import os
-import pty
 import re
 import signal
 import struct
 import subprocess
 import sys
-import termios
 
 import pytest
 
 from support.paths import ROOT
 from support.processes import SECONDS, run_process
 from support.tables import rows
+
+pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))  # Windows has none
 
 # Reading a parameter takes a while, as of a large model.
 SLOW = """
