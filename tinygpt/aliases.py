@@ -15,7 +15,8 @@ from .errors import RequestError, suggest
 NAMES = {
     "model": "model_name_or_path pretrained_model_name_or_path ckpt_path hf_repo force_model out_dir -hf -hfr",
     "hf_file": "gguf_file subfolder -hff",
-    "dtype": "torch_dtype data_type inference_data_type compute_type --quantization",
+    "dtype": "torch_dtype data_type inference_data_type compute_type --quantization --quantize",
+    "served_model_name": "--alias -a",
     "kv_cache_dtype": "cache_type_k -ctk",
     "device": "device_map",
     "threads": "n_threads",
@@ -89,7 +90,9 @@ MEANINGS = {"-l": {"-n": "--n"}}
 HINTS = {
     "--models-dir": "--model takes a checkpoint's folder",
     "--sample-output-file": "--output takes the records of --input; > FILE takes a text",
-    **dict.fromkeys(("--vocab-file", "--merges-file"), "a tokenizer's files lie in the checkpoint's folder"),
+    **dict.fromkeys(
+        ("--vocab-file", "--merges-file", "--tokenizer"), "a tokenizer's files lie in the checkpoint's folder"
+    ),
     "--max-length": "--max-tokens counts the new tokens alone",
     "--return-cum-log-probs": "--json --logprobs 0 prints log probabilities",
     **dict.fromkeys(("--cache-type-v", "-ctv"), "--kv-cache-dtype is of keys and values"),
@@ -100,7 +103,11 @@ HINTS = {
     ),
     "--schema": "--guided-json takes a JSON schema",
     "--log-file": "2> FILE takes the log",
+    "--speculative-config": "--draft-model and --num-speculative-tokens are its fields",
     **dict.fromkeys(("--output-dir", "--repeat-last-n", "--numa", "--prompt-cache", "--verbose-prompt"), ""),
+    **dict.fromkeys(
+        ("--load-format", "--data-parallel-size", "--enable-request-id-headers", "--threads-http"), ""
+    ),
     **dict.fromkeys(
         ("--start-id", "--input-len", "--memory-len", "--continue-gen", "--sparse", "--samplers"), ""
     ),
@@ -109,7 +116,7 @@ HINTS = {
     "pull": "a model is downloaded when it is first used",
     "run-batch": "generate --input FILE --output FILE answers the prompts of a file",
     "embed": "serve answers /v1/embeddings, and LLM.embed does in Python",
-    "ps": "",
+    **dict.fromkeys(("ps", "collections"), ""),
     "bench serve": "python scripts/bench_serving.py measures a server",
 }
 # Patterns of command lines whose values are taken for another's, and what is said of them.
@@ -118,11 +125,11 @@ NOTES = {r"--int8[-_]mode[= ]1\b": "--int8-mode 1 is int8 here, which has int8 a
 IGNORED = (
     """enforce_eager trust_remote_code enable_prefix_caching enable_chunked_prefill disable_log_stats
 disable_log_requests low_cpu_mem_usage use_cache no_display_prompt no_conversation -no-cnv jinja mlock no_mmap no_warmup
-log_disable cont_batching -cb simple_io use_cpu time -st --single-turn --enable-random-seed""",
-    """gpu_memory_utilization swap_space cpu_offload_gb block_size attention_backend attn_implementation
-model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path pad_token_id
---shared-contexts-ratio --session-len --weights-data-type --head-num --layer-num --size-per-head --vocab-size
---batch-size""",
+log_disable enable_lora cont_batching -cb simple_io use_cpu time -st --single-turn --enable-random-seed""",
+    """gpu_memory_utilization swap_space cpu_offload_gb block_size attention_backend attn_implementation max_loras
+max_lora_rank model_impl n_gpu_layers gpu_layers -ngl flash_attn -fa n_batch compile model_type lib_path
+pad_token_id --shared-contexts-ratio --session-len --weights-data-type --head-num --layer-num --size-per-head
+--vocab-size --batch-size""",
 )
 WITHOUT_VALUE, WITH_VALUE = ({*names.split()} for names in IGNORED)
 
