@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -189,10 +189,10 @@ class Throughput:
     new_seconds: float = 0.0
 
     def __add__(self, other: "Throughput") -> "Throughput":
-        return Throughput(*map(operator.add, astuple(self), astuple(other)))
+        return Throughput(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: "Throughput") -> "Throughput":
-        return Throughput(*map(operator.sub, astuple(self), astuple(other)))
+        return Throughput(*map(operator.sub, vars(self).values(), vars(other).values()))
 
 
 class _Shown:

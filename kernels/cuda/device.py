@@ -1,6 +1,7 @@
 """One NVIDIA GPU, its memory and a stream of work that runs in order; and what kernels require of a machine.
 
-Arrays on the device are flat. `read` waits for queued work.
+Arrays on the device are flat. `read` waits for queued work. Copies go past numba's arrays, each of which takes longer
+than a launch: a thread's context is current before its first copy.
 """
 
 import functools
@@ -37,14 +38,19 @@ class Device:
     def __init__(self):
         """Raise DeviceError if the GPU, its driver or numba-cuda is missing."""
         need_driver()
+        from cuda.bindings import driver
         from numba.cuda.core import config
 
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0  # a step of one token has small grids
 
         self._cuda = cuda
+        self._driver = driver
         self._lock = threading.RLock()  # another thread must not add to a capture
         self._stream = cuda.stream()
+        self._stream_handle = int(self._stream)
         self._reading = cuda.stream()
+        self._reading_handle = int(self._reading)
+        self._threads = threading.local()
         self._granted: dict[Any, int] = {}  # bytes of a launch's shared memory, by kernel
         gpu = cuda.get_current_device()
         self.name = gpu.name
@@ -77,24 +83,38 @@ class Device:
         weakref.finalize(array, self._cuda.current_context)  # the thread that frees it may have no context
         return array
 
-    def write(self, target: Any, values: np.ndarray) -> None:
+    def write(self, target: Any, values: np.ndarray, at: int = 0) -> None:
+        """Set target[at : at + values.size]. The values may change after the return."""
+        values = np.ascontiguousarray(values, target.dtype)
         if values.size:
+            places = self._address(target, at, values.size), values.ctypes.data
             with self._lock:
-                target[: values.size].copy_to_device(np.ascontiguousarray(values).ravel(), self._stream)
+                _checked(self._driver.cuMemcpyHtoDAsync(*places, values.nbytes, self._stream_handle))
 
-    def read(self, source: Any) -> np.ndarray:
+    def read(self, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
+        """Return a copy of source[at : at + count]."""
         with self._lock:
-            values = source.copy_to_host(stream=self._stream)
-            self._stream.synchronize()
+            return self._read(self._stream_handle, source, count, at)
+
+    def read_at(self, mark: Any, source: Any, count: int | None = None, at: int = 0) -> np.ndarray:
+        """Read after a mark. Work after the mark must not change what is read."""
+        with self._lock:
+            _checked(self._driver.cuStreamWaitEvent(self._reading_handle, mark.handle, 0))
+            return self._read(self._reading_handle, source, count, at)
+
+    def _read(self, stream: int, source: Any, count: int | None, at: int) -> np.ndarray:
+        values = np.empty(source.size - at if count is None else count, source.dtype)
+        places = values.ctypes.data, self._address(source, at, values.size)
+        _checked(self._driver.cuMemcpyDtoHAsync(*places, values.nbytes, stream))
+        _checked(self._driver.cuStreamSynchronize(stream))
         return values
 
-    def read_at(self, mark: Any, source: Any) -> np.ndarray:
-        """Read an array after a mark. Work after the mark must not change it."""
-        with self._lock:
-            mark.wait(self._reading)
-            values = source.copy_to_host(stream=self._reading)
-            self._reading.synchronize()
-        return values
+    def _address(self, array: Any, at: int, count: int) -> int:
+        if not hasattr(self._threads, "context"):  # asking for it takes longer than a copy
+            self._threads.context = self._cuda.current_context()
+        if at + count > array.size:
+            raise ValueError(f"an array of {array.size} has no {count} numbers from {at} on.")
+        return array.device_ctypes_pointer.value + at * array.dtype.itemsize
 
     def launch(
         self, kernel: Any, grid: int | Sequence[int], threads: int, *arguments: Any, shared_bytes: int = 0
@@ -129,10 +149,13 @@ class Device:
         with self._lock:
             self._stream.synchronize()
 
-    def mark(self) -> Any:
+    def mark(self, event: Any = None) -> Any:
+        """Record an event, or a new one, after the work that is queued."""
         with self._lock:
-            event = self._cuda.event(timing=True)
-            event.record(self._stream)
+            if event is None:
+                event = self._cuda.event(timing=True)
+                weakref.finalize(event, self._cuda.current_context)  # as of an array
+            _checked(self._driver.cuEventRecord(event.handle, self._stream_handle))
         return event
 
     def seconds(self, first: Any, last: Any) -> float:
@@ -158,17 +181,18 @@ class Graphs:
     device: Any
     _captured: dict[Hashable, Callable[[], None] | None] = field(default_factory=dict)
 
-    def run(self, kind: Hashable, step: Callable[[], None]) -> None:
-        """Queue the launches of `step`, the same in every step of this kind."""
+    def run(self, kind: Hashable, step: Callable[[], None], times: int = 1) -> None:
+        """Queue the launches of `step` some times, the same in every step of this kind."""
         if kind not in self._captured:
             step()
+            times -= 1
             while len(self._captured) >= MAX_GRAPHS:
                 del self._captured[next(iter(self._captured))]  # the oldest
             self._captured[kind] = None
-            return
-        if self._captured[kind] is None:
+        if times and self._captured[kind] is None:
             self._captured[kind] = self.device.capture(step)
-        self._captured[kind]()
+        for _ in range(times):
+            self._captured[kind]()
 
 
 def let_kernels_begin_early(graph: Any) -> None:

@@ -8,7 +8,6 @@ Shapes: N new tokens, C n_embd, F n_inner, V vocabulary, R rows with logits.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numba import cuda, int32
@@ -40,6 +39,7 @@ from .workspace import (
     NUM_LOGITS,
     NUM_STEPS_DONE,
     NUM_TOKENS,
+    READ_STEPS,
     StepShape,
     Workspace,
     fill,
@@ -51,7 +51,6 @@ DECODE_WARPS = 4  # of a block, if there is work for all multiprocessors
 FEW_TOKENS = 64  # on an H200, up to which `linear` is faster than `gemm`
 HEAD_BLOCKS = 4  # of a multiprocessor, which share the panels of the head
 ADVANCE_THREADS = 256
-READ_STEPS = 4  # whose tokens the host reads together
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look
     return DeviceLogits(workspace, np.arange(batch.logit_rows.size), params.config.vocab_size)
 
 
-def queue_step(params: Params, step: Step, look=no_op, first: int = 0) -> None:
+def queue_step(params: Params, step: Step, look=no_op, first: int = 0, greedy: bool = True) -> None:
+    """Queue a step, and the choice of the greatest logits, or of drawn ones."""
     x = step.workspace.x
     embed(params, x, step)
     if first:
@@ -87,7 +87,7 @@ def queue_step(params: Params, step: Step, look=no_op, first: int = 0) -> None:
         look("resid_mid", layer)
         mlp_block(params, layer, x, step)
         look("resid_post", layer)
-    head(params, x, step)
+    head(params, x, step, greedy)
 
 
 def embed(params: Params, x, step: Step) -> None:
@@ -115,10 +115,14 @@ def mlp_block(params: Params, layer: int, x, step: Step) -> None:
     add_projection(params, "mlp_proj", layer, x, inner, step)
 
 
-def head(params: Params, x, step: Step) -> None:
-    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T."""
+def head(params: Params, x, step: Step, greedy: bool) -> None:
+    """logits (R, V) = ln_f(x[logit_rows]) @ lm_head.T, and a token of each row."""
+    w = step.workspace
     if step.shape.logits:
-        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, step.workspace.logits, x, step, LOGITS)
+        normed_linear(params, "ln_f", "lm_head", HEAD_LAYER, w.logits, x, step, LOGITS)
+        count = min(step.shape.logits, w.max_shape.logits)
+        chosen = w.sampling.step_token_ids
+        queue_choice(w, w.inputs.rows, chosen, count, params.config.vocab_size, greedy)
 
 
 def normed_linear(
@@ -224,12 +228,12 @@ def show(look, step: Step, count: int, kind: str, layer: int) -> None:
     if (kind, layer) not in look.points:
         return
     if kind != "q":
-        rows = w.device.read(w.x[: count * c.num_heads * c.head_size]).reshape(count, -1)
+        rows = w.device.read(w.x, count * c.num_heads * c.head_size).reshape(count, -1)
         look(kind, layer, rows)
         if look.changes:
             w.device.write(w.x, rows)
         return
-    q = w.device.read(w.q[: count * c.num_heads * c.padded_head]).reshape(count, c.num_heads, c.padded_head)
+    q = w.device.read(w.q, count * c.num_heads * c.padded_head).reshape(count, c.num_heads, c.padded_head)
     look(kind, layer, c.numbers.decode(q)[..., : c.head_size])
 
 
@@ -258,31 +262,30 @@ def _queued_steps(params: Params, step: Step, batch, draws: tuple, num_steps: in
     count = batch.token_ids.size
     greedy = is_greedy(draws[0])
     fill(w, batch)
-    s.write(w.device, np.arange(count), *draws)
+    if not greedy:
+        s.write(np.arange(count), *draws)
 
     def run() -> None:
-        queue_step(params, step)
-        queue_choice(w, step.shape.tokens, params.config.vocab_size, greedy)
-        arrays = w.inputs.token_ids, w.inputs.positions, s.positions, s.token_ids, s.history, w.inputs.sizes
+        queue_step(params, step, greedy=greedy)
+        chosen = s.step_token_ids, s.history
+        arrays = w.inputs.token_ids, w.inputs.positions, s.positions, *chosen, w.inputs.sizes
         w.device.launch(advance, 1, ADVANCE_THREADS, *arrays, w.max_shape.decode_tokens)
 
-    marks = []
     for first in range(0, num_steps, READ_STEPS):
-        for _ in range(min(READ_STEPS, num_steps - first)):
-            w.graphs.run((step.shape, greedy), run)
-        marks.append(w.device.mark())
-    return _read_tokens(w, marks, num_steps, count)
+        w.graphs.run((step.shape, greedy), run, min(READ_STEPS, num_steps - first))
+        w.device.mark(s.marks[first // READ_STEPS])
+    return _read_tokens(w, num_steps, count)
 
 
-def _read_tokens(workspace: Workspace, marks: list[Any], num_steps: int, count: int) -> Iterator[np.ndarray]:
-    """Yield the tokens (count,) of each step. marks: of every READ_STEPS steps."""
+def _read_tokens(workspace: Workspace, num_steps: int, count: int) -> Iterator[np.ndarray]:
+    """Yield the tokens (count,) of each step."""
     size = workspace.max_shape.decode_tokens
-    history = workspace.sampling.history
-    for number, mark in enumerate(marks):
-        first = number * READ_STEPS
-        stop = min(first + READ_STEPS, num_steps)
-        tokens = workspace.device.read_at(mark, history[first * size : stop * size])
-        yield from tokens.reshape(-1, size)[:, :count]
+    s = workspace.sampling
+    for first in range(0, num_steps, READ_STEPS):
+        steps = min(READ_STEPS, num_steps - first)
+        mark = s.marks[first // READ_STEPS]
+        tokens = workspace.device.read_at(mark, s.history, steps * size, first * size)
+        yield from tokens.reshape(steps, size)[:, :count]
 
 
 @kernel

@@ -202,7 +202,7 @@ def load_params(checkpoint: Any, dtype: str = "float32", threads: int = 1) -> Pa
         size = panels.size // len(names)
         for i, name in enumerate(names):  # one matrix at a time is in memory twice
             packed, scales[i] = pack(checkpoint.tensor(name), dtype)
-            device.write(panels[i * size : (i + 1) * size], packed)
+            device.write(panels, packed, i * size)
             checkpoint.release(name)
         return Weights(panels, device.array(scales), device.array(bias), panel_count(n), step_count(k), n)
 

@@ -24,7 +24,7 @@ from .jit import (
     wait_for_kernel_before,
     warp_greatest,
 )
-from .workspace import SLICES, PackedArrays, rounded_up
+from .workspace import SLICES, Mirror, rounded_up
 
 CHOOSE_THREADS = 256
 PER_THREAD = 4  # logits of a row a thread, at least
@@ -42,11 +42,14 @@ class DeviceLogits:
     logits[r] copies a row to the host, logits[r] = row writes it, and logits[array] selects rows on the device.
     """
 
-    def __init__(self, workspace: Any, rows: np.ndarray, vocab_size: int):
-        """rows: (R,), indices of the workspace's logits."""
+    def __init__(
+        self, workspace: Any, rows: np.ndarray, vocab_size: int, changed: set[int] | None = None
+    ):
+        """rows: (R,), indices of the workspace's logits. changed: those that the step's own choice has not seen."""
         self.workspace = workspace
         self.rows = rows
         self.vocab_size = vocab_size
+        self.changed = set() if changed is None else changed
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,11 +61,12 @@ class DeviceLogits:
     def __getitem__(self, key: Any) -> "np.ndarray | DeviceLogits":
         rows = self.rows[key]
         if rows.ndim:
-            return DeviceLogits(self.workspace, rows, self.vocab_size)
-        return self.workspace.device.read(self._part(rows))
+            return DeviceLogits(self.workspace, rows, self.vocab_size, self.changed)
+        return self.workspace.device.read(self.workspace.logits, self.vocab_size, self._start(key))
 
     def __setitem__(self, r: int, row: np.ndarray) -> None:
-        self.workspace.device.write(self._part(self.rows[r]), row)
+        self.changed.add(int(self.rows[r]))
+        self.workspace.device.write(self.workspace.logits, row, self._start(r))
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return (self[r] for r in range(len(self)))
@@ -70,18 +74,23 @@ class DeviceLogits:
     def copy(self) -> np.ndarray:
         return np.stack(list(self)) if len(self) else np.empty((0, self.vocab_size), np.float32)
 
-    def _part(self, row: int) -> Any:
-        start = int(row) * self.vocab_size
-        return self.workspace.logits[start : start + self.vocab_size]
+    def _start(self, r: int) -> int:
+        return int(self.rows[r]) * self.vocab_size
 
 
 def sample(logits: DeviceLogits, warpers: Any, seeds: Any, sample_indices: Any, positions: Any) -> np.ndarray:
     """Return tokens (R,) int32, -1 for a row that is not finite."""
     w = logits.workspace
-    count = len(logits)
-    w.sampling.write(w.device, logits.rows, warpers, seeds, sample_indices, positions)
-    queue_choice(w, count, logits.vocab_size, is_greedy(warpers))
-    return w.device.read(w.sampling.token_ids[:count])
+    s = w.sampling
+    rows = logits.rows
+    greedy = is_greedy(warpers)
+    if greedy and logits.changed.isdisjoint(rows.tolist()):
+        return w.device.read(s.step_token_ids, int(rows.max(initial=-1)) + 1)[rows]
+    s.write(rows, warpers, seeds, sample_indices, positions)
+    count = min(rounded_up(len(rows)), w.max_shape.logits)
+    choice = s.rows, s.token_ids, count, logits.vocab_size
+    w.graphs.run((count, greedy), lambda: queue_choice(w, *choice, greedy))
+    return w.device.read(s.token_ids, len(rows))
 
 
 def process_logits(logits: Any, processors: Any) -> None:
@@ -90,7 +99,9 @@ def process_logits(logits: Any, processors: Any) -> None:
         reference.process_logits(logits, p)
         return
     w = logits.workspace
-    arrays = pack_processors(w.device, p, logits.rows[p.rows])
+    rows = logits.rows[p.rows]
+    logits.changed.update(rows.tolist())
+    arrays = pack_processors(w.device, p, rows)
     more = logits.vocab_size, arrays, w.sampling.counts
     w.device.launch(process_rows, len(p.rows), CHOOSE_THREADS, w.logits, *more)
 
@@ -103,16 +114,16 @@ def is_greedy(warpers: Any) -> bool:
     return bool((warpers.temperature == 0).all())
 
 
-def queue_choice(workspace: Any, count: int, vocab_size: int, greedy: bool) -> None:
+def queue_choice(workspace: Any, rows, token_ids, count: int, vocab_size: int, greedy: bool = True) -> None:
+    """Choose token_ids (count,) for rows (count,) of the logits, negative for none."""
     w = workspace
     s = workspace.sampling
-    count = min(rounded_up(count), workspace.max_shape.logits)
     slices = min(-(-vocab_size // (CHOOSE_THREADS * PER_THREAD)), SLICES)
-    found = s.keys, s.arrivals, s.token_ids
-    w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, s.rows, *found)
+    found = s.keys, s.arrivals, token_ids
+    w.device.launch(take_greatest, (slices, count), CHOOSE_THREADS, w.logits, vocab_size, rows, *found)
     if not greedy:
-        settings = s.rows, s.settings, s.seeds, s.sample_indices, s.positions, s.scores, s.ids
-        w.device.launch(draw_tokens, count, DRAW_THREADS, w.logits, vocab_size, *settings, s.token_ids)
+        settings = rows, s.settings, s.seeds, s.sample_indices, s.positions, s.scores, s.ids
+        w.device.launch(draw_tokens, count, DRAW_THREADS, w.logits, vocab_size, *settings, token_ids)
 
 
 class ProcessorArrays(NamedTuple):
@@ -148,8 +159,9 @@ def pack_processors(device: Any, processors: Any, rows: np.ndarray) -> Processor
         "biases": p.biases.values,
     }
     kinds = dict.fromkeys(values, np.int32) | {"penalties": np.float32, "biases": np.float32}
-    parts = PackedArrays({name: (max(value.size, 1), kinds[name]) for name, value in values.items()})
-    return ProcessorArrays(**parts.split(device.array(parts.join(values))))
+    mirror = Mirror(device, {name: ((max(value.size, 1),), kinds[name]) for name, value in values.items()})
+    mirror.write(**values)
+    return ProcessorArrays(**mirror.arrays)
 
 
 @kernel

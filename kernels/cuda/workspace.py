@@ -23,6 +23,7 @@ NUM_STEPS_DONE = 2
 NUM_SIZES = 4
 SLICES = 32  # of a row of logits, at most, that blocks search side by side
 MAX_STEPS = 32  # of a multi-step
+READ_STEPS = 4  # whose tokens the host reads together
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by name
 
 
@@ -69,53 +70,43 @@ def rounded_up(count: int) -> int:
     return 1 << (count - 1).bit_length() if count else 0
 
 
-@dataclass(frozen=True)
-class PackedArrays:
-    """The length and dtype of each array in a larger one, larger items first."""
+class Mirror:
+    """Arrays on the device next to one another, and on the host: one copy writes them all."""
 
-    shapes: dict[str, tuple[int, Any]]
+    def __init__(self, device: Any, shapes: Shapes):
+        """shapes: larger items first."""
+        self.device = device
+        self._host = np.zeros(_num_bytes(shapes), np.uint8)
+        self._whole = device.zeros(self._host.shape, np.uint8)
+        self.host = _split(self._host, shapes)
+        self.arrays = _split(self._whole, shapes)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(length * np.dtype(dtype).itemsize for length, dtype in self.shapes.values())
-
-    def split(self, whole: Any) -> dict[str, Any]:
-        found, start = {}, 0
-        for name, (length, dtype) in self.shapes.items():
-            stop = start + length * np.dtype(dtype).itemsize
-            found[name] = whole[start:stop].view(dtype)
-            start = stop
-        return found
-
-    def join(self, values: dict[str, np.ndarray]) -> np.ndarray:
-        """Return num_bytes uint8: each part holds its values, then zeros."""
-        whole = np.zeros(self.num_bytes, np.uint8)
-        for name, part in self.split(whole).items():
-            given = np.ravel(values[name])
-            part[: given.size] = given
-        return whole
+    def write(self, **values: np.ndarray) -> None:
+        """Write the beginning of each array, which keeps its other numbers."""
+        for name, given in values.items():
+            self.host[name][: given.size] = given.ravel()
+        self.device.write(self._whole, self._host)
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step's batch on the device, by one copy."""
+    """A step's batch on the device."""
 
-    whole: Any
-    parts: PackedArrays
+    mirror: Mirror
     sizes: Any  # (NUM_SIZES,)
     token_ids: Any  # (N,)
     positions: Any  # (N,)
     token_slots: Any  # (N,) the KV slot of each token
     logit_rows: Any  # (R,)
+    rows: Any  # (R,) 0, 1, 2, ..., of the step's logits; negative for none
     tiles: Any  # bounds of runs of up to QUERY_TILE tokens of one sequence; the rest are empty
 
 
 @dataclass(frozen=True)
 class SamplingBuffers:
-    """Buffers for R rows. `settings` to `positions` are parts of `whole`: one copy."""
+    """Buffers for R rows."""
 
-    whole: Any
-    parts: PackedArrays
+    mirror: Mirror  # of `settings` to `positions`
     settings: Any  # (R, NUM_SETTINGS) float64
     seeds: Any  # (R,) uint64
     sample_indices: Any  # (R,) uint64
@@ -126,21 +117,18 @@ class SamplingBuffers:
     counts: Any  # (R, V) int32, 0 between uses
     keys: Any  # (R, SLICES) int64
     arrivals: Any  # (R,) uint32, 0 between steps
-    token_ids: Any  # (R,) int32, the chosen tokens
+    token_ids: Any  # (R,) int32, the tokens chosen for `rows`
+    step_token_ids: Any  # (R,) int32, those that the step itself chose for its rows
     history: Any  # (MAX_STEPS, tokens of a decode step) int32
+    marks: list[Any]  # of a multi-step, reused: a mark for each READ_STEPS
 
-    def write(self, device: Any, rows, warpers, seeds, sample_indices, positions) -> None:
+    def write(self, rows, warpers, seeds, sample_indices, positions) -> None:
         """Copy the settings of draws to the device."""
-        padded_rows = np.full(self.rows.size, -1, np.int32)
-        padded_rows[: len(rows)] = rows
-        values = {
-            "settings": np.stack(warpers, 1),
-            "seeds": seeds,
-            "sample_indices": sample_indices,
-            "rows": padded_rows,
-            "positions": positions,
-        }
-        device.write(self.whole, self.parts.join(values))
+        self.mirror.host["rows"][:] = -1
+        settings = np.stack(warpers, 1)
+        self.mirror.write(
+            rows=rows, settings=settings, seeds=seeds, sample_indices=sample_indices, positions=positions
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +157,10 @@ def new_workspace(
 ) -> Workspace:
     device = devices.the_device()
     max_shape = MaxShape.of(config, max_num_tokens, max_num_logits)
-    parts = _input_parts(max_shape)
-    whole = device.zeros((parts.num_bytes,), np.uint8)
+    inputs = Mirror(device, _input_shapes(max_shape))
     workspace = Workspace(
         device=device,
-        inputs=Inputs(whole, parts, **parts.split(whole)),
+        inputs=Inputs(inputs, **inputs.arrays),
         sampling=new_sampling_buffers(device, config, max_shape),
         max_shape=max_shape,
         graphs=Graphs(device),
@@ -184,17 +171,15 @@ def new_workspace(
 
 
 def new_sampling_buffers(device: Any, config: Any, max_shape: MaxShape) -> SamplingBuffers:
-    parts = _setting_parts(max_shape)
-    whole = device.zeros((parts.num_bytes,), np.uint8)
-    return SamplingBuffers(
-        whole, parts, **parts.split(whole), **_zeros(device, _sampling_shapes(config, max_shape))
-    )
+    settings = Mirror(device, _setting_shapes(max_shape))
+    arrays = settings.arrays | _zeros(device, _sampling_shapes(config, max_shape))
+    marks = [device.mark() for _ in range(0, MAX_STEPS, READ_STEPS)]
+    return SamplingBuffers(settings, **arrays, marks=marks)
 
 
 def workspace_bytes(config, max_shape: MaxShape, dtype: str) -> int:
-    shapes = _shapes(config, max_shape, dtype) | _sampling_shapes(config, max_shape)
-    arrays = sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
-    return arrays + _input_parts(max_shape).num_bytes + _setting_parts(max_shape).num_bytes
+    arrays = _shapes(config, max_shape, dtype), _sampling_shapes(config, max_shape)
+    return sum(map(_num_bytes, (*arrays, _input_shapes(max_shape), _setting_shapes(max_shape))))
 
 
 def bytes_needed(config, tied, dtype, kv_cache_dtype, num_slots, max_model_len, *step) -> dict[str, int]:
@@ -232,20 +217,34 @@ def check_memory(*sizes) -> None:
 
 
 def fill(workspace: Workspace, batch) -> None:
-    inputs = workspace.inputs
+    mirror = workspace.inputs.mirror
     tiles = query_tiles(batch.seq_starts, QUERY_TILE)
-    bounds = np.full(inputs.tiles.size, tiles[-1], np.int32)  # of empty tiles
-    bounds[: tiles.size] = tiles
-    values = {
-        "sizes": np.array([batch.token_ids.size, batch.logit_rows.size]),
-        "token_ids": batch.token_ids,
-        "positions": batch.positions,
-        "token_slots": batch.token_slots,
-        "logit_rows": batch.logit_rows,
-        "tiles": bounds,
-    }
-    workspace.device.write(inputs.whole, inputs.parts.join(values))
+    num_rows = batch.logit_rows.size
+    mirror.host["tiles"][:] = tiles[-1]  # of empty tiles
+    mirror.host["rows"][:] = -1
+    mirror.write(
+        sizes=np.array([batch.token_ids.size, num_rows, 0], np.int32),
+        token_ids=batch.token_ids,
+        positions=batch.positions,
+        token_slots=batch.token_slots,
+        logit_rows=batch.logit_rows,
+        rows=np.arange(num_rows, dtype=np.int32),
+        tiles=tiles,
+    )
     workspace.device.write(workspace.embeds, batch.embeds)
+
+
+def _num_bytes(shapes: Shapes) -> int:
+    return sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in shapes.values())
+
+
+def _split(whole: Any, shapes: Shapes) -> dict[str, Any]:
+    found, start = {}, 0
+    for name, of_name in shapes.items():
+        stop = start + _num_bytes({name: of_name})
+        found[name] = whole[start:stop].view(of_name[1])
+        start = stop
+    return found
 
 
 def _zeros(device: Any, shapes: Shapes) -> dict[str, Any]:
@@ -283,11 +282,12 @@ def _sampling_shapes(config: Any, max_shape: MaxShape) -> Shapes:
         "keys": ((r, SLICES), np.int64),
         "arrivals": ((r,), np.uint32),
         "token_ids": ((r,), np.int32),
+        "step_token_ids": ((r,), np.int32),
         "history": ((MAX_STEPS, max_shape.decode_tokens), np.int32),
     }
 
 
-def _input_parts(max_shape: MaxShape) -> PackedArrays:
+def _input_shapes(max_shape: MaxShape) -> Shapes:
     n = max_shape.tokens
     lengths = {
         "sizes": NUM_SIZES,
@@ -295,19 +295,18 @@ def _input_parts(max_shape: MaxShape) -> PackedArrays:
         "positions": n,
         "token_slots": n,
         "logit_rows": max_shape.logits,
+        "rows": max_shape.logits,
         "tiles": 2 * n + 2,  # their number is rounded up
     }
-    return PackedArrays({name: (length, np.int32) for name, length in lengths.items()})
+    return {name: ((length,), np.int32) for name, length in lengths.items()}
 
 
-def _setting_parts(max_shape: MaxShape) -> PackedArrays:
+def _setting_shapes(max_shape: MaxShape) -> Shapes:
     r = max_shape.logits
-    return PackedArrays(
-        {
-            "settings": (r * NUM_SETTINGS, np.float64),
-            "seeds": (r, np.uint64),
-            "sample_indices": (r, np.uint64),
-            "rows": (r, np.int32),
-            "positions": (r, np.int32),
-        }
-    )
+    return {
+        "settings": ((r, NUM_SETTINGS), np.float64),
+        "seeds": ((r,), np.uint64),
+        "sample_indices": ((r,), np.uint64),
+        "rows": ((r,), np.int32),
+        "positions": ((r,), np.int32),
+    }

@@ -52,19 +52,21 @@ class SimulatedDevice:
         assert self._captured is None, "memory cannot be had during a capture"
         return np.zeros(math.prod(shape), dtype)
 
-    def write(self, target: np.ndarray, values: np.ndarray) -> None:
+    def write(self, target: np.ndarray, values: np.ndarray, at: int = 0) -> None:
         assert self._captured is None, "nothing can be copied during a capture"
-        assert values.size <= target.size
+        assert at + values.size <= target.size
         assert not values.size or values.dtype == target.dtype
-        target[: values.size] = values.ravel()
+        target[at : at + values.size] = values.ravel()
 
-    def read(self, source: np.ndarray) -> np.ndarray:
+    def read(self, source: np.ndarray, count: int | None = None, at: int = 0) -> np.ndarray:
         assert self._captured is None, "nothing can be copied during a capture"
-        return source.copy()
+        stop = source.size if count is None else at + count
+        assert stop <= source.size
+        return source[at:stop].copy()
 
-    def read_at(self, mark: int, source: np.ndarray) -> np.ndarray:
-        assert mark <= self.now
-        return self.read(source)
+    def read_at(self, mark: list[int], source: np.ndarray, *part: int) -> np.ndarray:
+        assert mark[0] <= self.now
+        return self.read(source, *part)
 
     def launch(self, kernel, grid, threads: int, *arguments, shared_bytes: int = 0) -> None:
         grid = (grid,) if isinstance(grid, int) else tuple(grid)
@@ -105,12 +107,14 @@ class SimulatedDevice:
     def synchronize(self) -> None:
         assert self._captured is None
 
-    def mark(self) -> int:
+    def mark(self, event: list[int] | None = None) -> list[int]:
         assert self._captured is None, "an event would be part of the graph"
-        return self.now
+        event = [0] if event is None else event
+        event[0] = self.now
+        return event
 
-    def seconds(self, first: int, last: int) -> float:
-        return float(last - first)
+    def seconds(self, first: list[int], last: list[int]) -> float:
+        return float(last[0] - first[0])
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:

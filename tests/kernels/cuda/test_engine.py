@@ -134,7 +134,7 @@ def check_tokens(model: str, fields: dict) -> None:
 
 def test_steps_ahead_are_bounded_by_tokens_and_positions(model, device):
     reads, read = [], device.read
-    device.read = lambda source: reads.append(source.size) or read(source)
+    device.read = lambda source, count, at=0: reads.append(count) or read(source, count, at)
     with load(model) as llm:
         llm.generate([[3]], SamplingParams(max_tokens=16 + 7, ignore_eos=True))
         # The history of steps of up to max_num_batched_tokens, READ_STEPS of them at a time.

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from support.golden_models import golden_array
-from support.kernel_tools import same_bits
+from support.kernel_tools import same_bits, warpers_of
 from tinygpt.kernels import cuda, reference
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cuda.workspace import PackedArrays, bytes_needed
+from tinygpt.kernels.cuda.workspace import Mirror, bytes_needed
 from tinygpt.kernels.numbers import from_bfloat16
 from tinygpt.weights.checkpoint import Checkpoint
 from tinygpt.weights.config import ModelConfig, parameter_shapes
@@ -102,6 +102,19 @@ def test_a_kind_of_step_is_captured_once(device):
     assert device.num_captured == 1
     again = cuda_model(checkpoint_of(n_layer=1)).forward([[3] * 4], [0], [0], "all")
     assert (np.concatenate(steps) == again).all()
+
+
+def test_a_step_chooses_the_greatest_logits_itself_until_they_change(device):
+    model = cuda_model(checkpoint_of(n_layer=1))
+    batch = Batch.of([[3], [5], [7]], [0, 0, 0], [0, 1, 2])
+    logits = cuda.forward(model.params, batch, model.cache, model.workspace)
+    rows, launches = logits.copy(), device.now
+    draws = warpers_of(2, temperature=0), np.zeros(2, np.uint64), np.zeros(2), np.zeros(2)
+    assert cuda.sample(logits[np.array([2, 0])], *draws).tolist() == rows[[2, 0]].argmax(1).tolist()
+    assert device.now == launches
+    rows[1, rows[1].argmax()] = -np.inf
+    logits[1] = rows[1]
+    assert cuda.sample(logits[np.array([1, 0])], *draws).tolist() == rows[[1, 0]].argmax(1).tolist()
 
 
 @dataclass
@@ -209,14 +222,12 @@ def test_memory_is_what_was_counted(dtype, device, monkeypatch):
     assert sum(sizes) <= sum(needed.values()) <= 1.02 * sum(sizes)
 
 
-PARTS = PackedArrays({"seeds": (2, np.uint64), "rows": (3, np.int32)})
-
-
-def test_what_is_not_given_is_zero():
-    whole = PARTS.join({"seeds": np.array([2**63 + 1, 5], np.uint64), "rows": np.array([-1])})
-    parts = PARTS.split(whole)
-    assert parts["seeds"].tolist() == [2**63 + 1, 5]
-    assert parts["rows"].tolist() == [-1, 0, 0]
+def test_what_is_not_given_stays(device):
+    mirror = Mirror(device, {"seeds": ((2,), np.uint64), "rows": ((3,), np.int32)})
+    mirror.write(seeds=np.array([2**63 + 1, 5], np.uint64), rows=np.array([4, -1]))
+    mirror.write(rows=np.array([-2]))
+    assert mirror.arrays["seeds"].tolist() == [2**63 + 1, 5]
+    assert mirror.arrays["rows"].tolist() == [-2, -1, 0]
 
 
 def test_a_norm_that_does_not_fit_in_a_block_has_a_kernel_of_its_own_with_the_same_bits(device, monkeypatch):

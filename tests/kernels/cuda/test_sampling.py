@@ -14,6 +14,7 @@ from support.kernel_tools import masked_row, random_row, tied_row, warpers_of
 from support.ptx_machine import simulate
 from support.tables import column
 from tinygpt.kernels import reference
+from tinygpt.kernels.cuda.device import Graphs
 from tinygpt.kernels.cuda.draw import UNITS, draw_tokens, least_mass_above, random_fraction
 from tinygpt.kernels.cuda.jit import kernel
 from tinygpt.kernels.cuda.sampling import DeviceLogits, sample, take_greatest
@@ -228,11 +229,15 @@ def test_any_settings_give_the_references_tokens(data):
     max_shape = MaxShape(3, 3, 3, 8)
     sampling = new_sampling_buffers(device, SimpleNamespace(vocab_size=vocab), max_shape)
     workspace = SimpleNamespace(
-        device=device, logits=logits.ravel().copy(), sampling=sampling, max_shape=max_shape
+        device=device,
+        logits=logits.ravel().copy(),
+        sampling=sampling,
+        max_shape=max_shape,
+        graphs=Graphs(device),
     )
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
     draws = rng.integers(0, 2**64, 3, np.uint64), rng.integers(0, 5, 3), rng.integers(0, 1024, 3)
     with np.errstate(all="ignore"):
         wanted = reference.sample(logits, warpers, *draws)
-        token_ids = sample(DeviceLogits(workspace, np.arange(3), vocab), warpers, *draws)
+        token_ids = sample(DeviceLogits(workspace, np.arange(3), vocab, {0, 1, 2}), warpers, *draws)
     np.testing.assert_array_equal(token_ids, wanted)
