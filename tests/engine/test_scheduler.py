@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinygpt.engine import scheduler as scheduling
 from tinygpt.engine.sampler import PromptLogprobs
 from tinygpt.engine.scheduler import SINGLE_USE_IDS, Scheduler, SlotTable
-from tinygpt.engine.sequence import Sample, SampledToken, Sequence
+from tinygpt.engine.sequence import Sample, SampledToken, Sequence, common_prefix
 from tinygpt.sampling_params import SamplingParams
 
 EOS = 0
@@ -176,6 +177,18 @@ def test_one_that_waits_goes_on_when_the_other_is_removed(after, num_reused):
     assert finish(scheduler) == 40 - num_reused + 1 + 4
     assert (b.finish_reason, c.finish_reason) == ("length", "length")
     assert (b.num_reused, c.num_reused) == (num_reused, 39)
+
+
+def test_of_hundreds_of_new_prompts_the_ones_that_begin_alike_are_compared(monkeypatch):
+    compared = []
+    monkeypatch.setattr(scheduling, "common_prefix", lambda a, b: compared.append(a) or common_prefix(a, b))
+    distinct = [new_sequence(20) for _ in range(250)]
+    alike = [new_sequence(20, begin=5) for _ in range(6)]
+    scheduler = scheduler_of(*distinct, *alike, slots=256, tokens=8192)
+    assert len(run_step(scheduler)) == 250 + 1
+    assert len(compared) == 5 + 4 + 3 + 2 + 1
+    run_step(scheduler)
+    assert [sequence.num_reused for sequence in alike] == [0] + [19] * 5
 
 
 def test_one_waits_for_the_other_that_has_most_in_common_with_it():

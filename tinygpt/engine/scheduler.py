@@ -100,6 +100,31 @@ class SlotTable:
         self._empty.append(slot)
 
 
+class Beginnings:
+    """Running sequences in order of arrival, by the first id of their prefixes and by the first WORTH_WAITING."""
+
+    def __init__(self, running: list[Sequence]):
+        self._numbers: dict[Sequence, int] = {}
+        self._sharing: dict[tuple[int, ...], list[tuple[Sequence, list[int]]]] = {}
+        for sequence in running:
+            self.add(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        ids = sequence.prefix_ids
+        self._numbers[sequence] = len(self._numbers)
+        for size in {min(size, len(ids)) for size in (1, WORTH_WAITING)}:
+            self._sharing.setdefault(tuple(ids[:size]), []).append((sequence, ids))
+
+    def earlier(self, sequence: Sequence, wanted: list[int]) -> list[tuple[int, Sequence]]:
+        """Return each earlier sequence to copy from, or to wait for, and how many of the wanted ids it shares."""
+        begun = self._sharing.get(tuple(wanted[:1]), ())
+        near = self._sharing.get(tuple(wanted[:WORTH_WAITING]), ())
+        found = dict(near) | {other: ids for other, ids in begun if other.num_copyable_positions}
+        own = self._numbers[sequence]
+        found = {other: ids for other, ids in found.items() if self._numbers[other] < own}
+        return [(_num_shared(wanted, other, ids), other) for other, ids in found.items()]
+
+
 class Scheduler:
     """First come, first served. A sequence holds one slot of the KV cache from its first step to its last.
 
@@ -123,6 +148,7 @@ class Scheduler:
         self._layer = 0  # that the last step began with
         # By waiting sequence: the sequence that computes its first tokens, and how many.
         self._prefix_sources: dict[Sequence, tuple[Sequence, int]] = {}
+        self._beginnings: Beginnings | None = None  # of `running` as it is in this step
 
     def add(self, *sequences: Sequence) -> None:
         """Queue sequences. Beams of one search stay together: they wait for one another."""
@@ -130,6 +156,7 @@ class Scheduler:
 
     def schedule(self) -> list[Chunk]:
         """Return the chunks of the next step: decoding sequences first, then prompts in order of arrival."""
+        self._beginnings = None
         while self.waiting and self.slots.num_free:
             self._admit(self.waiting.popleft())
         for sequence in [sequence for sequence in self.running if sequence.has_to_slide]:
@@ -171,20 +198,23 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> None:
         sequence.enter(*self.slots.take(sequence.prefix_ids[: sequence.max_prefix_tokens + 1]))
         self.running.append(sequence)  # first: if a copy fails, `remove` finds the slot
+        if self._beginnings is not None:
+            self._beginnings.add(sequence)
         self._prepare_slot(sequence)
         self._copy_longest_prefix(sequence)
 
     def _slide(self, sequence: Sequence) -> None:
         followers = self._copy_to_followers(sequence)
         sequence.slide()
+        self._beginnings = None
         for follower in followers:
             self._copy_longest_prefix(follower)
 
     def _copy_longest_prefix(self, sequence: Sequence) -> None:
         """Copy the longest prefix that is cached or running, or wait for an earlier sequence that will have more."""
         wanted = sequence.prefix_ids[: sequence.max_prefix_tokens]
-        earlier = self.running[: self.running.index(sequence)]
-        running = [(_num_shared(wanted, other), other) for other in earlier]
+        self._beginnings = self._beginnings or Beginnings(self.running)
+        running = self._beginnings.earlier(sequence, wanted)
         ready = [(min(count, other.num_copyable_positions), other.slot) for count, other in running]
         cached = [(common_prefix(wanted, token_ids), slot) for slot, token_ids in self.slots.prefixes.items()]
         num_ready, slot = max(ready + cached, default=(0, None))
@@ -194,7 +224,7 @@ class Scheduler:
             return
         self._prefix_sources.pop(sequence, None)
         self._copy(slot, sequence, num_ready)
-        if (num_ready, slot) in cached:
+        if num_ready and (num_ready, slot) in cached:
             self.slots.touch(slot)
 
     def _is_waiting_for_prefix(self, sequence: Sequence) -> bool:
@@ -221,8 +251,8 @@ class Scheduler:
             sequence.reuse(stop)
 
 
-def _num_shared(wanted: list[int], other: Sequence) -> int:
-    return min(common_prefix(wanted, other.prefix_ids), max(other.num_cached, len(other.prompt_token_ids)))
+def _num_shared(wanted: list[int], other: Sequence, ids: list[int]) -> int:
+    return min(common_prefix(wanted, ids), max(other.num_cached, len(other.prompt_token_ids)))
 
 
 @dataclass(frozen=True)

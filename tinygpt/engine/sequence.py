@@ -376,9 +376,15 @@ def copied(logprobs: dict[int, float] | None) -> dict[int, float] | None:
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
-    if a[: len(b)] == b:
-        return len(b)
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    low = 0  # of the ids that are equal
+    high = min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def is_looping(new_token_ids: list[int], params: SamplingParams) -> bool:
