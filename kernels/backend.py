@@ -14,6 +14,7 @@ NORMS = tuple(NORM_BEFORE.values())
 # Kinds of points in a layer: the residual stream, (N, C); heads, (N, H, D); summands; the MLP's units, (N, F).
 LOOKS = ("resid_pre", "q", "k", "v", "z", "attn_out", "resid_mid", "pre", "post", "mlp_out", "resid_post")
 SCORES = ("attn_scores", "pattern")  # (n, H, T) of one sequence
+MAX_STEPS = 16  # of a multi-step, whose tokens a workspace keeps
 NO_EMBEDS = np.empty((0, 0), np.float32)
 
 

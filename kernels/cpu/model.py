@@ -34,7 +34,7 @@ from .layers.rows import ONE_LAYER, embed_rows, norm_if_any, norm_or_copy, score
 from .sampling import sample
 from .sampling_rows import MAX_ENDS, choose_greatest, is_last_step
 from .team import begin_step, join_step
-from .workspace import MAX_STEPS, Workspace, fill, step_of
+from .workspace import Workspace, fill, step_of
 
 
 def forward(params: Params, batch, kv_cache: KVCache, workspace: Workspace, look=None) -> np.ndarray:
@@ -142,8 +142,6 @@ def multi_step(
     num_steps: int,
     ends,
 ) -> Iterable[np.ndarray]:
-    if num_steps > MAX_STEPS:
-        raise ValueError(f"{num_steps} steps at once and the workspace keeps the tokens of {MAX_STEPS}.")
     if warpers.temperature.any():
         draws = warpers, seeds, sample_indices
         return _drawn(params, batch, kv_cache, workspace, draws, num_steps)

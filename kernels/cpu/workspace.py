@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..backend import query_tiles
+from ..backend import MAX_STEPS, query_tiles
 from .dtypes import DTYPES
 from .jit import inline
 from .layers.attention import scratch_size
@@ -16,8 +16,6 @@ from .sampling_rows import MAX_ENDS, Choices
 from .simd.tiles import ROW_TILE
 from .simd.vector_ir import LANES, zeros
 from .team import TeamThreads
-
-MAX_STEPS = 16  # of a call
 
 
 class Step(NamedTuple):

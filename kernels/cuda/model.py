@@ -35,7 +35,6 @@ from .layers.rows import EMBED_THREADS, NORM_WARPS, embed_kernel, layer_norm_ker
 from .params import DTYPES, STEP, Params, padded_columns
 from .sampling import DeviceLogits, is_greedy, queue_choice
 from .workspace import (
-    MAX_STEPS,
     NUM_LOGITS,
     NUM_STEPS_DONE,
     NUM_TOKENS,
@@ -249,8 +248,6 @@ def multi_step(
     ends,
 ) -> Iterable[np.ndarray]:
     """Queue all steps at once, in spite of `ends`. Return the tokens (S,) of each."""
-    if num_steps > MAX_STEPS:
-        raise ValueError(f"num_steps is {num_steps} and must be at most {MAX_STEPS}.")
     draws = warpers, seeds, sample_indices, batch.context_lens
     step = Step(StepShape.of(batch, workspace.max_shape, num_steps), kv_cache, workspace)
     return _queued_steps(params, step, batch, draws, num_steps)

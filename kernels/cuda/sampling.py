@@ -42,9 +42,7 @@ class DeviceLogits:
     logits[r] copies a row to the host, logits[r] = row writes it, and logits[array] selects rows on the device.
     """
 
-    def __init__(
-        self, workspace: Any, rows: np.ndarray, vocab_size: int, changed: set[int] | None = None
-    ):
+    def __init__(self, workspace: Any, rows: np.ndarray, vocab_size: int, changed: set[int] | None = None):
         """rows: (R,), indices of the workspace's logits. changed: those that the step's own choice has not seen."""
         self.workspace = workspace
         self.rows = rows

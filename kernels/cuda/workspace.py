@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..backend import DeviceError, query_tiles
+from ..backend import MAX_STEPS, DeviceError, query_tiles
 from . import device as devices
 from .device import Graphs, need_capability
 from .draw import NUM_SETTINGS
@@ -22,7 +22,6 @@ NUM_LOGITS = 1
 NUM_STEPS_DONE = 2
 NUM_SIZES = 4
 SLICES = 32  # of a row of logits, at most, that blocks search side by side
-MAX_STEPS = 32  # of a multi-step
 READ_STEPS = 4  # whose tokens the host reads together
 Shapes = dict[str, tuple[tuple[int, ...], Any]]  # shape and type of arrays, by name
 

@@ -153,6 +153,11 @@ def test_a_new_or_cancelled_request_waits_for_one_step(llm, calls, monkeypatch, 
     assert len(counts) == (2 if what == "submit" else 3)
 
 
+def test_more_steps_than_a_workspace_keeps_tokens_of_are_refused(llm):
+    with pytest.raises(ValueError, match="17 steps at once and a workspace keeps the tokens of 16"):
+        llm.engine.runner.multi_step(*[None] * 4, MAX_STEPS + 1, None)
+
+
 def test_as_many_steps_as_the_last_ones_would_have_taken_in_the_time():
     timer = StepTimer()
     assert timer.num_steps(1.0) == 1

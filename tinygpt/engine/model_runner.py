@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import NoTokenizerError, RequestError, invalid, suggest
-from ..kernels.backend import Batch, DeviceError, WeightError
+from ..kernels.backend import MAX_STEPS, Batch, DeviceError, WeightError
 from ..llm_args import EngineConfig, LLMArgs, PathOrId
 from ..text.files import checked_spec, read_tokenizer
 from ..text.tokenizer import Tokenizer
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_STEPS = 16
 LARGE = 2**28  # bytes of float32 matrices, which take a second or more to read
 DEVICES = ("cpu", "cuda", "reference")  # each a package of kernels/, which exports kernels.backend.Backend
 # Dtypes that compute with adapters which are not merged.
@@ -283,6 +282,8 @@ class ModelRunner:
     def multi_step(
         self, batch: Batch, warpers: Any, seeds: np.ndarray, indices: np.ndarray, steps: int, ends: np.ndarray
     ) -> Iterable[np.ndarray]:
+        if steps > MAX_STEPS:
+            raise ValueError(f"{steps} steps at once and a workspace keeps the tokens of {MAX_STEPS}.")
         self._check_file()
         on = self._params, batch, self._kv_cache, self._workspace
         return self.backend.multi_step(*on, warpers, seeds, indices, steps, ends)

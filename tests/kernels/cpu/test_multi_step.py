@@ -10,10 +10,8 @@ import pytest
 
 from support.golden_models import write_model
 from support.kernel_tools import warpers_of
-from tinygpt.engine import model_runner
 from tinygpt.kernels import cpu
 from tinygpt.kernels.backend import Batch
-from tinygpt.kernels.cpu.workspace import MAX_STEPS
 from tinygpt.kernels.numbers import Warpers
 from tinygpt.weights.open import open_checkpoint
 
@@ -160,12 +158,3 @@ def test_the_step_with_a_token_that_ends_a_sequence_is_the_last(folder):
         assert decoding.at_once(GREEDY, STEPS, [*others[:5], end]).tolist() == expected[: first + 1]
     assert decoding.at_once(GREEDY, STEPS, others[:5]).tolist() == expected
     assert decoding.at_once(GREEDY, STEPS, others[:65]).tolist() == expected[:1]  # more than a call looks for
-
-
-def test_there_is_room_for_what_the_engine_asks_for():
-    assert model_runner.MAX_STEPS <= MAX_STEPS
-
-
-def test_more_steps_than_there_is_room_for_are_refused(folder):
-    with pytest.raises(ValueError, match="17 steps at once and the workspace keeps the tokens of 16"):
-        Decoding.of(folder, "float32", 1).at_once(GREEDY, 17)
